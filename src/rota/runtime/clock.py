@@ -1,0 +1,74 @@
+"""Clock protocol; the system clock and a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from datetime import UTC, datetime
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where every part asks for the time. Durations use ``monotonic_s``; ``wall_s`` is for people and token expiry."""
+
+    def monotonic_s(self) -> float:
+        """Seconds that never jump and that count suspend (CLOCK_BOOTTIME)."""
+        ...
+
+    def wall_s(self) -> float:
+        """Seconds since 1970-01-01 UTC."""
+        ...
+
+    def sleep(self, seconds: float) -> Awaitable[None]:
+        """Wait without blocking the event loop."""
+        ...
+
+
+class SystemClock:
+    """The real clock of this machine."""
+
+    def monotonic_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def wall_s(self) -> float:
+        return time.time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class VirtualClock:
+    """A clock that moves only when told to, or when driven by a virtual event loop.
+
+    ``advance`` moves both readings; sleepers wake when their time is reached, in order of their deadline.
+    """
+
+    def __init__(self, *, start_s: float = 0.0, wall_start_s: float = 1_700_000_000.0) -> None:
+        self._now_s = start_s
+        self._wall_offset_s = wall_start_s - start_s
+
+    def monotonic_s(self) -> float:
+        return self._now_s
+
+    def wall_s(self) -> float:
+        return self._now_s + self._wall_offset_s
+
+    def advance(self, seconds: float) -> None:
+        """Move time forward. Raises ValueError for a negative amount."""
+        if seconds < 0:
+            raise ValueError(f"time cannot go back by {-seconds} s")
+        self._now_s += seconds
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def iso(wall_s: float) -> str:
+    """ISO 8601 in UTC with milliseconds, as every JSON document shows times."""
+    return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def blocking_sleep(seconds: float) -> None:
+    """Wait in a plain thread (never in an event loop)."""
+    time.sleep(seconds)

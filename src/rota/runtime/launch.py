@@ -1,0 +1,177 @@
+"""Launcher protocol: reserve, start, find, call, stop; the values that cross it.
+
+Two launchers exist: ``launch_ray.py`` and ``launch_sim.py``; both pass the same conformance tests. Names are
+deterministic, so that whoever comes after a crash finds what exists: a reservation is ``<job>/<gang>/<epoch>``, an
+instance ``<job>/<role>/<rank>/<epoch>``, the master of a job ``<job>/master``; all inside the namespace
+``rota/<install>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rota.spec.gang import BundleGrant
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
+from rota.spec.resources import Res
+
+
+def reservation_name(job: JobId, gang: GangId, epoch: Epoch) -> str:
+    """Name of a reservation."""
+    return f"{job}/{gang}/{epoch}"
+
+
+def instance_name(job: JobId, instance: InstanceId, epoch: Epoch) -> str:
+    """Name of the process of an instance; ``epoch`` is the one it was started under."""
+    return f"{job}/{instance.role}/{instance.rank}/{epoch}"
+
+
+def master_name(job: JobId) -> str:
+    """Name of the master of a job."""
+    return f"{job}/master"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Resources held in the engine for one gang under one epoch."""
+
+    job: JobId
+    gang: GangId
+    epoch: Epoch
+
+    @property
+    def name(self) -> str:
+        return reservation_name(self.job, self.gang, self.epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSpec:
+    """A process to start. ``target`` is ``module:Class``, made as ``Class(**args)`` inside the new process.
+
+    ``args`` are JSON-able. ``env`` is set before anything is imported. ``bundle`` is an index into the reservation.
+    ``devices`` are the exact device indices the process may see.
+    """
+
+    job: JobId
+    instance: InstanceId
+    epoch: Epoch
+    target: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    reservation: str
+    bundle: int
+    devices: tuple[int, ...] = ()
+    res: Res
+    workdir: str = ""
+    log_path: str = ""
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.job, self.instance, self.epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """A started process: its name, where it is, and its pid with start time (a pid alone may be reused)."""
+
+    name: str
+    job: JobId
+    instance: InstanceId
+    epoch: Epoch
+    node: NodeId
+    pid: int
+    start_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One method call on a process: ``method(*args, **kwargs)``; ``control`` calls never queue behind user code."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float | None = None
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What of a job exists in the engine now."""
+
+    reservations: tuple[Reservation, ...] = ()
+    instances: tuple[Handle, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessDied:
+    """A started process is gone. ``exit_code`` and ``signal`` when known."""
+
+    name: str
+    job: JobId
+    instance: InstanceId
+    epoch: Epoch
+    text: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDied:
+    """The engine gave up on a node."""
+
+    node: NodeId
+    text: str = ""
+
+
+RuntimeEvent = ProcessDied | NodeDied
+
+
+class ReserveFailed(Exception):
+    """The engine did not grant a reservation within the limit; the message says why."""
+
+
+class ProcessGone(Exception):
+    """The process of a handle does not exist any more, so the call had no effect or an unknown one (``started``)."""
+
+    def __init__(self, message: str, *, started: bool = True) -> None:
+        super().__init__(message)
+        self.started = started
+
+
+class CallTimeout(Exception):
+    """No answer within ``timeout_s``; the process may still be at it."""
+
+
+class Launcher(Protocol):
+    """Starts and finds processes. All effects are idempotent by name."""
+
+    async def reserve(
+        self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
+    ) -> Reservation:
+        """Reserve all bundles or none; returns the existing one of that name. Raises ReserveFailed."""
+        ...
+
+    async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
+        """Start the process; one of the same name that is alive is returned. Raises ProcessGone or CallTimeout."""
+        ...
+
+    async def find(self, job: JobId) -> Found:
+        """Everything of the job that is alive."""
+        ...
+
+    async def call(self, to: Handle, call: Call) -> Any:
+        """Call a method and wait. Raises ProcessGone, CallTimeout, or what the method raised."""
+        ...
+
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """Ask the process to end (its ``stop()`` control method), then force; returns when the process is gone."""
+        ...
+
+    async def release(self, reservation: Reservation) -> None:
+        """Give a reservation back; harmless if it does not exist."""
+        ...
+
+    def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
+        """Deaths of processes of the job that were started or found through this launcher, as they happen."""
+        ...

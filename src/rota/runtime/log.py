@@ -1,0 +1,148 @@
+"""Event log: append, read, fences; the protocol and its in-memory twin.
+
+One log serves the whole installation. Records have a total order (``number``) and, for events of a job, an order inside
+that job (``seq``, from 1). A writer names its scope and epoch: the write happens only if no higher epoch was ever taken
+for that scope, so a writer that was replaced while it slept is refused. Scopes: ``install`` (the service),
+``job/<id>`` (the master of a job).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rota.runtime.clock import Clock
+from rota.spec.errors import Fenced, SeqConflict
+from rota.spec.events import ClusterEvent, Event, Record
+from rota.spec.ids import Epoch, JobId
+
+INSTALL_SCOPE = "install"
+
+
+def master_scope(job: JobId) -> str:
+    """The scope under which the master of ``job`` writes."""
+    return f"job/{job}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """Who appends: its scope and the epoch it took for it."""
+
+    scope: str
+    epoch: Epoch
+
+
+class EventLog(Protocol):
+    """Truth about everything. Every method blocks; call it from a thread in an event loop.
+
+    Raises StoreUnavailable when the store does not answer.
+    """
+
+    def take_epoch(self, scope: str, *, expected: Epoch | None = None) -> Epoch:
+        """Take the next epoch of ``scope`` and fence every older writer.
+
+        With ``expected`` the fence must still be that; else SeqConflict (somebody else took it first).
+        """
+        ...
+
+    def fence(self, scope: str) -> Epoch:
+        """The highest epoch ever taken for ``scope``; 0 if none."""
+        ...
+
+    def append(
+        self, events: Sequence[Event], *, writer: Writer, job: JobId | None = None, expected_seq: int | None = None
+    ) -> tuple[Record, ...]:
+        """Append all or nothing; durable when it returns.
+
+        ``job`` is required for job events and refused for cluster events. ``expected_seq`` is the last ``seq`` of the
+        job that the writer has seen. Raises Fenced for a writer of an older epoch, SeqConflict when the job moved on.
+        """
+        ...
+
+    def read(
+        self, *, after: int = 0, job: JobId | None = None, limit: int = 10_000, cluster: bool = False
+    ) -> tuple[Record, ...]:
+        """Records with ``number > after`` in order: of one job, of the cluster alone, or of everything."""
+        ...
+
+    def last_number(self) -> int:
+        """Number of the newest record; 0 for an empty log."""
+        ...
+
+
+class MemoryLog:
+    """The in-memory twin: same contract, nothing durable."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._records: list[Record] = []
+        self._seqs: dict[JobId, int] = defaultdict(int)
+        self._fences: dict[str, Epoch] = {}
+
+    def take_epoch(self, scope: str, *, expected: Epoch | None = None) -> Epoch:
+        current = self.fence(scope)
+        if expected is not None and expected != current:
+            raise SeqConflict(f"{scope}: epoch {current} was taken since {expected}", scope=scope, fence=current)
+        self._fences[scope] = Epoch(current + 1)
+        return self._fences[scope]
+
+    def fence(self, scope: str) -> Epoch:
+        return self._fences.get(scope, Epoch(0))
+
+    def append(
+        self, events: Sequence[Event], *, writer: Writer, job: JobId | None = None, expected_seq: int | None = None
+    ) -> tuple[Record, ...]:
+        check_job(events, job)
+        check_fence(writer, self.fence(writer.scope))
+        if job is not None:
+            check_seq(job, self._seqs[job], expected_seq)
+        written: list[Record] = []
+        for event in events:
+            if job is not None:
+                self._seqs[job] += 1
+            number = len(self._records) + 1
+            seq = self._seqs[job] if job is not None else 0
+            record = Record(number=number, job=job, seq=seq, at=self._clock.wall_s(), event=event)
+            self._records.append(record)
+            written.append(record)
+        return tuple(written)
+
+    def read(
+        self, *, after: int = 0, job: JobId | None = None, limit: int = 10_000, cluster: bool = False
+    ) -> tuple[Record, ...]:
+        found = (
+            record
+            for record in self._records[after:]
+            if (job is None or record.job == job) and (not cluster or record.job is None)
+        )
+        return tuple(record for record, _ in zip(found, range(limit)))
+
+    def last_number(self) -> int:
+        return len(self._records)
+
+
+def check_job(events: Sequence[Event], job: JobId | None) -> None:
+    """Job events need a job, cluster events none. Raises ValueError (a bug of the caller)."""
+    for event in events:
+        if isinstance(event, ClusterEvent) is not (job is None):
+            raise ValueError(f"{type(event).__name__} with job={job!r}")
+
+
+def check_fence(writer: Writer, fence: Epoch) -> None:
+    """Refuse a writer whose epoch is not the newest of its scope. Raises Fenced."""
+    if writer.epoch != fence:
+        raise Fenced(
+            f"{writer.scope}: epoch {writer.epoch} is fenced by {fence}",
+            hint="another process took over; this one must stop",
+            scope=writer.scope,
+            epoch=writer.epoch,
+            fence=fence,
+        )
+
+
+def check_seq(job: JobId, current: int, expected: int | None) -> None:
+    """Refuse a write decided on an older state of the job. Raises SeqConflict."""
+    if expected is not None and expected != current:
+        raise SeqConflict(f"{job}: at {current}, expected {expected}", job=job, seq=current, expected=expected)

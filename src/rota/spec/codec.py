@@ -1,0 +1,109 @@
+"""Canonical JSON of frozen dataclasses: the one way values of spec are written and read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from enum import Enum
+from functools import cache
+from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def to_json_value(value: Any) -> Any:
+    """``value`` as dicts, lists, strings, numbers, booleans and None. Fields equal to their default are kept."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json_value(item) for item in value]
+    if isinstance(value, frozenset | set):
+        return sorted(to_json_value(item) for item in value)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def dumps(value: Any) -> str:
+    """Canonical text: sorted keys, no spaces, no NaN."""
+    return json.dumps(to_json_value(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def from_json_value(cls: Any, raw: Any) -> Any:
+    """Build a value of type ``cls`` from what ``to_json_value`` gave.
+
+    Unknown keys are ignored (an older reader of a newer log), missing ones take the default. Raises TypeError or
+    ValueError when the form does not fit.
+    """
+    if isinstance(cls, NewType):
+        return from_json_value(cls.__supertype__, raw)
+    if isinstance(cls, str):
+        raise TypeError(f"unresolved annotation {cls!r}")
+    origin = get_origin(cls)
+    if cls is Any:
+        return raw
+    if origin in (Union, types.UnionType):
+        return _union(get_args(cls), raw)
+    if origin is Literal:
+        if raw not in get_args(cls):
+            raise ValueError(f"{raw!r} is not one of {get_args(cls)}")
+        return raw
+    if origin in (tuple, list, frozenset, dict):
+        return _collection(cls, origin, raw)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        return _dataclass(cls, raw)
+    if isinstance(cls, type) and issubclass(cls, Enum):
+        return cls(raw)
+    if cls is float and isinstance(raw, int) and not isinstance(raw, bool):
+        return float(raw)
+    if cls in (str, int, float, bool, dict, list) and isinstance(raw, cls):
+        return raw
+    raise TypeError(f"expected {getattr(cls, '__name__', cls)}, got {type(raw).__name__}")
+
+
+def _dataclass(cls: type, raw: Any) -> Any:
+    if not isinstance(raw, dict):
+        raise TypeError(f"expected an object for {cls.__name__}, got {type(raw).__name__}")
+    hints = _hints(cls)
+    known = {field.name for field in dataclasses.fields(cls) if field.init}
+    return cls(**{key: from_json_value(hints[key], item) for key, item in raw.items() if key in known})
+
+
+def _collection(cls: Any, origin: Any, raw: Any) -> Any:
+    args = get_args(cls)
+    if origin is dict:
+        return {from_json_key(args[0], key): from_json_value(args[1], item) for key, item in raw.items()}
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return tuple(from_json_value(args[0], item) for item in raw)
+    if origin is tuple:
+        return tuple(from_json_value(arg, item) for arg, item in zip(args, raw, strict=True))
+    return origin(from_json_value(args[0], item) for item in raw)
+
+
+def from_json_key(cls: Any, key: str) -> Any:
+    """A mapping key back from its text; integers and strings are the only kinds."""
+    base = cls.__supertype__ if isinstance(cls, NewType) else cls
+    return int(key) if base is int else key
+
+
+def _union(args: tuple[Any, ...], raw: Any) -> Any:
+    if raw is None and type(None) in args:
+        return None
+    for arg in args:
+        if arg is type(None):
+            continue
+        try:
+            return from_json_value(arg, raw)
+        except (TypeError, ValueError):
+            continue
+    raise TypeError(f"{raw!r} fits none of {args}")

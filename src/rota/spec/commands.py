@@ -1,0 +1,141 @@
+"""Effects that the job machine asks for; the master carries them out and their outcome comes back as an event.
+
+Commands are imperative and idempotent by ``(job, epoch, id)``: carrying one out twice is harmless, and after a restart
+of the master every command without an outcome in the log is issued again with the same id. ``id`` is deterministic,
+made from the fields that say what is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rota.spec.events import JobEvent
+from rota.spec.gang import BundleGrant
+from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReserveGang:
+    """Reserve all bundles of a gang under an epoch. Outcome: GangReserved or GangReserveFailed."""
+
+    gang: GangId
+    epoch: Epoch
+    bundles: tuple[BundleGrant, ...]
+
+    @property
+    def id(self) -> str:
+        return f"reserve/{self.gang}/{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseGang:
+    """Give a reservation back. Outcome: GangReleased."""
+
+    gang: GangId
+    epoch: Epoch
+
+    @property
+    def id(self) -> str:
+        return f"release/{self.gang}/{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartInstance:
+    """Start one process in its bundle. Outcome: InstanceStarted, or InstanceLost."""
+
+    instance: InstanceId
+    epoch: Epoch
+    gang: GangId
+    gang_epoch: Epoch
+    bundle: BundleGrant
+
+    @property
+    def id(self) -> str:
+        return f"start/{self.instance}/{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assemble:
+    """Set a living process up under ``epoch``: import and set up the workload, join the mesh, restore a commit.
+
+    ``started_epoch`` names the process (it may be older than ``epoch``: a re-formed member keeps its process).
+    ``peers`` are the instances of its mesh in rank order. Outcome: InstanceReady, or InstanceLost.
+    """
+
+    instance: InstanceId
+    epoch: Epoch
+    started_epoch: Epoch
+    peers: tuple[InstanceId, ...]
+    restore: int
+
+    @property
+    def id(self) -> str:
+        return f"assemble/{self.instance}/{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInstance:
+    """Let a finite instance (loop, command, function) run from commit ``committed``. Outcome: InstanceEnded or InstanceLost."""
+
+    instance: InstanceId
+    epoch: Epoch
+    started_epoch: Epoch
+    committed: int
+
+    @property
+    def id(self) -> str:
+        return f"run/{self.instance}/{self.epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopInstance:
+    """End a process: politely for ``grace_s``, then by force. Outcome: InstanceStopped."""
+
+    instance: InstanceId
+    started_epoch: Epoch
+    grace_s: float
+
+    @property
+    def id(self) -> str:
+        return f"stop/{self.instance}/{self.started_epoch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Fire TimerFired(timer) after ``after_s`` seconds, counted from ``since_s`` (event time)."""
+
+    timer: str
+    since_s: float
+    after_s: float
+
+    @property
+    def id(self) -> str:
+        return f"timer/{self.timer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """Append an event that follows from the state (FailoverStarted, RolledBack, FailoverEnded, JobEnded ...)."""
+
+    event: JobEvent
+    key: str
+
+    @property
+    def id(self) -> str:
+        return f"emit/{self.key}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskNode:
+    """Ask the cluster for another node for a role. Outcome: an event of the cluster, or a timer."""
+
+    role: RoleName
+    avoid: tuple[str, ...]
+    deadline_s: float
+
+    @property
+    def id(self) -> str:
+        return f"node/{self.role}/{','.join(self.avoid)}"
+
+
+Command = ReserveGang | ReleaseGang | StartInstance | Assemble | RunInstance | StopInstance | SetTimer | Emit | AskNode

@@ -1,0 +1,202 @@
+"""The exception tree; code, HTTP status and exit status of each.
+
+::
+
+    RotaError                       1  500  INTERNAL
+    +-- BadInput                    2  422  INVALID            what the user can fix in what they gave
+    |   +-- JobFileError            2  422  INVALID            all problems of a job file at once
+    |   +-- UnknownName             2  404  UNKNOWN_NAME       no such job, queue, node, role ("did you mean")
+    |   +-- NotAllowed              2  403  NOT_ALLOWED
+    |   +-- NoToken                 2  401  NO_TOKEN
+    |   +-- Conflict                2  409  CONFLICT           wrong state for this request
+    |   +-- IdempotencyConflict     2  409  IDEMPOTENCY_CONFLICT
+    |   +-- LimitExceeded           2  429  LIMIT_EXCEEDED
+    +-- Infeasible                  4  422  INFEASIBLE         fits no set of nodes
+    +-- NotReachable                3  503  NOT_REACHABLE      the service or a store does not answer
+    |   +-- RegistryUnavailable     3  503  REGISTRY_UNAVAILABLE
+    |   +-- EngineUnavailable       3  503  ENGINE_UNAVAILABLE
+    |   +-- StoreUnavailable        3  503  STORE_UNAVAILABLE
+    +-- TimedOut                    5  504  TIMED_OUT
+    +-- MissingExtra                2  501  MISSING_EXTRA      a package of an extra is not installed
+    +-- Fenced                      1  409  FENCED             the writer's epoch is older than the fence
+    +-- SeqConflict                 1  409  SEQ_CONFLICT       somebody appended first
+    +-- CallError                   1  502  CALL_ERROR         a call from role to role did not give an answer
+    |   +-- RoleDown                1  502  ROLE_DOWN          nobody of the role could take it before the deadline
+    |   +-- CallLost                1  502  CALL_LOST          the callee died; not repeated by Rota
+    |   +-- CallFailed              1  502  CALL_FAILED        the operation raised; carries its traceback
+    |   +-- RolledBack              1  502  ROLLED_BACK        the job went back to a commit; re-enter from there
+    +-- TensorError                 1  500  TENSOR_ERROR       subclasses: see rota.tensors.errors
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class RotaError(Exception):
+    """Root of everything Rota raises on purpose.
+
+    ``code`` is stable and documented, ``http`` the status of the REST answer, ``exit`` the exit status of the command
+    line. ``hint`` says the next step; ``fields`` are the numbers and names behind the message.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    http: ClassVar[int] = 500
+    exit: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "", **fields: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.fields: dict[str, Any] = fields
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.hint, self.fields))
+
+
+def _rebuild(cls: type[RotaError], message: str, hint: str, fields: dict[str, Any]) -> RotaError:
+    return cls(message, hint=hint, **fields)
+
+
+class BadInput(RotaError):
+    """The caller can mend this: the message names the field, the value and the rule."""
+
+    code, http, exit = "INVALID", 422, 2
+
+
+class UnknownName(BadInput):
+    """No job, queue, node, role or tensor of that name; the hint lists the nearest."""
+
+    code, http = "UNKNOWN_NAME", 404
+
+
+class NotAllowed(BadInput):
+    """The token is valid but may not do this."""
+
+    code, http = "NOT_ALLOWED", 403
+
+
+class NoToken(BadInput):
+    """No token, or one that is unknown, expired or revoked."""
+
+    code, http = "NO_TOKEN", 401
+
+
+class Conflict(BadInput):
+    """The object is in a state where the request makes no sense."""
+
+    code, http = "CONFLICT", 409
+
+
+class IdempotencyConflict(BadInput):
+    """The same idempotency key came with another body."""
+
+    code, http = "IDEMPOTENCY_CONFLICT", 409
+
+
+class LimitExceeded(BadInput):
+    """A named limit (``..._max``) of the user or the installation is reached."""
+
+    code, http = "LIMIT_EXCEEDED", 429
+
+
+class JobFileError(BadInput):
+    """Every problem of one job file, in file order; ``problems`` holds them."""
+
+    def __init__(self, problems: tuple[Any, ...], *, hint: str = "") -> None:
+        lines = "\n".join(str(problem) for problem in problems)
+        super().__init__(lines, hint=hint)
+        self.problems = problems
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (JobFileError, (self.problems,))
+
+
+class Infeasible(RotaError):
+    """No set of existing or declared nodes could ever hold this; the hint names the nearest feasible request."""
+
+    code, http, exit = "INFEASIBLE", 422, 4
+
+
+class NotReachable(RotaError):
+    """A server does not answer; the message has its address, the hint the remedy."""
+
+    code, http, exit = "NOT_REACHABLE", 503, 3
+
+
+class RegistryUnavailable(NotReachable):
+    """No tensor registry could be found or started; the message lists what was tried."""
+
+    code = "REGISTRY_UNAVAILABLE"
+
+
+class EngineUnavailable(NotReachable):
+    """The engine (Ray) could not be started or reached."""
+
+    code = "ENGINE_UNAVAILABLE"
+
+
+class StoreUnavailable(NotReachable):
+    """The event log cannot be read or written now."""
+
+    code = "STORE_UNAVAILABLE"
+
+
+class TimedOut(RotaError):
+    """The caller's limit ran out; what was asked may still happen."""
+
+    code, http, exit = "TIMED_OUT", 504, 5
+
+
+class MissingExtra(RotaError):
+    """A feature needs packages of an extra that is not installed; the hint has the command."""
+
+    code, http, exit = "MISSING_EXTRA", 501, 2
+
+
+class Fenced(RotaError):
+    """A writer of an older epoch was refused; ``fields`` has scope, epoch and fence."""
+
+    code, http = "FENCED", 409
+
+
+class SeqConflict(RotaError):
+    """The log moved on since the caller read it; read again, decide again."""
+
+    code, http = "SEQ_CONFLICT", 409
+
+
+class CallError(RotaError):
+    """A call from role to role gave no answer; see the leaves."""
+
+    code, http = "CALL_ERROR", 502
+
+
+class RoleDown(CallError):
+    """Nobody of the role could take the call before the deadline; fields: role, cause, since_s."""
+
+    code = "ROLE_DOWN"
+
+
+class CallLost(CallError):
+    """The callee died while it ran an operation that Rota must not repeat; fields: role, rank, op."""
+
+    code = "CALL_LOST"
+
+
+class CallFailed(CallError):
+    """The operation raised; fields: role, rank, op, traceback."""
+
+    code = "CALL_FAILED"
+
+
+class RolledBack(CallError):
+    """The job went back to a commit while the call was open; the loop is entered again from there."""
+
+    code = "ROLLED_BACK"
+
+
+class TensorError(RotaError):
+    """Root of the tensor plane's errors; the leaves are in ``rota.tensors.errors``."""
+
+    code = "TENSOR_ERROR"

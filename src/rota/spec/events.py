@@ -1,0 +1,402 @@
+"""Facts that happened, in the order of the log: appended, never changed.
+
+An event belongs to one job (``JobEvent``) or to the cluster (``ClusterEvent``). Names are in the past tense. Epochs say
+which start of an instance, loop or master an event speaks of; who applies an event drops those of older epochs. In the
+log an event is ``{"kind": <class name>, ...fields}``; a new field needs a default, so that old logs replay for ever.
+
+Who appends: ``S`` the service with its scheduler, ``M`` the master of the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rota.spec import codec
+from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
+from rota.spec.job import JobSpec
+from rota.spec.placement import Placement
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health, Node
+from rota.spec.states import JobState, Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """A fact about one job; the log record names the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    """A fact about nodes, queues or the installation."""
+
+
+# -- submission and scheduling (S) ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSubmitted(JobEvent):
+    """A job is durable: SUBMITTED. ``source`` is the text of the job file as given."""
+
+    spec: JobSpec
+    user: str = "local"
+    source: str = ""
+    filename: str = ""
+    workdir: str = ""
+    idempotency_key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobQueued(JobEvent):
+    """Accepted by the scheduler: QUEUED. ``spec`` is set when inspecting the workloads completed it."""
+
+    spec: JobSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWaits(JobEvent):
+    """The scheduler tried and could not start the job; appended only when the reason changes."""
+
+    reason: Reason
+    text: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobAdmitted(JobEvent):
+    """The job has devices: ADMITTED. ``attempt`` counts from 1; ``epoch`` is the job epoch of this admission."""
+
+    attempt: int
+    epoch: Epoch
+    placement: Placement
+    why: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked(JobEvent):
+    """Somebody wants the job to end. ``reason`` decides the final state; ``grace_s`` bounds the polite part."""
+
+    reason: Reason = Reason.STOPPED_BY_USER
+    by: str = "local"
+    grace_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptAsked(JobEvent):
+    """The scheduler wants the devices back: PREEMPTING; afterwards QUEUED with the original queue time."""
+
+    reason: Reason
+    grace_s: float = 30.0
+    for_job: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobChanged(JobEvent):
+    """Fields that may change after submit did: ``changes`` maps a dotted path to its new value."""
+
+    changes: dict[str, Any]
+    by: str = "local"
+
+
+# -- the master (M) ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterStarted(JobEvent):
+    """A master took this job under a new master epoch; of two masters one loses this append and exits."""
+
+    master_epoch: Epoch
+    pid: int
+    node: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reattached(JobEvent):
+    """The master compared the log with what is alive: ``alive`` lists (role, rank, epoch); the rest is lost."""
+
+    master_epoch: Epoch
+    alive: tuple[tuple[RoleName, int, Epoch], ...] = ()
+    gangs: tuple[tuple[GangId, Epoch], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangReserved(JobEvent):
+    """The reservation of a gang exists in the engine."""
+
+    gang: GangId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangReserveFailed(JobEvent):
+    """The engine did not give the reservation within its limit."""
+
+    gang: GangId
+    epoch: Epoch
+    reason: Reason
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangReleased(JobEvent):
+    """The reservation of a gang is gone."""
+
+    gang: GangId
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceStarted(JobEvent):
+    """A process exists for this instance; it is not set up yet. ``epoch`` is that of the instance."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+    node: NodeId
+    pid: int
+    start_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceReady(JobEvent):
+    """The instance is set up under ``epoch`` with the state of commit ``restored``."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+    restored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceEnded(JobEvent):
+    """A finite instance (loop, command, function) returned with success."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceLost(JobEvent):
+    """The instance failed: its process died, or its code raised. ``alive`` = the process still lives (code raised)."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+    reason: Reason
+    text: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
+    alive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceStopped(JobEvent):
+    """A process that was asked to stop is known to be gone."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressStalled(JobEvent):
+    """No progress was marked for ``idle_s``, longer than the contract allows."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+    idle_s: float
+    stacks: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverStarted(JobEvent):
+    """A recovery begins. ``scope`` lists (role, rank, new epoch) of every instance it touches.
+
+    ``restore`` is the commit that stateful members go back to. From this append on, writes of the older epochs are
+    fenced. ``moved_from`` and ``move_reason`` tell of an escalation or downgrade.
+    """
+
+    failover: int
+    level: Level
+    scope: tuple[tuple[RoleName, int, Epoch], ...]
+    restore: int
+    reason: Reason
+    role: RoleName
+    rank: int
+    text: str = ""
+    traceback: str = ""
+    moved_from: Level | None = None
+    move_reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverEnded(JobEvent):
+    """Every instance of the scope is ready again."""
+
+    failover: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolledBack(JobEvent):
+    """The stateful roles went back from commit ``from_commit`` (uncommitted work after it) to ``to_commit``."""
+
+    from_commit: int
+    to_commit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(JobEvent):
+    """The loop made commit ``n`` durable. ``versions`` maps a weights edge to the version published with it."""
+
+    n: int
+    loop_epoch: Epoch
+    versions: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    cursor: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(JobEvent):
+    """A durable checkpoint of commit ``n`` is complete at ``path``."""
+
+    n: int
+    path: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FencedWrite(JobEvent):
+    """Writes of an older epoch were refused (at most one such event a minute for a scope)."""
+
+    scope: str
+    epoch: Epoch
+    fence: Epoch
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimerFired(JobEvent):
+    """A timer that the job machine asked for."""
+
+    timer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequeued(JobEvent):
+    """The attempt is over without an end of the job: QUEUED again (preempted, or a retry of the whole job)."""
+
+    attempt: int
+    reason: Reason
+    counts: bool = True
+    """False for preemption: it uses up no retry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnded(JobEvent):
+    """The one terminal event of a job (M; S for a job that never had a master)."""
+
+    state: JobState
+    reason: Reason
+    text: str = ""
+    role: RoleName | None = None
+    rank: int | None = None
+    traceback: str = ""
+
+
+# -- the cluster (S) --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStarted(ClusterEvent):
+    """A service process took the installation under a new install epoch."""
+
+    install_epoch: Epoch
+    pid: int
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined(ClusterEvent):
+    """A node can be used from now on; again with other values when its inventory changed."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(ClusterEvent):
+    """A node stopped answering."""
+
+    node: NodeId
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMarked(ClusterEvent):
+    """The fitness of a node, or of some of its devices, changed (probe, admin, failover)."""
+
+    node: NodeId
+    health: Health
+    devices: tuple[int, ...] = ()
+    by: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuesChanged(ClusterEvent):
+    """The queue tree was replaced; ``queues`` is the whole new tree as JSON values of ``spec.queue.Queue``."""
+
+    queues: tuple[dict[str, Any], ...]
+    by: str = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStateVolatile(ClusterEvent):
+    """The engine runs without durable state: if its control store dies, jobs restart from their last commit."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLost(ClusterEvent):
+    """The engine was lost and started anew."""
+
+    text: str = ""
+
+
+Event = JobEvent | ClusterEvent
+
+
+def _leaves(root: type) -> dict[str, type]:
+    return {cls.__name__: cls for cls in root.__subclasses__()}
+
+
+KINDS: dict[str, type] = {**_leaves(JobEvent), **_leaves(ClusterEvent)}
+
+
+def event_to_json(event: Event) -> dict[str, Any]:
+    """``{"kind": ..., ...}``, the form of the log, of the API and of notices."""
+    return {"kind": type(event).__name__, **codec.to_json_value(event)}
+
+
+def event_from_json(raw: dict[str, Any]) -> Event:
+    """Inverse of ``event_to_json``; fields that are unknown here are ignored. Raises ValueError for an unknown kind."""
+    kind = raw.get("kind", "")
+    cls = KINDS.get(kind)
+    if cls is None:
+        raise ValueError(f"unknown event kind {kind!r}")
+    return codec.from_json_value(cls, {key: value for key, value in raw.items() if key != "kind"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of the log: a total order (``number``), the order inside the job (``seq``), wall time for people."""
+
+    number: int
+    job: JobId | None
+    seq: int
+    at: float
+    event: Event

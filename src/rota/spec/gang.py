@@ -1,0 +1,67 @@
+"""What one gang asks for: bundles, closeness, apart; and the grant that answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rota.spec.ids import GangId, InstanceId, NodeId
+from rota.spec.resources import Res
+
+CellLevel = Literal["device", "socket", "node", "rack"]
+Share = Literal["lease", "fraction"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleAsk:
+    """One slot: the instances that share it and what they need together (device-collocated ones share a slot)."""
+
+    index: int
+    members: tuple[InstanceId, ...]
+    res: Res
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """No bundle of ``left`` may lie in the same cell of ``level`` as one of ``right``; equal sets mean pairwise apart."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    level: CellLevel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """All of ``bundles`` must lie in one cell of ``level``."""
+
+    bundles: tuple[int, ...]
+    level: CellLevel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangRequest:
+    """Everything that starts together or not at all. ``bundles[i].index == i``."""
+
+    gang: GangId
+    bundles: tuple[BundleAsk, ...]
+    apart: tuple[Apart, ...] = ()
+    together: tuple[Together, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleGrant:
+    """Where one bundle runs: the node, the engine host that carries it, and exact device indices on the node."""
+
+    index: int
+    node: NodeId
+    host: str
+    devices: tuple[int, ...]
+    res: Res
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """The answer to a GangRequest, one BundleGrant a bundle, in order."""
+
+    gang: GangId
+    bundles: tuple[BundleGrant, ...]

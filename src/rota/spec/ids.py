@@ -1,0 +1,34 @@
+"""Typed identifiers: JobId, NodeId, RoleName, Epoch, and the name of one instance."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NewType
+
+JobId = NewType("JobId", str)
+NodeId = NewType("NodeId", str)
+RoleName = NewType("RoleName", str)
+GangId = NewType("GangId", str)
+Epoch = NewType("Epoch", int)
+
+NAME_PATTERN = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class InstanceId:
+    """One member of a role; written ``role/rank`` everywhere people see it."""
+
+    role: RoleName
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.rank}"
+
+    @staticmethod
+    def parse(text: str) -> InstanceId:
+        """Read ``role/rank``. Raises ValueError for any other form."""
+        role, sep, rank = text.rpartition("/")
+        if not sep or not rank.isdigit() or not NAME_PATTERN.match(role):
+            raise ValueError(f"{text!r} is not ROLE/RANK, for example rollout/0")
+        return InstanceId(RoleName(role), int(rank))

@@ -1,0 +1,230 @@
+"""What a user submits: roles, edges, resources, failure contracts; frozen, with one canonical JSON form."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rota.spec import codec
+from rota.spec.dispatch import OpSpec
+from rota.spec.gang import CellLevel, Share
+from rota.spec.ids import RoleName
+from rota.spec.queue import DEFAULT_QUEUE
+from rota.spec.resources import Res
+
+SPEC_VERSION = 1
+LOOP_ROLE = RoleName("loop")
+
+Restart = Literal["process", "role", "node", "job"]
+EdgeKind = Literal["call", "stream", "grad", "handoff"]
+StaleBy = Literal["pace", "drop", "abort"]
+WorkloadKind = Literal["class", "loop", "function"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The failure contract of a role.
+
+    ``restart`` is the narrowest scope; ``limit_n`` failures within ``limit_window_s`` are absorbed there, the next one
+    widens to ``then`` (tried in order). ``state`` lists where state may come back from, cheapest first. ``degrade`` is
+    the fewest instances the job may go on with, ``standby`` how many warm spares are kept. ``progress_s`` is the
+    longest legal silence. ``bad_data`` items may fail before the job does.
+    """
+
+    restart: Restart | None = None
+    """None: ``process`` for independent roles, ``role`` for meshed ones."""
+    limit_n: int = 3
+    limit_window_s: float = 600.0
+    then: tuple[Restart, ...] = ("node", "job")
+    state: tuple[Literal["none", "shadow", "peer", "checkpoint"], ...] = ("shadow",)
+    degrade: int | None = None
+    standby: int = 0
+    progress_s: float = 300.0
+    bad_data: int = 0
+    nan: Literal["ignore", "rollback"] = "ignore"
+    backoff_s: float = 0.0
+    check: Literal["none", "quick", "full"] = "quick"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Near:
+    """One entry of ``collocate`` or ``apart``: the other role (``self`` = members of this one) and the cell level."""
+
+    role: str
+    level: CellLevel = "device"
+    share: Share | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interface:
+    """What the workload of a role declares; found by importing it once, in a child process, before any start."""
+
+    kind: WorkloadKind
+    ops: tuple[OpSpec, ...] = ()
+    has_state: bool = False
+    loads_weights: bool = False
+    publishes_weights: bool = False
+
+    def op(self, name: str) -> OpSpec | None:
+        """The operation of that name, or None."""
+        return next((op for op in self.ops if op.name == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """A named group of identical instances. Exactly one of ``workload`` (import path) and ``run`` (command) is set.
+
+    ``replicas_min`` instances start with the gang, up to ``replicas_max`` may be added. ``mesh`` maps axis to size in
+    declaration order; the product is the number of instances. ``interface`` is None until the workload was inspected
+    (always None for ``run``).
+    """
+
+    name: RoleName
+    workload: str | None = None
+    run: tuple[str, ...] | None = None
+    shell: bool = False
+    """``run`` was one text: it goes through ``/bin/sh -c`` unless it is a torchrun line."""
+    setup: str | None = None
+    replicas_min: int = 1
+    replicas_max: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    elastic_axis: str | None = None
+    res: Res = field(default_factory=Res)
+    env: tuple[tuple[str, str], ...] = ()
+    fail: Fail = field(default_factory=Fail)
+    collocate: tuple[Near, ...] = ()
+    apart: tuple[Near, ...] = ()
+    start_after: tuple[str, ...] = ()
+    interface: Interface | None = None
+
+    @property
+    def meshed(self) -> bool:
+        """True when the members form one process group and fail together."""
+        return any(size > 1 for _, size in self.mesh)
+
+    @property
+    def restart(self) -> Restart:
+        """The narrowest recovery scope, with the default filled in."""
+        return self.fail.restart or ("role" if self.meshed else "process")
+
+    @property
+    def is_loop(self) -> bool:
+        """True for the role that runs the user's async loop."""
+        return self.interface is not None and self.interface.kind == "loop"
+
+    @property
+    def finite(self) -> bool:
+        """True when the role ends by itself: a command, the loop, or a plain function."""
+        return self.run is not None or (self.interface is not None and self.interface.kind != "class")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """``a.op -> b.op``; ``source`` and ``target`` are ``role.op``, or the name of a stream."""
+
+    source: str
+    target: str
+    kind: EdgeKind = "call"
+    micro: int = 1
+    inflight: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """How old what a reader uses may be: in model versions and, for weights, in seconds."""
+
+    versions: int
+    by: StaleBy = "pace"
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec:
+    """A bounded queue of leased items. ``source`` is an import path for streams that a data set feeds."""
+
+    name: str
+    source: str | None = None
+    key: str = "uid"
+    cap: int = 64
+    stale: Bound | None = None
+    full: Literal["block", "drop_oldest", "spill"] = "block"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsEdge:
+    """Versioned weights from one role to another, published every ``every`` commits."""
+
+    source: RoleName
+    target: RoleName
+    every: int = 1
+    via: Literal["auto", "shm", "object", "collective", "ipc", "disk", "delta"] = "auto"
+    lag: Bound | None = None
+
+    @property
+    def name(self) -> str:
+        """``actor-rollout``: the name under which versions are published."""
+        return f"{self.source}-{self.target}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Where and how often durable checkpoints are written. ``every`` is ``auto``, ``<n> commits`` or seconds."""
+
+    dir: str | None = None
+    every: str = "auto"
+    keep: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A whole job. Made by the job-file reader or the Python builder; both give the same value."""
+
+    name: str
+    roles: tuple[RoleSpec, ...]
+    queue: str = DEFAULT_QUEUE
+    priority: int = 50
+    edges: tuple[Edge, ...] = ()
+    streams: tuple[StreamSpec, ...] = ()
+    weights: tuple[WeightsEdge, ...] = ()
+    gang: Literal["all", "subgraph"] = "all"
+    retry: int = 0
+    time_limit_s: float | None = None
+    grace_s: float = 30.0
+    checkpoint: Checkpoint | None = None
+    workdir: str | None = None
+    data: str | None = None
+    output: str | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    secrets: tuple[str, ...] = ()
+    image: str | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+    success_when: tuple[str, ...] | Literal["all", "loop"] | None = None
+    seed: int = 0
+    spec_version: int = SPEC_VERSION
+
+    def role(self, name: str) -> RoleSpec:
+        """The role of that name. Raises KeyError."""
+        for role in self.roles:
+            if role.name == name:
+                return role
+        raise KeyError(name)
+
+    @property
+    def loop(self) -> RoleSpec | None:
+        """The loop role, if the job has one."""
+        return next((role for role in self.roles if role.is_loop), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The canonical form as plain values."""
+        return codec.to_json_value(self)
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> JobSpec:
+        """Inverse of ``to_json``. Raises TypeError or ValueError for another form."""
+        return codec.from_json_value(JobSpec, raw)
+
+    @property
+    def digest(self) -> str:
+        """First 16 hex digits of the SHA-256 of the canonical JSON."""
+        return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]

@@ -1,0 +1,30 @@
+"""A node of the tenant tree: guarantee, limit, weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rota.spec.resources import Res
+
+DEFAULT_QUEUE = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """One queue. ``path`` is slash separated (``research/rl``); only leaves hold jobs.
+
+    ``guaranteed`` and ``limit`` are None for "nothing promised" and "no limit"; ``weight`` divides what is left over.
+    """
+
+    path: str
+    guaranteed: Res | None = None
+    limit: Res | None = None
+    weight: float = 1.0
+    preemptible: bool = True
+    state: Literal["open", "closed", "draining"] = "open"
+
+    @property
+    def parent(self) -> str | None:
+        """Path of the enclosing queue, None for a top one."""
+        return self.path.rpartition("/")[0] or None

@@ -1,0 +1,153 @@
+"""Devices, nodes, and the arithmetic of what fits where; sizes and durations with units."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from rota.spec.ids import NodeId
+
+_SIZE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*$")
+_DURATION_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size with a unit, for example ``512MiB``. Raises ValueError that suggests one for a bare number."""
+    match = _SIZE.match(text)
+    if match is None or match.group(2).upper() not in _SIZE_UNITS:
+        bare = text.strip()
+        hint = f"; write {bare}MiB or {bare}GiB" if bare.replace(".", "", 1).isdigit() else "; for example 512MiB"
+        raise ValueError(f"{text!r} is not a size with a unit{hint}")
+    return int(float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration with units, for example ``90s`` or ``1h30m``. Raises ValueError for a bare number."""
+    compact = text.replace(" ", "")
+    parts = _DURATION_PART.findall(compact)
+    if not parts or "".join(number + unit for number, unit in parts) != compact:
+        hint = f"; write {compact}s or {compact}m" if compact.isdigit() else "; for example 90s, 5m, 8h, 2d"
+        raise ValueError(f"{text!r} is not a duration with a unit{hint}")
+    return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+
+
+def format_size(size_bytes: int) -> str:
+    """The largest binary unit that keeps at most three digits before the point: ``1.5GiB``."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g}{unit}"
+        value /= 1024
+    return f"{value:.4g}TiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Res:
+    """What one instance asks for.
+
+    ``cpus`` are logical cores (fractions allowed), ``gpus`` whole devices or, for shared devices, a fraction below 1,
+    ``gpu_type`` a device type label or None for any, ``memory_bytes`` host memory.
+    """
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    gpu_type: str | None = None
+    memory_bytes: int = 0
+
+    def __add__(self, other: Res) -> Res:
+        return Res(
+            cpus=self.cpus + other.cpus,
+            gpus=self.gpus + other.gpus,
+            gpu_type=self.gpu_type or other.gpu_type,
+            memory_bytes=self.memory_bytes + other.memory_bytes,
+        )
+
+
+class Health(StrEnum):
+    """Fitness of a device or node for new work."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    BAD = "bad"
+    DRAINED = "drained"
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator of a node: its index there, type label, memory, and cells it lies in (switch, socket)."""
+
+    index: int
+    type: str
+    memory_bytes: int = 0
+    uuid: str = ""
+    health: Health = Health.HEALTHY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine as the scheduler sees it.
+
+    ``host`` is the label of the engine node that runs its processes: the node itself, or, on a pretend cluster, the
+    one real machine that stands for all of them. ``cells`` are the enclosing cells from the outside in, for example
+    ``("rack-0",)``; equal paths mean the same cell.
+    """
+
+    id: NodeId
+    host: str
+    cpus: float
+    memory_bytes: int
+    devices: tuple[Device, ...] = ()
+    cells: tuple[str, ...] = ()
+    labels: tuple[tuple[str, str], ...] = field(default=())
+    health: Health = Health.HEALTHY
+
+    @property
+    def capacity(self) -> Res:
+        """Everything the node has when it is empty."""
+        return Res(cpus=self.cpus, gpus=float(len(self.devices)), memory_bytes=self.memory_bytes)
+
+    def with_health(self, health: Health) -> Node:
+        """The same node with another fitness."""
+        return replace(self, health=health)
+
+
+def pretend_nodes(shape: str, *, host: str, cpus: float = 16.0, memory_bytes: int = 64 * 2**30) -> tuple[Node, ...]:
+    """Nodes of a pretend cluster from ``RACKSxNODESxDEVICES`` such as ``3x4x8`` (nodes of each rack, devices of each node).
+
+    Raises ValueError for any other form or for more than 100,000 devices.
+    """
+    try:
+        racks, nodes, devices = (int(part) for part in shape.lower().split("x"))
+    except ValueError:
+        raise ValueError(f"{shape!r} is not RACKSxNODESxDEVICES, for example 3x4x8") from None
+    if min(racks, nodes) < 1 or devices < 0 or racks * nodes * max(devices, 1) > 100_000:
+        raise ValueError(f"{shape!r}: racks and nodes must be at least 1, with at most 100000 devices in all")
+    return tuple(
+        Node(
+            id=NodeId(f"r{rack}n{node}"),
+            host=host,
+            cpus=cpus,
+            memory_bytes=memory_bytes,
+            devices=tuple(
+                Device(index=i, type="PRETEND", memory_bytes=80 * 2**30, uuid=f"r{rack}n{node}-{i}")
+                for i in range(devices)
+            ),
+            cells=(f"rack-{rack}",),
+        )
+        for rack in range(racks)
+        for node in range(nodes)
+    )

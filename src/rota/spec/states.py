@@ -1,0 +1,100 @@
+"""Every life cycle as an enum with its terminal members.
+
+The job: SUBMITTED -> QUEUED -> ADMITTED -> CHECKING -> STARTING -> RUNNING, with RUNNING <-> RECOVERING, RESIZING and
+PAUSED, then STOPPING -> SUCCEEDED, FAILED or CANCELLED; preemption is PREEMPTING -> QUEUED with the next attempt.
+The instance: PLANNED -> STARTING -> STALE -> READY -> SUSPECT -> LOST, or STOPPING -> GONE.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """State of a job, the one used by master, scheduler, API and pages. Finer steps are a ``phase``."""
+
+    SUBMITTED = "SUBMITTED"
+    """Durable, not yet accepted by the scheduler."""
+    QUEUED = "QUEUED"
+    """Waits for devices; holds nothing; a reason says what binds it."""
+    ADMITTED = "ADMITTED"
+    """Has a placement; its devices are reserved for it; no process yet."""
+    CHECKING = "CHECKING"
+    """Its nodes are being checked before the gang starts."""
+    STARTING = "STARTING"
+    """Instances are being started and assembled."""
+    RUNNING = "RUNNING"
+    """Every instance of the gang was ready under the current epochs."""
+    RECOVERING = "RECOVERING"
+    """A failover is open; instances outside its scope go on."""
+    RESIZING = "RESIZING"
+    """A role is changing its size."""
+    PREEMPTING = "PREEMPTING"
+    """Asked to give its devices back; saving, then stopping; goes to QUEUED with its original queue time."""
+    PAUSED = "PAUSED"
+    """Stopped on purpose for a while; the reason says by whom."""
+    STOPPING = "STOPPING"
+    """Its end is decided; processes and reservations are being taken down."""
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def terminal(self) -> bool:
+        """True for states that are never left."""
+        return self in _JOB_TERMINAL
+
+    @property
+    def holds_devices(self) -> bool:
+        """True while the scheduler must count the placement of the job as used."""
+        return self in _JOB_HOLDS
+
+
+_JOB_TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+_JOB_HOLDS = frozenset(
+    {
+        JobState.ADMITTED,
+        JobState.CHECKING,
+        JobState.STARTING,
+        JobState.RUNNING,
+        JobState.RECOVERING,
+        JobState.RESIZING,
+        JobState.PREEMPTING,
+        JobState.STOPPING,
+    }
+)
+
+
+class InstanceState(StrEnum):
+    """State of one instance as its master sees it."""
+
+    PLANNED = "PLANNED"
+    """Wanted, no process yet."""
+    STARTING = "STARTING"
+    """A process was asked for."""
+    STALE = "STALE"
+    """The process lives; its state or weights are not current, so it gets no work."""
+    READY = "READY"
+    """Set up under the current epoch; eligible for work."""
+    SUSPECT = "SUSPECT"
+    """Silent or without progress; not yet given up."""
+    LOST = "LOST"
+    """Its process is known dead or fenced."""
+    STOPPING = "STOPPING"
+    """Asked to end."""
+    GONE = "GONE"
+    """Ended as asked, or returned; never comes back under this epoch."""
+
+    @property
+    def terminal(self) -> bool:
+        """True when no process of this epoch can act any more."""
+        return self in (InstanceState.LOST, InstanceState.GONE)
+
+
+class Level(StrEnum):
+    """How wide a recovery is: one sub-graph's processes, a role, a node, or the whole job."""
+
+    PROCESS = "process"
+    ROLE = "role"
+    NODE = "node"
+    JOB = "job"

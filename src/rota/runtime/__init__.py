@@ -1,1 +1,1 @@
-"""The only package that touches the world: time, chance, disk, processes, SQL, Redis, Ray; each protocol has an in-memory twin."""
+"""The only package that touches the world: time, disk, processes, SQL, Redis, Ray; protocols have in-memory twins."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import types
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
-
-T = TypeVar("T")
+from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
 
 
 def to_json_value(value: Any) -> Any:
@@ -18,12 +17,13 @@ def to_json_value(value: Any) -> Any:
         return {field.name: to_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, dict):
-        return {str(key): to_json_value(item) for key, item in value.items()}
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[Any, Any]", value)
+        return {str(key): to_json_value(item) for key, item in pairs.items()}
     if isinstance(value, list | tuple):
-        return [to_json_value(item) for item in value]
+        return [to_json_value(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, frozenset | set):
-        return sorted(to_json_value(item) for item in value)
+        return sorted(to_json_value(item) for item in cast("frozenset[Any]", value))
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(f"{type(value).__name__} has no JSON form")
@@ -32,6 +32,9 @@ def to_json_value(value: Any) -> Any:
 def dumps(value: Any) -> str:
     """Canonical text: sorted keys, no spaces, no NaN."""
     return json.dumps(to_json_value(value), sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+_PLAIN: tuple[Any, ...] = (str, int, float, bool, dict, list)
 
 
 @cache
@@ -64,9 +67,13 @@ def from_json_value(cls: Any, raw: Any) -> Any:
         return _dataclass(cls, raw)
     if isinstance(cls, type) and issubclass(cls, Enum):
         return cls(raw)
+    return _plain(cls, raw)
+
+
+def _plain(cls: Any, raw: Any) -> Any:
     if cls is float and isinstance(raw, int) and not isinstance(raw, bool):
         return float(raw)
-    if cls in (str, int, float, bool, dict, list) and isinstance(raw, cls):
+    if cls in _PLAIN and isinstance(raw, cls) and isinstance(raw, bool) is (cls is bool):
         return raw
     raise TypeError(f"expected {getattr(cls, '__name__', cls)}, got {type(raw).__name__}")
 
@@ -76,7 +83,8 @@ def _dataclass(cls: type, raw: Any) -> Any:
         raise TypeError(f"expected an object for {cls.__name__}, got {type(raw).__name__}")
     hints = _hints(cls)
     known = {field.name for field in dataclasses.fields(cls) if field.init}
-    return cls(**{key: from_json_value(hints[key], item) for key, item in raw.items() if key in known})
+    pairs = cast("dict[str, Any]", raw)
+    return cls(**{key: from_json_value(hints[key], item) for key, item in pairs.items() if key in known})
 
 
 def _collection(cls: Any, origin: Any, raw: Any) -> Any:
@@ -87,7 +95,8 @@ def _collection(cls: Any, origin: Any, raw: Any) -> Any:
         return tuple(from_json_value(args[0], item) for item in raw)
     if origin is tuple:
         return tuple(from_json_value(arg, item) for arg, item in zip(args, raw, strict=True))
-    return origin(from_json_value(args[0], item) for item in raw)
+    items: Any = cast("Any", origin)(from_json_value(args[0], item) for item in raw)
+    return items
 
 
 def from_json_key(cls: Any, key: str) -> Any:

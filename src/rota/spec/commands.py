@@ -75,7 +75,7 @@ class Assemble:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInstance:
-    """Let a finite instance (loop, command, function) run from commit ``committed``. Outcome: InstanceEnded or InstanceLost."""
+    """Let a finite instance (loop, command, function) run from ``committed``. Outcome: InstanceEnded, InstanceLost."""
 
     instance: InstanceId
     epoch: Epoch

@@ -80,13 +80,13 @@ Receive = Concat | MeanRule | SumRule | FirstRule | StreamRule | Rank
 RetryClass = Literal["safe", "commit", "never"]
 
 
-_NAMED = {
-    "Same": SameRule,
-    "Each": EachRule,
-    "Mean": MeanRule,
-    "Sum": SumRule,
-    "First": FirstRule,
-    "Stream": StreamRule,
+_NAMED: dict[str, Send | Receive] = {
+    "Same": Same,
+    "Each": Each,
+    "Mean": Mean,
+    "Sum": Sum,
+    "First": First,
+    "Stream": Stream,
 }
 
 
@@ -108,7 +108,7 @@ def rule_from_text(text: str) -> Send | Receive:
     head, _, rest = text.partition("(")
     body = rest.removesuffix(")")
     if head in _NAMED:
-        return _NAMED[head]()
+        return _NAMED[head]
     if head == "Shard":
         axis, _, pad = body.partition(",")
         if pad not in ("none", "repeat", "drop"):

@@ -59,7 +59,7 @@ class JobWaits(JobEvent):
 
     reason: Reason
     text: str = ""
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class JobAdmitted(JobEvent):
     attempt: int
     epoch: Epoch
     placement: Placement
-    why: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,9 +254,9 @@ class Committed(JobEvent):
 
     n: int
     loop_epoch: Epoch
-    versions: dict[str, int] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    cursor: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict[str, int])
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
+    cursor: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class BundleAsk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """No bundle of ``left`` may lie in the same cell of ``level`` as one of ``right``; equal sets mean pairwise apart."""
+    """No bundle of ``left`` lies in the same cell of ``level`` as one of ``right``; equal sets mean pairwise apart."""
 
     left: tuple[int, ...]
     right: tuple[int, ...]

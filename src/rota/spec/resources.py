@@ -126,7 +126,7 @@ class Node:
 
 
 def pretend_nodes(shape: str, *, host: str, cpus: float = 16.0, memory_bytes: int = 64 * 2**30) -> tuple[Node, ...]:
-    """Nodes of a pretend cluster from ``RACKSxNODESxDEVICES`` such as ``3x4x8`` (nodes of each rack, devices of each node).
+    """Nodes of a pretend cluster from ``RACKSxNODESxDEVICES``, for example ``3x4x8``: 3 racks of 4 nodes of 8 devices.
 
     Raises ValueError for any other form or for more than 100,000 devices.
     """

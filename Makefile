@@ -1,0 +1,56 @@
+# Everything a newcomer or a developer types. `make demo` and `make test` set up all they need by themselves.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# uv takes the same extra folder of wheels as pip, unless it has its own.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) uv pip install -q -c constraints.txt $(1); \
+	else $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(1); fi
+
+.PHONY: setup demo check lint test real sim bench ui docs clean
+
+setup: $(VENV)/.setup-run ## virtual environment with what a user needs
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+$(VENV)/.setup-run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Rota with its engine into $(VENV) (torch and Ray: some minutes the first time)"
+	@$(call INSTALL,-e '.[engine,examples]')
+	@touch $@
+$(VENV)/.setup-dev: pyproject.toml constraints.txt $(VENV)/.setup-run
+	@echo "installing the tools of the developers"
+	@$(call INSTALL,-e '.[engine,examples,dev]')
+	@touch $@
+
+demo: setup ## the main job: learns, loses three processes on purpose, heals
+	$(BIN)/rota demo
+
+check: $(VENV)/.setup-dev lint ## lint, types, imports, fast tests: before every commit
+	$(BIN)/pytest -q -n 2 -m "not real and not slow and not gpu"
+
+lint: $(VENV)/.setup-dev
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check -q src tests benchmarks examples
+	@set -e; $(BIN)/lint-imports --no-logo & first=$$!; $(BIN)/pyright --outputjson > $(VENV)/pyright.json || \
+	  { $(BIN)/python tests/show_pyright.py $(VENV)/pyright.json; kill $$first 2>/dev/null; exit 1; }; wait $$first
+
+test: check real ## everything that CI runs
+
+real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
+	$(BIN)/pytest -q -m "(real or slow) and not gpu"
+
+SEEDS ?= 1000
+sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one
+	$(BIN)/python -m tests.world $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+bench: $(VENV)/.setup-dev ## one script a claim, beside its named peer
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+ui: ## the status page needs no build; the richer one is made from web/
+	@if [ -f web/package.json ]; then cd web && npm ci && npm run build; else echo "web/ holds no sources yet; the service serves its plain status page"; fi
+
+docs: $(VENV)/.setup-dev ## write what is generated in docs/ and README.md
+	$(BIN)/python docs/generate.py
+
+clean: ## remove what make made
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

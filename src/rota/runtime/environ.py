@@ -1,0 +1,180 @@
+"""ROTA_* variables and the layout of $ROTA_HOME, as values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+HOME = "ROTA_HOME"
+SERVER = "ROTA_SERVER"
+TOKEN = "ROTA_TOKEN"  # the name of the variable, no secret
+DB_URL = "ROTA_DB_URL"
+REDIS_URL = "ROTA_REDIS_URL"
+RAY_ADDRESS = "ROTA_RAY_ADDRESS"
+LOG_LEVEL = "ROTA_LOG_LEVEL"
+# set for every instance of a job
+JOB = "ROTA_JOB"
+ROLE = "ROTA_ROLE"
+INSTANCE = "ROTA_INSTANCE"
+EPOCH = "ROTA_EPOCH"
+ATTEMPT = "ROTA_ATTEMPT"
+RUN_ID = "ROTA_RUN_ID"
+
+PRIVATE_DIR = 0o700
+PRIVATE_FILE = 0o600
+
+
+def get(name: str, default: str = "") -> str:
+    """The variable, or ``default`` when it is unset or empty."""
+    return os.environ.get(name) or default
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment, to be changed and given to a child."""
+    return dict(os.environ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDirs:
+    """The folder of one job: ``$ROTA_HOME/jobs/<id>``."""
+
+    root: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.root / "spec.json"
+
+    @property
+    def logs(self) -> Path:
+        """One file an instance: ``<role>-<rank>.log``."""
+        return self.root / "logs"
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def output(self) -> Path:
+        return self.root / "output"
+
+    def make(self) -> JobDirs:
+        """Create the folders, readable by their owner alone."""
+        for path in (self.root, self.logs, self.work, self.output):
+            path.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where everything of one installation lies. ``Home.find()`` is that of this process."""
+
+    root: Path
+
+    @staticmethod
+    def find(environ: Mapping[str, str] | None = None) -> Home:
+        """``$ROTA_HOME``, else the user's state directory."""
+        given = (os.environ if environ is None else environ).get(HOME)
+        return Home(root=Path(given).expanduser().absolute() if given else platformdirs.user_state_path("rota"))
+
+    @staticmethod
+    def of(root: str | Path) -> Home:
+        """The installation in ``root``."""
+        return Home(root=Path(root).expanduser().absolute())
+
+    @property
+    def db(self) -> Path:
+        return self.root / "rota.db"
+
+    @property
+    def db_url(self) -> str:
+        """``ROTA_DB_URL``, else the SQLite file of this home."""
+        return get(DB_URL) or f"sqlite:///{self.db}"
+
+    @property
+    def token(self) -> Path:
+        """The admin token, 0600."""
+        return self.root / "token"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def run(self) -> Path:
+        """Records, locks and sockets of the processes that run now."""
+        return self.root / "run"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    def job(self, job: str) -> JobDirs:
+        """The folders of one job; ids hold no path separator. Raises ValueError for anything else."""
+        if not job or "/" in job or job.startswith("."):
+            raise ValueError(f"{job!r} is not a job id")
+        return JobDirs(root=self.jobs / job)
+
+    @property
+    def service_record(self) -> Path:
+        """Who serves: pid, start time, address."""
+        return self.run / "service.json"
+
+    @property
+    def service_log(self) -> Path:
+        return self.run / "service.log"
+
+    @property
+    def service_lock(self) -> Path:
+        """Held by the process that serves, for as long as it lives."""
+        return self.run / "service.lock"
+
+    @property
+    def up_lock(self) -> Path:
+        """Held while ``up`` or ``down`` works."""
+        return self.run / "up.lock"
+
+    @property
+    def gateway_socket(self) -> Path:
+        return self.run / "gateway.sock"
+
+    @property
+    def ray_dir(self) -> Path:
+        return self.run / "ray"
+
+    @property
+    def ray_token(self) -> Path:
+        return self.run / "ray_token"
+
+    @property
+    def gcs_dir(self) -> Path:
+        return self.run / "gcs"
+
+    @property
+    def registry_socket(self) -> Path:
+        return self.run / "registry.sock"
+
+    def make(self) -> Home:
+        """Create the folders, readable by their owner alone."""
+        for path in (self.root, self.run, self.jobs, self.checkpoints):
+            path.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
+        self.root.chmod(PRIVATE_DIR)
+        return self
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read, atomically: it is whole or it is not there."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

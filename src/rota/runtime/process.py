@@ -1,0 +1,340 @@
+"""Spawn, record, adopt, signal and reap processes; a process is named by pid and start time, never by pid alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_SWEEP_ROUNDS_MAX = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """One process of this boot: its pid and its start time in seconds since boot (a pid alone may be reused)."""
+
+    pid: int
+    start_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """What is written to disk about a long child, so that whoever comes after a crash can adopt or end it."""
+
+    name: str
+    pid: int
+    start_time: float
+    boot_id: str
+    command: tuple[str, ...]
+
+    @property
+    def id(self) -> ProcessId:
+        return ProcessId(pid=self.pid, start_time=self.start_time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What one process has used: processor seconds since its start, resident bytes, number of threads."""
+
+    cpu_s: float
+    rss_bytes: int
+    threads: int
+
+
+def boot_id() -> str:
+    """Identifier of this boot of the machine: recorded pids mean nothing under another one."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_time_of(pid: int) -> float | None:
+    """Start time in seconds since boot, or None when there is no such process (a zombie still has one)."""
+    stat = _stat_of(pid)
+    return None if stat is None else int(stat[19]) / _TICKS_PER_S
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of a running process, or None when it is gone or a zombie."""
+    stat = _stat_of(pid)
+    if stat is None or stat[0] in ("Z", "X"):
+        return None
+    return ProcessId(pid=pid, start_time=int(stat[19]) / _TICKS_PER_S)
+
+
+def _stat_of(pid: int) -> list[str] | None:
+    """Fields of ``/proc/<pid>/stat`` after the name, state first (the name may hold spaces and parentheses)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return text.rpartition(")")[2].split()
+
+
+def is_alive(process: ProcessId) -> bool:
+    """True while exactly this process runs; a zombie does not."""
+    return identify(process.pid) == process
+
+
+def own_id() -> ProcessId:
+    """The identity of the calling process."""
+    found = identify(os.getpid())
+    assert found is not None
+    return found
+
+
+def become_subreaper() -> None:
+    """Take in every descendant whose parent dies, so that none can slip away to init. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def reap_adopted(mine: Iterable[int] = ()) -> list[int]:
+    """Reap dead children that nobody else waits for; ``mine`` are left to their ``Popen``. Returns the pids reaped."""
+    kept, reaped = set(mine), list[int]()
+    for child in _children_of(os.getpid()):
+        if child in kept:
+            continue
+        with contextlib.suppress(ChildProcessError):
+            pid, _ = os.waitpid(child, os.WNOHANG)
+            if pid:
+                reaped.append(pid)
+    return reaped
+
+
+def _children_of(pid: int) -> list[int]:
+    found = list[int]()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def send_signal(process: ProcessId, signum: int) -> bool:
+    """Signal exactly this process; False when it is gone. Never hits another one that got the same pid."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not is_alive(process):
+            return False
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
+    """Wait until all are gone (or zombies); returns those that still run when the time is up."""
+    deadline = time.monotonic() + timeout_s
+    left = tuple(processes)
+    for process in left:
+        _wait_exit(process, max(0.0, deadline - time.monotonic()))
+    return tuple(process for process in left if is_alive(process))
+
+
+def _wait_exit(process: ProcessId, timeout_s: float) -> None:
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        if is_alive(process):
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.poll(timeout_s * 1000)
+    finally:
+        os.close(fd)
+
+
+def descendants(process: ProcessId) -> tuple[ProcessId, ...]:
+    """Every running process below this one, children before grandchildren; empty when it is gone."""
+    if not is_alive(process):
+        return ()
+    found = dict[int, ProcessId]()
+    pending = [process.pid]
+    while pending:
+        for child in _children_of(pending.pop()):
+            identity = identify(child)
+            if identity is not None and child not in found:
+                found[child] = identity
+            pending.append(child)
+    return tuple(found.values())
+
+
+def stop(process: ProcessId, *, grace_s: float, kill_s: float = 5.0) -> bool:
+    """SIGTERM, then SIGKILL when it still runs after ``grace_s``; True when it is gone within ``kill_s`` more."""
+    if grace_s > 0 and send_signal(process, signal.SIGTERM):
+        wait_gone((process,), grace_s)
+    send_signal(process, signal.SIGKILL)
+    return not wait_gone((process,), kill_s)
+
+
+def stop_tree(process: ProcessId, *, grace_s: float, kill_s: float = 5.0) -> tuple[ProcessId, ...]:
+    """Stop a process and everything below it; returns what still runs ``kill_s`` after the last SIGKILL."""
+    below = descendants(process)
+    stop(process, grace_s=grace_s, kill_s=kill_s)
+    left = tuple({*below, *(p for known in below for p in descendants(known))})
+    for each in left:
+        send_signal(each, signal.SIGKILL)
+    return wait_gone((process, *left), kill_s)
+
+
+def marked(mark: str) -> tuple[ProcessId, ...]:
+    """Every running process of this user that inherited the environment entry ``mark`` (``NAME=value``)."""
+    wanted, found = mark.encode(), list[ProcessId]()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        identity = identify(int(entry.name)) if wanted in environment else None
+        if identity is not None:
+            found.append(identity)
+    return tuple(found)
+
+
+def kill_marked(mark: str, *, timeout_s: float = 5.0) -> tuple[ProcessId, ...]:
+    """SIGKILL all processes with the mark until none is left; the caller itself is spared. Returns what remains."""
+    deadline = time.monotonic() + timeout_s
+    for _ in range(_SWEEP_ROUNDS_MAX):
+        left = tuple(process for process in marked(mark) if process.pid != os.getpid())
+        if not left or time.monotonic() > deadline:
+            return left
+        for process in left:
+            send_signal(process, signal.SIGKILL)
+        wait_gone(left, 1.0)
+        reap_adopted()
+    return tuple(process for process in marked(mark) if process.pid != os.getpid())
+
+
+def usage_of(process: ProcessId) -> Usage | None:
+    """Processor time and memory of a process, or None when it is gone."""
+    try:
+        handle = psutil.Process(process.pid)
+        with handle.oneshot():
+            times = handle.cpu_times()
+            usage = Usage(
+                cpu_s=times.user + times.system, rss_bytes=handle.memory_info().rss, threads=handle.num_threads()
+            )
+    except psutil.NoSuchProcess:
+        return None
+    return usage if is_alive(process) else None
+
+
+class RunFolder:
+    """The records of long children: one JSON file ``<name>.json`` each, in a folder of mode 0700."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def write(self, name: str, process: ProcessId, command: Sequence[str]) -> ProcessRecord:
+        """Record a process under ``name``, atomically; an older record of that name is replaced."""
+        record = ProcessRecord(
+            name=name, pid=process.pid, start_time=process.start_time, boot_id=boot_id(), command=tuple(command)
+        )
+        write_private(self.path / f"{name}.json", json.dumps(asdict(record)))
+        return record
+
+    def read(self, name: str) -> ProcessRecord | None:
+        """The record of that name, whether or not its process still runs."""
+        try:
+            data: dict[str, Any] = json.loads((self.path / f"{name}.json").read_text())
+            return ProcessRecord(**{**data, "command": tuple(data["command"])})
+        except (FileNotFoundError, json.JSONDecodeError, TypeError, KeyError):
+            return None
+
+    def find_alive(self, name: str) -> ProcessRecord | None:
+        """The record of that name if its very process still runs under this boot."""
+        record = self.read(name)
+        return record if record is not None and record.boot_id == boot_id() and is_alive(record.id) else None
+
+    def alive(self) -> tuple[ProcessRecord, ...]:
+        """Every recorded process that still runs: what a start may adopt, and what a stop must end."""
+        names = sorted(path.stem for path in self.path.glob("*.json"))
+        return tuple(record for name in names if (record := self.find_alive(name)) is not None)
+
+    def forget(self, name: str) -> None:
+        """Remove a record; harmless if there is none."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of mode 0600 by rename, so that a reader sees the old or the new text and never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawn:
+    """What to start: command, added environment (``None`` removes a variable), working folder, where output goes."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str | None]
+    log: Path | None = None
+    cwd: Path | None = None
+
+
+def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> subprocess.Popen[bytes]:
+    """Start a child in its own session, recorded in ``run`` under ``name``. Raises OSError when it cannot start."""
+    environment = {key: value for key, value in {**os.environ, **what.env}.items() if value is not None}
+    output = what.log.open("ab") if what.log is not None else contextlib.nullcontext(subprocess.DEVNULL)
+    with output as sink:
+        child = subprocess.Popen(
+            what.command,
+            env=environment,
+            cwd=what.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    identity = identify(child.pid)
+    if run is not None and identity is not None:
+        run.write(name, identity, what.command)
+    return child
+
+
+def watch_exits(processes: Iterable[ProcessId], wake_fd: int, timeout_s: float | None) -> tuple[ProcessId, ...]:
+    """Wait until one of the processes ends, ``wake_fd`` gets readable, or the time is up; returns those that ended."""
+    poller, fds, known = select.poll(), dict[int, ProcessId](), tuple(processes)
+    poller.register(wake_fd, select.POLLIN)
+    try:
+        for process in known:
+            with contextlib.suppress(ProcessLookupError):
+                fd = os.pidfd_open(process.pid)
+                fds[fd] = process
+                poller.register(fd, select.POLLIN)
+        if all(is_alive(process) for process in known):
+            poller.poll(None if timeout_s is None else timeout_s * 1000)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return tuple(process for process in known if not is_alive(process))
+
+
+def is_child(pid: int) -> bool:
+    """True when ``pid`` is a child of the caller (only a parent can reap it)."""
+    return pid in _children_of(os.getpid())

@@ -1,0 +1,131 @@
+"""Write what the code already knows into README.md and docs/reference; ``--check`` only compares."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rota.spec import errors, events, reasons, states
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "rota"
+PACKAGES = ("spec", "runtime", "tensors", "cluster", "job", "train", "service")
+
+
+def sentence(path: Path) -> str:
+    """The first paragraph of a file's docstring on one line."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.split("\n\n")[0].replace("\n", " ")
+
+
+def tree_of_packages() -> str:
+    """A line a package, for README.md."""
+    rows = [f"| `rota/{package}` | {sentence(SOURCE / package / '__init__.py')} |" for package in PACKAGES]
+    return "\n".join(["| package | what it is |", "|---|---|", *rows])
+
+
+def tree_of_files() -> str:
+    """A line a file, for docs/reference/tree.md."""
+    lines = ["# The tree", "", "One line a file: the first sentence of the file itself.", ""]
+    for package in PACKAGES:
+        lines += [f"## rota/{package}", "", sentence(SOURCE / package / "__init__.py"), "", "| file | what it is |", "|---|---|"]
+        for path in sorted((SOURCE / package).rglob("*.py")):
+            name = path.relative_to(SOURCE / package)
+            if name.name != "__init__.py":
+                lines.append(f"| `{name}` | {sentence(path)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page_of_reasons() -> str:
+    """Every reason with its family, fault and final state."""
+    lines = [
+        "# Reasons",
+        "",
+        "A reason explains a decision or an end. The list is closed; names never change.",
+        "",
+        "| reason | family | fault | ends a job as | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for reason in reasons.Reason:
+        info = reasons.INFO[reason]
+        lines.append(f"| `{reason}` | {info.family} | {info.fault} | {info.ends_in or ''} | {info.text} |")
+    return "\n".join([*lines, ""])
+
+
+def page_of_states() -> str:
+    """The life cycles with what each state asserts."""
+    lines = ["# States", "", *(states.__doc__ or "").strip().splitlines(), ""]
+    tree = ast.parse((SOURCE / "spec" / "states.py").read_text(encoding="utf-8"))
+    for cls in (states.JobState, states.InstanceState, states.Level):
+        lines += [f"## {cls.__name__}", "", (cls.__doc__ or "").strip(), "", "| state | meaning |", "|---|---|"]
+        texts = _member_texts(tree, cls.__name__)
+        lines += [f"| `{member}` | {texts.get(member.name, '')} |" for member in cls]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _member_texts(tree: ast.Module, cls: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls)
+    for before, after in zip(body, body[1:], strict=False):
+        if isinstance(before, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            target = before.targets[0]
+            if isinstance(target, ast.Name):
+                found[target.id] = str(after.value.value)
+    return found
+
+
+def page_of_events() -> str:
+    """Every event of the log with its fields."""
+    lines = ["# Events", "", "Facts of the log, in the past tense. New fields have defaults, so old logs replay.", ""]
+    lines += ["| event | of | fields | meaning |", "|---|---|---|---|"]
+    for name, cls in events.KINDS.items():
+        of = "cluster" if issubclass(cls, events.ClusterEvent) else "job"
+        fields = ", ".join(f"`{field}`" for field in cls.__dataclass_fields__)
+        lines.append(f"| `{name}` | {of} | {fields} | {(cls.__doc__ or '').split(chr(10) + chr(10))[0].strip()} |")
+    return "\n".join([*lines, ""])
+
+
+def page_of_errors() -> str:
+    """The exception tree as drawn in the code."""
+    drawn = (errors.__doc__ or "").partition("::\n")[2].rstrip()
+    return f"# Errors\n\nName, exit status of the command line, HTTP status, code.\n\n```{drawn}\n```\n"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/reference/tree.md": tree_of_files,
+    "docs/reference/reasons.md": page_of_reasons,
+    "docs/reference/states.md": page_of_states,
+    "docs/reference/events.md": page_of_events,
+    "docs/reference/errors.md": page_of_errors,
+}
+
+
+def readme_with_tree(text: str) -> str:
+    """README.md with the table of packages between its marks."""
+    begin, end = "<!-- tree -->", "<!-- /tree -->"
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return f"{head}{begin}\n{tree_of_packages()}\n{end}{tail}"
+
+
+def main() -> int:
+    """Write or, with ``--check``, name the pages that are out of step; returns the exit status."""
+    wanted = {ROOT / name: page() for name, page in PAGES.items()}
+    readme = ROOT / "README.md"
+    wanted[readme] = readme_with_tree(readme.read_text(encoding="utf-8"))
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if "--check" in sys.argv:
+            print(f"out of step: {path.relative_to(ROOT)}")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path], encoding="utf-8")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

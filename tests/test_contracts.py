@@ -1,0 +1,60 @@
+"""Adds one forbidden import at a time to a copy of the tree and expects the contract to break."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+BREAKS = [
+    ("Parts depend downward only", "rota/spec/ids.py", "import rota.runtime.clock"),
+    ("Parts depend downward only", "rota/cluster/core/cells.py", "import rota.job.workload"),
+    ("Inside cluster", "rota/cluster/core/cells.py", "import rota.cluster.policies.fifo"),
+    ("Inside job", "rota/job/workload.py", "import rota.job.master"),
+    ("Inside tensors", "rota/tensors/segments.py", "import rota.tensors.plane"),
+    ("The core decides and touches nothing", "rota/cluster/core/cells.py", "import threading"),
+    ("Engines and stores are reached only through runtime", "rota/job/workload.py", "import ray"),
+    ("Torch stays out of the control plane", "rota/job/master.py", "import torch"),
+    ("Scheduling knows nothing of tensors", "rota/cluster/core/cells.py", "import rota.tensors.plane"),
+    ("The client knows only spec", "rota/service/client.py", "import rota.runtime.clock"),
+    ("Verbs speak to the client, or to offline.py", "rota/service/cli.py", "import rota.runtime.clock"),
+    ("No cycles between siblings anywhere", "rota/spec/ids.py", "import rota.spec.job"),
+]
+
+
+def _lint(folder: Path) -> str:
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--no-logo", "--no-cache"],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "NO_COLOR": "1", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("contract", "file", "line"), BREAKS, ids=lambda value: value if " " not in value else None)
+def test_a_forbidden_import_is_reported(tmp_path: Path, contract: str, file: str, line: str) -> None:
+    shutil.copytree(ROOT / "src" / "rota", tmp_path / "rota", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "pyproject.toml")
+    target = tmp_path / file
+    target.write_text(target.read_text(encoding="utf-8") + f"\n{line}\n", encoding="utf-8")
+
+    shown = _lint(tmp_path)
+
+    assert f"{contract} BROKEN" in shown, shown[-2000:]
+
+
+@pytest.mark.slow
+def test_the_tree_as_it_is_keeps_every_contract() -> None:
+    shown = _lint(ROOT / "src" / "..")
+    assert " 0 broken" in shown, shown[-2000:]

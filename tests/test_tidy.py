@@ -1,0 +1,128 @@
+"""What linters cannot see: docstring sentences, sizes, dead files, names, docs in step with the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src" / "rota").rglob("*.py"))
+LINES_MAX = 500
+FUNCTION_LINES_MAX = 60
+TEST_LINES_MAX = 800
+BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_every_source_file_begins_with_one_sentence_and_keeps_its_size(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        assert path.name == "__init__.py", f"{_name(path)} is empty"
+        return
+    tree = _tree(path)
+    docstring = ast.get_docstring(tree)
+    assert docstring, f"{_name(path)}: begin with a sentence that says what the file is for"
+    first = docstring.split("\n\n")[0].replace("\n", " ")
+    assert first.endswith((".", "?", ":")), f"{_name(path)}: first docstring paragraph is no sentence: {first!r}"
+    assert text.count("\n") <= LINES_MAX, f"{_name(path)} has {text.count(chr(10))} lines; split it by idea"
+    long = [
+        f"{node.name} ({(node.end_lineno or node.lineno) - node.lineno + 1} lines)"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno + 1 > FUNCTION_LINES_MAX
+    ]
+    assert not long, f"{_name(path)}: functions over {FUNCTION_LINES_MAX} lines: {', '.join(long)}"
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    bad = [_name(path) for path in SOURCES if BANNED_NAMES & set(path.stem.split("_"))]
+    assert not bad
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_public_functions_and_classes_are_documented_and_typed(path: Path) -> None:
+    missing: list[str] = []
+    for node in _tree(path).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if not ast.get_docstring(node):
+                missing.append(f"{node.name} has no docstring")
+            if not isinstance(node, ast.ClassDef) and node.returns is None:
+                missing.append(f"{node.name} has no return type")
+    assert not missing, f"{_name(path)}: {'; '.join(missing)}"
+
+
+def test_no_source_file_is_dead() -> None:
+    """Every module is imported by another one, is an entry point, or is named as an import path."""
+    words: dict[str, set[str]] = {}
+    for folder in ("src", "tests", "benchmarks", "examples", "docs"):
+        for path in (ROOT / folder).rglob("*.py"):
+            words[str(path)] = set(re.findall(r"[\w.]+", path.read_text(encoding="utf-8")))
+    words["pyproject"] = set(re.findall(r"[\w.]+", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    dead: list[str] = []
+    for path in SOURCES:
+        if path.name in ("__init__.py", "__main__.py"):
+            continue
+        dotted = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        package, _, stem = dotted.rpartition(".")
+        used = any(
+            dotted in found or any(word.startswith(f"{dotted}.") for word in found) or {package, stem} <= found
+            for name, found in words.items()
+            if name != str(path)
+        )
+        if not used:
+            dead.append(_name(path))
+    assert not dead
+
+
+def test_test_files_stay_readable() -> None:
+    long = [
+        f"{_name(path)} ({lines} lines)"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if (lines := path.read_text(encoding="utf-8").count("\n")) > TEST_LINES_MAX
+    ]
+    assert not long
+
+
+def test_importing_rota_and_asking_for_help_loads_nothing_heavy() -> None:
+    code = "import sys, rota; import rota.service.cli; print(sorted({'torch','ray','fastapi','sqlalchemy'} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_readme_is_short_and_names_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 100
+    assert "make demo" in text
+    assert "make test" in text
+
+
+def test_generated_documents_are_in_step() -> None:
+    shown = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert shown.returncode == 0, f"run 'make docs':\n{shown.stdout}{shown.stderr}"
+
+
+def test_no_machine_path_is_written_down() -> None:
+    pattern = re.compile(r"(?<![\w$])/(?:work|root|home/\w+|farm|opt/wheels)/")
+    hits: list[str] = []
+    for folder in ("src", "examples", "benchmarks", "docs"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".md", ".yaml", ".toml", ".json", ".lua", ".html"} and path.is_file():
+                for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                    if pattern.search(line):
+                        hits.append(f"{_name(path)}:{number}")
+    assert not hits

@@ -11,11 +11,13 @@
     |   +-- Conflict                2  409  CONFLICT           wrong state for this request
     |   +-- IdempotencyConflict     2  409  IDEMPOTENCY_CONFLICT
     |   +-- LimitExceeded           2  429  LIMIT_EXCEEDED
+    |   +-- SchemaTooNew            2  409  SCHEMA_TOO_NEW     the database was written by a newer version
     +-- Infeasible                  4  422  INFEASIBLE         fits no set of nodes
     +-- NotReachable                3  503  NOT_REACHABLE      the service or a store does not answer
     |   +-- RegistryUnavailable     3  503  REGISTRY_UNAVAILABLE
     |   +-- EngineUnavailable       3  503  ENGINE_UNAVAILABLE
     |   +-- StoreUnavailable        3  503  STORE_UNAVAILABLE
+    +-- StoreCorrupt                1  500  STORE_CORRUPT      the event log fails its checksum or lost its tail
     +-- TimedOut                    5  504  TIMED_OUT
     +-- MissingExtra                2  501  MISSING_EXTRA      a package of an extra is not installed
     +-- Fenced                      1  409  FENCED             the writer's epoch is older than the fence
@@ -112,6 +114,12 @@ class JobFileError(BadInput):
         return (JobFileError, (self.problems,))
 
 
+class SchemaTooNew(BadInput):
+    """The database was written by a newer version of Rota, which this one must not touch."""
+
+    code, http = "SCHEMA_TOO_NEW", 409
+
+
 class Infeasible(RotaError):
     """No set of existing or declared nodes could ever hold this; the hint names the nearest feasible request."""
 
@@ -140,6 +148,12 @@ class StoreUnavailable(NotReachable):
     """The event log cannot be read or written now."""
 
     code = "STORE_UNAVAILABLE"
+
+
+class StoreCorrupt(RotaError):
+    """A record of the event log fails its checksum, or records that were acknowledged are gone; never mended in place."""
+
+    code = "STORE_CORRUPT"
 
 
 class TimedOut(RotaError):

@@ -89,14 +89,18 @@ def _dataclass(cls: type, raw: Any) -> Any:
 
 def _collection(cls: Any, origin: Any, raw: Any) -> Any:
     args = get_args(cls)
+    if not isinstance(raw, Mapping if origin is dict else list | tuple):
+        raise TypeError(f"expected {cls}, got {type(raw).__name__}")
     if origin is dict:
-        return {from_json_key(args[0], key): from_json_value(args[1], item) for key, item in raw.items()}
+        pairs = cast("Mapping[str, Any]", raw)
+        return {from_json_key(args[0], key): from_json_value(args[1], item) for key, item in pairs.items()}
+    items = cast("Sequence[Any]", raw)
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        return tuple(from_json_value(args[0], item) for item in raw)
+        return tuple(from_json_value(args[0], item) for item in items)
     if origin is tuple:
-        return tuple(from_json_value(arg, item) for arg, item in zip(args, raw, strict=True))
-    items: Any = cast("Any", origin)(from_json_value(args[0], item) for item in raw)
-    return items
+        return tuple(from_json_value(arg, item) for arg, item in zip(args, items, strict=True))
+    made: Any = origin(from_json_value(args[0], item) for item in items)
+    return made
 
 
 def from_json_key(cls: Any, key: str) -> Any:

@@ -1,0 +1,41 @@
+"""Time moves only forward; the same seed gives the same chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from rota.runtime.chance import SeededChance, SystemChance, encode, ulid
+from rota.runtime.clock import SystemClock, VirtualClock, iso
+
+
+def test_a_virtual_clock_moves_only_when_told() -> None:
+    clock = VirtualClock(start_s=5, wall_start_s=1000)
+    assert (clock.monotonic_s(), clock.wall_s()) == (5, 1000)
+    clock.advance(2.5)
+    assert (clock.monotonic_s(), clock.wall_s()) == (7.5, 1002.5)
+    with pytest.raises(ValueError, match="cannot go back"):
+        clock.advance(-1)
+
+
+def test_the_system_clock_does_not_run_backwards() -> None:
+    clock = SystemClock()
+    readings = [clock.monotonic_s() for _ in range(100)]
+    assert readings == sorted(readings)
+
+
+def test_times_are_shown_in_utc_with_milliseconds() -> None:
+    assert iso(0.0625) == "1970-01-01T00:00:00.062Z"
+
+
+def test_the_same_seed_repeats_and_the_system_does_not() -> None:
+    assert [SeededChance(7).fresh() for _ in range(2)] == [SeededChance(7).fresh() for _ in range(2)]
+    assert SeededChance(7).fresh() != SeededChance(8).fresh()
+    assert len({SystemChance().fresh() for _ in range(100)}) == 100
+
+
+def test_identifiers_sort_by_time() -> None:
+    chance = SeededChance(1)
+    made = [ulid(1000.0 + i, chance) for i in range(20)]
+    assert made == sorted(made)
+    assert {len(text) for text in made} == {26}
+    assert encode(0, 10) == "00"

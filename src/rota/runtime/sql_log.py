@@ -146,7 +146,7 @@ def _row(record: Record, body: str, writer: Writer) -> dict[str, Any]:
 
 
 def _record(row: Row[Any]) -> Record:
-    number, job, seq, at, scope, epoch, body, crc = row.tuple()
+    number, job, seq, at, scope, epoch, body, crc = tuple[Any, ...](row)
     if _crc(number, job, seq, repr(at), scope, epoch, body) != crc:
         raise StoreCorrupt(f"record {number} of the event log fails its checksum", hint="restore a back-up")
     event = event_from_json(json.loads(body))

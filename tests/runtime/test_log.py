@@ -1,0 +1,215 @@
+"""Every event log passes the same contract; the SQL ones survive kills, cuts, flips and newer schemas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from log_contract import LogContract, service, tick
+from sqlalchemy import create_engine, text
+
+from rota.runtime.clock import VirtualClock
+from rota.runtime.log import EventLog, MemoryLog
+from rota.runtime.sql_log import SqlLog
+from rota.spec.errors import SchemaTooNew, StoreCorrupt, StoreUnavailable
+from rota.spec.ids import JobId
+
+POSTGRES_URL = os.environ.get("ROTA_TEST_POSTGRES_URL", "")
+
+
+class TestMemoryLog(LogContract):
+    @pytest.fixture
+    def log(self) -> EventLog:
+        return MemoryLog(VirtualClock())
+
+
+class TestSqliteLog(LogContract):
+    @pytest.fixture
+    def log(self, tmp_path: Path) -> Iterator[EventLog]:
+        log = SqlLog(f"sqlite:///{tmp_path}/rota.db", migrate=True)
+        yield log
+        log.close()
+
+
+@pytest.mark.skipif(not POSTGRES_URL, reason="ROTA_TEST_POSTGRES_URL is not set")
+class TestPostgresLog(LogContract):
+    @pytest.fixture
+    def log(self) -> Iterator[EventLog]:
+        engine = create_engine(POSTGRES_URL)
+        with engine.begin() as connection:
+            connection.execute(text("DROP TABLE IF EXISTS events, fences, alembic_version"))
+        engine.dispose()
+        log = SqlLog(POSTGRES_URL, migrate=True)
+        yield log
+        log.close()
+
+
+def open_log(folder: Path, *, migrate: bool = True) -> SqlLog:
+    return SqlLog(f"sqlite:///{folder}/rota.db", migrate=migrate)
+
+
+def test_the_files_of_the_log_are_private(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append([tick("x")], writer=service(log), job=JobId("a-1"))
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("rota.db", "rota.db-wal", "rota.db-shm", "rota.db-mark"), "0o600"
+    )
+    log.close()
+
+
+def test_only_who_migrates_may_open_an_empty_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="rota.db"):
+        open_log(tmp_path, migrate=False)
+    open_log(tmp_path).close()
+    open_log(tmp_path, migrate=False).close()
+
+
+def test_a_store_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    open_log(tmp_path).close()
+    engine = create_engine(f"sqlite:///{tmp_path}/rota.db")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(SchemaTooNew, match="9999"):
+        open_log(tmp_path)
+    with engine.begin() as connection:
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == "9999"
+    engine.dispose()
+
+
+def test_a_changed_byte_of_a_record_is_found(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append([tick("apple")], writer=service(log), job=JobId("a-1"))
+    engine = create_engine(f"sqlite:///{tmp_path}/rota.db")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE events SET body = replace(body, 'apple', 'apply')"))
+    engine.dispose()
+    with pytest.raises(StoreCorrupt, match="record 1"):
+        log.read()
+    log.close()
+
+
+def test_a_missing_record_is_found(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append([tick(str(i)) for i in range(5)], writer=service(log), job=JobId("a-1"))
+    engine = create_engine(f"sqlite:///{tmp_path}/rota.db")
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM events WHERE number = 3"))
+    engine.dispose()
+    with pytest.raises(StoreCorrupt):
+        log.read()
+    with pytest.raises(StoreCorrupt):
+        log.read(job=JobId("a-1"))
+    log.close()
+
+
+WRITER = """
+import sys
+from rota.runtime.log import Writer
+from rota.runtime.sql_log import SqlLog
+from rota.spec.events import TimerFired
+log = SqlLog(sys.argv[1])
+writer = Writer(scope="install", epoch=int(sys.argv[2]))
+for i in range(1_000_000):
+    record, = log.append([TimerFired(timer="x" * (i % 3000))], writer=writer, job=sys.argv[3])
+    print(record.number, flush=True)
+"""
+
+
+def start_writer(log: SqlLog, epoch: int, job: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WRITER, log.url, str(epoch), job]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def read_some(writer: subprocess.Popen[str], lines: int) -> list[int]:
+    assert writer.stdout is not None
+    return [int(writer.stdout.readline()) for _ in range(lines)]
+
+
+def kill_and_drain(writer: subprocess.Popen[str]) -> list[int]:
+    writer.send_signal(signal.SIGKILL)
+    rest, _ = writer.communicate(timeout=10)
+    return [int(line) for line in rest.splitlines()]
+
+
+@pytest.mark.slow
+def test_what_a_killed_writer_was_told_is_durable_is_there(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    epoch = service(log).epoch
+    for round_ in range(5):
+        before = log.last_number()
+        writer = start_writer(log, epoch, f"job-{round_}")
+        told = read_some(writer, 20 + 7 * round_) + kill_and_drain(writer)
+        found = [record.number for record in log.read(after=before)]
+        assert found[: len(told)] == told
+        assert len(found) - len(told) <= 1, "at most the append in flight may be there unacknowledged"
+    log.close()
+
+
+@pytest.mark.slow
+def test_two_processes_write_at_once_without_a_gap_or_an_error(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    epoch = service(log).epoch
+    writers = [start_writer(log, epoch, f"job-{i}") for i in range(2)]
+    told: list[int] = []
+    try:
+        for _ in range(5):
+            for writer in writers:
+                told += read_some(writer, 20)
+    finally:
+        for writer in writers:
+            told += kill_and_drain(writer)
+    numbers = [record.number for record in log.read()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert set(told) <= set(numbers)
+    log.close()
+
+
+def crashed_copy(source: Path, target: Path, *, wal_bytes: int, database_bytes: int | None = None) -> Path:
+    target.mkdir()
+    for name in ("rota.db", "rota.db-wal", "rota.db-mark"):
+        (target / name).write_bytes((source / name).read_bytes())
+    os.truncate(target / "rota.db-wal", wal_bytes)
+    if database_bytes is not None:
+        os.truncate(target / "rota.db", database_bytes)
+    return target
+
+
+@pytest.mark.slow
+def test_a_cut_tail_is_refused_and_never_read_as_a_shorter_history(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    log = open_log(source)
+    me = service(log)
+    for i in range(30):
+        log.append([tick(str(i) * 200)], writer=me, job=JobId("a-1"))
+    size = (source / "rota.db-wal").stat().st_size
+    refused = 0
+    for cut in range(1, size, size // 40):
+        folder = crashed_copy(source, tmp_path / f"cut-{cut}", wal_bytes=size - cut)
+        try:
+            copy = open_log(folder, migrate=False)
+        except (StoreCorrupt, StoreUnavailable):
+            refused += 1
+            continue
+        assert len(copy.read()) == 30
+        copy.close()
+    assert refused >= 38
+    whole = open_log(crashed_copy(source, tmp_path / "whole", wal_bytes=size))
+    assert len(whole.read()) == 30
+    whole.close()
+    log.close()
+
+
+def test_a_cut_database_file_is_refused(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    log.append([tick("x" * 3000) for _ in range(30)], writer=service(log), job=JobId("a-1"))
+    log.close()  # the write-ahead log is folded into the file
+    size = (tmp_path / "rota.db").stat().st_size
+    os.truncate(tmp_path / "rota.db", size - 4096)
+    with pytest.raises((StoreCorrupt, StoreUnavailable)):
+        open_log(tmp_path, migrate=False).read()

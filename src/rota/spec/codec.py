@@ -99,8 +99,8 @@ def _collection(cls: Any, origin: Any, raw: Any) -> Any:
         return tuple(from_json_value(args[0], item) for item in items)
     if origin is tuple:
         return tuple(from_json_value(arg, item) for arg, item in zip(args, items, strict=True))
-    made: Any = origin(from_json_value(args[0], item) for item in items)
-    return made
+    rest = [from_json_value(args[0], item) for item in items]
+    return frozenset(rest) if origin is frozenset else rest
 
 
 def from_json_key(cls: Any, key: str) -> Any:

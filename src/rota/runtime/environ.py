@@ -167,14 +167,3 @@ class Home:
             path.mkdir(mode=PRIVATE_DIR, parents=True, exist_ok=True)
         self.root.chmod(PRIVATE_DIR)
         return self
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read, atomically: it is whole or it is not there."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE_FILE)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)

@@ -1,0 +1,77 @@
+"""A model as layers: shapes and parameters, one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A transformer as the planner sees it. ``ffn`` is the inner width of the MLP; ``gated`` = three MLP matrices.
+
+    ``kv_heads`` < ``heads`` is grouped-query attention. ``tied`` shares the embedding with the head.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    name: str = ""
+    kv_heads: int = 0
+    ffn: int = 0
+    gated: bool = False
+    tied: bool = True
+    attention: Literal["flash", "plain"] = "flash"
+    dropout: bool = False
+    experts: int = 0
+    top_k: int = 1
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """Inner width of the MLP; four times hidden unless given."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+
+def attention_params(model: ModelShape) -> int:
+    """Weights and biases of one attention block: query, key, value and output projections."""
+    kv_width = model.key_heads * model.head_dim
+    weights = model.hidden * model.hidden * 2 + model.hidden * kv_width * 2
+    return weights + model.hidden * 2 + kv_width * 2
+
+
+def mlp_params(model: ModelShape) -> int:
+    """Weights and biases of one MLP, or of all experts of one layer with their router."""
+    matrices = 3 if model.gated else 2
+    one = matrices * model.hidden * model.inner + (matrices - 1) * model.inner + model.hidden
+    if model.experts:
+        return one * model.experts + model.hidden * model.experts
+    return one
+
+
+def layer_params(model: ModelShape) -> int:
+    """All parameters of one layer, with its two norms (scale and shift)."""
+    return attention_params(model) + mlp_params(model) + 4 * model.hidden
+
+
+def embedding_params(model: ModelShape) -> int:
+    """The token embedding."""
+    return model.vocab * model.hidden
+
+
+def total_params(model: ModelShape) -> int:
+    """The whole model: a tied embedding counts once; the last norm is included."""
+    embeddings = embedding_params(model) * (1 if model.tied else 2)
+    return embeddings + model.layers * layer_params(model) + 2 * model.hidden

@@ -1,0 +1,76 @@
+"""Read what the workloads of a job declare: ``python -m rota.job.inspect`` prints one JSON object.
+
+Standard input: ``{"workdir": "...", "workloads": {role: "module:name"}}``. Standard output:
+``{role: {"interface": {...}}}`` or ``{role: {"error": text, "traceback": text}}``. Runs as a child process, because it
+imports user code; whatever that code prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from rota.job.workload import interface_of
+from rota.spec import codec
+from rota.spec.errors import BadInput
+from rota.spec.job import Interface
+
+
+def import_target(path: str) -> object:
+    """The object of an import path ``module:name``. Raises BadInput for a bad path, or what the import raises."""
+    module, sep, name = path.partition(":")
+    if not sep or not module or not name:
+        raise BadInput(f"{path!r} is not MODULE:NAME, for example train:Policy")
+    found: object = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise BadInput(f"module {module!r} has no {name!r}", hint=f"names it has: {_names(found)}")
+        found = getattr(found, part)
+    return found
+
+
+def _names(module: object) -> str:
+    return ", ".join(name for name in sorted(vars(module)) if not name.startswith("_"))[:400] or "none"
+
+
+def use_workdir(workdir: str) -> None:
+    """Make ``workdir`` the current folder and the first place to import from."""
+    if workdir:
+        os.chdir(workdir)
+        sys.path.insert(0, workdir)
+
+
+def inspect_workload(path: str) -> Interface:
+    """Import a workload and read its interface. Raises what ``import_target`` and ``interface_of`` raise."""
+    return interface_of(import_target(path))
+
+
+def inspect_all(workloads: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The answer for every role, errors included."""
+    found: dict[str, dict[str, Any]] = {}
+    for role, path in workloads.items():
+        try:
+            found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; the answer carries it
+            text = f"{type(error).__name__}: {error}"
+            found[role] = {"error": text, "traceback": "".join(traceback.format_exception(error))}
+    return found
+
+
+def main() -> None:
+    """Read the request from standard input, print the answer."""
+    request = json.loads(sys.stdin.read())
+    use_workdir(request.get("workdir", ""))
+    with contextlib.redirect_stdout(sys.stderr):
+        found = inspect_all(request["workloads"])
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What a class declares with op is what its interface says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rota
+from rota.job.workload import interface_of, marks_of, op
+from rota.spec.errors import BadInput
+
+
+class Policy(rota.Workload):
+    @rota.op(send=rota.Shard("dp", pad="repeat"), retry="safe")
+    def logprobs(self, batch: object) -> object:
+        return batch
+
+    @rota.op(send=rota.Shard("dp"), recv=rota.Mean, retry="commit", deadline="10m", progress=5)
+    async def update(self, batch: object) -> object:
+        return batch
+
+    @rota.op
+    def ping(self) -> str:
+        return "pong"
+
+    @rota.op.state
+    def state(self) -> dict[str, int]:
+        return {}
+
+    @rota.op.weights
+    def load(self, version: int, tensors: object) -> None: ...
+
+
+def test_interface_lists_operations_with_their_rules() -> None:
+    found = interface_of(Policy)
+    update, logprobs, ping = (found.op(name) for name in ("update", "logprobs", "ping"))
+    assert update is not None and logprobs is not None and ping is not None
+    assert (update.send, update.recv, update.retry) == ("Shard(dp,none)", "Mean", "commit")
+    assert (update.deadline_s, update.progress_s, update.is_async) == (600.0, 5, True)
+    assert (logprobs.send, logprobs.recv) == ("Shard(dp,repeat)", "Concat(dp)")
+    assert (ping.send, ping.recv) == ("Same", "Rank(0)")
+    assert (found.has_state, found.loads_weights, found.publishes_weights) == (True, True, False)
+    assert marks_of(Policy).state == "state"
+
+
+def test_an_async_function_is_the_loop_and_a_plain_one_a_function() -> None:
+    async def loop(f: object) -> None: ...
+    def once(ctx: object) -> None: ...
+
+    assert interface_of(loop).kind == "loop"
+    assert interface_of(once).kind == "function"
+
+
+def test_a_commit_operation_needs_state() -> None:
+    class NoState:
+        @op(retry="commit")
+        def update(self) -> None: ...
+
+    with pytest.raises(BadInput, match=r"NoState\.update has retry='commit' but the class has no @op\.state"):
+        interface_of(NoState)
+
+
+def test_first_is_only_for_safe_operations() -> None:
+    with pytest.raises(BadInput, match="retry must be safe, not never"):
+        op(recv=rota.First, retry="never")(lambda self: None)
+
+
+def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text("print('noise')\nasync def loop(f): ...\n")
+    (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
+    request = {"workdir": str(tmp_path), "workloads": {"loop": "flow:loop", "bad": "broken:X", "typo": "flow:lop"}}
+    shown = subprocess.run(
+        [sys.executable, "-m", "rota.job.inspect"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = json.loads(shown.stdout)
+    assert found["loop"]["interface"]["kind"] == "loop"
+    assert "No module named 'nowhere_to_be_found'" in found["bad"]["error"]
+    assert "broken.py" in found["bad"]["traceback"]
+    assert "module 'flow' has no 'lop'" in found["typo"]["error"]
+
+
+def test_importing_rota_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, rota; rota.op, rota.Job, rota.Shard, rota.Res; print({'torch', 'ray'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "set()"
+
+
+def test_dir_lists_what_exists_and_a_wrong_name_is_an_attribute_error() -> None:
+    assert {"Workload", "op", "Job", "spmd", "Res", "Fail", "Bound", "Shard", "Each"} <= set(dir(rota))
+    with pytest.raises(AttributeError, match="no attribute 'Worklaod'"):
+        _ = rota.Worklaod

@@ -44,6 +44,8 @@ class JobSubmitted(JobEvent):
     filename: str = ""
     workdir: str = ""
     idempotency_key: str = ""
+    uid: str = ""
+    """A ULID; the id is for people, the uid is never used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

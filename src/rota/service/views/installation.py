@@ -1,0 +1,131 @@
+"""What the whole log says: every job, the nodes, the queues, the engine; the read side of the service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+
+from rota.service.views.story import JobStory, begin_story
+from rota.spec import codec
+from rota.spec import events as e
+from rota.spec.errors import BadInput, UnknownName
+from rota.spec.events import Record
+from rota.spec.ids import JobId, NodeId
+from rota.spec.queue import DEFAULT_QUEUE, Queue
+from rota.spec.resources import Device, Health, Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStory:
+    """A node with the last thing that was said of its fitness. ``lost`` nodes stopped answering."""
+
+    node: Node
+    joined_at: float
+    lost: bool = False
+    marked_at: float = 0.0
+    marked_by: str = ""
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Installation:
+    """Everything the log says; changed by ``apply`` alone, from one thread."""
+
+    jobs: dict[JobId, JobStory] = field(default_factory=dict)
+    live: dict[JobId, JobStory] = field(default_factory=dict)
+    nodes: dict[NodeId, NodeStory] = field(default_factory=dict)
+    queues: tuple[Queue, ...] = (Queue(path=DEFAULT_QUEUE),)
+    keys: dict[str, JobId] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
+    number: int = 0
+    service: e.ServiceStarted | None = None
+    engine_volatile: e.EngineStateVolatile | None = None
+    engine_losses: int = 0
+
+    def apply(self, record: Record) -> None:
+        """Take in one record, in order; a repeated one changes nothing."""
+        if record.number <= self.number:
+            return
+        self.number = record.number
+        if record.job is None:
+            self._cluster(record.at, record.event)
+        elif isinstance(record.event, e.JobSubmitted):
+            self._submitted(record)
+        elif (story := self.jobs.get(record.job)) is not None:
+            story.apply(record)
+            if story.ended is not None:
+                self.live.pop(record.job, None)
+
+    def _submitted(self, record: Record) -> None:
+        story = begin_story(record)
+        self.jobs[story.id] = self.live[story.id] = story
+        self.names[story.spec.name] = self.names.get(story.spec.name, 0) + 1
+        if story.submitted.idempotency_key:
+            self.keys[story.submitted.idempotency_key] = story.id
+
+    def _cluster(self, at: float, event: e.Event) -> None:
+        match event:
+            case e.ServiceStarted():
+                self.service, self.engine_volatile = event, None
+            case e.NodeJoined(node=node):
+                self.nodes[node.id] = NodeStory(node=node, joined_at=at)
+            case e.NodeLost() if event.node in self.nodes:
+                self.nodes[event.node] = replace(self.nodes[event.node], lost=True, marked_at=at, text=event.text)
+            case e.NodeMarked() if event.node in self.nodes:
+                self.nodes[event.node] = _marked(self.nodes[event.node], event, at)
+            case e.QueuesChanged():
+                self.queues = tuple(codec.from_json_value(Queue, raw) for raw in event.queues)
+            case e.EngineStateVolatile():
+                self.engine_volatile = event
+            case e.EngineLost():
+                self.engine_losses += 1
+            case _:
+                pass
+
+    def next_id(self, name: str) -> JobId:
+        """The id of the next job of that name."""
+        n = self.names.get(name, 0) + 1
+        while JobId(f"{name}-{n}") in self.jobs:
+            n += 1
+        return JobId(f"{name}-{n}")
+
+    def find(self, given: str) -> JobStory:
+        """The job of an id, a uid or a unique prefix of an id. Raises UnknownName or BadInput (several fit)."""
+        if (story := self.jobs.get(JobId(given))) is not None:
+            return story
+        fits = [one for one in self.jobs.values() if one.id.startswith(given) or one.submitted.uid == given]
+        if len(fits) == 1:
+            return fits[0]
+        if fits:
+            shown = ", ".join(one.id for one in fits[:5])
+            raise BadInput(f"{given!r} fits {len(fits)} jobs: {shown}", hint="give more of the id")
+        near = get_close_matches(given, self.jobs, n=3)
+        raise UnknownName(f"no job {given!r}", hint=f"did you mean {' or '.join(near)}?" if near else "see: rota ps")
+
+    def queue(self, path: str) -> Queue:
+        """The queue of that path. Raises UnknownName."""
+        known = {queue.path: queue for queue in self.queues}
+        if path in known:
+            return known[path]
+        near = get_close_matches(path, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"queues: {', '.join(known)}"
+        raise UnknownName(f"no queue {path!r}", hint=hint)
+
+    def usable_nodes(self) -> Iterable[Node]:
+        """Nodes that are there, whatever their fitness."""
+        return (story.node for story in self.nodes.values() if not story.lost)
+
+
+def _marked(story: NodeStory, event: e.NodeMarked, at: float) -> NodeStory:
+    node = story.node
+    if event.devices:
+        devices = tuple(_with_health(d, event.health) if d.index in event.devices else d for d in node.devices)
+        node = replace(node, devices=devices)
+    else:
+        node = node.with_health(event.health)
+    return replace(story, node=node, lost=False, marked_at=at, marked_by=event.by, text=event.text)
+
+
+def _with_health(device: Device, health: Health) -> Device:
+    return replace(device, health=health)

@@ -1,0 +1,167 @@
+"""Bytes by class that one rank of each stage needs under a plan.
+
+Symbols of the formulas, as in the literature: ``s`` sequence length, ``b`` micro-batch in sequences, ``h`` hidden
+width, ``a`` attention heads, ``t`` tensor degree, ``L`` layers, ``p`` pipeline stages, ``v`` chunks a stage, ``m``
+micro-batches. Activation bytes of a layer are those of Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (2022), Table 2, for 16-bit activations with dropout masks; flash attention has no ``5as/h`` term.
+State bytes are those of Rajbhandari et al., "ZeRO" (2020), section 3: ``2 + 2 + 12`` bytes a parameter for mixed Adam.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rota.train.plan.layers import ModelShape, embedding_params
+from rota.train.plan.model import Layer, Mesh, ParallelPlan, Schedule, Stage
+
+GIB = 2**30
+NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ADAM_MOMENTS_BYTES = 8
+"""Two fp32 moments a parameter."""
+LOGIT_BYTES = 4
+"""The loss is computed in fp32."""
+UNSHARDED_LAYERS = 2
+"""Layers that ZeRO stage 3 holds whole at once: the one in use and the one being gathered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes a parameter costs in each class when nothing is sharded."""
+
+    param: int
+    grad: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All classes together."""
+        return self.param + self.grad + self.optimizer
+
+
+def state_bytes(plan: ParallelPlan) -> StateBytes:
+    """Mixed precision: ``2 + 2`` (4 with fp32 main gradients) ``+ 12``; full precision: ``4 + 4 + 8``."""
+    param = NUMBER_BYTES[plan.dtype.param]
+    grad = NUMBER_BYTES[plan.dtype.reduce]
+    master = NUMBER_BYTES[plan.dtype.master] if plan.dtype.param != plan.dtype.master else 0
+    return StateBytes(param=param, grad=grad, optimizer=ADAM_MOMENTS_BYTES + master)
+
+
+def layer_params_per_rank(model: ModelShape, tp: int) -> int:
+    """Parameters of one layer that one tensor rank holds.
+
+    Column-parallel weights and biases and row-parallel weights are split; row-parallel biases and norms are not.
+    """
+    kv_width = model.key_heads * model.head_dim
+    matrices = 3 if model.gated else 2
+    experts = max(model.experts, 1)
+    split = model.hidden * model.hidden * 2 + 2 * model.hidden * kv_width + model.hidden + 2 * kv_width
+    split += experts * (matrices * model.hidden * model.inner + (matrices - 1) * model.inner)
+    whole = model.hidden + experts * model.hidden + 4 * model.hidden
+    whole += model.hidden * model.experts
+    return split // tp + whole
+
+
+def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int) -> float:
+    """Activation bytes that one layer keeps for its backward pass, for one micro-batch on one tensor rank."""
+    s, b, h, t = model.seq, micro_batch, model.hidden, layer.tp
+    if layer.recompute == "full":
+        return 2.0 * s * b * h / (t if layer.sp else 1)
+    keeps_scores = model.attention == "plain" and layer.recompute == "none"
+    scores = 5.0 * model.heads * s / (h * t) if keeps_scores else 0.0
+    fixed, split = (0.0, 34.0 / t) if layer.sp else (10.0, 24.0 / t)
+    return s * b * h * (fixed + split + scores)
+
+
+def layers_in_flight(schedule: Schedule, *, stage: int, p: int, m: int, v: int = 1) -> float:
+    """How many micro-batches, in units of a whole stage, stage ``stage`` of ``p`` holds at its peak.
+
+    GPipe holds all ``m``; 1F1B ``min(m, p - stage)``; interleaved 1F1B on the first stage ``p (1 + (p-1)/(p v))``
+    (Korthikanti et al., section 4.2.3), one stage's worth less for each later stage.
+    """
+    if schedule in ("none", "gpipe"):
+        return float(m)
+    plain = min(m, p - stage)
+    if schedule == "interleaved" and v > 1 and m >= p:
+        return plain + (p - 1) / v
+    return float(plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one rank of one pipeline stage at its peak."""
+
+    params: float
+    grads: float
+    optimizer: float
+    activations: float
+    logits: float
+    buffers: float
+
+    @property
+    def total(self) -> float:
+        """All classes together."""
+        return self.params + self.grads + self.optimizer + self.activations + self.logits + self.buffers
+
+    def by_class_gib(self) -> dict[str, float]:
+        """The classes in GiB, for people and JSON."""
+        names = ("params", "grads", "optimizer", "activations", "logits", "buffers")
+        return {name: getattr(self, name) / GIB for name in names}
+
+
+def memory(plan: ParallelPlan, model: ModelShape) -> tuple[StageMemory, ...]:
+    """The need of one rank of each pipeline stage, first stage first.
+
+    ``plan`` must have passed ``rules.check``. Chunks of an interleaved stage are summed.
+    """
+    per_layer = expand_layers(plan)
+    v = len(plan.stages) // plan.mesh.pp
+    return tuple(_stage_memory(plan, model, per_layer, stage, v) for stage in range(plan.mesh.pp))
+
+
+def expand_layers(plan: ParallelPlan) -> tuple[Layer, ...]:
+    """One entry a layer, from the run-length list."""
+    return tuple(run for run in plan.layers for _ in range(run.count))
+
+
+def _stage_memory(
+    plan: ParallelPlan, model: ModelShape, per_layer: tuple[Layer, ...], stage: int, v: int
+) -> StageMemory:
+    costs = state_bytes(plan)
+    chunks = plan.stages[stage :: plan.mesh.pp]
+    layers = [per_layer[index] for chunk in chunks for index in range(*chunk.layers)]
+    in_flight = layers_in_flight(plan.schedule, stage=stage, p=plan.mesh.pp, m=_live(plan), v=v)
+    held = [(float(layer_params_per_rank(model, layer.tp)), layer) for layer in layers]
+    held += _embeddings(plan, model, chunks)
+    has_head = any(chunk.head for chunk in chunks)
+    gathered = max((params for params, layer in held if layer.zero == 3), default=0.0)
+    return StageMemory(
+        params=sum(params * costs.param / _shares(layer, plan.mesh)[0] for params, layer in held),
+        grads=sum(params * costs.grad / _shares(layer, plan.mesh)[1] for params, layer in held),
+        optimizer=sum(params * costs.optimizer / _shares(layer, plan.mesh)[2] for params, layer in held),
+        activations=sum(activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight for layer in layers),
+        logits=model.seq * plan.micro_batch * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
+        buffers=UNSHARDED_LAYERS * gathered * costs.param,
+    )
+
+
+def _embeddings(plan: ParallelPlan, model: ModelShape, chunks: tuple[Stage, ...]) -> list[tuple[float, Layer]]:
+    """Parameters of the embedding and of the head on this stage; a tied head beside its embedding costs nothing."""
+    embed = any(chunk.embed for chunk in chunks)
+    head = any(chunk.head for chunk in chunks) and not (model.tied and embed)
+    wanted = [layer for layer, here in ((plan.embed, embed), (plan.head, head)) if here]
+    return [(embedding_params(model) / layer.tp, layer) for layer in wanted]
+
+
+def _live(plan: ParallelPlan) -> int:
+    """Micro-batches whose activations can be alive at once; without a pipeline each is finished before the next."""
+    return plan.micro_batches if plan.mesh.pp > 1 else 1
+
+
+def _shares(layer: Layer, mesh: Mesh) -> tuple[int, int, int]:
+    """By how many ranks parameters, gradients and optimizer of a layer are divided under its ZeRO stage."""
+    shards = mesh.dp_shard * mesh.cp if layer.zero >= 2 else mesh.dp * mesh.cp
+    return (
+        shards if layer.zero == 3 else 1,
+        shards if layer.zero >= 2 else 1,
+        shards if layer.zero >= 1 else 1,
+    )

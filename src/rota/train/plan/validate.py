@@ -1,0 +1,154 @@
+"""Hold the cost model against published tables: predicted beside published, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rota.spec.errors import BadInput
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.memory import GIB, activation_bytes_per_layer, layers_in_flight
+from rota.train.plan.model import Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A published model with the parallel setting it was measured under."""
+
+    layers: int
+    hidden: int
+    heads: int
+    tp: int
+    pp: int
+    interleave: int
+    micro_batch: int
+
+    @property
+    def model(self) -> ModelShape:
+        """The model, with the sequence length and vocabulary of the paper."""
+        return ModelShape(
+            layers=self.layers, hidden=self.hidden, heads=self.heads, seq=2048, vocab=51200, attention="plain"
+        )
+
+
+SHAPES: dict[str, Shape] = {
+    "22B": Shape(layers=48, hidden=6144, heads=64, tp=8, pp=1, interleave=1, micro_batch=4),
+    "175B": Shape(layers=96, hidden=12288, heads=96, tp=8, pp=8, interleave=3, micro_batch=1),
+    "530B": Shape(layers=105, hidden=20480, heads=128, tp=8, pp=35, interleave=3, micro_batch=1),
+    "1T": Shape(layers=128, hidden=25600, heads=160, tp=8, pp=64, interleave=1, micro_batch=1),
+}
+"""Korthikanti et al. (2022), Table 3."""
+
+PARAMS_OPT_BYTES = 18
+"""Bytes a parameter in Fig. 1: bf16 parameter and fp32 main gradient, fp32 master and two moments (2 + 4 + 12)."""
+
+Row = Mapping[str, Any]
+Predicted = Mapping[str, float]
+
+
+def _shape(row: Row) -> Shape:
+    name = row.get("model")
+    if name not in SHAPES:
+        raise BadInput(f"model: {name!r} is unknown", hint=f"one of {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def _activations(shape: Shape, layer: Layer) -> float:
+    """Bytes of the first stage at its peak over all its layers."""
+    schedule = "interleaved" if shape.interleave > 1 else "1f1b"
+    in_flight = layers_in_flight(schedule, stage=0, p=shape.pp, m=10**6, v=shape.interleave)
+    per_layer = activation_bytes_per_layer(shape.model, layer, shape.micro_batch)
+    return per_layer * in_flight * shape.layers / shape.pp
+
+
+def predict_fig1(row: Row) -> Predicted:
+    """GiB a device: parameters with optimizer, activations without and with sequence parallel + selective recompute."""
+    shape = _shape(row)
+    params_opt = PARAMS_OPT_BYTES * 12 * shape.layers * shape.hidden**2 / (shape.tp * shape.pp)
+    selective = Layer(tp=shape.tp, sp=True, recompute="selective")
+    return {
+        "params_opt": params_opt / GIB,
+        "act_none": _activations(shape, Layer(tp=shape.tp)) / GIB,
+        "act_seqsel": _activations(shape, selective) / GIB,
+    }
+
+
+def predict_fig7(row: Row) -> Predicted:
+    """Activation memory in percent of plain tensor parallelism."""
+    shape = _shape(row)
+    tp = shape.tp
+    base = _activations(shape, Layer(tp=tp))
+    kinds = {
+        "seq": Layer(tp=tp, sp=True),
+        "sel": Layer(tp=tp, recompute="selective"),
+        "seqsel": Layer(tp=tp, sp=True, recompute="selective"),
+        "full": Layer(tp=tp, recompute="full"),
+    }
+    return {name: 100 * _activations(shape, layer) / base for name, layer in kinds.items()}
+
+
+PREDICTORS: dict[str, Callable[[Row], Predicted]] = {
+    "megatron_seqpar_fig1": predict_fig1,
+    "megatron_seqpar_fig7": predict_fig7,
+}
+
+
+def validate(tables: Sequence[Mapping[str, Any]], table_id: str) -> dict[str, Any]:
+    """Predict every row of a table; signed errors in percent, in input order.
+
+    Rows marked ``verified: false`` are shown but not counted. Raises BadInput for an unknown table, a table without
+    rows, or a row that lacks a field; the message names the known ones.
+    """
+    predictor = PREDICTORS.get(table_id)
+    if predictor is None:
+        raise BadInput(f"table: {table_id!r} is unknown", hint=f"known: {', '.join(sorted(PREDICTORS))}")
+    table = next((one for one in tables if one.get("id") == table_id), None)
+    if table is None or not table.get("rows"):
+        raise BadInput(f"table: no rows of {table_id!r} in this file")
+    rows = [out for index, row in enumerate(_dicts(table)) for out in _rows(index, row, predictor)]
+    counted = [abs(row["error_pct"]) for row in rows if row["counted"]]
+    return {
+        "api": "rota/v1",
+        "kind": "PlanValidation",
+        "table": table_id,
+        "rows": rows,
+        "mean_pct": sum(counted) / len(counted) if counted else None,
+        "max_pct": max(counted, default=None),
+        "by_quantity": _by_quantity(rows),
+        "regret": None,
+        "hardware": None,
+        "calibration": None,
+    }
+
+
+def _dicts(table: Mapping[str, Any]) -> list[Row]:
+    columns = table.get("columns")
+    return [dict(zip(columns, row, strict=True)) if columns else row for row in table["rows"]]
+
+
+def _rows(index: int, row: Row, predictor: Callable[[Row], Predicted]) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    for quantity, predicted in predictor(row).items():
+        published = row.get(quantity)
+        if not isinstance(published, int | float):
+            raise BadInput(f"rows[{index}].{quantity}: missing, so there is nothing to compare with")
+        made.append(
+            {
+                "row": index,
+                "quantity": quantity,
+                "published": published,
+                "predicted": predicted,
+                "error_pct": 100 * (predicted - published) / published,
+                "counted": bool(row.get("verified", True)),
+            }
+        )
+    return made
+
+
+def _by_quantity(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["counted"]:
+            found.setdefault(row["quantity"], []).append(abs(row["error_pct"]))
+    return {name: {"mean_pct": sum(errors) / len(errors), "max_pct": max(errors)} for name, errors in found.items()}

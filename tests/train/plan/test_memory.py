@@ -1,0 +1,100 @@
+"""Memory formulas against published tables and against hand counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rota.spec.errors import BadInput
+from rota.train.plan.layers import ModelShape, layer_params
+from rota.train.plan.memory import GIB, layer_params_per_rank, layers_in_flight, memory
+from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage, data_parallel
+from rota.train.plan.validate import validate
+
+TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_memory_tables.json").read_text())["tables"]
+MIXED = Dtype(param="bf16", reduce="bf16", master="fp32")
+
+
+def test_the_memory_of_figure_1_is_reproduced_exactly() -> None:
+    report = validate(TABLES, "megatron_seqpar_fig1")
+    assert len(report["rows"]) == 12
+    assert report["max_pct"] < 1e-9
+
+
+def test_the_shares_of_figure_7_are_within_rounding_of_the_figure() -> None:
+    report = validate(TABLES, "megatron_seqpar_fig7")
+    assert len(report["rows"]) == 16
+    assert report["mean_pct"] < 0.5
+    assert report["max_pct"] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("tables", "table_id", "message"),
+    [
+        (TABLES, "no_such_table", "no_such_table"),
+        ([], "megatron_seqpar_fig1", "no rows"),
+        ([{"id": "megatron_seqpar_fig1", "rows": [{"model": "9T"}]}], "megatron_seqpar_fig1", "'9T' is unknown"),
+        ([{"id": "megatron_seqpar_fig1", "rows": [{"model": "22B"}]}], "megatron_seqpar_fig1", r"rows\[0\].params_opt"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(tables: list[dict[str, object]], table_id: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        validate(tables, table_id)
+
+
+def test_rows_that_are_not_verified_are_shown_but_not_counted() -> None:
+    rows = [{"model": "22B", "params_opt": 1.0, "act_none": 1.0, "act_seqsel": 1.0, "verified": False}]
+    report = validate([{"id": "megatron_seqpar_fig1", "rows": rows}], "megatron_seqpar_fig1")
+    assert [row["counted"] for row in report["rows"]] == [False] * 3
+    assert report["mean_pct"] is None
+
+
+@pytest.mark.parametrize(("zero", "printed_gb"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_stages_divide_state_as_published(zero: int, printed_gb: float) -> None:
+    """Psi = 7.5e9 parameters on 64 ranks, mixed Adam; the paper prints rounded figures."""
+    model = ModelShape(layers=1, hidden=25000, heads=1, seq=1, vocab=1, tied=True)
+    plan = replace(data_parallel(layers=1, dp=64, zero=zero), dtype=MIXED)
+    stage = memory(plan, model)[0]
+    state_gb = (stage.params + stage.grads + stage.optimizer) / (layer_params(model) + model.hidden) * 7.5
+    assert state_gb == pytest.approx(printed_gb, rel=0.02)
+
+
+def test_tensor_ranks_hold_their_slice_and_what_cannot_be_split() -> None:
+    model = ModelShape(layers=1, hidden=64, heads=8, seq=8, vocab=10)
+    whole = layer_params(model)
+    assert layer_params_per_rank(model, 1) == whole
+    assert layer_params_per_rank(model, 8) == (whole - 6 * 64) // 8 + 6 * 64
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "expected"), [("gpipe", 0, 16), ("1f1b", 0, 4), ("1f1b", 3, 1), ("interleaved", 0, 4 + 3 / 2)]
+)
+def test_stages_hold_as_many_micro_batches_as_their_schedule_needs(schedule: str, stage: int, expected: float) -> None:
+    assert layers_in_flight(schedule, stage=stage, p=4, m=16, v=2) == expected  # type: ignore[arg-type]
+
+
+def test_the_first_stage_of_a_pipeline_needs_most_for_activations_and_the_last_has_the_logits() -> None:
+    model = ModelShape(layers=8, hidden=512, heads=8, seq=1024, vocab=32000, tied=False)
+    stages = tuple(Stage(layers=(2 * i, 2 * i + 2), embed=i == 0, head=i == 3) for i in range(4))
+    plan = ParallelPlan(
+        mesh=Mesh(pp=4), stages=stages, layers=(Layer(count=8),), schedule="1f1b", micro_batches=8, dtype=MIXED
+    )
+    need = memory(plan, model)
+    activations = [stage.activations for stage in need]
+    assert activations == sorted(activations, reverse=True)
+    assert activations[0] == pytest.approx(4 * activations[3])
+    assert [stage.logits > 0 for stage in need] == [False, False, False, True]
+    assert need[3].logits / GIB == pytest.approx(1024 * 32000 * 4 / GIB)
+
+
+def test_recompute_and_sharding_never_need_more() -> None:
+    model = ModelShape(layers=4, hidden=512, heads=8, seq=1024, vocab=32000, attention="plain")
+    by_recompute = [
+        memory(replace(data_parallel(layers=4, dp=4), layers=(Layer(count=4, recompute=kind),)), model)[0].total
+        for kind in ("none", "selective", "full")
+    ]
+    assert by_recompute == sorted(by_recompute, reverse=True)
+    assert len(set(by_recompute)) == 3

@@ -1,0 +1,1 @@
+"""The core decides who gets which devices; it touches nothing."""

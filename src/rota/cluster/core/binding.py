@@ -1,0 +1,123 @@
+"""Which constraint keeps a job from starting: tallies of nodes, and the first relaxation that would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rota.cluster.core.asks import JobAsk, Shape, Slot
+from rota.cluster.core.plugins import Placer
+from rota.cluster.core.snapshot import LOST, JobRow, State, Wait
+from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """How many nodes are left for the most demanding slot after one more constraint."""
+
+    constraint: str
+    nodes_left: int
+
+
+def hardest(shape: Shape) -> Slot:
+    """The slot that asks most: devices, then a share, then cores, then memory."""
+    return max(shape.slots, key=lambda s: (s.gpus, s.milli, s.cpu_milli, s.mem))
+
+
+def tally(state: State, shape: Shape) -> list[Tally]:
+    """Nodes left for the hardest slot, constraint by constraint."""
+    slot = hardest(shape)
+    wanted = slot.gpus or (1 if slot.milli else 0)
+    typed = (
+        np.ones(len(state.types), dtype=np.bool_)
+        if slot.type is None
+        else np.array([t == slot.type for t in state.types])
+    )
+    per_node = np.zeros((len(state.nodes), len(state.types)), dtype=np.int32)
+    np.add.at(per_node, (state.dev_node, state.dev_type), 1)
+    free = state.free if slot.gpus else _shareable(state, slot.milli)
+    steps = (
+        ("in the cluster", state.node_health != LOST),
+        ("in order", state.usable),
+        ("of the asked type", (per_node[:, typed] > 0).any(axis=1) if wanted else state.usable),
+        ("with that many devices", (per_node[:, typed] >= wanted).any(axis=1) if wanted else state.usable),
+        ("with that many free devices", (free[:, typed] >= wanted).any(axis=1) if wanted else state.usable),
+        ("with free cores", state.cpu >= slot.cpu_milli),
+        ("with free memory", state.mem >= slot.mem),
+    )
+    left = np.ones(len(state.nodes), dtype=np.bool_)
+    found: list[Tally] = []
+    for name, mask in steps:
+        left = left & mask
+        found.append(Tally(constraint=name, nodes_left=int(left.sum())))
+    return found
+
+
+def _shareable(state: State, milli: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    count = np.zeros((len(state.nodes), len(state.types)), dtype=np.int32)
+    able = (state.dev_milli >= milli) & (state.dev_health == 0)
+    np.add.at(count, (state.dev_node[able], state.dev_type[able]), 1)
+    return count
+
+
+def waits_because(state: State, ask: JobAsk, placer: Placer) -> Wait:
+    """The binding constraint of a job that cannot be placed now, with its numbers.
+
+    Too few free devices in all is named first. Then one constraint at a time is relaxed on a trial state; the first
+    whose relaxation lets the whole gang be placed binds. If none does, the free devices are not together.
+    """
+    shape = ask.shape
+    free = _free_of_types(state, shape)
+    fields: dict[str, object] = {"asked_gpus": shape.gpu_milli / 1000, "free_gpus": free / 1000}
+    if free < shape.gpu_milli:
+        bad = _out_of_order(state)
+        if free + bad * 1000 >= shape.gpu_milli:
+            text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free, {bad} are out of order."
+            return Wait(reason=Reason.BAD_CELLS, text=text, fields={**fields, "bad_gpus": bad})
+        text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free."
+        return Wait(reason=Reason.NO_FREE_DEVICES, text=text, fields=fields)
+    for reason, relaxed in _relaxations(shape):
+        if _fits(state, replace(ask, shape=relaxed), placer):
+            return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
+    reason = Reason.FRAGMENTED if shape.gpu_milli else Reason.CPU_OR_MEMORY
+    return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
+
+
+_TEXTS = {
+    Reason.WRONG_TYPE: "Devices of another type are free; those of the asked type are not.",
+    Reason.CPU_OR_MEMORY: "The cores or the memory that the gang asks beside its devices are not free.",
+    Reason.TOPOLOGY: "Enough is free, but not as close or as far apart as the roles ask.",
+    Reason.FRAGMENTED: "Enough devices are free in all, but not together on nodes as the gang needs them.",
+}
+
+
+def _relaxations(shape: Shape) -> Iterator[tuple[Reason, Shape]]:
+    if any(slot.type for slot in shape.slots):
+        yield Reason.WRONG_TYPE, replace(shape, slots=tuple(replace(s, type=None) for s in shape.slots))
+    if shape.gpu_milli:
+        yield Reason.CPU_OR_MEMORY, replace(shape, slots=tuple(replace(s, cpu_milli=0, mem=0) for s in shape.slots))
+    if shape.together or shape.apart:
+        yield Reason.TOPOLOGY, replace(shape, together=(), apart=())
+
+
+def _fits(state: State, ask: JobAsk, placer: Placer) -> bool:
+    with state.txn() as txn:
+        return placer.place(state, txn, JobRow(ask=ask)) is not None
+
+
+def _free_of_types(state: State, shape: Shape) -> int:
+    """Free thousandths on usable nodes, of the asked types if every device slot names one."""
+    wanted = {slot.type for slot in shape.slots if slot.gpus or slot.milli}
+    able = (state.dev_health == 0) & state.usable[state.dev_node]
+    if None not in wanted:
+        able &= np.isin(state.dev_type, [i for i, t in enumerate(state.types) if t in wanted])
+    return int(state.dev_milli[able].sum())
+
+
+def _out_of_order(state: State) -> int:
+    """Idle devices that only their health, or that of their node, keeps from being used."""
+    present = state.node_health[state.dev_node] != LOST
+    sick = (state.dev_health != 0) | ~state.usable[state.dev_node]
+    return int((present & sick & (state.dev_milli == 1000)).sum())

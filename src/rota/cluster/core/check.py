@@ -1,0 +1,61 @@
+"""What must hold after every step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rota.cluster.core.snapshot import State
+
+
+class InvariantBroken(AssertionError):
+    """The state contradicts itself: a bug of the scheduler; the message names the rule and the numbers."""
+
+
+def violations(state: State) -> list[str]:
+    """Every broken rule in words; empty when all is well.
+
+    Rules: no device, core or byte is given twice; what is free plus what is held is what there is; free counts equal
+    the devices; a job that waits holds nothing, one that runs its whole gang; queue use is the sum of its jobs.
+    """
+    broken: list[str] = []
+    milli = np.full_like(state.dev_milli, 1000)
+    cpu = np.array([round(node.cpus * 1000) for node in state.nodes], dtype=np.int64)
+    mem = np.array([node.memory_bytes for node in state.nodes], dtype=np.int64)
+    used = np.zeros_like(state.used)
+    for row in state.jobs.values():
+        for held in row.held:
+            cpu[held.node] -= held.cpu_milli
+            mem[held.node] -= held.mem
+            for device in held.devices:
+                milli[device] -= held.milli or 1000
+        if row.held:
+            for queue in state.queues.line_of(row.ask.queue):
+                used[queue] += state.queues.need(row.ask.shape)
+        if row.phase in ("queued", "paused") and row.held:
+            broken.append(f"{row.ask.id} is {row.phase} but holds {len(row.held)} slots")
+        if row.phase == "running" and len(row.held) != len(row.ask.shape.slots):
+            broken.append(f"{row.ask.id} runs with {len(row.held)} of {len(row.ask.shape.slots)} slots")
+    for name, expected, found in (
+        ("device", milli, state.dev_milli),
+        ("cores of node", cpu, state.cpu),
+        ("memory of node", mem, state.mem),
+    ):
+        broken += [
+            f"{name} {i}: {int(found[i])} free, by its holders {int(expected[i])}"
+            for i in np.flatnonzero(expected != found)
+        ]
+        broken += [f"{name} {i}: {int(-found[i])} given twice" for i in np.flatnonzero(found < 0)]
+    if (used != state.used).any():
+        broken.append("the use of a queue is not the sum of its jobs")
+    whole = (state.dev_milli == 1000) & (state.dev_health == 0)
+    free = np.zeros_like(state.free)
+    np.add.at(free, (state.dev_node[whole], state.dev_type[whole]), 1)
+    if (free != state.free).any():
+        broken.append("the count of free devices of a node is not that of its devices")
+    return broken
+
+
+def check(state: State) -> None:
+    """Raise InvariantBroken if any rule is broken."""
+    if broken := violations(state):
+        raise InvariantBroken("; ".join(broken[:10]))

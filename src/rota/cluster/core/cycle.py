@@ -1,0 +1,223 @@
+"""step(state, event) -> decisions, in numbered steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rota.cluster.core.binding import waits_because
+from rota.cluster.core.facts import (
+    Fact,
+    JobArrived,
+    JobGone,
+    JobHolds,
+    JobPaused,
+    JobReleased,
+    JobSaved,
+    JobStopping,
+    JobWaits,
+    NodeChanged,
+    Tick,
+)
+from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, WaitOn, WakeAt
+from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.txn import Txn
+from rota.spec.ids import JobId
+from rota.spec.reasons import Reason
+
+
+def apply(state: State, fact: Fact, now: float) -> None:
+    """Fold one fact into the state. Facts about jobs that are not there change nothing: they came late or twice."""
+    with state.txn() as txn:
+        _apply(state, txn, fact, now)
+        txn.keep()
+    state.version += 1
+
+
+def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
+    row = state.jobs.get(fact.job) if not isinstance(fact, JobArrived | NodeChanged | Tick) else None
+    match fact:
+        case JobArrived(ask=ask):
+            old = state.jobs.get(ask.id)
+            if old is None or not old.held:
+                state.put(txn, replace(old, ask=ask) if old else JobRow(ask=ask))
+        case NodeChanged(node=node, health=health, devices=devices):
+            state.mark(txn, node, health, devices)
+        case JobHolds(job=job, held=held) if row is not None and not row.held:
+            state.hold(txn, job, held, now=now)
+        case JobStopping(for_job=for_job) if row is not None and row.held:
+            state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
+        case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
+            state.release(txn, job)
+            state.put(txn, replace(state.jobs[job], back_at=back_at))
+        case JobSaved() if row is not None:
+            state.put(txn, replace(row, saved_at=now))
+        case JobPaused(paused=paused) if row is not None and not row.held:
+            state.put(txn, replace(row, phase="paused" if paused else "queued"))
+        case JobWaits(wait=wait) if row is not None and not row.held:
+            state.put(txn, replace(row, wait=wait))
+        case JobGone(job=job) if row is not None:
+            state.drop(txn, job)
+        case _:
+            pass
+
+
+# -- the cycle --
+
+
+def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decision]:
+    """Fold a fact, decide, and carry the decisions out in the state. Equal inputs give equal decisions."""
+    apply(state, fact, now)
+    decisions = decide(state, profile, now)
+    for decision in decisions:
+        match decision:
+            case Admit(job=job, held=held):
+                apply(state, JobHolds(job=job, held=held), now)
+            case Preempt(job=job, for_job=for_job):
+                apply(state, JobStopping(job=job, for_job=for_job), now)
+            case WaitOn(job=job, wait=wait):
+                apply(state, JobWaits(job=job, wait=wait), now)
+            case WakeAt():
+                pass
+    return decisions
+
+
+def decide(state: State, profile: Profile, now: float) -> list[Decision]:
+    """What should happen now. The state stays as it was: whoever carries a decision out applies its fact."""
+    with state.txn() as txn:
+        return _Pass(state, txn, profile, now).run()
+
+
+class _Pass:
+    """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass."""
+
+    def __init__(self, state: State, txn: Txn, profile: Profile, now: float) -> None:
+        self.state, self.txn, self.profile, self.now = state, txn, profile, now
+        self.decisions: list[Decision] = []
+        self.blocked: dict[str, JobId] = {}
+        self.verdicts: dict[tuple[object, ...], Wait] = {}
+        self.ahead_jobs = 0
+        self.tried = 0
+
+    def run(self) -> list[Decision]:
+        # 1. every waiting job once, in the order of the policy
+        for row in self.profile.order.candidates(self.state, self.now):
+            wait = self._try(row)
+            if wait is not None and wait != row.wait:
+                self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
+        # 2. wake up when time alone will change something
+        times = [t for row in self.state.waiting() if (t := max(row.ask.not_before, row.back_at)) > self.now]
+        if times:
+            self.decisions.append(WakeAt(at=min(times), kind="not_before"))
+        return self.decisions
+
+    def _try(self, row: JobRow) -> Wait | None:
+        """Start the job, or say why not: gates, then quota, then place, then preempt."""
+        for gate in (self._gate_time, self._gate_queue, self._gate_order):
+            if (wait := gate(row)) is not None:
+                return wait
+        kind = (row.ask.queue, row.ask.priority, row.ask.user, row.ask.shape.key, row.ask.shape)
+        if (known := self.verdicts.get(kind)) is not None:
+            return known
+        if self.tried >= self.profile.candidates_max:
+            self.decisions.append(WakeAt(at=self.now, kind="continue"))
+            return row.wait
+        self.tried += 1
+        wait = self._start(row)
+        if wait is not None:
+            self.verdicts[kind] = wait
+            if self.profile.block != "none":
+                self.blocked.setdefault(row.ask.queue, row.ask.id)
+        else:
+            self.verdicts.clear()
+        return wait
+
+    def _start(self, row: JobRow) -> Wait | None:
+        if (wait := self.profile.division.verdict(self.state, row)) is not None:
+            return wait
+        held = self.profile.placer.place(self.state, self.txn, row)
+        if held is not None:
+            self.state.hold(self.txn, row.ask.id, held, now=self.now)
+            why = {"profile": self.profile.name, "order": self.ahead_jobs, "nodes": len({h.node for h in held})}
+            self.decisions.append(Admit(job=row.ask.id, held=held, why=why))
+            self.ahead_jobs += 1
+            return None
+        return self._preempt(row) or waits_because(self.state, row.ask, self.profile.placer)
+
+    def _preempt(self, row: JobRow) -> Wait | None:
+        """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
+        stopping = [other.ask.id for other in self.state.holding() if other.phase == "stopping"]
+        if stopping and self._claim(row, stopping):
+            return _awaiting(self.state, stopping)
+        if self.profile.victims is None:
+            return None
+        chosen = self.profile.victims.victims(self.state, self.txn, row, self.profile.placer, self.now)
+        if not chosen:
+            return None
+        for victim in chosen:
+            ask = self.state.jobs[victim.job].ask
+            self.state.put(self.txn, replace(self.state.jobs[victim.job], phase="stopping", stopping_for=row.ask.id))
+            self.decisions.append(
+                Preempt(
+                    job=victim.job,
+                    for_job=row.ask.id,
+                    reason=victim.reason,
+                    grace_s=min(ask.grace_s, self.profile.grace_max_s),
+                    lost_gpu_s=victim.lost_gpu_s,
+                )
+            )
+        victims = [victim.job for victim in chosen]
+        self._claim(row, stopping + victims)
+        return _awaiting(self.state, victims)
+
+    def _claim(self, row: JobRow, stopping: list[JobId]) -> bool:
+        """Keep others off what the job will use once these jobs have let go. False if even then it does not fit."""
+        with self.txn.trial():
+            for job in stopping:
+                self.state.release(self.txn, job)
+            held = self.profile.placer.place(self.state, self.txn, row)
+        if held is None:
+            return False
+        for slot in held:
+            self._take_what_is_free(slot)
+        return True
+
+    def _take_what_is_free(self, slot: Held) -> None:
+        state = self.state
+        need = slot.milli or 1000
+        devices = tuple(d for d in slot.devices if int(state.dev_milli[d]) >= need)
+        cpu = min(slot.cpu_milli, int(state.cpu[slot.node]))
+        mem = min(slot.mem, int(state.mem[slot.node]))
+        state.take(self.txn, Held(slot.node, devices, slot.milli, cpu, mem), 1)
+
+    # -- gates -------------------------------------------------------------------------------------------------------
+
+    def _gate_time(self, row: JobRow) -> Wait | None:
+        if row.back_at > self.now:
+            return Wait(reason=Reason.COOL_DOWN, fields={"until": row.back_at})
+        if row.ask.not_before > self.now:
+            return Wait(reason=Reason.NOT_BEFORE, fields={"until": row.ask.not_before})
+        return None
+
+    def _gate_queue(self, row: JobRow) -> Wait | None:
+        tree, path = self.state.queues, row.ask.queue
+        if path not in tree.row:
+            return Wait(reason=Reason.QUEUE_CLOSED, text=f"There is no queue {path}; nearest is {tree.nearest(path)}.")
+        for queue in tree.line_of(path):
+            if tree.rows[queue].state != "open":
+                return Wait(reason=Reason.QUEUE_CLOSED, fields={"queue": tree.rows[queue].path})
+        return None
+
+    def _gate_order(self, row: JobRow) -> Wait | None:
+        first = self.blocked.get(row.ask.queue)
+        if self.profile.block == "queue" and first is not None:
+            return Wait(reason=Reason.BEHIND_IN_ORDER, text=f"{first} must start first.", fields={"behind": first})
+        return None
+
+
+def _awaiting(state: State, jobs: list[JobId]) -> Wait:
+    gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
+    return Wait(
+        reason=Reason.AWAITING_PREEMPTION,
+        text=f"{len(jobs)} jobs are giving {gpus} gpus back.",
+        fields={"jobs": list(jobs), "gpus": gpus},
+    )

@@ -1,0 +1,168 @@
+"""Why a job waits, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rota.cluster.core.admission import empty_twin, shape_feasible
+from rota.cluster.core.asks import JobAsk, Shape
+from rota.cluster.core.binding import Tally, tally
+from rota.cluster.core.cycle import decide
+from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
+from rota.cluster.core.snapshot import JobRow, State, Wait
+from rota.cluster.core.variants import smaller
+from rota.spec.ids import JobId
+from rota.spec.reasons import INFO, Reason
+
+CHANGES_MAX = 8
+"""Changes listed at most; each costs a few trial passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The answer to "why does this job not run": everything in it was tried on the state, nothing is guessed."""
+
+    job: JobId
+    state: str
+    starts_now: bool
+    why: Wait | None
+    tally: tuple[Tally, ...]
+    ahead_jobs: int
+    ahead_gpus: int
+    would_start_now_with: tuple[dict[str, Any], ...] = ()
+    victims_if_preempted: tuple[dict[str, Any], ...] = ()
+    estimate: dict[str, Any] | None = None
+    since: float = 0.0
+    decisions: tuple[dict[str, Any], ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document of ``rota explain``."""
+        why = self.why
+        return {
+            "job": self.job,
+            "state": self.state,
+            "starts_now": self.starts_now,
+            "why": None
+            if why is None
+            else {"code": str(why.reason), "text": why.text or INFO[why.reason].text, "fields": why.fields},
+            "tally": [{"constraint": t.constraint, "nodes_left": t.nodes_left} for t in self.tally],
+            "ahead": {"jobs": self.ahead_jobs, "gpus": self.ahead_gpus},
+            "would_start_now_with": list(self.would_start_now_with),
+            "victims_if_preempted": list(self.victims_if_preempted),
+            "estimate": self.estimate,
+            "since": self.since,
+            "decisions": list(self.decisions),
+        }
+
+
+def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanation:
+    """Explain a live job. Raises KeyError for a job that the state does not know."""
+    row = state.jobs[job]
+    if row.phase != "queued":
+        return Explanation(
+            job=job, state=row.phase, starts_now=False, why=row.wait, tally=(), ahead_jobs=0, ahead_gpus=0, since=now
+        )
+    return explain_ask(state, profile, row.ask, now)
+
+
+def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
+    """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
+    wait, preempts = _tried(state, profile, ask, now)
+    ahead = _ahead(state, profile, ask, now)
+    return Explanation(
+        job=ask.id,
+        state="queued",
+        starts_now=wait is None,
+        why=wait,
+        tally=tuple(tally(state, ask.shape)),
+        ahead_jobs=len(ahead),
+        ahead_gpus=sum(row.ask.shape.gpus for row in ahead),
+        would_start_now_with=() if wait is None else _changes(state, profile, ask, wait, now),
+        victims_if_preempted=preempts,
+        since=ask.queued_at,
+    )
+
+
+def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[dict[str, Any], ...]]:
+    """The verdict of a full pass on a job (None = it starts), and whom the pass would stop for it."""
+    with state.txn() as txn:
+        state.put(txn, JobRow(ask=ask, wait=Wait(reason=Reason.INFEASIBLE_NOW)))
+        decisions = decide(state, replace(profile, candidates_max=1_000_000), now)
+    if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
+        return None, ()
+    wait = next((d.wait for d in decisions if isinstance(d, WaitOn) and d.job == ask.id), None)
+    preempts = tuple(
+        {"job": d.job, "lost_gpu_s": d.lost_gpu_s} for d in decisions if isinstance(d, Preempt) and d.for_job == ask.id
+    )
+    return wait or Wait(reason=Reason.INFEASIBLE_NOW), preempts
+
+
+def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> list[JobRow]:
+    """Jobs of the same queue that the order tries before this one."""
+    ahead: list[JobRow] = []
+    with state.txn() as txn:
+        state.put(txn, JobRow(ask=ask))
+        for row in profile.order.candidates(state, now):
+            if row.ask.id == ask.id:
+                break
+            if row.ask.queue == ask.queue:
+                ahead.append(row)
+    return ahead
+
+
+def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> tuple[dict[str, Any], ...]:
+    """Single changes after which a full pass starts the job; each was tried."""
+
+    def starts(shape: Shape) -> bool:
+        return _tried(state, profile, replace(ask, shape=shape), now)[0] is None
+
+    found: list[dict[str, Any]] = []
+    if wait.reason is Reason.BEHIND_IN_ORDER:
+        found += _by_priority(state, profile, ask, now)
+    if wait.reason in (Reason.NOT_BEFORE,) and _tried(state, profile, replace(ask, not_before=0.0), now)[0] is None:
+        found.append({"change": {"set": "not_before", "value": None}, "text": "without its start time", "cost": "none"})
+    for variant in smaller(ask.shape, _bounded(starts)):
+        found.append({"change": variant.change, "text": variant.text, "cost": _cost(ask.shape, variant.shape)})
+        if len(found) >= CHANGES_MAX:
+            break
+    return tuple(found)
+
+
+def _bounded(test: Callable[[Shape], bool]) -> Callable[[Shape], bool]:
+    """Remember answers: bisections over different roles ask for the same shapes."""
+    known: dict[Shape, bool] = {}
+
+    def answer(shape: Shape) -> bool:
+        if shape not in known:
+            known[shape] = test(shape)
+        return known[shape]
+
+    return answer
+
+
+def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
+    """The lowest higher priority that starts the job now, if there is one."""
+    above = sorted({row.ask.priority + 1 for row in state.waiting() if row.ask.priority >= ask.priority})
+    for priority in above:
+        if _tried(state, profile, replace(ask, priority=priority), now)[0] is None:
+            return [
+                {
+                    "change": {"set": "priority", "value": priority},
+                    "text": f"priority {priority} instead of {ask.priority}",
+                    "cost": "jobs of lower priority wait longer",
+                }
+            ]
+    return []
+
+
+def _cost(before: Shape, after: Shape) -> str:
+    gpus = before.gpus - after.gpus
+    return f"{gpus} gpus fewer" if gpus else "none"
+
+
+def never_starts(state: State, ask: JobAsk) -> str | None:
+    """One sentence if even the empty cluster could not hold the job, else None."""
+    short = shape_feasible(empty_twin(state), ask.shape, ask.queue if ask.queue in state.queues.row else None)
+    return None if short is None else short.text

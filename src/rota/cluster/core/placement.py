@@ -1,0 +1,308 @@
+"""Gang to devices: pack, spread, topology; all slots of a job or none."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rota.cluster.core.asks import Shape, Slot
+from rota.cluster.core.snapshot import Held, State, asked
+from rota.cluster.core.txn import Txn
+from rota.spec.gang import CellLevel
+
+TRIES_MAX = 20_000
+"""Slots that one exact search may try before it gives up; small gangs never come near."""
+DOMAINS_MAX = 8
+"""Enclosing cells that are tried for a whole gang before it is laid over the cluster."""
+
+Preference = Callable[[State, NDArray[np.int32]], NDArray[np.int64]]
+"""Cost of each of these node rows for one slot; the lowest is taken, ties go to the lowest row."""
+Manner = Literal["pack", "spread"]
+Mask = NDArray[np.bool_]
+Rows = NDArray[np.int64]
+
+
+def best_fit(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Fullest node first."""
+    return state.free[nodes].sum(axis=1).astype(np.int64)
+
+
+def spread(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Emptiest node first."""
+    return -best_fit(state, nodes)
+
+
+PREFERENCES: dict[Manner, Preference] = {"pack": best_fit, "spread": spread}
+
+
+def place(
+    state: State, txn: Txn, shape: Shape, *, prefer: Preference = best_fit, allowed: Mask | None = None
+) -> tuple[Held, ...] | None:
+    """Find a slot holding for every slot of the shape at once, or None; the state is as before either way.
+
+    Tried in this order: one enclosing cell (fewest free devices first), then the whole cluster. Deterministic. Exact
+    for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots.
+    """
+    mask = state.usable if allowed is None else state.usable & allowed
+    for part in _domains(state, shape, mask):
+        found = _place_in(state, txn, shape, prefer, part)
+        if found is not None:
+            return found
+    return _place_in(state, txn, shape, prefer, mask)
+
+
+def _domains(state: State, shape: Shape, mask: Mask) -> Iterator[Mask]:
+    """Enclosing cells that could hold the whole gang, tightest first."""
+    if len(shape.slots) == 1:
+        return
+    free = np.where(mask, state.free.sum(axis=1), 0)
+    ids, position = np.unique(state.domain, return_inverse=True)
+    if len(ids) == 1:
+        return
+    totals = np.bincount(position, weights=free, minlength=len(ids))
+    able = np.flatnonzero(totals >= sum(slot.gpus for slot in shape.slots))
+    for i in able[np.argsort(totals[able], kind="stable")][:DOMAINS_MAX]:
+        yield mask & (position == i)
+
+
+def _place_in(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask) -> tuple[Held, ...] | None:
+    if shape.uniform and shape.slots[0].gpus:
+        return _place_uniform(state, txn, shape, prefer, mask)
+    with txn.trial():
+        found = _Search(state, txn, shape, prefer, mask, exact=False).run()
+    if found is None and len(shape.slots) > 1:
+        with txn.trial():
+            found = _Search(state, txn, shape, prefer, mask, exact=True).run()
+    return found
+
+
+# -- equal slots without constraints --
+
+
+def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
+    """Per node, how many such slots of whole devices fit now."""
+    types = _types_of(state, slot)
+    room = (state.free[:, types] // max(slot.gpus, 1)).sum(axis=1).astype(np.int64)
+    if slot.cpu_milli:
+        room = np.minimum(room, state.cpu // slot.cpu_milli)
+    if slot.mem:
+        room = np.minimum(room, state.mem // slot.mem)
+    return np.where(mask, room, 0)
+
+
+def _types_of(state: State, slot: Slot) -> list[int]:
+    if slot.type is None:
+        return list(range(len(state.types)))
+    return [state.types.index(slot.type)] if slot.type in state.types else []
+
+
+def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask) -> tuple[Held, ...] | None:
+    slot, count = shape.slots[0], len(shape.slots)
+    room = slots_that_fit(state, slot, mask)
+    if int(room.sum()) < count:
+        return None
+    found: list[Held] = []
+    with txn.trial():
+        while len(found) < count:
+            nodes = np.flatnonzero(room > 0).astype(np.int32)
+            node = int(nodes[np.argmin(prefer(state, nodes))])
+            held = asked(slot, node, next(_whole_devices(state, slot, node)))
+            state.take(txn, held, 1)
+            room[node] -= 1
+            found.append(held)
+    return tuple(found)
+
+
+def _whole_devices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, ...]]:
+    """Choices of free devices of one type for a slot, the tightest socket that holds them all first."""
+    rows: Rows = np.arange(int(state.dev0[node]), int(state.dev0[node + 1]))
+    for kind in _types_of(state, slot):
+        free = rows[(state.dev_milli[rows] == 1000) & (state.dev_health[rows] == 0) & (state.dev_type[rows] == kind)]
+        if len(free) < slot.gpus:
+            continue
+        sockets, counts = np.unique(state.dev_socket[free], return_counts=True)
+        for socket in sockets[np.argsort(counts, kind="stable")]:
+            inside = free[state.dev_socket[free] == socket]
+            if len(inside) >= slot.gpus:
+                yield tuple(int(d) for d in inside[: slot.gpus])
+        if len(sockets) > 1:
+            yield tuple(int(d) for d in free[: slot.gpus])
+
+
+# -- any slots, with constraints --
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where a slot could lie, and the cells that count for constraints."""
+
+    held: Held
+    cells: dict[CellLevel, tuple[int, ...]]
+
+
+class _Search:
+    """Depth-first over slots, biggest and most bound first. ``exact`` goes back on failure; else the first way only."""
+
+    def __init__(self, state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask, *, exact: bool) -> None:
+        self.state, self.txn, self.shape, self.prefer, self.mask, self.exact = state, txn, shape, prefer, mask, exact
+        self.tries = 0
+        self.spots: dict[int, _Spot] = {}
+        self.together: dict[int, list[tuple[tuple[int, ...], CellLevel]]] = defaultdict(list)
+        self.apart: dict[int, list[tuple[frozenset[int], CellLevel]]] = defaultdict(list)
+        for group, level in shape.together:
+            for i in group:
+                self.together[i].append((group, level))
+        for left, right, level in shape.apart:
+            for i in left:
+                self.apart[i].append((frozenset(right) - {i}, level))
+            for i in right:
+                self.apart[i].append((frozenset(left) - {i}, level))
+        self.bound = {i: self._bonds(i) for i in range(len(shape.slots))}
+        self.order = sorted(range(len(shape.slots)), key=self._weight)
+
+    def _bonds(self, i: int) -> tuple[object, ...]:
+        return (tuple(self.together[i]), tuple((others | {i}, level) for others, level in self.apart[i]))
+
+    def _weight(self, i: int) -> tuple[object, ...]:
+        slot = self.shape.slots[i]
+        group = sum(self.shape.slots[j].gpus for members, _ in self.together[i] for j in members)
+        return (-group, -slot.gpus, -slot.milli, -slot.cpu_milli, -slot.mem, i)
+
+    def run(self) -> tuple[Held, ...] | None:
+        """The holdings in slot order, or None. Leaves its trial writes to the caller's scope."""
+        if not self._descend(0, -1):
+            return None
+        return tuple(self.spots[i].held for i in range(len(self.shape.slots)))
+
+    def _descend(self, depth: int, floor: int) -> bool:
+        if depth == len(self.order):
+            return True
+        i = self.order[depth]
+        for spot in self._choices(i, floor):
+            self.tries += 1
+            if self.tries > TRIES_MAX:
+                return False
+            self.spots[i] = spot
+            mark = self.txn.changes
+            self.state.take(self.txn, spot.held, 1)
+            twin = depth + 1 < len(self.order) and self._twins(i, self.order[depth + 1])
+            if self._descend(depth + 1, spot.held.node if self.exact and twin else -1):
+                return True
+            self.txn.undo(mark)
+            del self.spots[i]
+            if not self.exact:
+                return False
+        return False
+
+    def _twins(self, i: int, j: int) -> bool:
+        return self.shape.slots[i] == self.shape.slots[j] and self.bound[i] == self.bound[j]
+
+    def _choices(self, i: int, floor: int) -> Iterator[_Spot]:
+        """Allowed spots, preferred nodes first; of nodes that nobody could tell apart only the first."""
+        slot, state = self.shape.slots[i], self.state
+        nodes = np.flatnonzero(self._fitting(i)).astype(np.int32)
+        nodes = nodes[nodes >= floor]
+        seen: set[object] = set()
+        touched = {spot.held.node for spot in self.spots.values()}
+        for node in nodes[np.argsort(self.prefer(state, nodes), kind="stable")]:
+            row = int(node)
+            if row not in touched:
+                looks = self._looks(row)
+                if looks in seen:
+                    continue
+                seen.add(looks)
+            for devices in _device_choices(state, slot, row):
+                spot = self._spot(asked(slot, row, devices))
+                if self._keeps_bonds(i, spot):
+                    yield spot
+
+    def _looks(self, node: int) -> tuple[object, ...]:
+        """Nodes with equal looks are interchangeable for this gang."""
+        state = self.state
+        rows = slice(int(state.dev0[node]), int(state.dev0[node + 1]))
+        devices = tuple(
+            zip(
+                state.dev_type[rows].tolist(),
+                state.dev_milli[rows].tolist(),
+                state.dev_health[rows].tolist(),
+                (state.dev_socket[rows] - state.dev_socket[rows][:1]).tolist(),
+            )
+        )
+        return (int(state.cpu[node]), int(state.mem[node]), int(state.domain[node]), devices)
+
+    def _fitting(self, i: int) -> Mask:
+        slot, state = self.shape.slots[i], self.state
+        mask = self.mask & (state.cpu >= slot.cpu_milli) & (state.mem >= slot.mem)
+        if slot.gpus:
+            types = _types_of(state, slot)
+            mask = mask & (state.free[:, types] >= slot.gpus).any(axis=1)
+        for group, level in self.together[i]:
+            mask = mask & self._room_for_group(group, level)
+        return mask
+
+    def _room_for_group(self, group: tuple[int, ...], level: CellLevel) -> Mask:
+        """Nodes in the cell that placed members share, or in cells with enough free devices for those that remain."""
+        state = self.state
+        cells = state.domain if level == "rack" else np.arange(len(state.nodes), dtype=np.int32)
+        placed = [self.spots[j] for j in group if j in self.spots]
+        if placed:
+            return cells == cells[placed[0].held.node]
+        wanted = sum(self.shape.slots[j].gpus for j in group)
+        free = np.where(self.mask, state.free.sum(axis=1), 0)
+        totals = np.bincount(cells, weights=free, minlength=int(cells.max(initial=0)) + 1)
+        return totals[cells] >= wanted
+
+    def _spot(self, held: Held) -> _Spot:
+        state = self.state
+        sockets = tuple(sorted({int(state.dev_socket[d]) for d in held.devices}))
+        return _Spot(
+            held,
+            {
+                "device": held.devices,
+                "socket": sockets or (-1 - held.node,),
+                "node": (held.node,),
+                "rack": (int(state.domain[held.node]),),
+            },
+        )
+
+    def _keeps_bonds(self, i: int, spot: _Spot) -> bool:
+        for group, level in self.together[i]:
+            for j in group:
+                if j in self.spots and not _close(self.spots[j], spot, level):
+                    return False
+            if level == "socket" and len(spot.cells["socket"]) > 1:
+                return False
+        for others, level in self.apart[i]:
+            for j in others:
+                if j in self.spots and set(self.spots[j].cells[level]) & set(spot.cells[level]):
+                    return False
+        return True
+
+
+def _close(one: _Spot, other: _Spot, level: CellLevel) -> bool:
+    """True when both lie in one cell of the level; slots without devices are close to all of their node below it."""
+    if one.held.node != other.held.node and level != "rack":
+        return False
+    if level in ("device", "socket") and not (one.held.devices and other.held.devices):
+        return True
+    return set(one.cells[level]) == set(other.cells[level])
+
+
+def _device_choices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, ...]]:
+    """Device rows that could serve a slot on a node, one choice of each distinct kind."""
+    if slot.gpus:
+        yield from _whole_devices(state, slot, node)
+    elif slot.milli:
+        rows: Rows = np.arange(int(state.dev0[node]), int(state.dev0[node + 1]))
+        types = _types_of(state, slot)
+        fits = (state.dev_milli[rows] >= slot.milli) & (state.dev_health[rows] == 0)
+        able = rows[fits & np.isin(state.dev_type[rows], types)]
+        for dev in able[np.argsort(state.dev_milli[able], kind="stable")]:
+            yield (int(dev),)
+    else:
+        yield ()

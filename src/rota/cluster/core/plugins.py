@@ -1,0 +1,108 @@
+"""What a policy may plug into the cycle, and the decisions that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.txn import Txn
+from rota.spec.ids import JobId
+from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Start a job on exactly these devices. ``why`` has the numbers behind the choice."""
+
+    job: JobId
+    held: tuple[Held, ...]
+    why: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempt:
+    """Ask a job for its devices back on behalf of another."""
+
+    job: JobId
+    for_job: JobId
+    reason: Reason
+    grace_s: float
+    lost_gpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitOn:
+    """The job was tried and cannot start now."""
+
+    job: JobId
+    wait: Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """Decide again at this time even if nothing happens until then."""
+
+    at: float
+    kind: str
+
+
+Decision = Admit | Preempt | WaitOn | WakeAt
+
+
+class Order(Protocol):
+    """In which order waiting jobs are tried. Read while the pass goes on: a later pick may depend on earlier starts."""
+
+    def candidates(self, state: State, now: float) -> Iterator[JobRow]:
+        """Every waiting job once."""
+        ...
+
+
+class Division(Protocol):
+    """Whose share it is."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        """Why the queue of a job may not start it now, or None."""
+        ...
+
+
+class Placer(Protocol):
+    """Where a job goes."""
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        """A holding for every slot, or None; the state is as before either way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """One job to stop, why, and the device-seconds of work that are lost with it."""
+
+    job: JobId
+    reason: Reason
+    lost_gpu_s: float
+
+
+class Victims(Protocol):
+    """Whom to stop so that a job fits."""
+
+    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        """A set that makes room, smallest cost first found, or None; the state is as before either way."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One plug-in of each kind. ``block`` says what the first job that does not fit holds up behind it."""
+
+    name: str
+    order: Order
+    division: Division
+    placer: Placer
+    victims: Victims | None = None
+    block: Literal["none", "queue", "reserve"] = "none"
+    candidates_max: int = 200
+    """Different kinds of request tried in one pass; equal ones share a verdict."""
+    grace_max_s: float = 300.0
+    cool_down_s: float = 0.0

@@ -1,0 +1,121 @@
+"""Queue tree: guarantee, limit, use; which queue of the line binds."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rota.cluster.core.asks import Shape
+from rota.spec.queue import DEFAULT_QUEUE, Queue
+from rota.spec.resources import Res
+
+Vector = NDArray[np.int64]
+UNLIMITED = np.int64(2**62)
+GPU, CPU, MEM = 0, 1, 2
+"""Dimensions of every quota vector: thousandths of devices of any type, thousandths of cores, bytes; then one dimension
+a device type in thousandths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverLimit:
+    """The queue and dimension that stop a start, with what is used, asked and allowed."""
+
+    queue: str
+    dim: str
+    used: int
+    asked: int
+    allowed: int
+
+
+class QueueTree:
+    """The queues in rows, parents included, sorted by path; a queue that is only named as a parent promises nothing.
+
+    In a guarantee or limit a dimension of zero is "not stated".
+    """
+
+    def __init__(self, queues: Sequence[Queue], types: Sequence[str]) -> None:
+        given = {queue.path: queue for queue in queues}
+        if not given:
+            given = {DEFAULT_QUEUE: Queue(path=DEFAULT_QUEUE)}
+        for path in list(given):
+            while (parent := path.rpartition("/")[0]) and parent not in given:
+                given[parent] = Queue(path=parent)
+                path = parent
+        self.rows: tuple[Queue, ...] = tuple(given[path] for path in sorted(given))
+        self.row: dict[str, int] = {queue.path: i for i, queue in enumerate(self.rows)}
+        self.types: tuple[str, ...] = tuple(types)
+        self.dims: tuple[str, ...] = ("gpu", "cpu", "mem", *(f"gpu:{t}" for t in types))
+        self.line: list[list[int]] = [self._line(queue.path) for queue in self.rows]
+        self.guaranteed: Vector = np.array([self._vector(q.guaranteed, 0) for q in self.rows], dtype=np.int64)
+        self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
+        self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
+
+    def _line(self, path: str) -> list[int]:
+        line: list[int] = []
+        while path:
+            line.append(self.row[path])
+            path = path.rpartition("/")[0]
+        return line
+
+    def line_of(self, path: str) -> list[int]:
+        """Rows of the queue and of all above it; nothing for a queue that does not exist (any more)."""
+        return self.line[self.row[path]] if path in self.row else []
+
+    def _vector(self, res: Res | None, empty: int) -> list[int]:
+        values = [empty] * len(self.dims)
+        if res is None:
+            return values
+        stated = [(CPU, round(res.cpus * 1000)), (MEM, res.memory_bytes)]
+        gpu = GPU if res.gpu_type is None else self._type_dim(res.gpu_type)
+        stated += [(gpu, round(res.gpus * 1000))] if gpu is not None else []
+        for dim, value in stated:
+            if value > 0:
+                values[dim] = value
+        return values
+
+    def _type_dim(self, name: str) -> int | None:
+        return 3 + self.types.index(name) if name in self.types else None
+
+    def need(self, shape: Shape) -> Vector:
+        """The quota vector of a shape. Devices of no stated type count only in the sum over types."""
+        vector = np.zeros(len(self.dims), dtype=np.int64)
+        for slot in shape.slots:
+            milli = slot.gpus * 1000 + slot.milli
+            vector[GPU] += milli
+            vector[CPU] += slot.cpu_milli
+            vector[MEM] += slot.mem
+            if slot.type is not None and (dim := self._type_dim(slot.type)) is not None:
+                vector[dim] += milli
+        return vector
+
+    def over_limit(self, used: Vector, path: str, need: Vector) -> OverLimit | None:
+        """The first queue from the leaf up that ``need`` would take over its limit, or None."""
+        for row in self.line_of(path):
+            over = np.flatnonzero((used[row] + need > self.limit[row]) & (need > 0))
+            if len(over):
+                dim = int(over[0])
+                return OverLimit(
+                    queue=self.rows[row].path,
+                    dim=self.dims[dim],
+                    used=int(used[row, dim]),
+                    asked=int(need[dim]),
+                    allowed=int(self.limit[row, dim]),
+                )
+        return None
+
+    def above_guarantee(self, used: Vector, path: str, need: Vector) -> bool:
+        """True when, with ``need`` added, the queue uses more devices than it is guaranteed."""
+        row = self.row[path]
+        return bool(used[row, GPU] + need[GPU] > self.guaranteed[row, GPU])
+
+    def leaves_under(self, path: str) -> list[str]:
+        """Paths of the leaves below a queue."""
+        return [q.path for i, q in enumerate(self.rows) if self.leaf[i] and q.path.startswith(f"{path}/")]
+
+    def nearest(self, path: str) -> str:
+        """The most alike path that exists, for "did you mean"."""
+        return next(iter(difflib.get_close_matches(path, list(self.row), n=1, cutoff=0.0)), DEFAULT_QUEUE)

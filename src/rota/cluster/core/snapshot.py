@@ -1,0 +1,246 @@
+"""Nodes, queues and jobs as the decisions see them; written only through a Txn."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rota.cluster.core.asks import JobAsk, Slot
+from rota.cluster.core.cells import Cells, forest_of, in_cell_order
+from rota.cluster.core.quota import QueueTree
+from rota.cluster.core.txn import Txn
+from rota.spec.ids import JobId, NodeId
+from rota.spec.queue import Queue
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health, Node
+
+HEALTH_ROW: dict[Health, int] = {health: i for i, health in enumerate(Health)}
+LOST = len(HEALTH_ROW)
+"""Row value of a node that left; it keeps its row as long as a job holds something there."""
+
+Phase = Literal["queued", "running", "stopping", "paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one slot holds: node row, device rows, thousandths if the device is shared, cores, memory."""
+
+    node: int
+    devices: tuple[int, ...]
+    milli: int
+    cpu_milli: int
+    mem: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Why a job waits: the reason, one sentence, and the numbers behind it."""
+
+    reason: Reason
+    text: str = ""
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """One live job: what it asks, what it holds, why it waits. ``held`` is empty exactly while it holds nothing."""
+
+    ask: JobAsk
+    phase: Phase = "queued"
+    held: tuple[Held, ...] = ()
+    attempt: int = 0
+    started_at: float = 0.0
+    saved_at: float = 0.0
+    served_s: float = 0.0
+    wait: Wait | None = None
+    stopping_for: JobId | None = None
+    back_at: float = 0.0
+
+
+class State:
+    """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
+
+    Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
+    health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
+    """
+
+    def __init__(self, nodes: Sequence[Node], queues: Sequence[Queue] = ()) -> None:
+        self.nodes: tuple[Node, ...] = in_cell_order(nodes)
+        self.node_row: dict[NodeId, int] = {node.id: i for i, node in enumerate(self.nodes)}
+        self.types: tuple[str, ...] = tuple(dict.fromkeys(d.type for node in self.nodes for d in node.devices)) or ("",)
+        self.cells = Cells(forest_of(self.nodes))
+        self.queues = QueueTree(queues, self.types)
+        self.jobs: dict[JobId, JobRow] = {}
+        self.version = 0
+        self._txn: Txn | None = None
+        type_row = {name: i for i, name in enumerate(self.types)}
+        devices = [(i, device) for i, node in enumerate(self.nodes) for device in node.devices]
+        self.dev0 = np.cumsum([0, *(len(node.devices) for node in self.nodes)]).astype(np.int32)
+        self.dev_index = np.array([device.index for _, device in devices], dtype=np.int32)
+        self.dev_node = np.array([i for i, _ in devices], dtype=np.int32)
+        self.dev_type = np.array([type_row[device.type] for _, device in devices], dtype=np.int16)
+        self.dev_health = np.array([HEALTH_ROW[device.health] for _, device in devices], dtype=np.int8)
+        self.dev_milli = np.full(len(devices), 1000, dtype=np.int32)
+        self.dev_socket = self.cells.socket_of_leaves()
+        self.domain = self.cells.domain_of_nodes()
+        self.cpu = np.array([round(node.cpus * 1000) for node in self.nodes], dtype=np.int64)
+        self.mem = np.array([node.memory_bytes for node in self.nodes], dtype=np.int64)
+        self.node_health = np.array([HEALTH_ROW[node.health] for node in self.nodes], dtype=np.int8)
+        self.free = np.zeros((len(self.nodes), len(self.types)), dtype=np.int32)
+        for row in range(len(self.nodes)):
+            self.free[row] = self._count_free(row)
+        self.used = np.zeros((len(self.queues.rows), len(self.queues.dims)), dtype=np.int64)
+
+    # -- transactions ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def txn(self) -> Generator[Txn]:
+        """A scope in which the state may change; undone at its end unless ``keep`` was called. Scopes nest."""
+        outer = self._txn
+        txn = outer or Txn()
+        self._txn = txn
+        try:
+            with txn.trial():
+                yield txn
+        finally:
+            self._txn = outer
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Everything that a Txn may change, the mapping of jobs aside."""
+        return (self.free, self.cpu, self.mem, self.node_health, self.dev_milli, self.dev_health, self.used)
+
+    def digest(self) -> str:
+        """A hash of everything that decisions depend on; equal states have equal digests."""
+        h = hashlib.sha256()
+        for array in self.arrays:
+            h.update(array.tobytes())
+        for job in sorted(self.jobs):
+            h.update(repr(self.jobs[job]).encode())
+        return h.hexdigest()[:16]
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        """Nodes that may take new work."""
+        return self.node_health == 0
+
+    def _count_free(self, node: int) -> NDArray[np.int32]:
+        rows = slice(int(self.dev0[node]), int(self.dev0[node + 1]))
+        whole = (self.dev_milli[rows] == 1000) & (self.dev_health[rows] == 0)
+        return np.bincount(self.dev_type[rows][whole], minlength=len(self.types)).astype(np.int32)
+
+    def mark(self, txn: Txn, node: NodeId, health: Health | None, devices: Sequence[int] = ()) -> None:
+        """Change the fitness of a node, or of the devices with these indices; None = it left."""
+        row = self.node_row.get(node)
+        if row is None:
+            return
+        value = LOST if health is None else HEALTH_ROW[health]
+        if not devices:
+            txn.set(self.node_health, row, value)
+            return
+        for dev in range(int(self.dev0[row]), int(self.dev0[row + 1])):
+            if int(self.dev_index[dev]) in devices:
+                txn.set(self.dev_health, dev, value)
+        txn.set(self.free, row, self._count_free(row))
+
+    def device_rows(self, node: int, indices: Sequence[int]) -> tuple[int, ...]:
+        """Device rows of device indices on a node, in that order; indices that the node lacks are left out."""
+        rows = {int(self.dev_index[d]): d for d in range(int(self.dev0[node]), int(self.dev0[node + 1]))}
+        return tuple(rows[i] for i in indices if i in rows)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def put(self, txn: Txn, row: JobRow) -> None:
+        """Set the row of a job; what it holds must not change by this."""
+        txn.put(self.jobs, row.ask.id, row)
+
+    def hold(self, txn: Txn, job: JobId, held: tuple[Held, ...], *, now: float) -> None:
+        """Give a job its slots and start it."""
+        row = self.jobs[job]
+        for slot in held:
+            self.take(txn, slot, 1)
+        self._charge(txn, row, 1)
+        self.put(
+            txn,
+            replace(row, phase="running", held=held, attempt=row.attempt + 1, started_at=now, saved_at=now, wait=None),
+        )
+
+    def release(self, txn: Txn, job: JobId) -> None:
+        """Take back what a job holds, if anything; it is queued again with its old queue time."""
+        row = self.jobs[job]
+        for slot in row.held:
+            self.take(txn, slot, -1)
+        if row.held:
+            self._charge(txn, row, -1)
+        self.put(txn, replace(row, phase="queued", held=(), stopping_for=None))
+
+    def drop(self, txn: Txn, job: JobId) -> None:
+        """Forget a job that ended, releasing what it held."""
+        self.release(txn, job)
+        txn.drop(self.jobs, job)
+
+    def take(self, txn: Txn, held: Held, sign: int) -> None:
+        """Take (sign 1) or give back (sign -1) one slot; never more than there is."""
+        txn.add(self.cpu, held.node, -sign * held.cpu_milli)
+        txn.add(self.mem, held.node, -sign * held.mem)
+        if not held.devices:
+            return
+        for dev in held.devices:
+            txn.add(self.dev_milli, dev, -sign * (held.milli or 1000))
+        txn.set(self.free, held.node, self._count_free(held.node))
+
+    def _charge(self, txn: Txn, row: JobRow, sign: int) -> None:
+        need = self.queues.need(row.ask.shape)
+        for queue in self.queues.line_of(row.ask.queue):
+            txn.set(self.used, queue, self.used[queue] + sign * need)
+
+    def waiting(self) -> list[JobRow]:
+        """Jobs that wait for devices, in no order."""
+        return [row for row in self.jobs.values() if row.phase == "queued"]
+
+    def holding(self) -> list[JobRow]:
+        """Jobs that hold devices, in the order of their ids."""
+        return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
+
+    def with_cluster(self, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
+        """The same jobs on another set of nodes and queues; holdings follow node ids and device indices.
+
+        A slot on a node that is no longer there holds nothing any more.
+        """
+        new = State(nodes, queues)
+        new.version = self.version + 1
+        with new.txn() as txn:
+            for job in sorted(self.jobs):
+                new.adopt(txn, self, self.jobs[job])
+            txn.keep()
+        return new
+
+    def adopt(self, txn: Txn, old: State, row: JobRow) -> None:
+        """Take over the row of a job from another state of the cluster."""
+        held = tuple(moved for slot in row.held if (moved := self._moved(old, slot)) is not None)
+        self.put(txn, replace(row, held=()))
+        if held:
+            for slot in held:
+                self.take(txn, slot, 1)
+            self._charge(txn, row, 1)
+            self.put(txn, replace(row, held=held))
+
+    def _moved(self, old: State, held: Held) -> Held | None:
+        node = self.node_row.get(old.nodes[held.node].id)
+        if node is None:
+            return None
+        devices = self.device_rows(node, [int(old.dev_index[d]) for d in held.devices])
+        return Held(node, devices, held.milli, held.cpu_milli, held.mem)
+
+
+def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Held:
+    """What a slot holds once it lies on these devices of this node."""
+    return Held(node, devices, slot.milli, slot.cpu_milli, slot.mem)

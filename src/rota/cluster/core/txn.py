@@ -1,0 +1,81 @@
+"""Try changes on the state; undone by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ABSENT: Any = object()
+
+
+class Txn:
+    """An undo log over arrays and mappings: every write records what it replaced.
+
+    Only a Txn writes to a scheduling state. ``trial`` opens a nested scope that is undone unless ``keep`` was called in
+    it, also when an exception leaves it. Undo is exact: every array element and mapping entry gets its old value back.
+    A mapping may come back in another order, so nothing may depend on the order of a mapping.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, Any, Any]] = []
+        self._keep = False
+
+    def set(self, array: NDArray[Any], index: Any, value: Any) -> None:
+        """``array[index] = value``; ``index`` may be anything numpy accepts."""
+        old: Any = array[index]
+        # A slice or index list gives an array (a view for a slice), so it is copied; one element gives a scalar.
+        self._undo.append((array, index, old.copy() if hasattr(old, "copy") else old))
+        array[index] = value
+
+    def add(self, array: NDArray[Any], index: Any, delta: Any) -> None:
+        """``array[index] += delta`` for an index without repeated elements."""
+        self.set(array, index, array[index] + delta)
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """``mapping[key] = value``."""
+        self._undo.append((mapping, key, mapping.get(key, _ABSENT)))
+        mapping[key] = value
+
+    def drop(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
+        """Remove a key that must be there. Raises KeyError."""
+        self._undo.append((mapping, key, mapping.pop(key)))
+
+    def keep(self) -> None:
+        """Keep the changes of the innermost open scope when it closes."""
+        self._keep = True
+
+    @contextmanager
+    def trial(self) -> Generator[Txn]:
+        """A nested scope, undone at its end unless ``keep`` was called in it."""
+        mark, outer = len(self._undo), self._keep
+        self._keep = False
+        try:
+            yield self
+            kept = self._keep
+        except BaseException:
+            self.undo(mark)
+            raise
+        finally:
+            self._keep = outer
+        if not kept:
+            self.undo(mark)
+
+    @property
+    def changes(self) -> int:
+        """How many writes can be undone; also a mark for ``undo``."""
+        return len(self._undo)
+
+    def undo(self, mark: int = 0) -> None:
+        """Take back, newest first, every write after ``mark``."""
+        while len(self._undo) > mark:
+            target, key, old = self._undo.pop()
+            if isinstance(target, np.ndarray):
+                target[key] = old
+            elif old is _ABSENT:
+                del target[key]
+            else:
+                target[key] = old

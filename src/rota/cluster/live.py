@@ -1,0 +1,283 @@
+"""Run the cycle against the real cluster: records of the log in, events to append out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rota.cluster.core import admission, cycle, explain, facts
+from rota.cluster.core.asks import JobAsk, Shape, compile_shape
+from rota.cluster.core.check import check
+from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn, WakeAt
+from rota.cluster.core.snapshot import Held, State, Wait
+from rota.spec import codec
+from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
+    Event,
+    JobAdmitted,
+    JobChanged,
+    JobEnded,
+    JobQueued,
+    JobRequeued,
+    JobSubmitted,
+    JobWaits,
+    NodeJoined,
+    NodeLost,
+    NodeMarked,
+    PreemptAsked,
+    QueuesChanged,
+    Record,
+    StopAsked,
+)
+from rota.spec.gang import BundleGrant, GangRequest, Grant
+from rota.spec.ids import Epoch, JobId, NodeId
+from rota.spec.job import JobSpec
+from rota.spec.placement import Placement
+from rota.spec.queue import Queue
+from rota.spec.resources import Node
+
+RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What the log says about one live job beyond the scheduling state."""
+
+    spec: JobSpec
+    user: str
+    requests: tuple[GangRequest, ...]
+    queued_at: float
+    queued: bool = False
+    attempts: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What ``decide`` wants: events to append, in order, and when to ask again if nothing happens until then."""
+
+    events: tuple[tuple[JobId, Event], ...]
+    wake_at: float | None = None
+
+
+class Scheduler:
+    """The scheduler of one installation, driven by log records.
+
+    ``apply`` folds a record; ``decide`` returns the events that the service should append. It never writes by itself:
+    a decision becomes true when its record comes back through ``apply``. Replaying a log gives the same state.
+    """
+
+    def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
+        self.profile = profile
+        self.state = State(())
+        self._requests_of = requests_of
+        self._nodes: dict[NodeId, Node] = {}
+        self._queues: tuple[Queue, ...] = ()
+        self._jobs: dict[JobId, _Known] = {}
+
+    # -- folding records ---------------------------------------------------------------------------------------------
+
+    def apply(self, record: Record) -> None:
+        """Fold one record of the log, of any kind; kinds that do not concern scheduling change nothing."""
+        match record.event:
+            case NodeJoined(node=node):
+                self._nodes[node.id] = node
+                self._rebuild()
+            case NodeLost(node=node):
+                self._nodes.pop(node, None)
+                self._fact(facts.NodeChanged(node=node, health=None), record.at)
+            case NodeMarked():
+                self._marked(record.event, record.at)
+            case QueuesChanged(queues=queues):
+                self._queues = tuple(queue_from_json(raw) for raw in queues)
+                self._rebuild()
+            case _:
+                if record.job is not None:
+                    self._job_record(record.job, record.event, record.at)
+
+    def _job_record(self, job: JobId, event: Event, at: float) -> None:
+        known = self._jobs.get(job)
+        match event:
+            case JobSubmitted(spec=spec, user=user):
+                self._jobs[job] = _Known(spec=spec, user=user, requests=self._requests_of(spec), queued_at=at)
+            case JobQueued(spec=spec) if known is not None:
+                self._learn(job, replace(known, spec=spec or known.spec, queued=True), at)
+            case JobChanged(changes=changes) if known is not None:
+                self._learn(job, replace(known, spec=_changed(known.spec, changes)), at)
+            case JobAdmitted(placement=placement) if known is not None:
+                self._jobs[job] = replace(known, attempts=event.attempt, epoch=int(event.epoch))
+                self._fact(facts.JobHolds(job=job, held=self._held(known.requests, placement)), at)
+            case JobWaits(reason=reason) if job in self.state.jobs:
+                wait = Wait(reason=reason, text=event.text, fields=event.fields)
+                self._fact(facts.JobWaits(job=job, wait=wait), at)
+            case PreemptAsked(for_job=for_job):
+                self._fact(facts.JobStopping(job=job, for_job=JobId(for_job) if for_job else None), at)
+            case StopAsked():
+                self._fact(facts.JobStopping(job=job), at)
+                self._fact(facts.JobPaused(job=job, paused=True), at)
+            case JobRequeued():
+                self._fact(facts.JobReleased(job=job), at)
+            case Committed() | CheckpointSaved():
+                self._fact(facts.JobSaved(job=job), at)
+            case JobEnded():
+                self._jobs.pop(job, None)
+                self._fact(facts.JobGone(job=job), at)
+            case _:
+                pass
+
+    def _learn(self, job: JobId, known: _Known, at: float) -> None:
+        known = replace(known, requests=self._requests_of(known.spec))
+        self._jobs[job] = known
+        if known.queued:
+            ask = ask_of(job, known.spec, known.requests, user=known.user, queued_at=known.queued_at)
+            self._fact(facts.JobArrived(ask=ask), at)
+
+    def _marked(self, event: NodeMarked, at: float) -> None:
+        node = self._nodes.get(event.node)
+        if node is None:
+            return
+        if event.devices:
+            devices = tuple(replace(d, health=event.health) if d.index in event.devices else d for d in node.devices)
+            self._nodes[event.node] = replace(node, devices=devices)
+        else:
+            self._nodes[event.node] = node.with_health(event.health)
+        self._fact(facts.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
+
+    def _fact(self, fact: facts.Fact, at: float) -> None:
+        cycle.apply(self.state, fact, at)
+
+    def _rebuild(self) -> None:
+        self.state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
+
+    # -- deciding ----------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> Outcome:
+        """What should be appended now. Changes nothing; ask again after applying what was appended."""
+        check(self.state)
+        events: list[tuple[JobId, Event]] = []
+        wake: list[float] = []
+        for decision in cycle.decide(self.state, self.profile, now):
+            match decision:
+                case Admit(job=job, held=held, why=why):
+                    known = self._jobs[job]
+                    events.append(
+                        (
+                            job,
+                            JobAdmitted(
+                                attempt=known.attempts + 1,
+                                epoch=Epoch(known.epoch + 1),
+                                placement=self._placement(known.requests, held),
+                                why=why,
+                            ),
+                        )
+                    )
+                case WaitOn(job=job, wait=wait):
+                    events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
+                case Preempt(job=job, reason=reason, grace_s=grace_s, for_job=for_job):
+                    events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=for_job)))
+                case WakeAt(at=at):
+                    wake.append(at)
+        return Outcome(events=tuple(events), wake_at=min(wake, default=None))
+
+    def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
+        """Why the empty cluster and the limits of its queue could never hold this job, or None."""
+        return admission.feasible(self.state, self._requests_of(spec), spec.queue)
+
+    def find_queue(self, path: str) -> str | None:
+        """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""
+        tree = self.state.queues
+        if path not in tree.row:
+            return f"there is no queue {path!r}; did you mean {tree.nearest(path)!r}?"
+        if not tree.leaf[tree.row[path]]:
+            return f"{path!r} is not a leaf of the queue tree; jobs go to {', '.join(tree.leaves_under(path))}"
+        return None
+
+    def explain(self, job: JobId, now: float) -> explain.Explanation | None:
+        """Why a live job waits, and what would make it start now; None for a job that is not known here."""
+        if job not in self.state.jobs:
+            return None
+        return explain.explain(self.state, self.profile, job, now)
+
+    def explain_spec(self, spec: JobSpec, now: float, user: str = "local") -> explain.Explanation:
+        """The same for a job that was not submitted: would it start now, and if not, why not."""
+        ask = ask_of(JobId("(dry run)"), spec, self._requests_of(spec), user=user, queued_at=now)
+        return explain.explain_ask(self.state, self.profile, ask, now)
+
+    # -- placements as values ----------------------------------------------------------------------------------------
+
+    def _placement(self, requests: tuple[GangRequest, ...], held: tuple[Held, ...]) -> Placement:
+        """Holdings in slot order as grants of the gangs they belong to."""
+        rest = iter(held)
+        return Placement(
+            gangs=tuple(
+                Grant(
+                    gang=request.gang,
+                    bundles=tuple(self._grant(bundle.index, bundle.res, next(rest)) for bundle in request.bundles),
+                )
+                for request in requests
+            )
+        )
+
+    def _grant(self, index: int, res: Any, held: Held) -> BundleGrant:
+        node = self.state.nodes[held.node]
+        devices = tuple(int(self.state.dev_index[d]) for d in held.devices)
+        return BundleGrant(index=index, node=node.id, host=node.host, devices=devices, res=res)
+
+    def _held(self, requests: tuple[GangRequest, ...], placement: Placement) -> tuple[Held, ...]:
+        """Inverse of ``_placement``; bundles on nodes that are gone hold nothing."""
+        shape = compile_shape(requests)
+        found: list[Held] = []
+        for slot, grant in zip(shape.slots, placement.bundles, strict=True):
+            row = self.state.node_row.get(grant.node)
+            if row is not None:
+                devices = self.state.device_rows(row, grant.devices)
+                found.append(Held(row, devices, slot.milli, slot.cpu_milli, slot.mem))
+        return tuple(found)
+
+
+def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
+    """What the scheduler needs to know of a job."""
+    shape: Shape = compile_shape(requests)
+    return JobAsk(
+        id=job,
+        shape=shape,
+        queue=spec.queue,
+        user=user,
+        priority=spec.priority,
+        queued_at=queued_at,
+        est_s=spec.time_limit_s,
+        grace_s=spec.grace_s,
+        preemptible=dict(spec.labels).get("rota.preemptible", "true") != "false",
+    )
+
+
+def queue_from_json(raw: dict[str, Any]) -> Queue:
+    """A queue from its JSON value; in ``guaranteed`` and ``limit`` a dimension that is not given is not limited."""
+    filled = dict(raw)
+    for key in ("guaranteed", "limit"):
+        if isinstance(filled.get(key), dict):
+            filled[key] = {"cpus": 0.0, **filled[key]}
+    return codec.from_json_value(Queue, filled)
+
+
+def _changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """The spec with dotted paths replaced; roles are addressed by name. Paths that do not exist change nothing."""
+    raw = spec.to_json()
+    for path, value in changes.items():
+        target: Any = raw
+        *parents, last = path.split(".")
+        for part in parents:
+            target = _child(target, part)
+        if isinstance(target, dict) and last in target:
+            target[last] = value
+        elif isinstance(target, dict) and last == "replicas" and "replicas_min" in target:
+            target["replicas_min"] = target["replicas_max"] = value
+    return JobSpec.from_json(raw)
+
+
+def _child(value: Any, part: str) -> Any:
+    if isinstance(value, list):
+        return next((item for item in value if isinstance(item, dict) and item.get("name") == part), None)
+    return value.get({"resources": "res"}.get(part, part)) if isinstance(value, dict) else None

@@ -1,0 +1,58 @@
+"""First come, first served, by priority; limits of queues kept; best fit or spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rota.cluster.core.admission import amount
+from rota.cluster.core.placement import PREFERENCES, Manner, place
+from rota.cluster.core.plugins import Profile
+from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.txn import Txn
+from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ByArrival:
+    """Highest priority first, then longest queued, then id."""
+
+    def candidates(self, state: State, now: float) -> Iterator[JobRow]:
+        yield from sorted(state.waiting(), key=lambda row: (-row.ask.priority, row.ask.queued_at, row.ask.id))
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsOnly:
+    """A job may start as long as no queue of its line passes its limit."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        over = state.queues.over_limit(state.used, row.ask.queue, state.queues.need(row.ask.shape))
+        if over is None:
+            return None
+        return Wait(
+            reason=Reason.QUOTA_LIMIT,
+            text=f"Queue {over.queue} uses {amount(over.dim, over.used)} of its limit of "
+            f"{amount(over.dim, over.allowed)}; the job asks {amount(over.dim, over.asked)}.",
+            fields={
+                "queue": over.queue,
+                "dim": over.dim,
+                "used": over.used,
+                "asked": over.asked,
+                "limit": over.allowed,
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One enclosing cell if possible; inside it the fullest (``pack``) or emptiest (``spread``) node first."""
+
+    manner: Manner = "pack"
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner])
+
+
+def fifo() -> Profile:
+    """Strict order inside a queue: nothing starts before the first of its queue."""
+    return Profile(name="fifo", order=ByArrival(), division=LimitsOnly(), placer=Fit(), block="queue")

@@ -1,0 +1,98 @@
+"""Collective times against closed forms; pipeline schedules against their published bubble."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.train.plan import comm
+from rota.train.plan.comm import Link
+from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
+
+FAST = Link(gb_s=100, latency_us=5)
+
+
+def even(ranks: int, forward_s: float, backward_s: float, chunks: int = 1) -> list[list[StageCost]]:
+    return [[StageCost(forward_s=forward_s, backward_s=backward_s)] * chunks for _ in range(ranks)]
+
+
+@given(st.integers(1, 8), st.integers(1, 24), st.floats(0.1, 2), st.floats(0.1, 4))
+def test_even_1f1b_and_gpipe_take_m_plus_p_minus_1_rounds(p: int, m: int, f: float, b: float) -> None:
+    expected = (m + p - 1) * (f + b)
+    assert simulate(one_f_one_b(p, m), even(p, f, b)).total_s == pytest.approx(expected)
+    assert simulate(gpipe(p, m), even(p, f, b)).total_s == pytest.approx(expected)
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_1f1b_holds_at_most_p_minus_stage_micro_batches_and_gpipe_all(p: int, m: int) -> None:
+    assert simulate(one_f_one_b(p, m), even(p, 1, 2)).alive_max == tuple(min(m, p - stage) for stage in range(p))
+    assert simulate(gpipe(p, m), even(p, 1, 2)).alive_max == (m,) * p
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3)])
+def test_interleaving_divides_the_bubble_by_the_chunks(p: int, m: int, v: int) -> None:
+    """SC21, section 2.2.2: bubble time over ideal time is (p - 1) / (m v)."""
+    line = simulate(interleaved(p, m, v), even(p, 1 / v, 2 / v, chunks=v))
+    assert line.bubble_s / max(line.busy_s) == pytest.approx((p - 1) / (m * v))
+
+
+@given(st.lists(st.floats(0.1, 3), min_size=2, max_size=5), st.integers(2, 10))
+def test_the_slowest_stage_bounds_the_pipeline_from_below(forward_s: list[float], m: int) -> None:
+    costs = [[StageCost(forward_s=f, backward_s=2 * f)] for f in forward_s]
+    line = simulate(one_f_one_b(len(forward_s), m), costs)
+    slowest = max(range(len(forward_s)), key=forward_s.__getitem__)
+    fill = 3 * (sum(forward_s) - forward_s[slowest])
+    assert line.total_s >= 3 * m * forward_s[slowest] - 1e-9
+    assert line.total_s <= 3 * m * forward_s[slowest] + fill * m + 1e-6
+
+
+def test_every_micro_batch_passes_every_chunk_once_each_way() -> None:
+    for order in (gpipe(3, 6), one_f_one_b(3, 6), interleaved(3, 6, 2)):
+        chunks = 2 if any(task.chunk for task in order[0]) else 1
+        for tasks in order:
+            assert sorted(tasks, key=repr) == sorted(
+                (Task(kind, i, c) for kind in ("F", "B") for i in range(6) for c in range(chunks)), key=repr
+            )
+
+
+def test_a_schedule_that_can_never_finish_is_an_error() -> None:
+    with pytest.raises(ValueError, match="can never finish"):
+        simulate([[Task("B", 0), Task("F", 0)]], even(1, 1, 1))
+    with pytest.raises(ValueError, match="not a multiple"):
+        interleaved(4, 6, 2)
+
+
+def test_transfers_add_to_the_fill_and_drain_of_the_pipeline() -> None:
+    plain = simulate(one_f_one_b(4, 1), even(4, 1, 2)).total_s
+    assert simulate(one_f_one_b(4, 1), even(4, 1, 2), transfer_s=0.5).total_s == pytest.approx(plain + 6 * 0.5)
+
+
+@given(st.integers(2, 512), st.floats(1, 1e10))
+def test_all_reduce_is_never_slower_than_reduce_scatter_with_all_gather(ranks: int, size: float) -> None:
+    both = comm.reduce_scatter_s(ranks, size, FAST) + comm.all_gather_s(ranks, size, FAST)
+    assert comm.all_reduce_s(ranks, size, FAST) <= both * (1 + 1e-12)
+
+
+def test_a_broadcast_in_many_pieces_does_not_depend_on_the_ranks() -> None:
+    size, link = 1e9, Link(gb_s=10)
+    assert comm.broadcast_s(2, size, link, pieces=10_000) == pytest.approx(0.1, rel=1e-3)
+    assert comm.broadcast_s(64, size, link, pieces=100_000) == pytest.approx(0.1, rel=1e-2)
+    assert comm.broadcast_s(64, size, link) == pytest.approx(63 * 0.1)
+
+
+def test_one_rank_communicates_for_free() -> None:
+    for cost in (comm.all_reduce_s, comm.all_gather_s, comm.reduce_scatter_s, comm.all_to_all_s, comm.broadcast_s):
+        assert cost(1, 1e9, FAST) == 0.0
+
+
+def test_a_hierarchy_beats_a_flat_ring_over_the_slow_link() -> None:
+    slow = Link(gb_s=10, latency_us=10)
+    assert comm.hierarchical_all_reduce_s(8, 4, 1e9, FAST, slow) < comm.all_reduce_s(32, 1e9, slow)
+
+
+def test_a_parameter_server_is_bound_by_its_servers_until_there_are_enough() -> None:
+    link = Link(gb_s=10)
+    assert comm.parameter_server_s(16, 1, 1e9, link, link) == pytest.approx(16 * 0.2)
+    assert comm.parameter_server_s(16, 16, 1e9, link, link) == pytest.approx(0.2)
+    assert comm.send_s(1e9, link.shared_by(2)) == pytest.approx(0.2)

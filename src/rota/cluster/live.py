@@ -74,6 +74,7 @@ class Scheduler:
         self.state = State(())
         self._requests_of = requests_of
         self._nodes: dict[NodeId, Node] = {}
+        self._lost: set[NodeId] = set()
         self._queues: tuple[Queue, ...] = ()
         self._jobs: dict[JobId, _Known] = {}
 
@@ -84,15 +85,16 @@ class Scheduler:
         match record.event:
             case NodeJoined(node=node):
                 self._nodes[node.id] = node
-                self._rebuild()
+                self._lost.discard(node.id)
+                self._rebuild(record.at)
             case NodeLost(node=node):
-                self._nodes.pop(node, None)
+                self._lost.add(node)
                 self._fact(facts.NodeChanged(node=node, health=None), record.at)
             case NodeMarked():
                 self._marked(record.event, record.at)
             case QueuesChanged(queues=queues):
                 self._queues = tuple(queue_from_json(raw) for raw in queues)
-                self._rebuild()
+                self._rebuild(record.at)
             case _:
                 if record.job is not None:
                     self._job_record(record.job, record.event, record.at)
@@ -148,8 +150,15 @@ class Scheduler:
     def _fact(self, fact: facts.Fact, at: float) -> None:
         cycle.apply(self.state, fact, at)
 
-    def _rebuild(self) -> None:
+    def _rebuild(self, at: float) -> None:
+        """Lay the jobs over the new inventory. A lost node stays in it, unusable, while a job still holds it."""
+        held = {self.state.nodes[slot.node].id for row in self.state.holding() for slot in row.held}
+        for node in self._lost - held:
+            self._nodes.pop(node, None)
+        self._lost &= held
         self.state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
+        for node in sorted(self._lost):
+            self._fact(facts.NodeChanged(node=node, health=None), at)
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""A gang is placed exactly when a brute force over all placements finds one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cluster_makers import node, shape, slot, state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rota.cluster.core.asks import Shape, Slot
+from rota.cluster.core.placement import place, spread
+from rota.cluster.core.snapshot import Held, State
+
+SLOTS = st.builds(slot, st.sampled_from([0, 0.25, 0.5, 0.75, 1, 2, 3]), cpus=st.sampled_from([0, 2, 4]))
+
+
+def _brute_force(s: State, wanted: Shape) -> bool:
+    """Try every node, and every device for shares, for every slot."""
+
+    def fits(i: int) -> bool:
+        if i == len(wanted.slots):
+            return _bonds_hold(s, wanted, chosen)
+        one = wanted.slots[i]
+        for row in range(len(s.nodes)):
+            for held in _all_holdings(s, one, row):
+                with s.txn() as txn:
+                    s.take(txn, held, 1)
+                    chosen.append(held)
+                    if s.cpu[row] >= 0 and s.mem[row] >= 0 and fits(i + 1):
+                        return True
+                    chosen.pop()
+        return False
+
+    chosen: list[Held] = []
+    return fits(0)
+
+
+def _all_holdings(s: State, one: Slot, row: int) -> list[Held]:
+    rows = range(int(s.dev0[row]), int(s.dev0[row + 1]))
+    if one.gpus:
+        free = [d for d in rows if s.dev_milli[d] == 1000]
+        return [Held(row, tuple(free[: one.gpus]), 0, one.cpu_milli, one.mem)] if len(free) >= one.gpus else []
+    if one.milli:
+        return [Held(row, (d,), one.milli, one.cpu_milli, one.mem) for d in rows if s.dev_milli[d] >= one.milli]
+    return [Held(row, (), 0, one.cpu_milli, one.mem)]
+
+
+def _bonds_hold(s: State, wanted: Shape, chosen: list[Held]) -> bool:
+    def cell(i: int, level: str) -> int:
+        return int(s.domain[chosen[i].node]) if level == "rack" else chosen[i].node
+
+    for group, level in wanted.together:
+        if len({cell(i, level) for i in group}) > 1:
+            return False
+    for left, right, level in wanted.apart:
+        if any(i != j and cell(i, level) == cell(j, level) for i, j in product(left, right)):
+            return False
+    return True
+
+
+@st.composite
+def gangs(draw: st.DrawFn) -> Shape:
+    slots = draw(st.lists(SLOTS, min_size=1, max_size=4))
+    level = st.sampled_from(["node", "rack"])
+    groups = st.lists(st.integers(0, len(slots) - 1), min_size=1, max_size=3, unique=True).map(tuple)
+    together = draw(st.lists(st.tuples(groups, level), max_size=1))
+    apart = draw(st.lists(st.tuples(groups, groups, level), max_size=1))
+    return shape(*slots, together=tuple(together), apart=tuple(apart))
+
+
+@settings(max_examples=300, deadline=None)
+@given(gangs(), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0, 500])), max_size=4))
+def test_a_gang_fits_exactly_when_brute_force_says_so(gang: Shape, taken: list[tuple[int, int, int]]) -> None:
+    s = state(node("a", 3, rack="r0", cpus=6), node("b", 2, rack="r0", cpus=6), node("c", 2, rack="r1", cpus=4))
+    with s.txn() as txn:
+        for row, device, milli in taken:
+            rows = list(range(int(s.dev0[row]), int(s.dev0[row + 1])))
+            if device < len(rows) and s.dev_milli[rows[device]] == 1000:
+                s.take(txn, Held(row, (rows[device],), milli, 0, 0), 1)
+        before = s.digest()
+        held = place(s, txn, gang)
+        assert s.digest() == before
+        assert (held is not None) == _brute_force(s, gang)
+        if held is not None:
+            for one in held:
+                s.take(txn, one, 1)
+            assert (s.dev_milli >= 0).all()
+            assert (s.cpu >= 0).all()
+            assert _bonds_hold(s, gang, list(held))
+
+
+def test_free_totals_are_not_enough_when_no_node_has_room_for_one_member() -> None:
+    s = state(*(node(f"n{i}", 0, cpus=6) for i in range(10)))
+    with s.txn() as txn:
+        assert place(s, txn, shape(*(slot(0, cpus=4) for _ in range(12)))) is None
+        assert place(s, txn, shape(*(slot(0, cpus=4) for _ in range(10)))) is not None
+
+
+def test_pack_fills_the_fuller_node_and_spread_the_emptier() -> None:
+    s = state(node("a"), node("b"))
+    with s.txn() as txn:
+        s.take(txn, Held(1, (4,), 0, 0, 0), 1)
+        packed = place(s, txn, shape(slot(1)))
+        apart = place(s, txn, shape(slot(1)), prefer=spread)
+    assert packed is not None
+    assert apart is not None
+    assert (packed[0].node, apart[0].node) == (1, 0)
+
+
+def test_a_gang_lies_in_one_rack_when_one_has_room() -> None:
+    s = state(node("a", 2, rack="r0"), node("b", 4, rack="r1"), node("c", 4, rack="r1"))
+    with s.txn() as txn:
+        held = place(s, txn, shape(slot(2), slot(2), slot(2)))
+    assert held is not None
+    assert {int(s.domain[h.node]) for h in held} == {int(s.domain[1])}
+
+
+def test_two_shares_kept_apart_by_device_get_two_devices() -> None:
+    s = state(node("a", 2))
+    with s.txn() as txn:
+        one = place(s, txn, shape(slot(0.5), slot(0.5)))
+        two = place(s, txn, shape(slot(0.5), slot(0.5), apart=(((0,), (1,), "device"),)))
+    assert one is not None
+    assert two is not None
+    assert len({h.devices for h in one}) == 1
+    assert len({h.devices for h in two}) == 2

@@ -1,0 +1,82 @@
+"""Undo is exact, also nested."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cluster_makers import ask, node, state
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.cluster.core.snapshot import Held, JobRow
+from rota.cluster.core.txn import Txn
+
+WRITES = st.recursive(
+    st.tuples(st.sampled_from(["set", "slice", "put", "drop"]), st.integers(0, 4), st.integers(-9, 9)),
+    lambda inner: st.tuples(st.booleans(), st.lists(inner, max_size=4)),
+    max_leaves=20,
+)
+
+
+def _apply(txn: Txn, array: np.ndarray, mapping: dict[int, int], write: object) -> None:
+    match write:
+        case (bool() as keep, list() as inner):
+            with txn.trial():
+                for one in inner:
+                    _apply(txn, array, mapping, one)
+                if keep:
+                    txn.keep()
+        case ("set", i, value):
+            txn.set(array, i, value)
+        case ("slice", i, value):
+            txn.set(array, slice(i, None), value)
+        case ("put", key, value):
+            txn.put(mapping, key, value)
+        case ("drop", key, _) if key in mapping:
+            txn.drop(mapping, key)
+
+
+@given(st.lists(WRITES, max_size=12))
+def test_a_scope_that_is_not_kept_leaves_every_byte_as_it_was(writes: list[object]) -> None:
+    array, mapping = np.arange(5), {0: 1, 3: 4}
+    txn = Txn()
+    with txn.trial():
+        for write in writes:
+            _apply(txn, array, mapping, write)
+    assert array.tolist() == [0, 1, 2, 3, 4]
+    assert mapping == {0: 1, 3: 4}
+    assert txn.changes == 0
+
+
+def test_an_inner_scope_that_was_kept_goes_with_an_outer_one_that_was_not() -> None:
+    array, txn = np.zeros(2), Txn()
+    with txn.trial():
+        with txn.trial():
+            txn.set(array, 0, 7)
+            txn.keep()
+        assert array[0] == 7
+    assert array[0] == 0
+
+
+def test_an_exception_undoes_the_scope_it_leaves_even_when_it_was_to_be_kept() -> None:
+    array, txn = np.zeros(2), Txn()
+    with pytest.raises(RuntimeError), txn.trial():
+        txn.set(array, 1, 3)
+        txn.keep()
+        raise RuntimeError
+    assert array.tolist() == [0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.booleans()), max_size=8))
+def test_jobs_that_come_and_go_on_trial_leave_the_digest_of_the_state(moves: list[tuple[int, int, bool]]) -> None:
+    s = state(node("a"), node("b"), node("c"))
+    before = s.digest()
+    with s.txn() as txn:
+        for i, (row, gpus, leaves) in enumerate(moves):
+            job = ask(f"j{i}")
+            s.put(txn, JobRow(ask=job))
+            devices = tuple(d for d in range(row * 4, row * 4 + gpus) if s.dev_milli[d] == 1000)
+            s.hold(txn, job.id, (Held(row, devices, 0, 0, 0),), now=1.0)
+            if leaves:
+                s.drop(txn, job.id)
+    assert s.digest() == before

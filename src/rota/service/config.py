@@ -1,0 +1,112 @@
+"""Settings of one installation: flag over environment over config.toml over default; checked at start."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from rota.spec.errors import BadInput
+from rota.spec.resources import pretend_nodes
+
+DEFAULT_PORT = 7700
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Every setting of the service; ``origins`` says where each value came from (flag, environment, file, default).
+
+    ``pretend`` is a shape ``RACKSxNODESxDEVICES`` of nodes that the scheduler sees instead of this machine.
+    ``profile`` names the scheduling policy. Empty texts mean "start the embedded one".
+    """
+
+    home: str
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    server: str = ""
+    token: str = ""
+    db_url: str = ""
+    redis_url: str = ""
+    ray_address: str = ""
+    pretend: str = ""
+    profile: str = "fifo"
+    log_level: str = "INFO"
+    poll_s: float = 0.08
+    origins: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def url(self) -> str:
+        """Where the service of these settings answers; ``server`` wins over host and port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.server.rstrip("/") or f"http://{host}:{self.port}"
+
+    @property
+    def root(self) -> Path:
+        return Path(self.home)
+
+
+_NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
+_NUMBERS = {"port": int, "poll_s": float}
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """The settings of this process. Raises BadInput naming the setting, its value and where it came from."""
+    env = os.environ if environ is None else environ  # noqa: TID251 - settings are read here
+    given = {name: value for name, value in (flags or {}).items() if value not in (None, "")}
+    home = str(given.get("home") or env.get("ROTA_HOME") or platformdirs.user_state_path("rota"))
+    home = str(Path(home).expanduser().absolute())
+    file = _read_file(Path(home) / "config.toml")
+    values: dict[str, Any] = {"home": home}
+    origins: dict[str, str] = {}
+    for name in _NAMES:
+        variable = f"ROTA_{name.upper()}"
+        if name in given:
+            values[name], origins[name] = given[name], "flag"
+        elif env.get(variable):
+            values[name], origins[name] = env[variable], variable
+        elif name in file:
+            values[name], origins[name] = file[name], "config.toml"
+        else:
+            origins[name] = "default"
+    values["home"] = home
+    for name, kind in _NUMBERS.items():
+        if name in values:
+            values[name] = _number(name, values[name], kind, origins[name])
+    return _checked(Settings(**values, origins=origins))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path}: {error}", hint="mend the file or remove it") from error
+    for name in found:
+        if name not in _NAMES:
+            raise BadInput(f"{path}: unknown setting {name!r}", hint=f"settings: {', '.join(_NAMES)}")
+    return found
+
+
+def _number(name: str, value: Any, kind: type, origin: str) -> Any:
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise BadInput(f"{name}={value!r} (from {origin}) is not a number") from None
+
+
+def _checked(settings: Settings) -> Settings:
+    if not 0 <= settings.port <= 65535:
+        raise BadInput(f"port={settings.port} (from {settings.origins['port']}) is not between 0 and 65535")
+    if settings.pretend:
+        try:
+            pretend_nodes(settings.pretend, host="local")
+        except ValueError as error:
+            raise BadInput(f"pretend: {error}") from error
+    return settings

@@ -1,0 +1,73 @@
+"""Ask a child process what the workloads of a job declare, and complete the job with the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rota.runtime import environ
+from rota.spec import codec
+from rota.spec.job import Interface, JobSpec
+from rota.spec.reasons import Reason
+
+INSPECT_TIMEOUT_S = 120.0
+OUTPUT_BYTES_MAX = 4 * 2**20
+STDERR_SHOWN = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A workload could not be imported or declares nonsense."""
+
+    reason: Reason
+    role: str
+    text: str
+    traceback: str = ""
+
+
+async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
+    """The spec with the interface of every role, or why that failed. The child is gone when this returns."""
+    wanted = {role.name: role.workload for role in spec.roles if role.workload and role.interface is None}
+    if not wanted:
+        return spec
+    env = environ.snapshot() | dict(spec.env)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rota.job.inspect",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=env,
+        limit=OUTPUT_BYTES_MAX,
+    )
+    request = json.dumps({"workdir": workdir, "workloads": wanted}).encode()
+    try:
+        out, err = await asyncio.wait_for(child.communicate(request), INSPECT_TIMEOUT_S)
+    except TimeoutError:
+        return Refused(reason=Reason.IMPORT_ERROR, role="", text=f"importing took more than {INSPECT_TIMEOUT_S:.0f} s")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+    if child.returncode != 0:
+        shown = err.decode(errors="replace")[-STDERR_SHOWN:]
+        return Refused(
+            reason=Reason.IMPORT_ERROR, role="", text=f"importing exited {child.returncode}", traceback=shown
+        )
+    return _completed(spec, json.loads(out))
+
+
+def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Refused:
+    for role, answer in found.items():
+        if "error" in answer:
+            return Refused(
+                reason=Reason.IMPORT_ERROR, role=role, text=answer["error"], traceback=answer.get("traceback", "")
+            )
+    interfaces = {role: codec.from_json_value(Interface, answer["interface"]) for role, answer in found.items()}
+    roles = tuple(replace(role, interface=interfaces.get(role.name, role.interface)) for role in spec.roles)
+    return replace(spec, roles=roles)

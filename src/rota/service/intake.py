@@ -1,0 +1,209 @@
+"""Take a job in: read it, refuse what can never run, give it an id, make it durable; or plan it and keep nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.job.core.graph import blast_radius, expand
+from rota.job.core.placement import requests_of
+from rota.runtime.chance import Chance, ulid
+from rota.runtime.clock import Clock
+from rota.runtime.environ import Home
+from rota.runtime.process import write_private
+from rota.service.inspection import Refused, inspect_workloads
+from rota.service.jobfile import problems_of, read_job
+from rota.service.loop import ServiceLoop
+from rota.service.views.story import JobStory
+from rota.spec import codec
+from rota.spec.errors import BadInput, IdempotencyConflict, Infeasible, JobFileError, LimitExceeded, UnknownName
+from rota.spec.events import JobAdmitted, JobEnded, JobQueued, JobSubmitted, Record
+from rota.spec.ids import JobId
+from rota.spec.job import JobSpec
+from rota.spec.placement import Placement
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+PARSE_TIMEOUT_S = 2.0
+QUEUED_MAX = 10_000
+_DRY_RUN = JobId("(dry run)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What a caller sends: the text of a job file with its name and ``--set`` values, or a finished ``spec``.
+
+    ``workdir`` is the folder that the file's relative paths start from.
+    """
+
+    source: str = ""
+    filename: str = "job.yaml"
+    sets: tuple[str, ...] = ()
+    workdir: str = ""
+    spec: dict[str, Any] | None = None
+
+    @property
+    def digest(self) -> str:
+        """What tells two submissions apart under one idempotency key."""
+        parts = [self.source, self.filename, list(self.sets), self.workdir, self.spec]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+class Intake:
+    """The way into the log for new jobs."""
+
+    def __init__(self, loop: ServiceLoop, *, home: Home, clock: Clock, chance: Chance) -> None:
+        self._loop, self._home, self._clock, self._chance = loop, home, clock, chance
+        self._one_at_a_time = asyncio.Lock()
+
+    async def submit(self, given: Submission, *, user: str, key: str = "") -> tuple[JobStory, bool]:
+        """The job, and whether it is new. Durable when it returns.
+
+        Raises JobFileError, Infeasible, UnknownName, LimitExceeded, or IdempotencyConflict (same key, other body).
+        """
+        spec = await self._read(given)
+        self._check(spec)
+        async with self._one_at_a_time:
+            if key and (known := self._find_key(key, given.digest)) is not None:
+                return known, False
+            if len(self._loop.installation.live) >= QUEUED_MAX:
+                raise LimitExceeded(f"{QUEUED_MAX} jobs have not ended yet", hint="stop some, or wait")
+            job = self._loop.installation.next_id(spec.name)
+            event = JobSubmitted(
+                spec=spec,
+                user=user,
+                source=given.source,
+                filename=given.filename,
+                workdir=_workdir(spec, given),
+                idempotency_key=f"{key}#{given.digest}" if key else "",
+                uid=ulid(self._clock.wall_s(), self._chance),
+            )
+            dirs = self._home.job(job).make()
+            write_private(dirs.spec, codec.dumps(spec))
+            await self._loop.append([event], job=job, expected_seq=0)
+        return self._loop.installation.jobs[job], True
+
+    async def plan(self, given: Submission) -> dict[str, Any]:
+        """What would happen: roles, gangs, placement on the cluster as it is, blast radius of each role.
+
+        Raises what ``submit`` raises, and BadInput when a workload cannot be imported.
+        """
+        spec = await self._read(given)
+        self._check(spec)
+        completed = await inspect_workloads(spec, _workdir(spec, given))
+        if isinstance(completed, Refused):
+            where = f"roles.{completed.role}.workload: " if completed.role else ""
+            raise BadInput(f"{where}{completed.text}", code=str(completed.reason), traceback=completed.traceback)
+        now = self._clock.wall_s()
+        why = self._loop.scheduler.explain_spec(completed, now).to_json()
+        placement = self._trial(completed, now) if why["starts_now"] else None
+        return {
+            "kind": "PlanReport",
+            "name": completed.name,
+            "digest": completed.digest,
+            "feasible": True,
+            "starts_now": why["starts_now"],
+            "why": why["why"],
+            "explanation": why,
+            "roles": _roles(completed),
+            "gangs": [codec.to_json_value(request) for request in requests_of(completed)],
+            "subgraphs": [[str(member) for member in part.members] for part in expand(completed).subgraphs],
+            "placement": None if placement is None else codec.to_json_value(placement),
+            "spec": completed.to_json(),
+        }
+
+    def _find_key(self, key: str, digest: str) -> JobStory | None:
+        installation = self._loop.installation
+        if (job := installation.keys.get(f"{key}#{digest}")) is not None:
+            return installation.jobs[job]
+        if any(known.rpartition("#")[0] == key for known in installation.keys):
+            raise IdempotencyConflict(f"key {key!r} came before with another job", hint="use a new key")
+        return None
+
+    async def _read(self, given: Submission) -> JobSpec:
+        if given.spec is not None:
+            return _from_json(given.spec)
+        reading = asyncio.to_thread(read_job, given.source, filename=given.filename, sets=given.sets)
+        try:
+            return await asyncio.wait_for(reading, PARSE_TIMEOUT_S)
+        except TimeoutError:
+            raise BadInput(f"{given.filename} took more than {PARSE_TIMEOUT_S:.0f} s to read") from None
+
+    def _check(self, spec: JobSpec) -> None:
+        if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
+            raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
+        shortfall = self._loop.scheduler.infeasible(spec)
+        if shortfall is not None:
+            raise Infeasible(
+                shortfall.text,
+                hint="; ".join(str(change["text"]) for change in shortfall.nearest) or "ask for less",
+                reason=str(shortfall.reason),
+                role=shortfall.role,
+                resource=shortfall.resource,
+                asked=shortfall.asked,
+                available=shortfall.available,
+                nearest=list(shortfall.nearest),
+            )
+
+    def _trial(self, spec: JobSpec, now: float) -> Placement | None:
+        """Where the job would go: it is put before the scheduler and taken back before anybody else may look."""
+        scheduler = self._loop.scheduler
+        trial = (JobSubmitted(spec=spec), JobQueued())
+        for event in trial:
+            scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=event))
+        try:
+            outcome = scheduler.decide(now)
+        finally:
+            ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
+            scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))
+        admitted = (event for job, event in outcome.events if job == _DRY_RUN and isinstance(event, JobAdmitted))
+        return next((event.placement for event in admitted), None)
+
+
+def _from_json(raw: dict[str, Any]) -> JobSpec:
+    try:
+        spec = JobSpec.from_json(raw)
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadInput(
+            f"spec: {error}", hint="send the text of a job file as 'source', or JobSpec.to_json()"
+        ) from error
+    if problems := problems_of(spec):
+        raise JobFileError(problems)
+    return spec
+
+
+def _workdir(spec: JobSpec, given: Submission) -> str:
+    base = Path(given.workdir) if given.workdir else Path(given.filename).parent
+    if not base.is_absolute():
+        return spec.workdir if spec.workdir and Path(spec.workdir).is_absolute() else ""
+    return str(base / spec.workdir) if spec.workdir else str(base)
+
+
+def _roles(spec: JobSpec) -> list[dict[str, Any]]:
+    graph = expand(spec)
+    rows: list[dict[str, Any]] = []
+    for role in spec.roles:
+        radius = blast_radius(spec, graph, role.name)
+        rows.append(
+            {
+                "name": role.name,
+                "workload": role.workload,
+                "run": None if role.run is None else list(role.run),
+                "replicas": role.replicas_min,
+                "resources": codec.to_json_value(role.res),
+                "restart": role.restart,
+                "stateful": role.name in graph.stateful,
+                "loop": role.is_loop,
+                "blast_radius": {
+                    "text": radius.text,
+                    "restarts": [str(member) for member in radius.restarts],
+                    "re_forms": [str(member) for member in radius.re_forms],
+                    "pauses": list(radius.pauses),
+                },
+            }
+        )
+    return rows

@@ -1,0 +1,260 @@
+"""The loop of the service: read the log, tell everybody, decide, append, act; every restart is a replay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+from rota.cluster.live import Scheduler
+from rota.runtime.clock import Clock
+from rota.runtime.log import EventLog, Writer
+from rota.service.engine import Engine
+from rota.service.inspection import Refused, inspect_workloads
+from rota.service.views.installation import Installation
+from rota.service.views.story import JobStory
+from rota.spec.errors import EngineUnavailable, RotaError, SeqConflict, StoreUnavailable
+from rota.spec.events import Event, JobEnded, JobQueued, Record
+from rota.spec.ids import JobId
+from rota.spec.reasons import final_state
+from rota.spec.states import JobState
+
+PAGE = 10_000
+SWEEP_PERIOD_S = 30.0
+RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+INSPECTIONS_MAX = 2
+
+_log = logging.getLogger("rota.service")
+
+Listener = Callable[[Record], None]
+
+
+class ServiceLoop:
+    """Owns the read side (``installation``, ``scheduler``, listeners) and every write of the service.
+
+    All of it lives on one event loop; only the log and the engine are reached from threads and children.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: EventLog,
+        writer: Writer,
+        clock: Clock,
+        scheduler: Scheduler,
+        engine: Engine,
+        poll_s: float,
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        self.log, self.writer, self.clock = log, writer, clock
+        self.scheduler, self.engine = scheduler, engine
+        self.installation = Installation()
+        self.stale_since: float | None = None
+        self._listeners = tuple(listeners)
+        self._poll_s = poll_s
+        self._wake = asyncio.Event()
+        self._moved = asyncio.Condition()
+        self._due_at: float | None = 0.0
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._mastered: dict[JobId, tuple[int, int]] = {}
+        self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
+        self._stopping = False
+
+    # -- for doors -------------------------------------------------------------------------------------------------
+
+    async def append(
+        self, events: list[Event], *, job: JobId | None = None, expected_seq: int | None = None
+    ) -> tuple[Record, ...]:
+        """Append and wait until the read side shows it. Raises what the log raises."""
+        written = await asyncio.to_thread(
+            self.log.append, events, writer=self.writer, job=job, expected_seq=expected_seq
+        )
+        self._wake.set()
+        await self.wait_for(written[-1].number)
+        return written
+
+    async def wait_for(self, number: int) -> None:
+        """Wait until the read side has taken in record ``number``."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self.installation.number >= number or self._stopping)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    async def replay(self) -> None:
+        """Take in the whole log, before any door opens."""
+        while await self._read():
+            pass
+
+    async def run(self) -> None:
+        """Turn until ``stop``; a store that is away makes it wait, never end."""
+        failures = 0
+        self._spawn("sweeper", self._sweep_forever())
+        while not self._stopping:
+            try:
+                while await self._turn():
+                    pass
+                failures, self.stale_since = 0, None
+                pause_s = self._poll_s
+            except StoreUnavailable as error:
+                self.stale_since = self.stale_since or self.clock.monotonic_s()
+                pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
+                failures += 1
+                _log.error("the store is away: %s", error)
+            await self._pause(pause_s)
+
+    async def stop(self) -> None:
+        """End the loop and every task it started."""
+        self._stopping = True
+        self._wake.set()
+        async with self._moved:
+            self._moved.notify_all()
+        for task in tuple(self._tasks.values()):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, RotaError):
+                await task
+
+    async def _pause(self, pause_s: float) -> None:
+        if self._due_at is not None:
+            pause_s = min(pause_s, max(0.0, self._due_at - self.clock.wall_s()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), max(pause_s, 0.001))
+        self._wake.clear()
+
+    async def _turn(self) -> bool:
+        """One round; True when something was appended, so that the next round must follow at once."""
+        # 1. read what anybody appended, and fold it
+        moved = await self._read()
+        # 2. end what was stopped before it ever had a master
+        wrote = await self._end_the_waiting()
+        # 3. decide, when something changed or a time has come
+        now = self.clock.wall_s()
+        if moved or (self._due_at is not None and now >= self._due_at):
+            outcome = self.scheduler.decide(now)
+            self._due_at = outcome.wake_at
+            # 4. append what was decided; what conflicts is decided anew on the newer state
+            wrote = await self._append_all(outcome.events) or wrote
+        # 5. act: whatever the state asks for and is not under way
+        for story in tuple(self.installation.live.values()):
+            self._act(story)
+        return wrote
+
+    async def _read(self) -> bool:
+        records = await asyncio.to_thread(self.log.read, after=self.installation.number, limit=PAGE)
+        if not records:
+            return False
+        for record in records:
+            self.installation.apply(record)
+            self.scheduler.apply(record)
+            for listener in self._listeners:
+                listener(record)
+            if isinstance(record.event, JobEnded) and record.job is not None:
+                self._mastered.pop(record.job, None)
+        async with self._moved:
+            self._moved.notify_all()
+        return True
+
+    async def _append_all(self, events: Iterable[tuple[JobId, Event]]) -> bool:
+        wrote = False
+        for job, event in events:
+            story = self.installation.live.get(job)
+            if story is not None:
+                wrote = await self._append_if_current(story, event) or wrote
+        return wrote
+
+    async def _append_if_current(self, story: JobStory, event: Event) -> bool:
+        try:
+            await asyncio.to_thread(self.log.append, [event], writer=self.writer, job=story.id, expected_seq=story.seq)
+        except SeqConflict:
+            self._due_at = 0.0  # the job moved on: read, then decide again
+        return True
+
+    async def _end_the_waiting(self) -> bool:
+        wrote = False
+        for story in tuple(self.installation.live.values()):
+            if story.stop is not None and not story.attempts:
+                reason = story.stop.reason
+                ended = JobEnded(state=final_state(reason), reason=reason, text=f"stopped by {story.stop.by}")
+                wrote = await self._append_if_current(story, ended) or wrote
+        return wrote
+
+    # -- acting --------------------------------------------------------------------------------------------------------
+
+    def _act(self, story: JobStory) -> None:
+        if story.state is JobState.SUBMITTED and story.stop is None:
+            self._spawn(f"inspect/{story.id}", self._inspect(story))
+        elif story.attempts and (story.state.holds_devices or story.stop is not None):
+            wanted = (story.attempts[-1].attempt, self.engine.generation)
+            if self._mastered.get(story.id) != wanted:
+                self._spawn(f"master/{story.id}", self._ensure_master(story))
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        if name in self._tasks or self._stopping:
+            work.close()
+            return
+        task = asyncio.create_task(work, name=name)
+        self._tasks[name] = task
+        task.add_done_callback(lambda done: self._done(name, done))
+
+    def _done(self, name: str, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(name, None)
+        self._wake.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed", name, exc_info=error)
+
+    async def _inspect(self, story: JobStory) -> None:
+        async with self._inspections:
+            found = await inspect_workloads(story.spec, story.submitted.workdir)
+        if isinstance(found, Refused):
+            ended = JobEnded(
+                state=final_state(found.reason),
+                reason=found.reason,
+                text=found.text,
+                role=next((role.name for role in story.spec.roles if role.name == found.role), None),
+                traceback=found.traceback,
+            )
+            await self._append_if_current(story, ended)
+            return
+        await self._append_if_current(story, JobQueued(spec=found))
+
+    async def _ensure_master(self, story: JobStory) -> None:
+        attempt = story.attempts[-1].attempt
+        for pause_s in (*RETRY_S, None):
+            generation = self.engine.generation
+            try:
+                await self.engine.ensure_master(story.id)
+            except EngineUnavailable as error:
+                _log.warning("master of %s: %s", story.id, error)
+                if pause_s is None:
+                    return
+                await self.clock.sleep(pause_s)
+                continue
+            self._mastered[story.id] = (attempt, generation)
+            return
+
+    # -- collecting ----------------------------------------------------------------------------------------------------
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._sweep_ended()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wait_for_end(), SWEEP_PERIOD_S)
+
+    async def _wait_for_end(self) -> None:
+        live = frozenset(self.installation.live)
+        async with self._moved:
+            await self._moved.wait_for(lambda: not live <= frozenset(self.installation.live))
+
+    async def _sweep_ended(self) -> None:
+        """List first, read the log second: a job submitted in between is never taken for a leftover."""
+        try:
+            found = await self.engine.jobs()
+            if not found:
+                return
+            await self.wait_for(await asyncio.to_thread(self.log.last_number))
+            for job in found:
+                if job not in self.installation.live:
+                    await self.engine.sweep(job)
+        except (EngineUnavailable, StoreUnavailable) as error:
+            _log.warning("sweeping later: %s", error)

@@ -1,0 +1,435 @@
+"""Start, find, watch and stop the local engine (Ray's GCS and raylets) without importing Ray.
+
+::
+
+    start_engine ── spawns ──> rota.runtime.ray_engine      starts GCS and raylet by Ray's own machinery, then becomes
+                               rota.runtime.engine watch    the watcher (same pid): reaps, restarts a dead GCS, and on
+                                                            SIGTERM or death of the raylet ends everything it started
+
+One watcher a node; the head's also watches the GCS. A dead watcher leaves GCS and raylet running; the next
+``start_engine`` puts a new watcher over them. Every process of a node inherits ``ROTA_ENGINE=<engine>/<host>``, by
+which leftovers are found whoever their parent is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rota.runtime import process
+from rota.runtime.process import ProcessId, RunFolder, Spawn
+from rota.spec.errors import EngineUnavailable
+
+Storage = Literal["rocksdb", "memory"]
+Health = Literal["fast", "normal", "slow"]
+
+HOST_LABEL = "rota-host"
+_SOCKET_PATH_MAX = 107
+_SOCKET_TAIL = len("/s/sockets/plasma_store_00")
+_PORTS = range(20_000, 32_000)
+_ROCKSDB_START_S = 15.0
+_GCS_DEATHS_MAX = 5
+_GCS_DEATHS_S = 60.0
+_STOP_S = 10.0
+_POLL_S = 0.02
+
+# initial delay, period, timeout in ms, threshold
+_HEALTH: Mapping[Health, tuple[int, int, int, int]] = {
+    "fast": (0, 500, 500, 3),
+    "normal": (0, 1000, 2000, 3),
+    "slow": (0, 3000, 10_000, 5),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """How to start an engine: label and logical cores of its first node, storage of the GCS, object store, health.
+
+    ``cpus`` are logical: a pretend cluster gives more than the machine has. ``storage`` is what is tried first;
+    RocksDB falls back to memory, which ``EngineState.storage`` tells.
+    """
+
+    host: str = "local"
+    cpus: float = 16.0
+    storage: Storage = "rocksdb"
+    health: Health = "normal"
+    object_store_bytes: int = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """One started node of an engine. ``gcs`` is None but for the head; ``folder`` is Ray's private directory."""
+
+    engine: str
+    host: str
+    address: str
+    folder: str
+    token_path: str
+    storage: Storage
+    raylet: ProcessId
+    gcs: ProcessId | None = None
+    gcs_command: tuple[str, ...] = ()
+    gcs_restarts: int = 0
+
+    @property
+    def mark(self) -> str:
+        return mark_of(self.engine, self.host)
+
+    @property
+    def volatile(self) -> bool:
+        """True when running jobs do not survive the death of the GCS (its state is in memory only)."""
+        return self.storage == "memory"
+
+
+def mark_of(engine: str, host: str) -> str:
+    """The environment entry that every process of one node of an engine inherits."""
+    return f"ROTA_ENGINE={engine}/{host}"
+
+
+class EngineFiles:
+    """Where an engine of one ``$ROTA_HOME`` keeps its files."""
+
+    def __init__(self, home: Path) -> None:
+        self.run = RunFolder(home / "run")
+        self.folder = self.run.path / "engine"
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        self.token = self.folder / "token"
+        self.log = self.folder / "engine.log"
+        self.storage = self.folder / "gcs"
+
+    def state_path(self, host: str) -> Path:
+        return self.folder / f"node-{host}.json"
+
+    def states(self) -> tuple[EngineState, ...]:
+        """All started nodes, the head first."""
+        found = [state for path in self.folder.glob("node-*.json") if (state := read_state(path)) is not None]
+        return tuple(sorted(found, key=lambda state: (state.gcs is None, state.host)))
+
+    def record_name(self, host: str) -> str:
+        return f"engine-{host}"
+
+
+def read_state(path: Path) -> EngineState | None:
+    """The state written by a node's watcher, or None when there is none."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    gcs = data["gcs"]
+    return EngineState(
+        **{
+            **data,
+            "raylet": ProcessId(**data["raylet"]),
+            "gcs": None if gcs is None else ProcessId(**gcs),
+            "gcs_command": tuple(data["gcs_command"]),
+        }
+    )
+
+
+def write_state(path: Path, state: EngineState) -> None:
+    """Write the state atomically, mode 0600."""
+    process.write_private(path, json.dumps(asdict(state)))
+
+
+def client_environment(token_path: str | Path, folder: str | Path) -> dict[str, str | None]:
+    """What a process needs in its environment before it imports Ray, to be a client of the engine.
+
+    The long reconnect time keeps drivers, actors and raylets alive while a GCS comes back; Ray's own default ends them
+    after 60 s. The cluster switch keeps Ray on the loopback address.
+    """
+    return {
+        "RAY_ADDRESS": None,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": None,
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_TMPDIR": str(folder),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    }
+
+
+def node_environment(state_folder: Path, settings: EngineSettings, engine: str) -> dict[str, str | None]:
+    """Environment of GCS and raylet, from where every worker inherits it."""
+    initial, period, timeout, threshold = _HEALTH[settings.health]
+    return {
+        "ROTA_ENGINE": f"{engine}/{settings.host}",
+        "RAY_gcs_storage": settings.storage,
+        "RAY_gcs_storage_path": str(state_folder / "gcs") if settings.storage == "rocksdb" else None,
+        "RAY_health_check_initial_delay_ms": str(initial),
+        "RAY_health_check_period_ms": str(period),
+        "RAY_health_check_timeout_ms": str(timeout),
+        "RAY_health_check_failure_threshold": str(threshold),
+        # Logical cores may be hundreds: never start a worker for each of them ahead of need.
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_maximum_startup_concurrency": str(max(2, os.cpu_count() or 1)),
+        # A killed instance takes the processes with it that it started.
+        "RAY_process_group_cleanup_enabled": "1",
+        "RAY_enable_metrics_collection": "0",
+        # Devices are chosen by the scheduler and set by the host of each instance.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def find_engine(home: Path) -> EngineState | None:
+    """The head of the engine of this home if its raylet runs (its GCS may be on its way back), else None."""
+    states = EngineFiles(home).states()
+    return states[0] if states and states[0].gcs is not None and process.is_alive(states[0].raylet) else None
+
+
+def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -> EngineState:
+    """The engine of this home: the living one, watched again if its watcher died, or a new one.
+
+    Raises EngineUnavailable when it does not come up; the message names the log.
+    """
+    files = EngineFiles(home)
+    with _start_lock(files):
+        found = find_engine(home)
+        if found is not None:
+            _ensure_watched(files, found)
+            return found
+        _clear(files)
+        process.write_private(files.token, secrets.token_hex(32))
+        engine = secrets.token_hex(6)
+        folder = _short_folder(files)
+        order: tuple[Storage, ...] = ("rocksdb", "memory") if settings.storage == "rocksdb" else ("memory",)
+        reasons = list[str]()
+        for storage in order:
+            limit_s = min(timeout_s, _ROCKSDB_START_S) if storage != order[-1] else timeout_s
+            config = {"head": True, "address": f"127.0.0.1:{free_port()}", "folder": str(folder)}
+            try:
+                return _start_node(files, replace(settings, storage=storage), engine, config, limit_s)
+            except EngineUnavailable as failure:
+                reasons.append(f"{storage}: {failure}")
+                _set_aside(files.storage)
+        raise EngineUnavailable("the engine did not start: " + "; ".join(reasons), hint=f"see {files.log}")
+
+
+def add_node(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -> EngineState:
+    """One more raylet on this machine under another ``host`` label. Raises EngineUnavailable."""
+    files = EngineFiles(home)
+    head = find_engine(home)
+    if head is None:
+        raise EngineUnavailable("there is no engine to join", hint="start one first")
+    settings = replace(settings, storage=head.storage)
+    config = {"head": False, "address": head.address, "folder": head.folder}
+    with _start_lock(files):
+        return _start_node(files, settings, head.engine, config, timeout_s)
+
+
+def stop_engine(home: Path) -> tuple[ProcessId, ...]:
+    """End every process of the engine, workers included; harmless if there is none. Returns what could not be ended."""
+    files = EngineFiles(home)
+    with _start_lock(files):
+        return _clear(files)
+
+
+def stop_node(home: Path, host: str) -> tuple[ProcessId, ...]:
+    """End one joined node with all its workers. Returns what could not be ended."""
+    files = EngineFiles(home)
+    states = [state for state in files.states() if state.host == host]
+    return tuple(left for state in states for left in _end_node(files, state))
+
+
+def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
+    states = files.states()
+    left = tuple(process for state in reversed(states) for process in _end_node(files, state))
+    for folder in {state.folder for state in states}:
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(files.storage, ignore_errors=True)
+    return left
+
+
+def _end_node(files: EngineFiles, state: EngineState) -> tuple[ProcessId, ...]:
+    name = files.record_name(state.host)
+    watcher = files.run.find_alive(name)
+    if watcher is not None:
+        process.stop(watcher.id, grace_s=_STOP_S)
+    left = process.kill_marked(state.mark)
+    process.reap_adopted()
+    if not left:
+        files.run.forget(name)
+        files.state_path(state.host).unlink(missing_ok=True)
+    return left
+
+
+def _start_node(
+    files: EngineFiles, settings: EngineSettings, engine: str, config: Mapping[str, object], timeout_s: float
+) -> EngineState:
+    folder = str(config["folder"])
+    environment = {
+        **client_environment(files.token, folder),
+        **node_environment(files.folder, settings, engine),
+    }
+    state_path = files.state_path(settings.host)
+    state_path.unlink(missing_ok=True)
+    plan = {
+        **config,
+        "engine": engine,
+        "token_path": str(files.token),
+        "state_path": str(state_path),
+        **asdict(settings),
+    }
+    command = (sys.executable, "-m", "rota.runtime.ray_engine", json.dumps(plan))
+    child = process.spawn(
+        Spawn(command=command, env=environment, log=files.log), name=files.record_name(settings.host), run=files.run
+    )
+    try:
+        return _wait_ready(child, state_path, timeout_s)
+    except EngineUnavailable:
+        process.kill_marked(mark_of(engine, settings.host))
+        child.wait()
+        raise
+
+
+def _wait_ready(child: subprocess.Popen[bytes], state_path: Path, timeout_s: float) -> EngineState:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        state = read_state(state_path)
+        if state is not None:
+            return state
+        if child.poll() is not None:
+            raise EngineUnavailable(f"its starter ended with {child.returncode}")
+        time.sleep(_POLL_S)
+    raise EngineUnavailable(f"not ready within {timeout_s:.0f} s")
+
+
+def _ensure_watched(files: EngineFiles, head: EngineState) -> None:
+    for state in files.states():
+        if state.engine != head.engine or files.run.find_alive(files.record_name(state.host)) is not None:
+            continue
+        command = (sys.executable, "-m", "rota.runtime.engine", "watch", str(files.state_path(state.host)))
+        environment: dict[str, str | None] = {"ROTA_ENGINE": state.mark.partition("=")[2]}
+        name = files.record_name(state.host)
+        process.spawn(Spawn(command=command, env=environment, log=files.log), name=name, run=files.run)
+
+
+@contextmanager
+def _start_lock(files: EngineFiles) -> Iterator[None]:
+    with (files.folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _short_folder(files: EngineFiles) -> Path:
+    """Ray's private directory: inside the home if its sockets fit into 107 bytes there, else a temporary one."""
+    inside = files.run.path / "ray"
+    if len(os.fsencode(inside)) + _SOCKET_TAIL <= _SOCKET_PATH_MAX:
+        shutil.rmtree(inside, ignore_errors=True)
+        inside.mkdir(mode=0o700)
+        return inside
+    return Path(tempfile.mkdtemp(prefix="rota-"))
+
+
+def _set_aside(storage: Path) -> None:
+    if storage.is_dir():
+        storage.replace(storage.with_name(f"{storage.name}.failed-{secrets.token_hex(4)}"))
+
+
+def free_port() -> int:
+    """A free loopback port below the ephemeral range, so that no outgoing connection takes it while a GCS restarts."""
+    for _ in range(200):
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise EngineUnavailable("no free port between 20000 and 32000")
+
+
+class Watcher:
+    """Keeps one node of the engine: restarts its GCS, reaps, ends everything at the end."""
+
+    def __init__(self, state_path: Path, state: EngineState) -> None:
+        self._path = state_path
+        self._state = state
+        self._stopping = False
+        self._gcs_deaths = list[float]()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+
+    def run(self) -> None:
+        """Until SIGTERM, the death of the raylet, or a GCS that dies again and again."""
+        process.become_subreaper()
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._ask_stop)
+        signal.signal(signal.SIGINT, self._ask_stop)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while self._keep():
+            watched = [self._state.raylet, *([self._state.gcs] if self._state.gcs else [])]
+            process.watch_exits(watched, self._wake_out.fileno(), None)
+            self._drain()
+            process.reap_adopted()
+        self._end()
+
+    def _ask_stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def _drain(self) -> None:
+        try:
+            while self._wake_out.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _keep(self) -> bool:
+        if self._stopping or not process.is_alive(self._state.raylet):
+            return False
+        if self._state.gcs is None or process.is_alive(self._state.gcs):
+            return True
+        now = time.monotonic()
+        self._gcs_deaths = [at for at in self._gcs_deaths if now - at < _GCS_DEATHS_S] + [now]
+        if len(self._gcs_deaths) > _GCS_DEATHS_MAX:
+            return False
+        child = subprocess.Popen(self._state.gcs_command, stdin=subprocess.DEVNULL, start_new_session=True)
+        gcs = process.identify(child.pid)
+        child.returncode = 0  # reaped by reap_adopted, like every other child
+        self._state = replace(self._state, gcs=gcs, gcs_restarts=self._state.gcs_restarts + 1)
+        write_state(self._path, self._state)
+        return True
+
+    def _end(self) -> None:
+        raylet, gcs = self._state.raylet, self._state.gcs
+        process.stop(raylet, grace_s=2.0)
+        if gcs is not None:
+            process.stop(gcs, grace_s=1.0)
+        process.reap_adopted()
+        process.kill_marked(self._state.mark)
+        self._path.unlink(missing_ok=True)
+
+
+def main(arguments: list[str]) -> int:
+    """``watch STATE``: keep the node described by the state file."""
+    if len(arguments) != 2 or arguments[0] != "watch":
+        print("usage: python -m rota.runtime.engine watch STATE", file=sys.stderr)  # noqa: T201 - its only output
+        return 2
+    path = Path(arguments[1])
+    state = read_state(path)
+    if state is None:
+        return 1
+    Watcher(path, state).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Start GCS and raylet of one node through Ray's own machinery, then become their watcher.
+
+Run by ``rota.runtime.engine.start_engine`` as a child with its environment set: Ray reads it when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+from rota.runtime import process
+from rota.runtime.engine import HOST_LABEL, EngineState, write_state
+from rota.spec.errors import EngineUnavailable
+
+_GCS_READY_S = 12.0
+_MEMORY_BYTES = 1 << 44
+
+
+class _Head(Node):
+    """A head without Ray's dashboard server; it notices at once when its GCS cannot start."""
+
+    def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+        """Left out: nothing here reads it, and it costs a process of 100 MB."""
+
+    def start_gcs_server(self) -> None:
+        super().start_gcs_server()
+        child = self.all_processes["gcs_server"][0].process
+        host, _, port = self.gcs_address.rpartition(":")
+        deadline = time.monotonic() + _GCS_READY_S
+        while not _listens(host, int(port)):
+            if child.poll() is not None:
+                raise EngineUnavailable(f"the GCS ended with {child.returncode}")
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(f"the GCS does not listen after {_GCS_READY_S:.0f} s")
+            time.sleep(0.02)
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
+
+
+def start_node(plan: dict[str, Any]) -> EngineState:
+    """Start the processes of one node as the plan says. Raises EngineUnavailable, or what Ray raises."""
+    address: str = plan["address"]
+    head: bool = plan["head"]
+    params = RayParams(
+        num_cpus=int(plan["cpus"]),
+        num_gpus=0,
+        memory=_MEMORY_BYTES,
+        labels={HOST_LABEL: plan["host"]},
+        object_store_memory=plan["object_store_bytes"],
+        temp_dir=plan["folder"] if head else f"{plan['folder']}/{plan['host']}",
+        session_name="s" if head else None,
+        node_ip_address="127.0.0.1",
+        include_dashboard=False,
+        no_monitor=True,
+        include_log_monitor=False,  # pyright: ignore[reportArgumentType] - Ray's annotation is wrong, it is a flag
+        gcs_server_port=int(address.rpartition(":")[2]) if head else None,
+        gcs_address=None if head else address,
+    )
+    node = _Head(params, head=head, shutdown_at_exit=False, spawn_reaper=False)
+    raylet = process.identify(node.all_processes["raylet"][0].process.pid)
+    assert raylet is not None
+    gcs = node.all_processes["gcs_server"][0].process if head else None
+    return EngineState(
+        engine=plan["engine"],
+        host=plan["host"],
+        address=address,
+        folder=plan["folder"],
+        token_path=plan["token_path"],
+        storage=plan["storage"],
+        raylet=raylet,
+        gcs=process.identify(gcs.pid) if gcs is not None else None,
+        gcs_command=tuple(gcs.args) if gcs is not None else (),
+    )
+
+
+def main(plan: dict[str, Any]) -> None:
+    """Start, write the state, and go on as the watcher in the same process: children stay children, Ray is shed."""
+    process.become_subreaper()
+    path = Path(plan["state_path"])
+    write_state(path, start_node(plan))
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "rota.runtime.engine", "watch", str(path)])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

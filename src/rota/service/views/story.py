@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rota.job.core.placement import requests_of
 from rota.spec import events as e
 from rota.spec.events import Record
-from rota.spec.ids import Epoch, JobId
+from rota.spec.gang import BundleGrant
+from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
@@ -60,7 +62,7 @@ class Failure:
     attempt: int
     seen_at: float
     decided_at: float
-    losses: tuple[e.InstanceLost, ...]
+    losses: tuple[tuple[float, e.InstanceLost], ...]
     ended_at: float | None = None
     joined_by: int | None = None
     lost_commits: int = 0
@@ -118,6 +120,23 @@ class JobStory:
         """The queue now: that of the spec unless it was changed."""
         changed = [change.changes["queue"] for _, change in self.changes if "queue" in change.changes]
         return str(changed[-1]) if changed else self.spec.queue
+
+    @property
+    def master_is_current(self) -> bool:
+        """True when a master took the present attempt."""
+        return bool(self.attempts) and self.master is not None and self.master_at >= self.attempts[-1].admitted_at
+
+    def bundle_of(self, role: str, rank: int) -> BundleGrant | None:
+        """Where the present or last attempt has put an instance."""
+        if self.placement is None:
+            return None
+        wanted = InstanceId(RoleName(role), rank)
+        for request in requests_of(self.spec):
+            for bundle in request.bundles:
+                if wanted in bundle.members:
+                    grant = next((one for one in self.placement.gangs if one.gang == request.gang), None)
+                    return None if grant is None else grant.bundles[bundle.index]
+        return None
 
     def apply(self, record: Record) -> None:
         """Take in one record of this job, in order. A record that was applied before changes nothing."""
@@ -260,7 +279,7 @@ class JobStory:
                 attempt=self.attempts[-1].attempt if self.attempts else 0,
                 seen_at=seen_at,
                 decided_at=at,
-                losses=tuple(loss for _, loss in self.unclaimed),
+                losses=tuple(self.unclaimed),
             )
         )
         self.unclaimed.clear()

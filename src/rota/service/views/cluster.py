@@ -1,0 +1,117 @@
+"""Nodes, queues and the service itself as documents."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from rota.service.views.explain import used_gpus
+from rota.service.views.installation import Installation, NodeStory
+from rota.service.views.jobs import API, when
+from rota.spec import codec
+from rota.spec.ids import NodeId
+from rota.spec.resources import Health
+from rota.spec.states import JobState
+
+
+def node_list(installation: Installation) -> dict[str, Any]:
+    """Every node with its devices, who holds them, and its fitness."""
+    held = _holders(installation)
+    items = [_node(story, held[story.node.id]) for story in installation.nodes.values()]
+    return {"api": API, "kind": "NodeList", "items": items, "next": None}
+
+
+def _holders(installation: Installation) -> dict[NodeId, list[tuple[str, tuple[int, ...], float]]]:
+    held: dict[NodeId, list[tuple[str, tuple[int, ...], float]]] = defaultdict(list)
+    for story in installation.live.values():
+        if story.state.holds_devices and story.placement is not None:
+            for bundle in story.placement.bundles:
+                held[bundle.node].append((story.id, bundle.devices, bundle.res.cpus))
+    return held
+
+
+def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> dict[str, Any]:
+    node = story.node
+    owner = {device: job for job, devices, _ in held for device in devices}
+    jobs = sorted({job for job, _, _ in held})
+    return {
+        "id": node.id,
+        "host": node.host,
+        "state": "lost" if story.lost else node.health.value,
+        "cells": list(node.cells),
+        "labels": dict(node.labels),
+        "cpus": node.cpus,
+        "cpus_used": round(sum(cpus for _, _, cpus in held), 3),
+        "memory_bytes": node.memory_bytes,
+        "gpus": len(node.devices),
+        "gpus_used": len(owner),
+        "devices": [
+            {
+                "index": device.index,
+                "type": device.type,
+                "health": device.health.value,
+                "memory_bytes": device.memory_bytes,
+                "job": owner.get(device.index),
+            }
+            for device in node.devices
+        ],
+        "jobs": jobs,
+        "joined_at": when(story.joined_at),
+        "marked_at": when(story.marked_at) if story.marked_at else None,
+        "marked_by": story.marked_by,
+        "text": story.text,
+    }
+
+
+def queue_tree(installation: Installation) -> dict[str, Any]:
+    """Every queue, parents first, with what it promises, holds and lets wait."""
+    items: list[dict[str, Any]] = []
+    for queue in sorted(installation.queues, key=lambda one: one.path):
+        waiting = [
+            one
+            for one in installation.live.values()
+            if one.state is JobState.QUEUED and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
+        ]
+        running = [
+            one
+            for one in installation.live.values()
+            if one.state.holds_devices and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
+        ]
+        used = used_gpus(installation, queue.path)
+        guaranteed = queue.guaranteed.gpus if queue.guaranteed else None
+        items.append(
+            {
+                **codec.to_json_value(queue),
+                "parent": queue.parent,
+                "used_gpus": used,
+                "guaranteed_gpus": guaranteed,
+                "limit_gpus": queue.limit.gpus if queue.limit else None,
+                "borrowed_gpus": max(0.0, used - guaranteed) if guaranteed is not None else 0.0,
+                "running_jobs": len(running),
+                "pending_jobs": len(waiting),
+                "pending_gpus": sum(r.res.gpus * r.replicas_min for one in waiting for r in one.spec.roles),
+                "oldest_wait_since": when(min((one.queued_at or one.submitted_at for one in waiting), default=None)),
+            }
+        )
+    return {"api": API, "kind": "QueueTree", "items": items, "next": None}
+
+
+def cluster_totals(installation: Installation) -> dict[str, Any]:
+    """Counts for the head of pages and for ``status``."""
+    nodes = [story for story in installation.nodes.values() if not story.lost]
+    jobs: dict[str, int] = {state.value: 0 for state in JobState}
+    for story in installation.jobs.values():
+        jobs[story.state.value] += 1
+    return {
+        "nodes": len(nodes),
+        "nodes_bad": sum(story.node.health is not Health.HEALTHY for story in nodes)
+        + sum(story.lost for story in installation.nodes.values()),
+        "gpus": sum(len(story.node.devices) for story in nodes),
+        "gpus_used": sum(
+            len(bundle.devices)
+            for story in installation.live.values()
+            if story.state.holds_devices and story.placement is not None
+            for bundle in story.placement.bundles
+        ),
+        "jobs": {state: count for state, count in jobs.items() if count},
+    }

@@ -1,0 +1,121 @@
+"""Why a job is where it is: one document for a waiting, a running and an ended job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rota.service.views.installation import Installation
+from rota.service.views.jobs import API, reason_of, when
+from rota.service.views.story import JobStory
+from rota.spec import codec
+from rota.spec.reasons import INFO
+from rota.spec.states import JobState
+
+BLOCKERS_MAX = 10
+DECISIONS_MAX = 20
+
+
+def explanation(story: JobStory, installation: Installation, found: dict[str, Any] | None) -> dict[str, Any]:
+    """The document; ``found`` is what the scheduler says of a job that waits now, None for all others."""
+    reason, text = reason_of(story)
+    why = None if reason is None else {"code": reason, "text": text, "fields": _fields(story)}
+    base: dict[str, Any] = {
+        "why": why,
+        "tally": [],
+        "ahead": {"jobs": 0, "gpus": 0},
+        "would_start_now_with": [],
+        "victims_if_preempted": [],
+        "estimate": None,
+        "starts_now": False,
+    }
+    if found is not None:
+        base |= {key: found[key] for key in base if key in found and found[key] is not None}
+        base["why"] = found["why"] or why
+    waiting = story.state in (JobState.SUBMITTED, JobState.QUEUED)
+    return {
+        "api": API,
+        "kind": "Explanation",
+        "job": story.id,
+        "state": story.state.value,
+        "since": when(story.since),
+        "waiting": waiting,
+        "queue": _queue(story, installation),
+        **base,
+        "blocked_by": _blockers(story, installation) if waiting else [],
+        "placement": _placement(story),
+        "decisions": _decisions(story),
+        "see": f"rota why {story.id}" if story.state is JobState.RUNNING else f"rota show {story.id}",
+    }
+
+
+def _fields(story: JobStory) -> dict[str, Any]:
+    waits = story.state is JobState.QUEUED and story.waits is not None
+    return dict(story.waits.fields) if waits and story.waits is not None else {}
+
+
+def _queue(story: JobStory, installation: Installation) -> dict[str, Any]:
+    from_tree = next((queue for queue in installation.queues if queue.path == story.queue), None)
+    return {
+        "path": story.queue,
+        "used": used_gpus(installation, story.queue),
+        "guaranteed": from_tree.guaranteed.gpus if from_tree and from_tree.guaranteed else None,
+        "limit": from_tree.limit.gpus if from_tree and from_tree.limit else None,
+    }
+
+
+def used_gpus(installation: Installation, queue: str) -> float:
+    """Devices that jobs of a queue, and of the queues below it, hold now."""
+    return sum(
+        bundle.res.gpus
+        for story in installation.live.values()
+        if (story.queue == queue or story.queue.startswith(f"{queue}/"))
+        and story.state.holds_devices
+        and story.placement is not None
+        for bundle in story.placement.bundles
+    )
+
+
+def _blockers(story: JobStory, installation: Installation) -> list[dict[str, Any]]:
+    """Jobs that hold devices now, the soonest to end by its time limit first."""
+    holding = [
+        (one, one.placement)
+        for one in installation.live.values()
+        if one.id != story.id and one.state.holds_devices and one.placement is not None
+    ]
+    rows = [
+        {
+            "job": one.id,
+            "gpus": sum(bundle.res.gpus for bundle in placement.bundles),
+            "cpus": sum(bundle.res.cpus for bundle in placement.bundles),
+            "ends": when(_ends(one)),
+            "basis": "time_limit" if one.spec.time_limit_s is not None else "unknown",
+        }
+        for one, placement in holding
+    ]
+    return sorted(rows, key=lambda row: (row["ends"] is None, row["ends"] or "", row["job"]))[:BLOCKERS_MAX]
+
+
+def _ends(story: JobStory) -> float | None:
+    if story.spec.time_limit_s is None:
+        return None
+    return story.attempts[-1].admitted_at + story.spec.time_limit_s
+
+
+def _placement(story: JobStory) -> dict[str, Any] | None:
+    if story.placement is None or story.state.terminal:
+        return None
+    return {"nodes": list(story.placement.nodes), "why": story.attempts[-1].why}
+
+
+def _decisions(story: JobStory) -> list[dict[str, Any]]:
+    rows: list[tuple[float, dict[str, Any]]] = []
+    for one in story.attempts:
+        rows.append((one.admitted_at, {"decision": "admitted", "attempt": one.attempt, "why": one.why}))
+        if one.ended_at is not None and one.reason is not None:
+            text = INFO[one.reason].text
+            rows.append((one.ended_at, {"decision": "attempt ended", "reason": one.reason, "text": text}))
+    if story.waits is not None:
+        waits = {"decision": "waits", "reason": story.waits.reason, "text": story.waits.text}
+        rows.append((story.waits_at, waits | {"fields": codec.to_json_value(story.waits.fields)}))
+    rows.sort(key=lambda row: row[0])
+    return [{"at": when(at), **row} for at, row in rows[-DECISIONS_MAX:]]

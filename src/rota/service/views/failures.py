@@ -1,0 +1,86 @@
+"""The failure timeline: what was lost, what was decided, when it was over, what it cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rota.service.views.jobs import API, when
+from rota.service.views.story import Failure, JobStory
+from rota.spec.events import InstanceLost
+from rota.spec.reasons import INFO
+from rota.spec.states import JobState
+
+
+def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, Any]:
+    """Every recovery of the job in order, and the end if the job failed; ``first`` is the first failing instance."""
+    items = [_item(n, one) for n, one in enumerate(story.failures, 1) if attempt in (None, one.attempt)]
+    first = next((item for item in items if item["losses"]), None)
+    return {
+        "api": API,
+        "kind": "FailureList",
+        "job": story.id,
+        "state": story.state.value,
+        "first": None if first is None else first["losses"][0],
+        "items": items,
+        "end": _end(story),
+        "open_losses": [_loss(at, loss) for at, loss in story.unclaimed],
+        "next": None,
+    }
+
+
+def _item(n: int, one: Failure) -> dict[str, Any]:
+    started = one.started
+    return {
+        "n": n,
+        "failover": started.failover,
+        "attempt": one.attempt,
+        "level": started.level.value,
+        "moved_from": None if started.moved_from is None else started.moved_from.value,
+        "move_reason": started.move_reason,
+        "reason": started.reason,
+        "fault": INFO[started.reason].fault,
+        "text": started.text or INFO[started.reason].text,
+        "role": started.role,
+        "rank": started.rank,
+        "instance": f"{started.role}/{started.rank}",
+        "traceback": started.traceback,
+        "scope": [{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in started.scope],
+        "restore": started.restore,
+        "lost_commits": one.lost_commits,
+        "seen_at": when(one.seen_at),
+        "decided_at": when(one.decided_at),
+        "ended_at": when(one.ended_at),
+        "detect_to_decide_s": round(one.decided_at - one.seen_at, 3),
+        "seconds": None if one.ended_at is None else round(one.ended_at - one.seen_at, 3),
+        "joined_by": one.joined_by,
+        "healed": one.ended_at is not None,
+        "losses": [_loss(at, loss) for at, loss in one.losses],
+    }
+
+
+def _loss(at: float, loss: InstanceLost) -> dict[str, Any]:
+    return {
+        "at": when(at),
+        "instance": f"{loss.role}/{loss.rank}",
+        "epoch": loss.epoch,
+        "reason": loss.reason,
+        "text": loss.text,
+        "traceback": loss.traceback,
+        "exit_code": loss.exit_code,
+        "signal": loss.signal,
+        "process_alive": loss.alive,
+    }
+
+
+def _end(story: JobStory) -> dict[str, Any] | None:
+    ended = story.ended
+    if ended is None or ended.state is not JobState.FAILED:
+        return None
+    return {
+        "at": when(story.ended_at),
+        "reason": ended.reason,
+        "text": ended.text or INFO[ended.reason].text,
+        "role": ended.role,
+        "rank": ended.rank,
+        "traceback": ended.traceback,
+    }

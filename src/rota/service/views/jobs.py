@@ -1,0 +1,274 @@
+"""Jobs as documents: one job with its roles, instances and attempts; lists with filters and cursors."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rota.runtime.clock import iso
+from rota.service.views.story import Attempt, Instance, JobStory
+from rota.spec import codec
+from rota.spec.errors import BadInput
+from rota.spec.reasons import INFO, Reason
+from rota.spec.states import InstanceState, JobState
+
+API = "rota/v1"
+LIMIT_MAX = 200
+FILTER_STATES = tuple(state.value for state in JobState)
+
+
+def when(at: float | None) -> str | None:
+    """A moment as the documents show it."""
+    return None if at is None else iso(at)
+
+
+def phase(story: JobStory) -> str:
+    """The finer step inside the state, one word or none."""
+    ready = sum(one.state in (InstanceState.READY, InstanceState.GONE) for one in story.instances.values())
+    match story.state:
+        case JobState.SUBMITTED:
+            return "importing"
+        case JobState.ADMITTED:
+            return "reserving" if story.master_is_current else "master"
+        case JobState.STARTING:
+            return f"ready {ready}/{len(story.instances)}"
+        case JobState.RECOVERING if story.failures:
+            return f"{story.failures[-1].started.level} restart, ready {ready}/{len(story.instances)}"
+        case _:
+            return ""
+
+
+def reason_of(story: JobStory) -> tuple[Reason | None, str]:
+    """The code and the sentence behind the present state."""
+    if story.ended is not None:
+        return story.ended.reason, story.ended.text or INFO[story.ended.reason].text
+    if story.stop is not None:
+        return story.stop.reason, INFO[story.stop.reason].text
+    if story.preempt is not None:
+        return story.preempt.reason, INFO[story.preempt.reason].text
+    if story.state is JobState.QUEUED and story.waits is not None:
+        return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
+    if story.state is JobState.RECOVERING and story.failures:
+        cause = story.failures[-1].started
+        return cause.reason, cause.text or INFO[cause.reason].text
+    return None, ""
+
+
+def job_summary(story: JobStory, now: float) -> dict[str, Any]:
+    """One row of a list of jobs."""
+    reason, text = reason_of(story)
+    gpus = sum(role.res.gpus * role.replicas_min for role in story.spec.roles)
+    return {
+        "id": story.id,
+        "uid": story.submitted.uid,
+        "name": story.spec.name,
+        "user": story.submitted.user,
+        "queue": story.queue,
+        "priority": story.priority,
+        "state": story.state.value,
+        "phase": phase(story),
+        "reason": reason,
+        "text": text,
+        "since": when(story.since),
+        "submitted_at": when(story.submitted_at),
+        "queued_at": when(story.queued_at),
+        "started_at": when(story.running_at),
+        "ended_at": when(story.ended_at),
+        "run_s": _run_s(story, now),
+        "attempt": story.attempts[-1].attempt if story.attempts else 0,
+        "failovers": len(story.failures),
+        "restarts": sum(one.restarts for one in story.instances.values()),
+        "instances_total": sum(role.replicas_min for role in story.spec.roles),
+        "instances_ready": sum(one.state is InstanceState.READY for one in story.instances.values()),
+        "gpus": gpus,
+        "nodes": list(story.placement.nodes) if story.placement and not story.state.terminal else [],
+        "labels": dict(story.spec.labels),
+        "progress": _progress(story),
+    }
+
+
+def job_document(story: JobStory, now: float) -> dict[str, Any]:
+    """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error."""
+    return {
+        "api": API,
+        "kind": "Job",
+        **job_summary(story, now),
+        "roles": [_role(story, role.name) for role in story.spec.roles],
+        "instances": [instance_document(story, one) for one in story.instances.values()],
+        "master": _master(story),
+        "attempts": [_attempt(one) for one in story.attempts],
+        "error": _error(story),
+        "changes": [{"at": when(at), "by": change.by, "changes": change.changes} for at, change in story.changes],
+        "workdir": story.submitted.workdir,
+        "filename": story.submitted.filename,
+        "seq": story.seq,
+        "events": story.last_number,
+    }
+
+
+def instance_document(story: JobStory, one: Instance) -> dict[str, Any]:
+    """One instance."""
+    loss = one.error
+    return {
+        "instance": f"{one.role}/{one.rank}",
+        "role": one.role,
+        "rank": one.rank,
+        "state": one.state.value,
+        "since": when(one.since),
+        "node": one.node,
+        "pid": one.pid or None,
+        "epoch": one.epoch,
+        "restarts": one.restarts,
+        "devices": _devices(story, one),
+        "restored": one.restored,
+        "progress": _progress(story),
+        "error": None
+        if loss is None
+        else {
+            "at": when(one.error_at),
+            "reason": loss.reason,
+            "text": loss.text,
+            "traceback": loss.traceback,
+            "exit_code": loss.exit_code,
+            "signal": loss.signal,
+            "epoch": loss.epoch,
+        },
+    }
+
+
+def _devices(story: JobStory, one: Instance) -> list[int]:
+    bundle = story.bundle_of(one.role, one.rank)
+    return list(bundle.devices) if bundle is not None else []
+
+
+def _progress(story: JobStory) -> dict[str, Any] | None:
+    if story.commit is None:
+        return None
+    return {"commit": story.commit.n, "at": when(story.commit_at), "metrics": story.commit.metrics}
+
+
+def _run_s(story: JobStory, now: float) -> float:
+    return round(sum((one.ended_at or now) - one.running_at for one in story.attempts if one.running_at is not None), 3)
+
+
+def _role(story: JobStory, name: str) -> dict[str, Any]:
+    role = story.spec.role(name)
+    members = [one for one in story.instances.values() if one.role == name]
+    return {
+        "name": name,
+        "workload": role.workload,
+        "run": None if role.run is None else list(role.run),
+        "replicas": role.replicas_min,
+        "ready": sum(one.state is InstanceState.READY for one in members),
+        "restarts": sum(one.restarts for one in members),
+        "resources": codec.to_json_value(role.res),
+        "restart": role.restart,
+        "loop": role.is_loop,
+    }
+
+
+def _master(story: JobStory) -> dict[str, Any] | None:
+    if story.master is None:
+        return None
+    return {
+        "pid": story.master.pid,
+        "epoch": story.master.master_epoch,
+        "node": story.master.node,
+        "since": when(story.master_at),
+    }
+
+
+def _attempt(one: Attempt) -> dict[str, Any]:
+    return {
+        "attempt": one.attempt,
+        "epoch": one.epoch,
+        "admitted_at": when(one.admitted_at),
+        "started_at": when(one.running_at),
+        "ended_at": when(one.ended_at),
+        "reason": one.reason,
+        "nodes": list(one.placement.nodes),
+        "why": one.why,
+    }
+
+
+def _error(story: JobStory) -> dict[str, Any] | None:
+    ended = story.ended
+    if ended is None or ended.state is not JobState.FAILED:
+        return None
+    return {
+        "reason": ended.reason,
+        "fault": INFO[ended.reason].fault,
+        "text": ended.text,
+        "role": ended.role,
+        "rank": ended.rank,
+        "traceback": ended.traceback,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Which jobs of a list are wanted; empty fields want all. ``all`` includes those that ended."""
+
+    all: bool = False
+    states: tuple[str, ...] = ()
+    queue: str = ""
+    user: str = ""
+    name: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    since: float = 0.0
+
+    def wants(self, story: JobStory) -> bool:
+        """True when the job passes every field."""
+        if not self.all and not self.states and story.state.terminal:
+            return False
+        queue = not self.queue or story.queue == self.queue or story.queue.startswith(f"{self.queue}/")
+        labels = dict(story.spec.labels)
+        return (
+            (not self.states or story.state.value in self.states)
+            and queue
+            and (not self.user or story.submitted.user == self.user)
+            and (not self.name or story.spec.name == self.name)
+            and all(labels.get(key) == value for key, value in self.labels)
+            and (story.ended_at is None or story.ended_at >= self.since)
+        )
+
+
+def job_list(
+    stories: Iterable[JobStory], wanted: JobFilter, *, now: float, limit: int = LIMIT_MAX, cursor: str = ""
+) -> dict[str, Any]:
+    """Newest first. ``next`` is the cursor of the following page; what is submitted meanwhile moves nothing."""
+    bad = [state for state in wanted.states if state not in FILTER_STATES]
+    if bad:
+        raise BadInput(f"unknown state {bad[0]!r}", hint=f"states: {', '.join(FILTER_STATES)}")
+    limit = max(1, min(limit, LIMIT_MAX))
+    before = _read_cursor(cursor) if cursor else None
+    fits = sorted(
+        (one for one in stories if wanted.wants(one) and (before is None or _key(one) < before)), key=_key, reverse=True
+    )
+    page = fits[:limit]
+    return {
+        "api": API,
+        "kind": "JobList",
+        "items": [job_summary(one, now) for one in page],
+        "next": _write_cursor(_key(page[-1])) if len(fits) > limit else None,
+    }
+
+
+def _key(story: JobStory) -> tuple[float, str]:
+    return (story.submitted_at, story.submitted.uid or story.id)
+
+
+def _write_cursor(key: tuple[float, str]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
+
+
+def _read_cursor(text: str) -> tuple[float, str]:
+    try:
+        at, uid = json.loads(base64.urlsafe_b64decode(text.encode()))
+        return (float(at), str(uid))
+    except (binascii.Error, ValueError, TypeError, UnicodeDecodeError):
+        raise BadInput(f"{text!r} is not a cursor", hint="use 'next' of the page before") from None

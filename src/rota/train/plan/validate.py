@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.spec.errors import BadInput
+from rota.train.plan.cost import step_time
+from rota.train.plan.hardware import A100_80G_DGX
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB, activation_bytes_per_layer, layers_in_flight
-from rota.train.plan.model import Layer
+from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Recompute, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +91,92 @@ def predict_fig7(row: Row) -> Predicted:
     return {name: 100 * _activations(shape, layer) / base for name, layer in kinds.items()}
 
 
+RECOMPUTE: dict[str, Recompute] = {"full": "full", "attn_only": "selective", "selective": "selective", "none": "none"}
+
+
+def even_plan(
+    *, layers: int, tp: int, pp: int, dp: int, micro_batch: int, global_batch: int, interleave: int, layer: Layer
+) -> ParallelPlan:
+    """Equal layers cut evenly into ``pp * interleave`` chunks, mixed precision with fp32 main gradients."""
+    pieces = pp * interleave
+    cuts = [round(i * layers / pieces) for i in range(pieces + 1)]
+    stages = tuple(
+        Stage(layers=(cuts[i], cuts[i + 1]), chunk=i // pp, embed=i == 0, head=i == pieces - 1) for i in range(pieces)
+    )
+    schedule = "none" if pp == 1 else "interleaved" if interleave > 1 else "1f1b"
+    return ParallelPlan(
+        mesh=Mesh(pp=pp, dp_replicate=dp, tp=tp),
+        stages=stages,
+        layers=(replace(layer, count=layers),),
+        embed=Layer(tp=tp),
+        head=Layer(tp=tp),
+        schedule=schedule,
+        micro_batch=micro_batch,
+        micro_batches=global_batch // (dp * micro_batch),
+        dtype=Dtype(param="bf16", reduce="fp32", master="fp32"),
+    )
+
+
+def predict_table5(row: Row) -> Predicted:
+    """Seconds of one iteration (Korthikanti et al., Table 5)."""
+    tp = int(row["tp"])
+    layer = Layer(tp=tp, sp=bool(row["sequence_parallel"]), recompute=RECOMPUTE[row["recompute"]])
+    model = ModelShape(
+        layers=int(row["layers"]),
+        hidden=int(row["hidden"]),
+        heads=int(row["heads"]),
+        seq=int(row["seq"]),
+        vocab=51200,
+        attention="plain",
+    )
+    plan = even_plan(
+        layers=model.layers,
+        tp=tp,
+        pp=int(row["pp"]),
+        dp=int(row["dp"]),
+        micro_batch=int(row["micro_batch"]),
+        global_batch=int(row["global_batch"]),
+        interleave=int(row["interleave"]),
+        layer=layer,
+    )
+    return {"iteration_s": step_time(plan, model, A100_80G_DGX).total_s}
+
+
+def _settings(layers: int, tp: int, pp: int, dp: int, batch: int) -> Iterator[ParallelPlan]:
+    """Micro-batch sizes and interleavings that divide evenly: the table does not say which were used."""
+    for micro_batch, interleave in itertools.product((1, 2, 4, 8), range(1, 7)):
+        micro_batches, rest = divmod(batch, dp * micro_batch)
+        if rest or layers % (pp * interleave) or (interleave > 1 and (pp == 1 or micro_batches % pp)):
+            continue
+        yield even_plan(
+            layers=layers,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            micro_batch=micro_batch,
+            global_batch=batch,
+            interleave=interleave,
+            layer=Layer(tp=tp, recompute="full"),
+        )
+
+
+def predict_sc21_table1(row: Row) -> Predicted:
+    """Model TFLOP/s a device (Narayanan et al., SC21, Table 1): best micro-batch and interleaving, full recompute."""
+    seq, vocab = 2048, 51200
+    layers, h, tp, pp = int(row["layers"]), int(row["hidden"]), int(row["tp"]), int(row["pp"])
+    batch, gpus = int(row["global_batch"]), int(row["gpus"])
+    dp = gpus // (tp * pp)
+    model = ModelShape(layers=layers, hidden=h, heads=int(row["heads"]), seq=seq, vocab=vocab, attention="plain")
+    best_s = min(step_time(plan, model, A100_80G_DGX).total_s for plan in _settings(layers, tp, pp, dp, batch))
+    flops = 96 * batch * seq * layers * h**2 * (1 + seq / (6 * h) + vocab / (16 * layers * h))
+    return {"tflops_per_gpu": flops / best_s / gpus / 1e12}
+
+
 PREDICTORS: dict[str, Callable[[Row], Predicted]] = {
     "megatron_seqpar_fig1": predict_fig1,
     "megatron_seqpar_fig7": predict_fig7,
+    "megatron_seqpar_table5": predict_table5,
+    "megatron_sc21_table1": predict_sc21_table1,
 }
 
 

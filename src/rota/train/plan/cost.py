@@ -1,0 +1,203 @@
+"""Time of a layer and of a step under a plan.
+
+An operator takes the longer of its arithmetic and its memory traffic (roofline, Williams et al. 2009) plus the launch
+of its kernel. The backward pass of a matrix product is two products of the same size. Communication that an overlap
+constant does not hide is added. The pipeline is simulated, not estimated.
+
+Symbols: ``T`` tokens of one micro-batch, ``h`` hidden, ``k`` width of keys and values, ``f`` width of the MLP, ``a``
+heads, ``s`` sequence, ``t`` tensor degree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rota.train.plan.comm import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
+from rota.train.plan.hardware import DeviceSpec, Hardware
+from rota.train.plan.layers import ModelShape, embedding_params
+from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank, state_bytes
+from rota.train.plan.model import Layer, ParallelPlan
+from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
+
+HALF_BYTES = 2
+NORM_BYTES, RESIDUAL_BYTES, GELU_BYTES = 2 * HALF_BYTES, 3 * HALF_BYTES + 1, 2 * HALF_BYTES
+"""Bytes moved an element: a norm reads and writes; dropout with residual reads two, writes one and a mask byte; GeLU
+reads and writes. Kernels are taken as fused where Megatron-LM fuses them."""
+LOSS_BYTES = 12
+"""Cross entropy over fp32 logits: cast and write, read for the maximum and the sum, write the gradient."""
+SCORE_BYTES = 4 * HALF_BYTES + 1
+"""Scale, mask and softmax in one kernel read and write; dropout reads, writes and keeps a mask byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTime:
+    """Seconds of one layer for one micro-batch on one rank; ``comm_s`` is exposed communication of one pass."""
+
+    forward_s: float
+    core_s: float
+    """The part of the forward pass inside attention, which selective recompute repeats."""
+    comm_s: float
+
+    def backward_s(self, layer: Layer) -> float:
+        """Twice the forward pass, plus what is recomputed, with its communication."""
+        repeated = {"none": 0.0, "selective": self.core_s, "full": self.forward_s + self.comm_s}[layer.recompute]
+        return 2 * self.forward_s + self.comm_s + repeated
+
+
+def gemm_s(device: DeviceSpec, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0) -> float:
+    """``batch`` products of ``m x k`` with ``k x n``."""
+    flops = 2.0 * m * n * k
+    peak = device.peak_tflops[dtype] * 1e12
+    compute_s = batch * flops / (peak * device.efficiency(flops * batch))
+    moved = batch * (m * k + k * n + m * n) * NUMBER_BYTES[dtype]
+    return max(compute_s, moved / (device.memory_gb_s * 1e9)) + device.launch_us * 1e-6
+
+
+def _stream_s(device: DeviceSpec, size_bytes: float) -> float:
+    """An element-wise kernel that moves ``size_bytes``."""
+    return size_bytes / (device.memory_gb_s * 1e9 * device.memory_efficiency) + device.launch_us * 1e-6
+
+
+def layer_time(model: ModelShape, layer: Layer, micro_batch: int, hardware: Hardware, dtype: str) -> LayerTime:
+    """One transformer layer: attention, MLP, norms, residuals and the collectives of its tensor group."""
+    device, t = hardware.device, layer.tp
+    tokens, h = float(micro_batch * model.seq), model.hidden
+    kv = model.key_heads * model.head_dim
+    matrices = 2 if model.gated else 1
+    top_k = model.top_k if model.experts else 1
+    core_s = _attention_core_s(model, micro_batch, t, device, dtype)
+    dense_s = (
+        gemm_s(device, dtype, tokens, (h + 2 * kv) / t, h)
+        + gemm_s(device, dtype, tokens, h, h / t)
+        + top_k * gemm_s(device, dtype, tokens, matrices * model.inner / t, h)
+        + top_k * gemm_s(device, dtype, tokens, h, model.inner / t)
+    )
+    split = t if layer.sp else 1
+    light_s = 2 * _stream_s(device, tokens * h * NORM_BYTES / split) + 2 * _stream_s(
+        device, tokens * h * RESIDUAL_BYTES / split
+    )
+    light_s += _stream_s(device, tokens * model.inner * matrices * GELU_BYTES / t)
+    link = hardware.level_of(t).link
+    size = tokens * h * NUMBER_BYTES[dtype]
+    one_s = reduce_scatter_s(t, size, link) + all_gather_s(t, size, link) if layer.sp else all_reduce_s(t, size, link)
+    return LayerTime(forward_s=dense_s + core_s + light_s, core_s=core_s, comm_s=2 * one_s * (1 - hardware.overlap.tp))
+
+
+def _attention_core_s(model: ModelShape, micro_batch: int, t: int, device: DeviceSpec, dtype: str) -> float:
+    heads, d, s = micro_batch * model.heads / t, model.head_dim, model.seq
+    products_s = gemm_s(device, dtype, s, s, d, batch=heads) + gemm_s(device, dtype, s, d, s, batch=heads)
+    if model.attention == "flash":
+        return products_s
+    return products_s + _stream_s(device, heads * s * s * SCORE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of one optimizer step; the classes of ``breakdown_s`` add up to ``total_s``."""
+
+    total_s: float
+    breakdown_s: dict[str, float]
+
+
+def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> StepTime:
+    """Predict one step of a plan that has passed ``rules.check``."""
+    pp = plan.mesh.pp
+    work = [_stage_work(plan, model, hardware, index) for index in range(len(plan.stages))]
+    costs = [[one.cost for one in work[rank::pp]] for rank in range(pp)]
+    line = simulate(_order(plan), costs, transfer_s=_transfer_s(plan, model, hardware))
+    busiest = max(range(pp), key=line.busy_s.__getitem__)
+    micro = plan.micro_batches
+    again_s = micro * sum(one.again_s for one in work[busiest::pp])
+    comm_s = micro * sum(one.comm_s for one in work[busiest::pp])
+    parts = {
+        "compute": line.busy_s[busiest] - again_s - comm_s,
+        "recompute": again_s,
+        "tp": comm_s,
+        "bubble": line.bubble_s,
+        "dp": _gradient_s(plan, model, hardware, line.busy_s[busiest]),
+        "optimizer": _optimizer_s(plan, model, hardware),
+    }
+    return StepTime(total_s=sum(parts.values()), breakdown_s=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What one stage costs for one micro-batch: both passes, and in them the repeated part and the communication."""
+
+    cost: StageCost
+    again_s: float
+    comm_s: float
+
+
+def _stage_work(plan: ParallelPlan, model: ModelShape, hardware: Hardware, index: int) -> _Work:
+    stage, per_layer = plan.stages[index], expand_layers(plan)
+    forward_s = backward_s = again_s = comm_s = 0.0
+    for layer in per_layer[stage.layers[0] : stage.layers[1]]:
+        time = layer_time(model, layer, plan.micro_batch, hardware, plan.dtype.param)
+        forward_s += time.forward_s + time.comm_s
+        backward_s += time.backward_s(layer)
+        again_s += {"none": 0.0, "selective": time.core_s, "full": time.forward_s}[layer.recompute]
+        comm_s += time.comm_s * (3 if layer.recompute == "full" else 2)
+    if stage.head:
+        head_s = _head_s(plan, model, hardware)
+        forward_s, backward_s = forward_s + head_s, backward_s + 2 * head_s
+    return _Work(cost=StageCost(forward_s=forward_s, backward_s=backward_s), again_s=again_s, comm_s=comm_s)
+
+
+def _order(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
+    pp, micro = plan.mesh.pp, plan.micro_batches
+    if plan.schedule == "interleaved":
+        return interleaved(pp, micro, len(plan.stages) // pp)
+    return gpipe(pp, micro) if plan.schedule == "gpipe" else one_f_one_b(pp, micro)
+
+
+def _head_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+    """The product with the vocabulary and the loss over it, both split over the tensor ranks."""
+    tokens, vocab = float(plan.micro_batch * model.seq), model.vocab / plan.head.tp
+    loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_BYTES)
+    return gemm_s(hardware.device, plan.dtype.param, tokens, vocab, model.hidden) + loss_s
+
+
+def _transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+    """Activations from stage to stage; each tensor rank sends its slice and the receivers gather it in their node."""
+    if plan.mesh.pp == 1:
+        return 0.0
+    tp = plan.mesh.tp
+    size = plan.micro_batch * model.seq * model.hidden * NUMBER_BYTES[plan.dtype.param]
+    span = plan.mesh.world // plan.mesh.pp + 1
+    gather_s = all_gather_s(tp, size, hardware.level_of(tp).link)
+    return (send_s(size / tp, hardware.level_of(span).link) + gather_s) * (1 - hardware.overlap.pp)
+
+
+def _held_params(plan: ParallelPlan, model: ModelShape) -> float:
+    """Parameters of the fullest rank: its layers and one embedding."""
+    per_layer = expand_layers(plan)
+    most = 0.0
+    for rank in range(plan.mesh.pp):
+        chunks = plan.stages[rank :: plan.mesh.pp]
+        layers = [per_layer[i] for chunk in chunks for i in range(*chunk.layers)]
+        held = sum(layer_params_per_rank(model, layer.tp) for layer in layers)
+        if any(chunk.embed or chunk.head for chunk in chunks):
+            held += embedding_params(model) // plan.embed.tp
+        most = max(most, float(held))
+    return most
+
+
+def _gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
+    """Exposed time of the gradient reduction over the data-parallel ranks, which cross the slowest level they span."""
+    dp = plan.mesh.dp
+    if dp == 1:
+        return 0.0
+    span = plan.mesh.cp * plan.mesh.tp * dp
+    size = _held_params(plan, model) * NUMBER_BYTES[plan.dtype.reduce]
+    total_s = all_reduce_s(dp, size, hardware.level_of(span).link)
+    hidden_s = min(hardware.overlap.dp * total_s, busy_s)
+    return total_s - hidden_s
+
+
+def _optimizer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+    """Adam reads and writes master, moments, gradient and parameter once."""
+    costs = state_bytes(plan)
+    zero = max((layer.zero for layer in plan.layers), default=0)
+    shards = plan.mesh.dp if zero else 1
+    return _stream_s(hardware.device, _held_params(plan, model) / shards * 2 * costs.total)

@@ -1,0 +1,161 @@
+"""Devices and links, each constant with its source."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rota.spec import codec
+from rota.spec.errors import BadInput
+from rota.train.plan.comm import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator.
+
+    ``gemm_efficiency`` lists (floating-point operations of one matrix product, share of peak reached), interpolated on
+    the logarithm of the operations; ``memory_efficiency`` is the share of ``memory_gb_s`` that element-wise kernels
+    reach; ``launch_us`` the fixed cost of a kernel.
+    """
+
+    memory_gib: float
+    peak_tflops: dict[str, float]
+    reserve_gib: float = 2.0
+    memory_gb_s: float = 1000.0
+    memory_efficiency: float = 0.8
+    launch_us: float = 5.0
+    gemm_efficiency: tuple[tuple[float, float], ...] = ((1e9, 0.5),)
+
+    def efficiency(self, flops: float) -> float:
+        """Share of peak of a matrix product of ``flops`` operations."""
+        points = self.gemm_efficiency
+        if flops <= points[0][0]:
+            return points[0][1]
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if flops <= x1:
+                share = (math.log(flops) - math.log(x0)) / (math.log(x1) - math.log(x0))
+                return y0 + share * (y1 - y0)
+        return points[-1][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelSpec:
+    """One level of the topology from the inside out: devices in it (None: the rest), bandwidth a device, latency."""
+
+    name: str
+    gb_s: float
+    size: int | None = None
+    latency_us: float = 0.0
+
+    @property
+    def link(self) -> Link:
+        """The level as a link of the collective formulas."""
+        return Link(gb_s=self.gb_s, latency_us=self.latency_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Share of communication that hides behind compute, by axis."""
+
+    dp: float = 0.8
+    tp: float = 0.0
+    pp: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """Host memory behind each device, for offload."""
+
+    memory_gib: float = 0.0
+    gb_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeSpec:
+    """Local disks behind each device, for offload."""
+
+    gib: float = 0.0
+    gb_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A kind of cluster as the planner sees it; ``provenance`` says where each constant comes from."""
+
+    name: str
+    device: DeviceSpec
+    levels: tuple[LevelSpec, ...]
+    provenance: str = ""
+    overlap: Overlap = Overlap()
+    host: HostSpec = HostSpec()
+    nvme: NvmeSpec = NvmeSpec()
+
+    def level_of(self, span: int) -> LevelSpec:
+        """The innermost level that holds ``span`` adjacent ranks."""
+        held = 1
+        for level in self.levels:
+            held = held * level.size if level.size else span
+            if span <= held:
+                return level
+        return self.levels[-1]
+
+
+_NESTED: dict[str, type] = {"device": DeviceSpec, "overlap": Overlap, "host": HostSpec, "nvme": NvmeSpec}
+
+
+def hardware_from_json(raw: Mapping[str, Any]) -> Hardware:
+    """Read a hardware file. Raises BadInput that names the missing, unknown or malformed field."""
+    _refuse_unknown(Hardware, raw, "hardware")
+    for key, cls in _NESTED.items():
+        if key in raw:
+            _refuse_unknown(cls, raw[key], f"hardware.{key}")
+    device = raw.get("device")
+    if not isinstance(device, Mapping) or "memory_gib" not in device or "peak_tflops" not in device:
+        raise BadInput("hardware.device: memory_gib and peak_tflops are required")
+    if not raw.get("levels"):
+        raise BadInput("hardware.levels: at least one level is required, the innermost first")
+    try:
+        return codec.from_json_value(Hardware, dict(raw))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"hardware: {error}") from error
+
+
+def _refuse_unknown(cls: type, raw: Any, where: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise BadInput(f"{where}: expected an object, got {type(raw).__name__}")
+    known = list(cast("dict[str, Any]", cls.__dataclass_fields__))  # type: ignore[attr-defined]
+    for key in cast("Mapping[str, Any]", raw):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise BadInput(f"{where}.{key}: unknown field", hint=f"did you mean '{near[0]}'?" if near else "")
+
+
+A100_80G_DGX = Hardware(
+    name="a100-80g-dgx",
+    provenance=(
+        "peak and memory bandwidth: vendor data sheet of the A100 80 GB SXM; NVLink 3: 300 GB/s a direction of which "
+        "collectives reach about three quarters; one 200 Gb/s adapter a device; efficiency curve and share of memory "
+        "bandwidth: typical of large and small matrix products on this device, not fitted to the tables of `validate`"
+    ),
+    device=DeviceSpec(
+        memory_gib=80,
+        reserve_gib=2,
+        memory_gb_s=2039,
+        memory_efficiency=0.75,
+        peak_tflops={"bf16": 312, "fp16": 312, "fp32": 19.5},
+        launch_us=5,
+        gemm_efficiency=((1e9, 0.30), (1e10, 0.55), (1e11, 0.72), (1e12, 0.80), (1e13, 0.82)),
+    ),
+    levels=(
+        LevelSpec(name="node", size=8, gb_s=230, latency_us=6),
+        LevelSpec(name="cluster", gb_s=22, latency_us=14),
+    ),
+    overlap=Overlap(dp=0.0, tp=0.0, pp=0.0),
+)
+
+SHIPPED: dict[str, Hardware] = {A100_80G_DGX.name: A100_80G_DGX}

@@ -1,0 +1,86 @@
+"""Predicted time against published end-to-end times, and laws that any cost model must keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rota.spec import codec
+from rota.spec.errors import BadInput
+from rota.train.plan.cost import gemm_s, step_time
+from rota.train.plan.hardware import A100_80G_DGX, hardware_from_json
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import Layer
+from rota.train.plan.validate import even_plan, validate
+
+TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_time_tables.json").read_text())["tables"]
+MODEL = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000)
+
+
+def seconds(*, tp: int = 1, pp: int = 1, dp: int = 1, v: int = 1, layer: Layer | None = None) -> float:
+    plan = even_plan(
+        layers=32, tp=tp, pp=pp, dp=dp, micro_batch=1, global_batch=64, interleave=v, layer=layer or Layer(tp=tp)
+    )
+    return step_time(plan, MODEL, A100_80G_DGX).total_s
+
+
+@pytest.mark.parametrize(
+    ("table", "mean_pct", "max_pct"), [("megatron_seqpar_table5", 5, 8), ("megatron_sc21_table1", 10, 15)]
+)
+def test_published_times_are_met_without_fitting(table: str, mean_pct: float, max_pct: float) -> None:
+    report = validate(TABLES, table)
+    assert len(report["rows"]) == 6
+    assert report["mean_pct"] < mean_pct
+    assert report["max_pct"] < max_pct
+
+
+def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
+    plan = even_plan(
+        layers=32, tp=2, pp=4, dp=2, micro_batch=1, global_batch=32, interleave=2, layer=Layer(tp=2, recompute="full")
+    )
+    step = step_time(plan, MODEL, A100_80G_DGX)
+    assert sum(step.breakdown_s.values()) == pytest.approx(step.total_s)
+    assert min(step.breakdown_s.values()) >= 0
+
+
+def test_recompute_costs_time_and_interleaving_saves_bubble() -> None:
+    assert seconds() < seconds(layer=Layer(recompute="selective")) < seconds(layer=Layer(recompute="full"))
+    assert seconds(pp=8, v=4) < seconds(pp=8, v=2) < seconds(pp=8)
+
+
+def test_more_devices_are_never_slower_while_the_work_divides() -> None:
+    assert seconds(dp=1) > seconds(dp=2) > seconds(dp=4)
+    assert seconds(tp=1) > seconds(tp=2) > seconds(tp=4) > seconds(tp=8)
+
+
+def test_a_faster_link_or_device_never_gives_a_slower_step() -> None:
+    plan = even_plan(layers=32, tp=8, pp=2, dp=4, micro_batch=1, global_batch=64, interleave=1, layer=Layer(tp=8))
+    base = step_time(plan, MODEL, A100_80G_DGX).total_s
+    links = tuple(replace(level, gb_s=level.gb_s * 2) for level in A100_80G_DGX.levels)
+    device = replace(A100_80G_DGX.device, memory_gb_s=4000)
+    assert step_time(plan, MODEL, replace(A100_80G_DGX, levels=links)).total_s < base
+    assert step_time(plan, MODEL, replace(A100_80G_DGX, device=device)).total_s < base
+
+
+def test_large_products_run_nearer_to_the_peak_than_small_ones() -> None:
+    device = A100_80G_DGX.device
+    small, large = gemm_s(device, "bf16", 512, 512, 512), gemm_s(device, "bf16", 8192, 8192, 8192)
+    assert 2 * 8192**3 / large / 312e12 > 0.7
+    assert 2 * 512**3 / small / 312e12 < 0.3
+
+
+def test_a_hardware_file_survives_reading_and_its_mistakes_are_named() -> None:
+    raw = codec.to_json_value(A100_80G_DGX)
+    assert hardware_from_json(raw) == A100_80G_DGX
+    for edit, message in (
+        ({"devise": {}}, "hardware.devise: unknown field"),
+        ({"device": {"memory_gib": 80}}, "peak_tflops are required"),
+        ({"device": {**raw["device"], "memori": 1}}, "hardware.device.memori"),
+        ({"levels": []}, "at least one level"),
+        ({"name": 3}, "expected str"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            hardware_from_json({**raw, **edit})

@@ -1,0 +1,380 @@
+"""What must hold between the fields of a job: names that exist, sizes that multiply, orders without a circle."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from rota.spec.ids import NAME_PATTERN
+from rota.spec.job import Edge, JobSpec, Near, RoleSpec
+
+SELF = "self"
+ROLES_MAX = 64
+INSTANCES_MAX = 100_000
+ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+QUEUE_PATH = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}(/[A-Za-z][A-Za-z0-9_.-]{0,62}){0,7}$")
+IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
+_NAME_RULE = "a name begins with a letter and holds at most 63 letters, digits, '_', '.' and '-'"
+_CLOSENESS = ("device", "socket", "node", "rack")
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One rule that a job breaks. ``path`` leads to the field as the job file names it; ``code`` is stable.
+
+    An edge is counted in ``JobSpec.edges``, after chains were taken apart.
+    """
+
+    path: Path
+    message: str
+    hint: str = ""
+    code: str = "INVALID"
+
+    def __str__(self) -> str:
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{dotted(self.path)}: {self.message}{hint}"
+
+
+def dotted(path: Path) -> str:
+    """``roles.actor.mesh`` or ``weights[0].from``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def check(spec: JobSpec) -> tuple[Finding, ...]:
+    """Every rule that ``spec`` breaks, in the order of its fields; empty when it can be run.
+
+    Rules about operations and states of workloads apply once ``interface`` is filled in.
+    """
+    return (
+        *_check_names(spec),
+        *(finding for role in spec.roles for finding in _check_role(spec, role)),
+        *_check_order(spec),
+        *_check_near(spec),
+        *_check_streams(spec),
+        *_check_edges(spec),
+        *_check_weights(spec),
+        *_check_success(spec),
+        *_check_loops(spec),
+    )
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?``, or the list of what there is when nothing is near."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"there is {', '.join(names[:8])}" if names else "there is none"
+
+
+def _check_names(spec: JobSpec) -> Iterator[Finding]:
+    if not NAME_PATTERN.match(spec.name):
+        yield Finding(path=("name",), message=f"{spec.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
+    if not spec.roles:
+        yield Finding(path=("roles",), message="a job needs at least one role", code="MISSING")
+    if len(spec.roles) > ROLES_MAX:
+        yield Finding(path=("roles",), message=f"{len(spec.roles)} roles; at most {ROLES_MAX}", code="OUT_OF_RANGE")
+    for role in spec.roles:
+        if not NAME_PATTERN.match(role.name):
+            path: Path = ("roles", role.name)
+            yield Finding(path=path, message=f"{role.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
+        elif role.name == SELF:
+            message = "'self' is kept for members of the same role"
+            yield Finding(path=("roles", role.name), message=message, hint="choose another name", code="BAD_NAME")
+    if not QUEUE_PATH.match(spec.queue):
+        hint = "a queue is a path such as research/rl"
+        yield Finding(path=("queue",), message=f"{spec.queue!r} is not a queue", hint=hint, code="BAD_NAME")
+    yield from _check_env(("env",), spec.env)
+    for index, name in enumerate(spec.secrets):
+        if not ENV_NAME.match(name):
+            path = ("secrets", index)
+            yield Finding(path=path, message=f"{name!r} cannot name a variable", code="BAD_NAME")
+
+
+def _check_env(path: Path, env: Sequence[tuple[str, str]]) -> Iterator[Finding]:
+    for name, _ in env:
+        if not ENV_NAME.match(name):
+            hint = "letters, digits and '_', not beginning with a digit"
+            yield Finding(path=(*path, name), message=f"{name!r} cannot name a variable", hint=hint, code="BAD_NAME")
+
+
+def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
+    at: Path = ("roles", role.name)
+    yield from _check_workload(at, role)
+    yield from _check_env((*at, "env"), role.env)
+    low, high = role.replicas_min, role.replicas_max
+    if low < 1 or high < low or high > INSTANCES_MAX:
+        rule = f"1 <= min <= max <= {INSTANCES_MAX} must hold"
+        yield Finding(path=(*at, "replicas"), message=f"min {low}, max {high}: {rule}", code="OUT_OF_RANGE")
+    yield from _check_mesh(at, role)
+    degrade = role.fail.degrade
+    if degrade is not None and not 1 <= degrade <= low:
+        message = f"{degrade} is not between 1 and the {low} instances that start"
+        yield Finding(path=(*at, "fail", "degrade"), message=message, code="OUT_OF_RANGE")
+    if "none" in role.fail.state and len(role.fail.state) > 1:
+        message = "'none' stands alone: state comes back from nowhere or from somewhere"
+        yield Finding(path=(*at, "fail", "state"), message=message, code="CONTRADICTION")
+    gpus = role.res.gpus
+    if gpus > 1 and gpus != int(gpus):
+        message = f"{gpus:g} is neither a whole number of devices nor a fraction of one"
+        yield Finding(path=(*at, "resources", "gpus"), message=message, code="OUT_OF_RANGE")
+
+
+def _check_workload(at: Path, role: RoleSpec) -> Iterator[Finding]:
+    if (role.workload is None) == (role.run is None):
+        both = role.workload is not None
+        message = "has both 'workload' and 'run'" if both else "needs 'workload' or 'run'"
+        hint = "keep one" if both else "for example workload: module:Class, or run: python train.py"
+        yield Finding(path=at, message=message, hint=hint, code="CONTRADICTION" if both else "MISSING")
+    elif role.workload is not None and not IMPORT_PATH.match(role.workload):
+        hint = "write module:Class or module:function"
+        message = f"{role.workload!r} is not an import path"
+        yield Finding(path=(*at, "workload"), message=message, hint=hint, code="BAD_NAME")
+    elif role.run is not None and not any(part.strip() for part in role.run):
+        yield Finding(path=(*at, "run"), message="the command is empty", code="MISSING")
+
+
+def _check_mesh(at: Path, role: RoleSpec) -> Iterator[Finding]:
+    if not role.mesh:
+        return
+    sizes = " * ".join(f"{axis} {size}" for axis, size in role.mesh)
+    product = prod(size for _, size in role.mesh)
+    path = (*at, "mesh")
+    if product != role.replicas_min:
+        message = f"{sizes} = {product}, but {role.replicas_min} instances start"
+        hint = f"set replicas to {product}, or leave it out"
+        yield Finding(path=path, message=message, hint=hint, code="MESH")
+    elif role.replicas_max > role.replicas_min and role.elastic_axis is None:
+        message = "the role is elastic, but no axis of its mesh is"
+        yield Finding(path=path, message=message, hint='give one axis the size "*"', code="MESH")
+    elif role.elastic_axis is not None:
+        rest = prod(size for axis, size in role.mesh if axis != role.elastic_axis)
+        if role.replicas_max % rest:
+            message = f"the other axes multiply to {rest}, which does not divide max {role.replicas_max}"
+            yield Finding(path=path, message=message, code="MESH")
+
+
+def _check_order(spec: JobSpec) -> Iterator[Finding]:
+    names = [role.name for role in spec.roles]
+    for role in spec.roles:
+        for index, other in enumerate(role.start_after):
+            path: Path = ("roles", role.name, "start_after", index)
+            if other not in names:
+                yield Finding(path=path, message=f"no role {other!r}", hint=nearest(other, names), code="UNKNOWN_ROLE")
+            elif other == role.name:
+                yield Finding(path=path, message="a role cannot start after itself", code="CYCLE")
+    after: dict[str, tuple[str, ...]] = {
+        role.name: tuple(other for other in role.start_after if other in names and other != role.name)
+        for role in spec.roles
+    }
+    circle = find_circle(after)
+    if circle:
+        way = " after ".join(circle)
+        yield Finding(path=("roles", circle[0], "start_after"), message=f"a circle: {way}", code="CYCLE")
+
+
+def find_circle(arrows: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The names of one circle of ``arrows``, the first repeated at the end; empty when there is none."""
+    left = {name: set(targets) for name, targets in arrows.items()}
+    while True:
+        ends = [name for name, targets in left.items() if not any(target in left for target in targets)]
+        if not ends:
+            break
+        for name in ends:
+            del left[name]
+    if not left:
+        return ()
+    path = [min(left)]
+    while True:  # every name that is left has an arrow to another one that is left, so this walk must meet itself
+        step = next(target for target in arrows[path[-1]] if target in left)
+        if step in path:
+            return (*path[path.index(step) :], step)
+        path.append(step)
+
+
+def _check_near(spec: JobSpec) -> Iterator[Finding]:
+    names = [role.name for role in spec.roles]
+    for role in spec.roles:
+        for word, entries in (("collocate", role.collocate), ("apart", role.apart)):
+            for index, near in enumerate(entries):
+                path: Path = ("roles", role.name, word, index)
+                yield from _check_near_entry(path, role, near, names)
+    for role in spec.roles:
+        for index, near in enumerate(role.apart):
+            if near.role not in names:
+                continue
+            same = _same_cell(spec, near.level)
+            if near.role != role.name and same[role.name] == same[near.role]:
+                message = f"apart from {near.role!r} at level {near.level}, but collocated with it there"
+                hint = "drop one of the two"
+                path = ("roles", role.name, "apart", index)
+                yield Finding(path=path, message=message, hint=hint, code="CONTRADICTION")
+    yield from _check_fractions(spec)
+
+
+def _check_near_entry(path: Path, role: RoleSpec, near: Near, names: Sequence[str]) -> Iterator[Finding]:
+    word = path[2]
+    if near.role == SELF and word == "apart":
+        return
+    if near.role not in names:
+        hint = nearest(near.role, names)
+        yield Finding(path=path, message=f"no role {near.role!r}", hint=hint, code="UNKNOWN_ROLE")
+    elif near.role == role.name:
+        hint = "write 'self' for other members of the same role" if word == "apart" else ""
+        yield Finding(path=path, message="names the role itself", hint=hint, code="CONTRADICTION")
+    elif near.share is not None and (word == "apart" or near.level != "device"):
+        message = "'share' is for roles collocated at level device"
+        yield Finding(path=path, message=message, code="CONTRADICTION")
+
+
+def _same_cell(spec: JobSpec, level: str) -> dict[str, str]:
+    """Representative of the class of each role: collocated, directly or not, in one cell of ``level`` or closer."""
+    root = {str(role.name): str(role.name) for role in spec.roles}
+    for role in spec.roles:
+        for near in role.collocate:
+            if near.role in root and _CLOSENESS.index(near.level) <= _CLOSENESS.index(level):
+                old, new = root[str(role.name)], root[near.role]
+                root = {name: new if top == old else top for name, top in root.items()}
+    return root
+
+
+def _check_fractions(spec: JobSpec) -> Iterator[Finding]:
+    for role in spec.roles:
+        for index, near in enumerate(role.collocate):
+            other = next((known for known in spec.roles if known.name == near.role), None)
+            if near.share != "fraction" or other is None:
+                continue
+            total = role.res.gpus + other.res.gpus
+            if total > 1:
+                message = f"{role.res.gpus:g} + {other.res.gpus:g} of a device is more than one"
+                hint = "lower 'gpus', or take turns with share: lease"
+                path: Path = ("roles", role.name, "collocate", index)
+                yield Finding(path=path, message=message, hint=hint, code="OUT_OF_RANGE")
+
+
+def _check_streams(spec: JobSpec) -> Iterator[Finding]:
+    names = {role.name for role in spec.roles}
+    for stream in spec.streams:
+        at: Path = ("streams", stream.name)
+        if not NAME_PATTERN.match(stream.name):
+            yield Finding(path=at, message=f"{stream.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
+        if stream.name in names:
+            yield Finding(path=at, message="a role has the same name", hint="rename one", code="DUPLICATE_NAME")
+        if stream.source is not None and not IMPORT_PATH.match(stream.source):
+            message, hint = f"{stream.source!r} is not an import path", "write module:name"
+            yield Finding(path=(*at, "source"), message=message, hint=hint, code="BAD_NAME")
+        if stream.stale is not None and not spec.weights:
+            message = "'stale' counts model versions, but no weights edge makes any"
+            yield Finding(path=(*at, "stale"), message=message, hint="add 'weights:'", code="CONTRADICTION")
+
+
+def _check_edges(spec: JobSpec) -> Iterator[Finding]:
+    flow: dict[str, list[str]] = {}
+    for index, edge in enumerate(spec.edges):
+        at: Path = ("edges", index)
+        found = list(_check_ends(spec, at, edge))
+        yield from found
+        if not found:
+            source, target = _vertex(spec, edge.source), _vertex(spec, edge.target)
+            flow.setdefault(source, []).append(target)
+            flow.setdefault(target, [])
+    circle = find_circle(flow)
+    if circle:
+        hint = "feedback goes by 'weights:' or through the loop"
+        message = f"the data flow is a circle: {' -> '.join(circle)}"
+        last = next(
+            index
+            for index, edge in enumerate(spec.edges)
+            if (_vertex(spec, edge.source), _vertex(spec, edge.target)) == circle[-2:]
+        )
+        yield Finding(path=("edges", last), message=message, hint=hint, code="CYCLE")
+
+
+def _vertex(spec: JobSpec, end: str) -> str:
+    if any(stream.name == end for stream in spec.streams):
+        return end
+    fits = [role.name for role in spec.roles if end == role.name or end.startswith(role.name + ".")]
+    return max(fits, key=len, default=end)
+
+
+def _check_ends(spec: JobSpec, at: Path, edge: Edge) -> Iterator[Finding]:
+    streams = [stream.name for stream in spec.streams]
+    roles = [str(role.name) for role in spec.roles]
+    for end in (edge.source, edge.target):
+        if end in streams:
+            if edge.kind in ("grad", "handoff"):
+                message = f"a {edge.kind} edge joins operations, {end!r} is a stream"
+                yield Finding(path=at, message=message, code="CONTRADICTION")
+            continue
+        vertex = _vertex(spec, end)
+        op = end[len(vertex) + 1 :]
+        if vertex not in roles:
+            word = end.rpartition(".")[0] or end
+            hint = nearest(word, [*roles, *streams])
+            yield Finding(path=at, message=f"no role or stream {word!r}", hint=hint, code="UNKNOWN_ROLE")
+        elif not op:
+            yield Finding(path=at, message=f"{end!r} names no operation", hint=f"write {end}.OP", code="MISSING")
+        else:
+            interface = spec.role(vertex).interface
+            if interface is not None and interface.op(op) is None:
+                hint = nearest(op, [known.name for known in interface.ops])
+                yield Finding(path=at, message=f"role {vertex!r} has no operation {op!r}", hint=hint, code="UNKNOWN_OP")
+
+
+def _check_weights(spec: JobSpec) -> Iterator[Finding]:
+    names = [role.name for role in spec.roles]
+    seen: set[tuple[str, str]] = set()
+    for index, edge in enumerate(spec.weights):
+        at: Path = ("weights", index)
+        for word, name in (("from", edge.source), ("to", edge.target)):
+            if name not in names:
+                hint = nearest(name, names)
+                yield Finding(path=(*at, word), message=f"no role {name!r}", hint=hint, code="UNKNOWN_ROLE")
+        if edge.source == edge.target:
+            yield Finding(path=at, message="a role cannot send weights to itself", code="CYCLE")
+        elif (edge.source, edge.target) in seen:
+            message = f"a second weights edge from {edge.source!r} to {edge.target!r}"
+            yield Finding(path=at, message=message, code="DUPLICATE_NAME")
+        seen.add((edge.source, edge.target))
+
+
+def _check_success(spec: JobSpec) -> Iterator[Finding]:
+    when = spec.success_when
+    known = all(role.run is not None or role.interface is not None for role in spec.roles)
+    at: Path = ("success_when",)
+    if when == "loop" and known and spec.loop is None:
+        yield Finding(path=at, message="no role is a loop", hint="name roles, or say all", code="UNREACHABLE")
+    if when == "all" and known and spec.roles and not any(role.finite for role in spec.roles):
+        message = "no role ever ends, so the job cannot succeed"
+        yield Finding(path=at, message=message, hint="add a loop role or a command", code="UNREACHABLE")
+    if when is None or when == "all" or when == "loop":
+        return
+    names = {str(role.name): role for role in spec.roles}
+    if not when:
+        yield Finding(path=at, message="names no role", code="UNREACHABLE")
+    for index, name in enumerate(when):
+        role = names.get(name)
+        if role is None:
+            hint = nearest(name, names)
+            yield Finding(path=(*at, index), message=f"no role {name!r}", hint=hint, code="UNKNOWN_ROLE")
+        elif role.interface is not None and not role.finite:
+            message = f"role {name!r} serves calls and never ends by itself"
+            yield Finding(path=(*at, index), message=message, code="UNREACHABLE")
+
+
+def _check_loops(spec: JobSpec) -> Iterator[Finding]:
+    loops = [role for role in spec.roles if role.is_loop]
+    for extra in loops[1:]:
+        message = f"a second loop; {loops[0].name!r} is the first"
+        yield Finding(path=("roles", extra.name), message=message, hint="a job has one loop", code="CONTRADICTION")
+    if loops and loops[0].replicas_max > 1:
+        message = "the loop runs once"
+        yield Finding(path=("roles", loops[0].name, "replicas"), message=message, code="OUT_OF_RANGE")

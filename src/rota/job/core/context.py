@@ -1,0 +1,302 @@
+"""Everything the master knows about its job (JobContext), rebuilt by replaying the events of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rota.job.core.graph import Graph, expand
+from rota.job.core.placement import bindings
+from rota.spec import codec
+from rota.spec.gang import BundleGrant
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.job import JobSpec
+from rota.spec.placement import Placement
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState, JobState, Level
+
+CONTEXT_VERSION = 1
+START_TIMEOUT_S = 300.0
+"""Longest time from the start of an instance, or of a recovery, to readiness."""
+DIAGNOSE_S = 2.0
+"""How long losses that look like consequences of another one wait for it."""
+FREE_REQUEUES_MAX = 3
+"""Restarts of the whole job that cost no retry: lost node, lost engine, reservation not granted."""
+FAILED_GRACE_S = 2.0
+"""Polite part of stopping what is left of a job that failed."""
+FENCED_GRACE_S = 0.5
+"""Polite part of stopping a process whose epoch is over: nothing it could still save would count."""
+FAILOVERS_KEPT_MAX = 200
+"""Records of recoveries kept for people; the log has all of them."""
+
+NO_EPOCH = Epoch(0)
+NO_NODE_ID = NodeId("")
+
+GangState = Literal["reserving", "reserved", "releasing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process that exists, or was asked for (``pid`` is then 0). ``epoch`` is the one in its name."""
+
+    epoch: Epoch
+    node: NodeId = NO_NODE_ID
+    pid: int = 0
+    start_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A failure: of which instance, and why. ``at_s`` is event time."""
+
+    instance: InstanceId
+    epoch: Epoch
+    reason: Reason
+    text: str = ""
+    traceback: str = ""
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """What the master knows of one instance.
+
+    ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
+    ``doomed`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
+    told to run. ``ended``: it returned with success under this epoch. ``restored`` is the commit it came up with.
+    """
+
+    id: InstanceId
+    state: InstanceState = InstanceState.PLANNED
+    epoch: Epoch = NO_EPOCH
+    process: Process | None = None
+    doomed: tuple[Epoch, ...] = ()
+    restored: int = 0
+    running: bool = False
+    ended: bool = False
+    restarts: int = 0
+    error: Loss | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True when a process of it exists that is not to be stopped."""
+        return self.process is not None and self.process.pid != 0
+
+    @property
+    def settled(self) -> bool:
+        """Ready for work, or done with it."""
+        return self.state is InstanceState.READY or self.ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gang:
+    """One reservation, as far as the log knows."""
+
+    id: GangId
+    epoch: Epoch
+    state: GangState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failover:
+    """A recovery: open until ``ended_s`` is set or a later one took its scope over (``superseded_by``).
+
+    ``delay_s`` is the back-off before its starts; it is over once ``released``. ``replaced`` get a new process.
+    """
+
+    number: int
+    level: Level
+    scope: tuple[InstanceId, ...]
+    replaced: tuple[InstanceId, ...]
+    epoch: Epoch
+    restore: int
+    cause: Loss
+    started_s: float
+    moved_from: Level | None = None
+    move_reason: Reason | None = None
+    delay_s: float = 0.0
+    released: bool = True
+    rolled_back: bool = False
+    seconds: float | None = None
+    superseded_by: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """One use of the budget of a role."""
+
+    role: RoleName
+    level: Level
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How the attempt ends once everything is stopped: the job's end, or the queue again."""
+
+    reason: Reason
+    requeue: bool = False
+    counts: bool = True
+    grace_s: float = 30.0
+    text: str = ""
+    role: RoleName | None = None
+    rank: int | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """The state of one job; changed only by ``machine.step``.
+
+    ``attached``: the present master has compared the log with what is alive; before that nothing is asked for.
+    ``epoch_max`` is the highest epoch of an instance or gang ever seen. ``losses`` wait for a verdict, and may be
+    judged once ``diagnosed``, though all of them look like consequences; ``escalated`` is the level that was just
+    found impossible. ``retries`` counts restarts of the whole job, ``free_requeues`` those that were no fault of it.
+    ``starting_s`` is when the present start or recovery began, ``used_s`` the run time of earlier attempts.
+    ``rollback_to`` is the commit that a new attempt must go back to first. ``table_version`` is the ``seq`` of the
+    last change of the table of peers.
+    """
+
+    job: JobId
+    seq: int = 0
+    at_s: float = 0.0
+    state: JobState = JobState.SUBMITTED
+    spec: JobSpec | None = None
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+    attempt: int = 0
+    master_epoch: Epoch = NO_EPOCH
+    attached: bool = False
+    epoch_max: Epoch = NO_EPOCH
+    placement: Placement | None = None
+    hosts: tuple[tuple[InstanceId, str], ...] = ()
+    gangs: tuple[Gang, ...] = ()
+    instances: Mapping[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
+    committed: int = 0
+    versions: Mapping[str, int] = field(default_factory=dict[str, int])
+    cursor: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    checkpoint_n: int = 0
+    checkpoint_path: str = ""
+    losses: tuple[Loss, ...] = ()
+    diagnosed: bool = False
+    escalated: Level | None = None
+    failovers: tuple[Failover, ...] = ()
+    failover_count: int = 0
+    open_failover: int | None = None
+    charges: tuple[Charge, ...] = ()
+    retries: int = 0
+    free_requeues: int = 0
+    admitted_s: float = 0.0
+    starting_s: float = 0.0
+    started_s: float | None = None
+    used_s: float = 0.0
+    rollback_to: int | None = None
+    ending: Ending | None = None
+    end_reason: Reason | None = None
+    table_version: int = 0
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    @property
+    def failover(self) -> Failover | None:
+        """The open recovery."""
+        if self.open_failover is None:
+            return None
+        return next(one for one in reversed(self.failovers) if one.number == self.open_failover)
+
+    @property
+    def plan(self) -> Graph:
+        """The graph of the job. There is one from JobSubmitted on."""
+        assert self.graph is not None, f"{self.job} has no spec yet"
+        return self.graph
+
+    @property
+    def loop_epoch(self) -> Epoch:
+        """Epoch that a commit must carry; 0 when the job has no loop."""
+        loop = self.loop
+        return loop.epoch if loop else NO_EPOCH
+
+    @property
+    def loop(self) -> Instance | None:
+        """The loop instance."""
+        if self.graph is None or self.graph.loop is None:
+            return None
+        return self.instances.get(InstanceId(self.graph.loop, 0))
+
+    def of_role(self, role: RoleName) -> Iterator[Instance]:
+        """The instances of one role in rank order."""
+        return (self.instances[one] for one in self.plan.ranks[role] if one in self.instances)
+
+    def bundle(self, instance: InstanceId) -> tuple[GangId, BundleGrant]:
+        """Gang and bundle that the placement gives to an instance. Raises KeyError without a placement."""
+        assert self.spec is not None and self.placement is not None, f"{self.job} has no placement"
+        return bindings(self.spec, self.placement)[instance]
+
+    def with_instances(self, changed: Iterable[Instance]) -> JobContext:
+        """The same context with some instance records replaced."""
+        return replace(self, instances={**self.instances, **{one.id: one for one in changed}})
+
+    # -- snapshot -------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """A snapshot as plain values: replaying the records after ``seq`` onto it gives the live context."""
+        raw = {name: codec.to_json_value(getattr(self, name)) for name in _SNAPSHOT_FIELDS}
+        raw["instances"] = [codec.to_json_value(one) for one in self.instances.values()]
+        return {"version": CONTEXT_VERSION, **raw}
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> JobContext:
+        """Inverse of ``to_json``. Raises ValueError for a version that this code does not know."""
+        if raw.get("version") != CONTEXT_VERSION:
+            raise ValueError(f"snapshot version {raw.get('version')!r}, this code reads {CONTEXT_VERSION}")
+        records: list[Instance] = [codec.from_json_value(Instance, one) for one in raw["instances"]]
+        flat: dict[str, Any] = {name: value for name, value in raw.items() if name in _SNAPSHOT_FIELDS}
+        body: Snapshot = codec.from_json_value(Snapshot, flat)
+        values = {name: getattr(body, name) for name in _SNAPSHOT_FIELDS}
+        graph = expand(body.spec) if body.spec else None
+        return JobContext(**values, graph=graph, instances={one.id: one for one in records})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The written fields of a JobContext (instances apart), with the types they are read back as."""
+
+    job: JobId
+    seq: int
+    at_s: float
+    state: JobState
+    spec: JobSpec | None
+    attempt: int
+    master_epoch: Epoch
+    attached: bool
+    epoch_max: Epoch
+    placement: Placement | None
+    hosts: tuple[tuple[InstanceId, str], ...]
+    gangs: tuple[Gang, ...]
+    committed: int
+    versions: dict[str, int]
+    cursor: dict[str, Any]
+    metrics: dict[str, Any]
+    checkpoint_n: int
+    checkpoint_path: str
+    losses: tuple[Loss, ...]
+    diagnosed: bool
+    escalated: Level | None
+    failovers: tuple[Failover, ...]
+    failover_count: int
+    open_failover: int | None
+    charges: tuple[Charge, ...]
+    retries: int
+    free_requeues: int
+    admitted_s: float
+    starting_s: float
+    started_s: float | None
+    used_s: float
+    rollback_to: int | None
+    ending: Ending | None
+    end_reason: Reason | None
+    table_version: int
+
+
+_SNAPSHOT_FIELDS: tuple[str, ...] = tuple(Snapshot.__dataclass_fields__)

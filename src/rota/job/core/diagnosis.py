@@ -1,0 +1,75 @@
+"""Symptoms to one cause: rules over losses that were seen together; the first rule that fits names the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rota.job.core.context import Loss
+from rota.spec.reasons import Reason
+
+SECONDARY_TEXTS = (
+    "connection reset by peer",
+    "connection closed by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "read error",
+    "nccl communicator was aborted",
+    "application timeout caused pair closure",
+    "roledown",
+    "role_down",
+    "calllost",
+    "call_lost",
+)
+"""What an instance reports when another one went away; in lower case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of diagnosis; ``name`` is what people see as the kind of the cause."""
+
+    name: str
+    fits: Callable[[Loss], bool]
+
+
+def is_secondary(loss: Loss) -> bool:
+    """True for an error that only says that somebody else is gone: it is never the root."""
+    if loss.reason is Reason.COLLECTIVE_TIMEOUT:
+        return True
+    if loss.reason not in (Reason.USER_ERROR, Reason.EXIT_NONZERO):
+        return False
+    last = " ".join(line for line in (loss.text, loss.traceback.strip().rpartition("\n")[2]) if line).lower()
+    return any(text in last for text in SECONDARY_TEXTS)
+
+
+def _one_of(*reasons: Reason) -> Callable[[Loss], bool]:
+    return lambda loss: loss.reason in reasons
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("engine lost", _one_of(Reason.ENGINE_LOST)),
+    Rule("node lost", _one_of(Reason.NODE_LOST)),
+    Rule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC)),
+    Rule("out of memory", _one_of(Reason.OOM_KILLED, Reason.GPU_OOM)),
+    Rule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE, Reason.CHECKPOINT_BAD)),
+    Rule("killed", _one_of(Reason.SIGNALLED)),
+    Rule("culprit of a wait", _one_of(Reason.HANG, Reason.NO_PROGRESS)),
+    Rule("own exception", lambda loss: not is_secondary(loss)),
+    Rule("peer lost", lambda loss: True),
+)
+"""In the order in which they are tried."""
+
+
+def root_cause(losses: Sequence[Loss]) -> Loss:
+    """The one loss that explains the others: of the first rule that fits any, the earliest. ``losses`` is not empty."""
+    for rule in RULES:
+        fits = [loss for loss in losses if rule.fits(loss)]
+        if fits:
+            return min(fits, key=lambda loss: loss.at_s)
+    raise AssertionError("the last rule fits every loss")
+
+
+def kind_of(loss: Loss) -> str:
+    """Name of the rule that fits a loss."""
+    return next(rule.name for rule in RULES if rule.fits(loss))

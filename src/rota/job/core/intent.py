@@ -1,0 +1,158 @@
+"""What should be under way in a state: the commands a context asks for, level-triggered, each with a stable id.
+
+Rules for whoever carries commands out. A command is carried out once per id while it stays wanted, and again after the
+master was restarted. ``StopInstance`` supersedes ``StartInstance`` of the same process, and ``ReleaseGang`` supersedes
+``ReserveGang`` of the same reservation: the older effect is abandoned first, and the outcome is reported only when
+nothing of that name exists or can still come into being. ``Emit`` goes before everything else: append its event with
+``expected_seq = ctx.seq``, step it, look again (``next_emit``); never keep one over a step: its content may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rota.job.core.context import (
+    DIAGNOSE_S,
+    FENCED_GRACE_S,
+    START_TIMEOUT_S,
+    Failover,
+    Instance,
+    JobContext,
+)
+from rota.job.core.failover import FailoverCoordinator
+from rota.spec.commands import (
+    Assemble,
+    Command,
+    Emit,
+    ReleaseGang,
+    ReserveGang,
+    RunInstance,
+    SetTimer,
+    StartInstance,
+    StopInstance,
+)
+from rota.spec.events import FailoverEnded, JobEnded, JobEvent, JobRequeued, RolledBack
+from rota.spec.ids import Epoch, GangId
+from rota.spec.reasons import final_state
+from rota.spec.states import InstanceState, JobState
+
+
+def wanted(ctx: JobContext) -> tuple[Command, ...]:
+    """Every command that should be under way now; none before the master has compared the log with what is alive."""
+    if not ctx.attached or ctx.state.terminal or ctx.graph is None:
+        return ()
+    return (*emits(ctx), *_of_gangs(ctx), *_of_instances(ctx), *timers(ctx))
+
+
+def next_emit(ctx: JobContext) -> Emit | None:
+    """The event that must be appended before anything else is done."""
+    return next(emits(ctx), None) if ctx.attached and not ctx.state.terminal and ctx.graph is not None else None
+
+
+def emits(ctx: JobContext) -> Iterator[Emit]:
+    """Facts that follow from the state and are not in the log yet, in the order in which they belong there."""
+    if ctx.ending is not None:
+        if not ctx.gangs and not any(one.doomed for one in ctx.instances.values()):
+            yield _end(ctx)
+        return
+    if ctx.rollback_to is not None:
+        event = RolledBack(from_commit=ctx.committed, to_commit=ctx.rollback_to)
+        yield Emit(event=event, key=f"rollback/attempt-{ctx.attempt}")
+    if verdict := FailoverCoordinator(ctx).verdict():
+        yield Emit(event=verdict, key=f"failover/{verdict.failover}")
+    elif (failover := ctx.failover) and not ctx.losses:
+        yield from _progress(ctx, failover)
+
+
+def timers(ctx: JobContext) -> Iterator[SetTimer]:
+    """Limits that hold in this state."""
+    if ctx.ending is not None or ctx.placement is None or ctx.spec is None:
+        return
+    if (limit_s := ctx.spec.time_limit_s) is not None:
+        left_s = max(0.0, limit_s - ctx.used_s)
+        yield SetTimer(timer=f"time-limit/{ctx.attempt}/{limit_s:g}", since_s=ctx.admitted_s, after_s=left_s)
+    if ctx.losses:
+        if not FailoverCoordinator(ctx).judged:
+            first_s = min(loss.at_s for loss in ctx.losses)
+            yield SetTimer(timer=f"diagnose/{ctx.failover_count + 1}", since_s=first_s, after_s=DIAGNOSE_S)
+        return
+    failover = ctx.failover
+    if failover is not None and not failover.released:
+        yield SetTimer(timer=f"backoff/{failover.number}", since_s=failover.started_s, after_s=failover.delay_s)
+    elif not all(one.settled for one in ctx.instances.values()):
+        delay_s = failover.delay_s if failover else 0.0
+        timer = f"start/{ctx.attempt}/{ctx.failover_count}/{ctx.starting_s:.3f}"
+        yield SetTimer(timer=timer, since_s=ctx.starting_s, after_s=START_TIMEOUT_S + delay_s)
+
+
+def _progress(ctx: JobContext, failover: Failover) -> Iterator[Emit]:
+    if not failover.rolled_back:
+        event = RolledBack(from_commit=ctx.committed, to_commit=failover.restore)
+        yield Emit(event=event, key=f"rollback/{failover.number}")
+    elif all(ctx.instances[member].settled for member in failover.scope):
+        seconds = round(max(0.0, ctx.at_s - failover.started_s), 3)
+        ended = FailoverEnded(failover=failover.number, seconds=seconds)
+        yield Emit(event=ended, key=f"failover-ended/{failover.number}")
+
+
+def _end(ctx: JobContext) -> Emit:
+    ending = ctx.ending
+    assert ending is not None
+    if ending.requeue:
+        again = JobRequeued(attempt=ctx.attempt, reason=ending.reason, counts=ending.counts)
+        return Emit(event=again, key=f"requeue/{ctx.attempt}")
+    return Emit(event=_job_ended(ctx), key="end")
+
+
+def _job_ended(ctx: JobContext) -> JobEvent:
+    ending = ctx.ending
+    assert ending is not None
+    try:
+        state = final_state(ending.reason)
+    except KeyError:
+        state = JobState.CANCELLED if ending.role is None else JobState.FAILED
+    return JobEnded(
+        state=state,
+        reason=ending.reason,
+        text=ending.text,
+        role=ending.role,
+        rank=ending.rank,
+        traceback=ending.traceback,
+    )
+
+
+def _of_gangs(ctx: JobContext) -> Iterator[Command]:
+    """Gang-atomic: a reservation is asked for only after every older one is given back."""
+    releasing = [gang for gang in ctx.gangs if gang.state == "releasing"]
+    yield from (ReleaseGang(gang=gang.id, epoch=gang.epoch) for gang in releasing)
+    if not releasing and ctx.placement is not None:
+        for gang in ctx.gangs:
+            if gang.state == "reserving":
+                bundles = ctx.placement.gang(gang.id).bundles
+                yield ReserveGang(gang=gang.id, epoch=gang.epoch, bundles=bundles)
+
+
+def _of_instances(ctx: JobContext) -> Iterator[Command]:
+    grace_s = ctx.ending.grace_s if ctx.ending else FENCED_GRACE_S
+    gangs = {gang.id: gang.epoch for gang in ctx.gangs if gang.state == "reserved"}
+    for one in ctx.instances.values():
+        for doomed in one.doomed:
+            yield StopInstance(instance=one.id, started_epoch=doomed, grace_s=grace_s)
+        if one.process is not None and (command := _of_instance(ctx, one, one.process.epoch, gangs)):
+            yield command
+
+
+def _of_instance(ctx: JobContext, one: Instance, started: Epoch, gangs: dict[GangId, Epoch]) -> Command | None:
+    match one.state:
+        case InstanceState.STARTING:
+            gang, bundle = ctx.bundle(one.id)
+            return StartInstance(instance=one.id, epoch=started, gang=gang, gang_epoch=gangs[gang], bundle=bundle)
+        case InstanceState.STALE:
+            peers = ctx.plan.mesh_peers(one.id)
+            if not all(ctx.instances[peer].alive and ctx.instances[peer].epoch == one.epoch for peer in peers):
+                return None
+            return Assemble(instance=one.id, epoch=one.epoch, started_epoch=started, peers=peers, restore=ctx.committed)
+        case InstanceState.READY if one.running:
+            return RunInstance(instance=one.id, epoch=one.epoch, started_epoch=started, committed=ctx.committed)
+        case _:
+            return None

@@ -1,0 +1,207 @@
+"""Events of failure: a loss, a stall, a timer, a restart of the master; and the end of a recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rota.job.core.context import (
+    Ending,
+    Failover,
+    Gang,
+    Instance,
+    JobContext,
+    Loss,
+)
+from rota.job.core.failover import job_level_ending
+from rota.job.core.intent import timers
+from rota.spec.events import FailoverEnded, InstanceLost, ProgressStalled, Reattached, RolledBack
+from rota.spec.ids import Epoch, GangId, InstanceId
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState, JobState
+
+GONE_TEXT = "its process was gone when the master came back"
+
+
+def lose(ctx: JobContext, event: InstanceLost) -> JobContext:
+    """A process died, or code raised in one that lives on."""
+    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    if one is None:
+        return ctx
+    if not _concerns(one, event):
+        return ctx if event.alive else ctx.with_instances([stopped(one, event.epoch)])
+    if one.state is InstanceState.LOST:
+        return ctx if event.alive else ctx.with_instances([replace(one, process=None)])
+    if one.ended:
+        return ctx if event.alive else ctx.with_instances([replace(one, process=None)])
+    loss = Loss(
+        instance=one.id,
+        epoch=one.epoch,
+        reason=event.reason,
+        text=event.text,
+        traceback=event.traceback,
+        at_s=ctx.at_s,
+    )
+    return _lost(ctx, [replace(one, process=one.process if event.alive else None)], loss)
+
+
+def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
+    """No progress within the limit: the instance is given up, and its process stopped by the recovery."""
+    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    if one is None or one.epoch != event.epoch or one.state is not InstanceState.READY:
+        return ctx
+    text = f"no progress for {event.idle_s:.0f} s"
+    loss = Loss(
+        instance=one.id,
+        epoch=one.epoch,
+        reason=Reason.NO_PROGRESS,
+        text=text,
+        traceback=event.stacks,
+        at_s=ctx.at_s,
+    )
+    return _lost(ctx, [one], loss)
+
+
+def gone_while_ending(ctx: JobContext, event: InstanceLost) -> JobContext:
+    """While everything is being stopped a loss only says that a process is gone."""
+    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    if one is None or event.alive:
+        return ctx
+    return ctx.with_instances([stopped(one, event.epoch)])
+
+
+def stopped(one: Instance, epoch: Epoch) -> Instance:
+    """A process that had to go is gone."""
+    if epoch not in one.doomed:
+        return one
+    return replace(one, doomed=tuple(doomed for doomed in one.doomed if doomed != epoch))
+
+
+def fire(ctx: JobContext, timer: str) -> JobContext:
+    """A timer that is still wanted; one of an earlier time changes nothing."""
+    if timer not in {wanted.timer for wanted in timers(ctx)}:
+        return ctx
+    match timer.partition("/")[0]:
+        case "time-limit":
+            assert ctx.spec is not None
+            ending = Ending(
+                reason=Reason.TIME_LIMIT,
+                grace_s=ctx.spec.grace_s,
+                text=f"the job ran for its limit of {ctx.spec.time_limit_s:.0f} s",
+            )
+            return replace(ctx, state=JobState.STOPPING, ending=ending)
+        case "diagnose":
+            return replace(ctx, diagnosed=True)
+        case "backoff":
+            return _with_failover(ctx, released=True)
+        case _:
+            return _blame_late(ctx)
+
+
+def close(ctx: JobContext, event: FailoverEnded) -> JobContext:
+    """Every member of the recovery is ready again."""
+    if ctx.open_failover != event.failover:
+        return ctx
+    return replace(_with_failover(ctx, seconds=event.seconds), open_failover=None, starting_s=ctx.at_s)
+
+
+def roll_back(ctx: JobContext, event: RolledBack) -> JobContext:
+    """State is back at an earlier commit; work after it counts no more."""
+    if event.to_commit > ctx.committed:
+        return ctx
+    return replace(_with_failover(ctx, rolled_back=True), committed=event.to_commit, rollback_to=None)
+
+
+def reattach(ctx: JobContext, event: Reattached) -> JobContext:
+    """Compare what the log says with what is alive: the missing are lost, the unexpected must go."""
+    alive: dict[InstanceId, set[Epoch]] = {}
+    for role, rank, epoch in event.alive:
+        alive.setdefault(InstanceId(role, rank), set()).add(epoch)
+    ctx = replace(ctx, attached=True, gangs=(*ctx.gangs, *_unknown_gangs(ctx, event.gangs)))
+    ctx = ctx.with_instances(_with_unexpected(one, alive.get(one.id, set())) for one in ctx.instances.values())
+    if ctx.ending is not None or ctx.placement is None:
+        return ctx
+    missing = _missing_gang(ctx, event.gangs)
+    for one in ctx.instances.values():
+        gone = one.alive and one.process is not None and one.process.epoch not in alive.get(one.id, set())
+        if gone and (one.ended or one.state is InstanceState.LOST):
+            ctx = ctx.with_instances([replace(one, process=None)])
+        elif gone:
+            reason = Reason.ENGINE_LOST if missing else Reason.SIGNALLED
+            loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
+            ctx = _lost(ctx, [replace(one, process=None)], loss)
+    if missing is not None and not ctx.losses:
+        return _without_reservation(ctx, missing)
+    return ctx
+
+
+def _lost(ctx: JobContext, given_up: list[Instance], loss: Loss) -> JobContext:
+    lost = [replace(one, state=InstanceState.LOST, running=False, error=loss) for one in given_up]
+    return replace(ctx.with_instances(lost), state=JobState.RECOVERING, losses=(*ctx.losses, loss))
+
+
+def _concerns(one: Instance, event: InstanceLost) -> bool:
+    """True when the event speaks of the present process.
+
+    One process serves every epoch from the one it was started under to the present one. An error in code that lives
+    on concerns the present epoch only: an older one has been recovered from.
+    """
+    if one.process is None:
+        return False
+    if event.alive:
+        return event.epoch == one.epoch
+    return one.process.epoch <= event.epoch <= one.epoch
+
+
+def _blame_late(ctx: JobContext) -> JobContext:
+    """The start took too long: give up those who are furthest behind, since the others may only wait for them."""
+    late = [one for one in ctx.instances.values() if one.state is InstanceState.STARTING]
+    late = late or [one for one in ctx.instances.values() if one.state is InstanceState.STALE]
+    for one in late:
+        loss = Loss(
+            instance=one.id,
+            epoch=one.epoch,
+            reason=Reason.START_TIMEOUT,
+            text=f"not ready within {ctx.at_s - ctx.starting_s:.0f} s",
+            at_s=ctx.at_s,
+        )
+        ctx = _lost(ctx, [one], loss)
+    return ctx
+
+
+def _with_failover(ctx: JobContext, **changes: float | bool) -> JobContext:
+    def change(one: Failover) -> Failover:
+        return replace(one, **changes) if one.number == ctx.open_failover else one
+
+    return replace(ctx, failovers=tuple(change(one) for one in ctx.failovers))
+
+
+def _with_unexpected(one: Instance, alive: set[Epoch]) -> Instance:
+    """Add processes that exist though the log does not want them to those that must go."""
+    own = {one.process.epoch} if one.process else set[Epoch]()
+    extra = sorted(alive - own - set(one.doomed))
+    return replace(one, doomed=(*one.doomed, *extra)) if extra else one
+
+
+def _unknown_gangs(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Iterator[Gang]:
+    known = {(gang.id, gang.epoch) for gang in ctx.gangs}
+    return (Gang(id=gang, epoch=epoch, state="releasing") for gang, epoch in found if (gang, epoch) not in known)
+
+
+def _missing_gang(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Gang | None:
+    """A reservation that the log has and the engine has not: the engine forgot it."""
+    return next((gang for gang in ctx.gangs if gang.state == "reserved" and (gang.id, gang.epoch) not in found), None)
+
+
+def _without_reservation(ctx: JobContext, gang: Gang) -> JobContext:
+    """The engine lost a reservation: the job goes back to the queue, and goes on from its last commit."""
+    first = next(iter(ctx.instances.values()))
+    cause = Loss(
+        instance=first.id,
+        epoch=first.epoch,
+        reason=Reason.ENGINE_LOST,
+        text=f"the engine no longer has the reservation {gang.id}",
+        at_s=ctx.at_s,
+    )
+    ending = job_level_ending(ctx, cause)
+    return replace(ctx, state=JobState.RECOVERING if ending.requeue else JobState.STOPPING, ending=ending)

@@ -1,0 +1,305 @@
+"""The job state machine: one event in, the next context and the commands it asks for out.
+
+``step`` is the only way a context changes. An event either fits the state (its line is in ``apply``) or changes
+nothing: late, repeated and stale reports are harmless. After each event ``settle`` draws the conclusions that need no
+further fact (who may start, who may run, whether the job has succeeded). What should be under way in a state is
+``intent.wanted``; a step returns what is newly wanted, and after a restart of the master, when ``Reattached`` is
+stepped, everything that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rota.job.core import losing, winding
+from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
+from rota.job.core.failover import open_failover
+from rota.job.core.graph import expand
+from rota.job.core.intent import wanted
+from rota.job.core.placement import requests_of
+from rota.job.core.settling import settle
+from rota.spec.commands import Command
+from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
+    Event,
+    FailoverEnded,
+    FailoverStarted,
+    GangReleased,
+    GangReserved,
+    GangReserveFailed,
+    InstanceEnded,
+    InstanceLost,
+    InstanceReady,
+    InstanceStarted,
+    InstanceStopped,
+    JobAdmitted,
+    JobChanged,
+    JobEnded,
+    JobQueued,
+    JobRequeued,
+    JobSubmitted,
+    MasterStarted,
+    PreemptAsked,
+    ProgressStalled,
+    Reattached,
+    Record,
+    RolledBack,
+    StopAsked,
+    TimerFired,
+)
+from rota.spec.ids import Epoch, InstanceId, JobId
+from rota.spec.job import JobSpec
+from rota.spec.states import InstanceState, JobState
+
+WAITING = frozenset({JobState.SUBMITTED, JobState.QUEUED, JobState.PAUSED})
+"""The job holds nothing."""
+LIVE = frozenset({JobState.ADMITTED, JobState.CHECKING, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING})
+"""An attempt is under way; its end is decided only when ``ending`` is set."""
+
+
+def initial(job: JobId) -> JobContext:
+    """The context before the first event."""
+    return JobContext(job=job)
+
+
+def step(ctx: JobContext, record: Record) -> tuple[JobContext, tuple[Command, ...]]:
+    """Apply one record of the job; the time is that of the record. A record that was applied before changes nothing.
+
+    Raises ValueError for a record of another job or one that leaves a gap: the caller must read the log again.
+    """
+    if record.job != ctx.job:
+        raise ValueError(f"record {record.number} is of {record.job}, not of {ctx.job}")
+    if record.seq <= ctx.seq:
+        return ctx, ()
+    if record.seq != ctx.seq + 1:
+        raise ValueError(f"{ctx.job}: record {record.seq} after {ctx.seq}, some are missing")
+    now = replace(ctx, seq=record.seq, at_s=max(ctx.at_s, record.at))
+    moved = _count_table(ctx, settle(apply(now, record.event)))
+    before = {command.id for command in wanted(ctx)}
+    return moved, tuple(command for command in wanted(moved) if command.id not in before)
+
+
+def replay(job: JobId, records: tuple[Record, ...], snapshot: JobContext | None = None) -> JobContext:
+    """The context after all ``records``; those that a snapshot covers are skipped."""
+    ctx = snapshot or initial(job)
+    for record in records:
+        ctx, _ = step(ctx, record)
+    return ctx
+
+
+def apply(ctx: JobContext, event: Event) -> JobContext:
+    """The event alone, without its consequences: every (state, event) pair that matters is a line."""
+    if ctx.state.terminal:
+        return ctx
+    if ctx.state in WAITING:
+        return _apply_waiting(ctx, event)
+    if ctx.ending is not None:
+        return _apply_ending(ctx, event, ctx.ending)
+    return _apply_live(ctx, event)
+
+
+def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
+    match ctx.state, event:
+        case JobState.SUBMITTED, JobSubmitted(spec=spec):
+            return _with_spec(ctx, spec)
+        case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec)):
+            return replace(_with_spec(ctx, spec) if spec else ctx, state=JobState.QUEUED)
+        case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
+            return _with_spec(ctx, spec)
+        case _, JobAdmitted():
+            return _admit(ctx, event)
+        case _, StopAsked(reason=reason, grace_s=grace_s):
+            return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=reason, grace_s=grace_s))
+        case _:
+            return _apply_always(ctx, event)
+
+
+def _apply_live(ctx: JobContext, event: Event) -> JobContext:
+    match ctx.state, event:
+        case _, InstanceReady():
+            return _with_instance(ctx, event, lambda one: _ready(one, event))
+        case _, InstanceEnded(epoch=epoch):
+            return _with_instance(ctx, event, lambda one: _ended(one, epoch))
+        case _, InstanceLost():
+            return losing.lose(ctx, event)
+        case _, ProgressStalled():
+            return losing.stall(ctx, event)
+        case _, GangReserveFailed():
+            return winding.reservation_failed(ctx, event)
+        case _, FailoverStarted():
+            return open_failover(ctx, event)
+        case JobState.RECOVERING, FailoverEnded():
+            return losing.close(ctx, event)
+        case _, RolledBack():
+            return losing.roll_back(ctx, event)
+        case _, Committed():
+            return _commit(ctx, event)
+        case _, StopAsked():
+            return winding.stop(ctx, event)
+        case _, PreemptAsked(reason=reason, grace_s=grace_s):
+            ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s)
+            return replace(ctx, state=JobState.PREEMPTING, ending=ending)
+        case _, TimerFired(timer=timer):
+            return losing.fire(ctx, timer)
+        case _:
+            return _apply_always(ctx, event)
+
+
+def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
+    match ctx.state, event:
+        case _, InstanceLost():
+            return losing.gone_while_ending(ctx, event)
+        case ((JobState.PREEMPTING | JobState.RECOVERING), StopAsked()):
+            return winding.stop(ctx, event)
+        case JobState.RECOVERING, PreemptAsked(reason=reason, grace_s=grace_s):
+            sooner = replace(ending, reason=reason, counts=False, grace_s=grace_s)
+            return replace(ctx, state=JobState.PREEMPTING, ending=sooner)
+        case _, GangReserveFailed(gang=gang, epoch=epoch):
+            return winding.without_gang(ctx, gang, epoch)
+        case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
+            return winding.requeue(ctx, event)
+        case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
+            return _commit(ctx, event)
+        case _:
+            return _apply_always(ctx, event)
+
+
+def _apply_always(ctx: JobContext, event: Event) -> JobContext:
+    """What means the same in every state that is not terminal."""
+    match event:
+        case MasterStarted(master_epoch=epoch) if epoch > ctx.master_epoch:
+            return replace(ctx, master_epoch=epoch, attached=False)
+        case Reattached(master_epoch=epoch) if epoch == ctx.master_epoch:
+            return losing.reattach(ctx, event)
+        case GangReserved(gang=gang, epoch=epoch):
+            return _reserved(ctx, Gang(id=gang, epoch=epoch, state="reserved"))
+        case GangReleased(gang=gang, epoch=epoch):
+            return winding.without_gang(ctx, gang, epoch)
+        case InstanceStarted():
+            return _with_instance(ctx, event, lambda one: _started(one, event))
+        case InstanceStopped(epoch=epoch):
+            return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
+        case CheckpointSaved(n=n, path=path) if n >= ctx.checkpoint_n:
+            return replace(ctx, checkpoint_n=n, checkpoint_path=path)
+        case JobChanged(changes=changes):
+            return replace(ctx, spec=winding.changed_spec(ctx.spec, changes))
+        case JobEnded(state=state, reason=reason):
+            return replace(ctx, state=state, end_reason=reason, open_failover=None, losses=())
+        case _:
+            return ctx
+
+
+def _with_spec(ctx: JobContext, spec: JobSpec) -> JobContext:
+    graph = expand(spec)
+    return replace(ctx, spec=spec, graph=graph, instances={one: Instance(id=one) for one in graph.instances})
+
+
+def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
+    """A new attempt: every instance and gang under a new epoch, back to the newest commit whose state survived."""
+    if ctx.spec is None or event.attempt <= ctx.attempt:
+        return ctx
+    epoch = Epoch(max(event.epoch, ctx.epoch_max + 1))
+    ctx = replace(
+        ctx,
+        state=JobState.ADMITTED,
+        attempt=event.attempt,
+        epoch_max=epoch,
+        placement=event.placement,
+        admitted_s=ctx.at_s,
+        starting_s=ctx.at_s,
+        gangs=(
+            *ctx.gangs,
+            *(Gang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
+        ),
+        instances={
+            one.id: replace(one, state=InstanceState.PLANNED, epoch=epoch, running=False, ended=False)
+            for one in ctx.instances.values()
+        },
+    )
+    return winding.restore_point(ctx)
+
+
+def _reserved(ctx: JobContext, gang: Gang) -> JobContext:
+    """Reserved as asked; one that nobody waits for any more is given back."""
+    known = {(one.id, one.epoch): one for one in ctx.gangs}
+    match known.get((gang.id, gang.epoch)):
+        case Gang(state="reserving"):
+            gangs = tuple(gang if (one.id, one.epoch) == (gang.id, gang.epoch) else one for one in ctx.gangs)
+            return replace(ctx, gangs=gangs)
+        case Gang():
+            return ctx
+        case None:
+            return replace(ctx, gangs=(*ctx.gangs, replace(gang, state="releasing")))
+
+
+def _started(one: Instance, event: InstanceStarted) -> Instance:
+    """The process that was asked for exists; any other one must go."""
+    if one.process is not None and one.process.epoch == event.epoch:
+        if one.state is not InstanceState.STARTING:
+            return one
+        process = Process(epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time)
+        return replace(one, state=InstanceState.STALE, process=process)
+    if event.epoch in one.doomed:
+        return one
+    return replace(one, doomed=(*one.doomed, event.epoch))
+
+
+def _ready(one: Instance, event: InstanceReady) -> Instance:
+    if one.state is not InstanceState.STALE or event.epoch != one.epoch:
+        return one
+    return replace(one, state=InstanceState.READY, restored=event.restored)
+
+
+def _ended(one: Instance, epoch: Epoch) -> Instance:
+    """Returned with success; its process is stopped with the job, or used again when a recovery takes it in."""
+    if one.state is not InstanceState.READY or not one.running or epoch != one.epoch:
+        return one
+    return replace(one, state=InstanceState.GONE, ended=True, running=False)
+
+
+def _commit(ctx: JobContext, event: Committed) -> JobContext:
+    if not accepts_commit(ctx, event.n, event.loop_epoch):
+        return ctx
+    return replace(
+        ctx,
+        committed=event.n,
+        versions={**ctx.versions, **event.versions},
+        cursor=event.cursor,
+        metrics=event.metrics,
+    )
+
+
+def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
+    """True when the loop under this epoch may make commit ``n`` now; a fenced loop may not, nor any ``n`` twice."""
+    loop = ctx.loop
+    if loop is None or ctx.state.terminal or n != ctx.committed + 1 or loop_epoch != loop.epoch:
+        return False
+    return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
+
+
+_OfInstance = InstanceStarted | InstanceReady | InstanceEnded | InstanceLost | InstanceStopped | ProgressStalled
+
+
+def _with_instance(ctx: JobContext, event: _OfInstance, change: Callable[[Instance], Instance]) -> JobContext:
+    """Apply ``change`` to the instance an event speaks of; an instance that the job does not have changes nothing."""
+    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    if one is None:
+        return ctx
+    changed = change(one)
+    return ctx if changed is one else ctx.with_instances([changed])
+
+
+def _count_table(old: JobContext, new: JobContext) -> JobContext:
+    """Give the table of peers a new version when a row of it changed."""
+    if old.instances is new.instances or _table(old) == _table(new):
+        return new
+    return replace(new, table_version=new.seq)
+
+
+def _table(ctx: JobContext) -> list[tuple[Epoch, Epoch, bool]]:
+    return [
+        (one.epoch, one.process.epoch if one.process else Epoch(0), one.state is InstanceState.READY)
+        for one in ctx.instances.values()
+    ]

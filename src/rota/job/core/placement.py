@@ -1,0 +1,170 @@
+"""What a job asks the scheduler for (one request a gang), and which instance gets which granted bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rota.job.core.graph import Graph, Merged, expand
+from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest, Grant, Together
+from rota.spec.ids import GangId, InstanceId, RoleName
+from rota.spec.job import JobSpec, Near, RoleSpec
+from rota.spec.placement import Placement
+from rota.spec.resources import Res
+
+WHOLE = GangId("all")
+"""The one gang of a job with ``gang: all``."""
+LEVELS: tuple[CellLevel, ...] = ("device", "socket", "node", "rack")
+"""From the narrowest cell to the widest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two instances that must share a cell of ``level``, or must not; ``line`` is the place in the job file."""
+
+    left: InstanceId
+    right: InstanceId
+    level: CellLevel
+    line: str
+
+
+def ties(spec: JobSpec, graph: Graph) -> Iterator[Tie]:
+    """Every pair that ``collocate`` joins. Members of two roles pair by rank; ``self`` joins all of the role."""
+    for role, line, near in _lines(spec, "collocate"):
+        mine = graph.ranks[role.name]
+        if near.role in ("self", role.name):
+            yield from (Tie(mine[0], member, near.level, line) for member in mine[1:])
+        elif other := graph.ranks.get(RoleName(near.role)):
+            yield from (Tie(member, other[member.rank % len(other)], near.level, line) for member in mine)
+
+
+def separations(spec: JobSpec, graph: Graph) -> Iterator[Tie]:
+    """Every pair that ``apart`` keeps in different cells."""
+    for role, line, near in _lines(spec, "apart"):
+        mine = graph.ranks[role.name]
+        if near.role in ("self", role.name):
+            yield from (Tie(a, b, near.level, line) for i, a in enumerate(mine) for b in mine[i + 1 :])
+        else:
+            other = graph.ranks.get(RoleName(near.role), ())
+            yield from (Tie(a, b, near.level, line) for a in mine for b in other)
+
+
+def gang_requests(spec: JobSpec, graph: Graph) -> tuple[GangRequest, ...]:
+    """What the job needs: one gang, or with ``gang: subgraph`` one a sub-graph, in data-flow order.
+
+    Sub-graphs that ``collocate`` or ``apart`` tie together are one gang, since a constraint never spans two requests.
+    """
+    return tuple(_request(spec, graph, gang, members) for gang, members in gangs(spec, graph))
+
+
+def gangs(spec: JobSpec, graph: Graph) -> tuple[tuple[GangId, tuple[InstanceId, ...]], ...]:
+    """The gangs of a job and their members, in data-flow order."""
+    if spec.gang == "all":
+        return ((WHOLE, graph.instances),)
+    merged: Merged[InstanceId] = Merged()
+    for part in graph.subgraphs:
+        for member in part.members:
+            merged.join(part.members[0], member)
+    for tie in (*ties(spec, graph), *separations(spec, graph)):
+        merged.join(tie.left, tie.right)
+    parts: dict[InstanceId, list[InstanceId]] = {}
+    for part in graph.subgraphs:
+        parts.setdefault(merged.root(part.members[0]), []).extend(part.members)
+    return tuple((GangId(f"part{index}"), tuple(members)) for index, members in enumerate(parts.values()))
+
+
+def bind(request: GangRequest, grant: Grant) -> Mapping[InstanceId, BundleGrant]:
+    """Which bundle each instance of the gang runs in. Raises ValueError when the grant does not answer the request."""
+    if grant.gang != request.gang or len(grant.bundles) != len(request.bundles):
+        raise ValueError(
+            f"grant {grant.gang} with {len(grant.bundles)} bundles does not answer"
+            f" request {request.gang} with {len(request.bundles)}"
+        )
+    granted = {bundle.index: bundle for bundle in grant.bundles}
+    return {member: granted[ask.index] for ask in request.bundles for member in ask.members}
+
+
+@lru_cache(maxsize=256)
+def requests_of(spec: JobSpec) -> tuple[GangRequest, ...]:
+    """``gang_requests`` of a spec, computed once."""
+    return gang_requests(spec, expand(spec))
+
+
+@lru_cache(maxsize=256)
+def bindings(spec: JobSpec, placement: Placement) -> Mapping[InstanceId, tuple[GangId, BundleGrant]]:
+    """Gang and bundle of every instance under a placement. Raises KeyError or ValueError when one is missing."""
+    return {
+        member: (request.gang, bundle)
+        for request in requests_of(spec)
+        for member, bundle in bind(request, placement.gang(request.gang)).items()
+    }
+
+
+def _request(spec: JobSpec, graph: Graph, gang: GangId, members: Sequence[InstanceId]) -> GangRequest:
+    slots = _slots(spec, graph, members)
+    index = {member: i for i, slot in enumerate(slots) for member in slot}
+    return GangRequest(
+        gang=gang,
+        bundles=tuple(BundleAsk(index=i, members=slot, res=_needs(spec, slot)) for i, slot in enumerate(slots)),
+        apart=tuple(_apart(spec, graph, index)),
+        together=tuple(_together(spec, graph, index)),
+    )
+
+
+def _slots(spec: JobSpec, graph: Graph, members: Sequence[InstanceId]) -> tuple[tuple[InstanceId, ...], ...]:
+    """Members merged over device collocation: each class shares one bundle."""
+    merged: Merged[InstanceId] = Merged()
+    for tie in ties(spec, graph):
+        if tie.level == "device":
+            merged.join(tie.right, tie.left)
+    slots: dict[InstanceId, list[InstanceId]] = {}
+    for member in members:
+        slots.setdefault(merged.root(member), []).append(member)
+    return tuple(tuple(slot) for slot in slots.values())
+
+
+def _needs(spec: JobSpec, slot: Sequence[InstanceId]) -> Res:
+    """Resources of a shared bundle: CPUs and memory add up; leased devices are the largest ask, fractions add up."""
+    roles = [spec.role(member.role) for member in slot]
+    fractional = any(near.share == "fraction" for role in roles for near in role.collocate)
+    gpus = [role.res.gpus for role in roles]
+    return Res(
+        cpus=sum(role.res.cpus for role in roles),
+        gpus=sum(gpus) if fractional else max(gpus),
+        gpu_type=next((role.res.gpu_type for role in roles if role.res.gpu_type), None),
+        memory_bytes=sum(role.res.memory_bytes for role in roles),
+    )
+
+
+def _apart(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> Iterator[Apart]:
+    for role, _, near in _lines(spec, "apart"):
+        mine = _indices(graph.ranks[role.name], index)
+        other = mine if near.role == "self" else _indices(graph.ranks.get(RoleName(near.role), ()), index)
+        if mine and other:
+            yield Apart(left=mine, right=other, level=near.level)
+
+
+def _together(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> Iterator[Together]:
+    """Closed under transitivity: bundles tied over several lines of one level become one constraint."""
+    for level in LEVELS[1:]:
+        merged: Merged[int] = Merged()
+        tied: dict[int, None] = {}
+        for tie in ties(spec, graph):
+            if tie.level == level and tie.left in index and tie.right in index:
+                merged.join(index[tie.right], index[tie.left])
+                tied |= {index[tie.left]: None, index[tie.right]: None}
+        classes: dict[int, list[int]] = {}
+        for bundle in sorted(tied):
+            classes.setdefault(merged.root(bundle), []).append(bundle)
+        yield from (Together(bundles=tuple(one), level=level) for one in classes.values() if len(one) > 1)
+
+
+def _indices(members: Sequence[InstanceId], index: Mapping[InstanceId, int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(index[member] for member in members if member in index))
+
+
+def _lines(spec: JobSpec, name: str) -> Iterator[tuple[RoleSpec, str, Near]]:
+    for role in spec.roles:
+        for i, near in enumerate(role.collocate if name == "collocate" else role.apart):
+            yield role, f"roles.{role.name}.{name}[{i}]", near

@@ -1,0 +1,112 @@
+"""What follows from a state without a further fact: who may start, who may run, success, and how far an end is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rota.job.core.context import Ending, Instance, JobContext, Process
+from rota.spec.ids import Epoch, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState, JobState
+
+
+def settle(ctx: JobContext) -> JobContext:
+    """Draw every conclusion; a settled context stays as it is."""
+    if ctx.graph is None or ctx.state.terminal:
+        return ctx
+    if ctx.ending is None and ctx.placement is not None:
+        ctx = _succeed(_run(_start(ctx)))
+    if ctx.ending is not None:
+        return _wind_down(ctx)
+    return ctx if ctx.placement is None else replace(ctx, **_job_state(ctx))
+
+
+def reserved(ctx: JobContext) -> dict[str, Epoch]:
+    """Gangs that exist, with their epochs."""
+    return {gang.id: gang.epoch for gang in ctx.gangs if gang.state == "reserved"}
+
+
+def role_started(ctx: JobContext, role: RoleName) -> bool:
+    """True when what waits for this role may start: all of it is ready and, if it is finite, runs or has ended."""
+    return all(one.settled and (role not in ctx.plan.finite or one.running or one.ended) for one in ctx.of_role(role))
+
+
+def _start(ctx: JobContext) -> JobContext:
+    """Planned instances start once their gang exists, their old processes are gone and what they wait for is ready."""
+    have = reserved(ctx)
+    open_one = ctx.failover
+    held = open_one.scope if open_one and not open_one.released else ()
+    ready_roles: dict[RoleName, bool] = {}
+
+    def may_start(one: Instance) -> bool:
+        if one.state is not InstanceState.PLANNED or one.doomed or one.id in held or ctx.rollback_to is not None:
+            return False
+        if ctx.bundle(one.id)[0] not in have:
+            return False
+        for role in ctx.plan.starts_after.get(one.id.role, ()):
+            if role not in ready_roles:
+                ready_roles[role] = role_started(ctx, role)
+            if not ready_roles[role]:
+                return False
+        return True
+
+    starting = [
+        replace(one, state=InstanceState.STARTING, process=Process(epoch=one.epoch))
+        for one in ctx.instances.values()
+        if may_start(one)
+    ]
+    return ctx.with_instances(starting) if starting else ctx
+
+
+def _run(ctx: JobContext) -> JobContext:
+    """Finite instances run when everybody is ready, those apart that start only after them."""
+    if ctx.open_failover is not None or ctx.losses:
+        return ctx
+    waits = {one.id.role for one in ctx.instances.values() if not one.settled}
+
+    def may_run(one: Instance) -> bool:
+        role = one.id.role
+        if one.state is not InstanceState.READY or one.running or one.ended or role not in ctx.plan.finite:
+            return False
+        return all(role in ctx.plan.waits_for(other) for other in waits)
+
+    ready = [replace(one, running=True) for one in ctx.instances.values() if may_run(one)]
+    return _start(ctx.with_instances(ready)) if ready else ctx
+
+
+def _succeed(ctx: JobContext) -> JobContext:
+    assert ctx.spec is not None
+    match ctx.spec.success_when:
+        case None | "loop" if ctx.plan.loop is not None:
+            needed = frozenset({ctx.plan.loop})
+        case tuple() as roles:
+            needed = frozenset(RoleName(role) for role in roles)
+        case _:
+            needed = ctx.plan.finite
+    if not needed or not all(one.ended for one in ctx.instances.values() if one.id.role in needed):
+        return ctx
+    return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
+
+
+def _job_state(ctx: JobContext) -> dict[str, JobState | float | None]:
+    if ctx.open_failover is not None or ctx.losses:
+        return {"state": JobState.RECOVERING}
+    if all(one.settled for one in ctx.instances.values()):
+        return {"state": JobState.RUNNING, "started_s": ctx.at_s if ctx.started_s is None else ctx.started_s}
+    return {"state": JobState.STARTING if reserved(ctx) else JobState.ADMITTED}
+
+
+def _wind_down(ctx: JobContext) -> JobContext:
+    """First every process goes, then every reservation; then the end can be recorded."""
+    ctx = ctx.with_instances(_doom(one) for one in ctx.instances.values() if one.process or not one.state.terminal)
+    if any(one.doomed for one in ctx.instances.values()):
+        return ctx
+    return replace(
+        ctx, gangs=tuple(replace(gang, state="releasing") for gang in ctx.gangs), open_failover=None, losses=()
+    )
+
+
+def _doom(one: Instance) -> Instance:
+    """Its processes must go; a start that is still under way is superseded by the stop."""
+    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
+    return replace(one, process=None, doomed=doomed, state=InstanceState.STOPPING if doomed else InstanceState.GONE)

@@ -1,0 +1,95 @@
+"""Events that end an attempt or bound it: stop, failed reservation, requeue, changed limits, the restore point."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rota.job.core.context import Ending, Instance, JobContext, Loss
+from rota.job.core.failover import job_level_ending
+from rota.spec.events import GangReserveFailed, JobRequeued, StopAsked
+from rota.spec.ids import Epoch, GangId, InstanceId
+from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry", "labels"})
+"""Fields of a job that may change after submit without a new attempt."""
+
+
+def stop(ctx: JobContext, event: StopAsked) -> JobContext:
+    """Somebody wants the job to end; the reason decides the final state."""
+    return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=event.reason, grace_s=event.grace_s))
+
+
+def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
+    """The engine did not give the reservation: back to the queue some times, then the end."""
+    if not any((gang.id, gang.epoch) == (event.gang, event.epoch) for gang in ctx.gangs):
+        return ctx
+    ctx = without_gang(ctx, event.gang, event.epoch)
+    first = next(iter(ctx.instances.values()))
+    cause = Loss(instance=first.id, epoch=first.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
+    ending = replace(job_level_ending(ctx, cause), role=None, rank=None)
+    return replace(ctx, state=JobState.RECOVERING if ending.requeue else JobState.STOPPING, ending=ending)
+
+
+def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch) -> JobContext:
+    """The reservation does not exist any more."""
+    return replace(ctx, gangs=tuple(one for one in ctx.gangs if (one.id, one.epoch) != (gang, epoch)))
+
+
+def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
+    """The attempt is over: nothing is held; the next admission starts anew, with fresh budgets."""
+    if event.attempt != ctx.attempt:
+        return ctx
+    free = not event.counts and event.reason in (Reason.ENGINE_LOST, Reason.NODE_LOST, Reason.GANG_TIMEOUT)
+    return replace(
+        ctx,
+        state=JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
+        ending=None,
+        placement=None,
+        losses=(),
+        diagnosed=False,
+        escalated=None,
+        charges=(),
+        open_failover=None,
+        retries=ctx.retries + (1 if event.counts else 0),
+        free_requeues=ctx.free_requeues + (1 if free else 0),
+        used_s=ctx.used_s + ctx.at_s - ctx.admitted_s,
+        instances={
+            one.id: Instance(id=one.id, epoch=one.epoch, doomed=one.doomed, restarts=one.restarts, error=one.error)
+            for one in ctx.instances.values()
+        },
+    )
+
+
+def restore_point(ctx: JobContext) -> JobContext:
+    """Where a new attempt starts: the last commit if its state survived, else the newest checkpoint.
+
+    State of a commit lives in the memory of the host where its instance ran; it survives the processes, and it is
+    found again by an instance of the same role and rank on the same host.
+    """
+    hosts = tuple((one, ctx.bundle(one)[1].host) for one in ctx.plan.instances)
+    before = dict(ctx.hosts)
+    moved = any(host != before.get(one, host) and _keeps_on_host(ctx, one) for one, host in hosts)
+    ctx = replace(ctx, hosts=hosts)
+    if moved and ctx.checkpoint_n < ctx.committed:
+        return replace(ctx, rollback_to=ctx.checkpoint_n)
+    return ctx
+
+
+def changed_spec(spec: JobSpec | None, changes: dict[str, Any]) -> JobSpec | None:
+    """The spec with those changes applied that need no new attempt; anything else is left as it is."""
+    if spec is None:
+        return None
+    known = {name: value for name, value in changes.items() if name in CHANGEABLE}
+    try:
+        return JobSpec.from_json({**spec.to_json(), **known})
+    except (TypeError, ValueError):
+        return spec
+
+
+def _keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
+    """True when the state of the last commit is in the memory of the host of this instance."""
+    assert ctx.spec is not None
+    return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state

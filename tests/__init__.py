@@ -1,0 +1,1 @@
+"""Tests of Rota; the folders mirror the package."""

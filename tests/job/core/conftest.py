@@ -1,0 +1,96 @@
+"""A job driven by hand: every command is carried out at once, as a perfect launcher would."""
+
+from __future__ import annotations
+
+import pytest
+from tests import makers
+
+from rota.job.core.intent import next_emit, wanted
+from rota.spec.commands import Assemble, Command, ReleaseGang, ReserveGang, StartInstance, StopInstance
+from rota.spec.events import (
+    Event,
+    GangReleased,
+    GangReserved,
+    InstanceLost,
+    InstanceReady,
+    InstanceStarted,
+    InstanceStopped,
+    MasterStarted,
+    Reattached,
+)
+from rota.spec.ids import Epoch
+from rota.spec.job import JobSpec
+
+
+class Driven(makers.Log):
+    """``settle`` carries out what is wanted until nothing more comes; ``hold`` names commands to leave open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pid = 100
+        self.alive: dict[tuple[str, int, int], int] = {}
+        self.done: list[Command] = []
+
+    def feed(self, *events: Event, after_s: float = 1.0) -> tuple[Command, ...]:
+        for event in events:
+            if isinstance(event, InstanceLost) and not event.alive:
+                self.alive.pop((event.role, event.rank, event.epoch), None)
+        return super().feed(*events, after_s=after_s)
+
+    def outcome(self, command: Command) -> Event | None:
+        match command:
+            case ReserveGang(gang=gang, epoch=epoch):
+                return GangReserved(gang=gang, epoch=epoch)
+            case ReleaseGang(gang=gang, epoch=epoch):
+                return GangReleased(gang=gang, epoch=epoch)
+            case StartInstance(instance=one, epoch=epoch, bundle=bundle):
+                key = (one.role, one.rank, epoch)
+                if key not in self.alive:
+                    self.pid += 1
+                    self.alive[key] = self.pid
+                return InstanceStarted(role=one.role, rank=one.rank, epoch=epoch, node=bundle.node, pid=self.alive[key])
+            case StopInstance(instance=one, started_epoch=epoch):
+                self.alive.pop((one.role, one.rank, epoch), None)
+                return InstanceStopped(role=one.role, rank=one.rank, epoch=epoch)
+            case Assemble(instance=one, epoch=epoch, restore=restore):
+                return InstanceReady(role=one.role, rank=one.rank, epoch=epoch, restored=restore)
+            case _:
+                return None
+
+    def settle(self, *, hold: str = "\0") -> Driven:
+        for _ in range(1000):
+            if emit := next_emit(self.ctx):
+                self.feed(emit.event, after_s=0.0)
+                continue
+            for command in wanted(self.ctx):
+                event = None if command.id.startswith(hold) else self.outcome(command)
+                if event is not None:
+                    self.done.append(command)
+                    self.feed(event, after_s=0.1)
+                    break
+            else:
+                return self
+        raise AssertionError("never settles")
+
+    def master(self, epoch: int = 1, *, dead: tuple[tuple[str, int, int], ...] = ()) -> Driven:
+        """A master starts and finds what is alive."""
+        for key in dead:
+            self.alive.pop(key)
+        alive = tuple((role, rank, Epoch(e)) for role, rank, e in self.alive)
+        gangs = tuple((gang.id, gang.epoch) for gang in self.ctx.gangs if gang.state == "reserved")
+        self.feed(MasterStarted(master_epoch=Epoch(epoch), pid=1))
+        self.feed(Reattached(master_epoch=Epoch(epoch), alive=alive, gangs=gangs))
+        return self
+
+    def admit(self, job: JobSpec) -> Driven:
+        self.feed(*makers.submitted(job), makers.admitted(job))
+        return self.master()
+
+    def run(self, job: JobSpec) -> Driven:
+        """Up to RUNNING."""
+        return self.admit(job).settle()
+
+
+@pytest.fixture
+def driven() -> Driven:
+    return Driven()

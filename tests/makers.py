@@ -1,0 +1,115 @@
+"""Small makers of jobs, placements and records: one line an object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rota.job.core.context import JobContext
+from rota.job.core.graph import expand
+from rota.job.core.machine import initial, step
+from rota.job.core.placement import gang_requests
+from rota.spec.commands import Command
+from rota.spec.dispatch import OpSpec
+from rota.spec.events import Event, JobAdmitted, JobQueued, JobSubmitted, Record
+from rota.spec.gang import BundleGrant, Grant
+from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
+from rota.spec.job import Fail, Interface, JobSpec, RoleSpec
+from rota.spec.placement import Placement
+
+JOB = JobId("job-1")
+
+
+def op(name: str, **fields: Any) -> OpSpec:
+    return OpSpec(name=name, **fields)
+
+
+def fail(**fields: Any) -> Fail:
+    return Fail(**fields)
+
+
+def service(name: str, n: int = 1, *ops: OpSpec, state: bool = False, **fields: Any) -> RoleSpec:
+    """A role whose instances wait for calls."""
+    interface = fields.pop("interface", Interface(kind="class", ops=ops, has_state=state))
+    return RoleSpec(
+        name=RoleName(name), workload=f"m:{name}", replicas_min=n, replicas_max=n, interface=interface, **fields
+    )
+
+
+def mesh(name: str, n: int = 2, *, state: bool = True, **fields: Any) -> RoleSpec:
+    """A stateful role of one process group."""
+    return service(name, n, op("update", retry="commit"), state=state, mesh=(("dp", n),), **fields)
+
+
+def loop(**fields: Any) -> RoleSpec:
+    """The loop role."""
+    return RoleSpec(name=RoleName("loop"), workload="m:loop", interface=Interface(kind="loop"), **fields)
+
+
+def command(name: str, n: int = 1, **fields: Any) -> RoleSpec:
+    """A role that runs a command and ends."""
+    return RoleSpec(name=RoleName(name), run=("true",), replicas_min=n, replicas_max=n, **fields)
+
+
+def spec(*roles: RoleSpec, **fields: Any) -> JobSpec:
+    return JobSpec(name=fields.pop("name", "j"), roles=roles, **fields)
+
+
+def rl(**fields: Any) -> JobSpec:
+    """Actor of two ranks with state, two stateless rewards, a loop."""
+    return spec(mesh("actor", 2), service("reward", 2), loop(), **fields)
+
+
+def placement(job: JobSpec, host: str = "h0") -> Placement:
+    """Everything on one node."""
+    return Placement(
+        gangs=tuple(
+            Grant(
+                gang=request.gang,
+                bundles=tuple(
+                    BundleGrant(index=ask.index, node=NodeId(host), host=host, devices=(), res=ask.res)
+                    for ask in request.bundles
+                ),
+            )
+            for request in gang_requests(job, expand(job))
+        )
+    )
+
+
+def admitted(job: JobSpec, attempt: int = 1, epoch: int = 1, host: str = "h0") -> JobAdmitted:
+    return JobAdmitted(attempt=attempt, epoch=Epoch(epoch), placement=placement(job, host))
+
+
+def submitted(job: JobSpec) -> tuple[Event, ...]:
+    return (JobSubmitted(spec=job), JobQueued())
+
+
+def at(text: str) -> InstanceId:
+    return InstanceId.parse(text)
+
+
+class Log:
+    """Feeds events to the machine one by one, numbering them; keeps the context and the last commands."""
+
+    def __init__(self, job: JobId = JOB) -> None:
+        self.ctx: JobContext = initial(job)
+        self.records: list[Record] = []
+        self.commands: tuple[Command, ...] = ()
+
+    def feed(self, *events: Event, after_s: float = 1.0) -> tuple[Command, ...]:
+        """Append and step; returns the commands of all of them."""
+        out: list[Command] = []
+        for event in events:
+            number = len(self.records) + 1
+            at_s = (self.records[-1].at if self.records else 1000.0) + after_s
+            record = Record(number=number, job=self.ctx.job, seq=number, at=at_s, event=event)
+            self.records.append(record)
+            self.ctx, commands = step(self.ctx, record)
+            out += commands
+        self.commands = tuple(out)
+        return self.commands
+
+
+def ids(commands: Iterable[Command]) -> list[str]:
+    """The identifiers of commands, timers left out."""
+    return [one.id for one in commands if not one.id.startswith("timer/")]

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
+from rota.cluster.live import queue_from_json
 from rota.service.views.story import JobStory, begin_story
-from rota.spec import codec
 from rota.spec import events as e
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.events import Record
@@ -75,7 +75,7 @@ class Installation:
             case e.NodeMarked() if event.node in self.nodes:
                 self.nodes[event.node] = _marked(self.nodes[event.node], event, at)
             case e.QueuesChanged():
-                self.queues = tuple(codec.from_json_value(Queue, raw) for raw in event.queues)
+                self.queues = tuple(queue_from_json(raw) for raw in event.queues)
             case e.EngineStateVolatile():
                 self.engine_volatile = event
             case e.EngineLost():

@@ -1,0 +1,164 @@
+"""The application: routes, permission, problems, limits and headers of every answer."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rota.runtime.chance import SystemChance
+from rota.service.routes import cluster, jobs, page, streams
+from rota.service.routes.doors import Doors
+from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
+
+BODY_BYTES_MAX = 16 * 2**20
+PROBLEM = "application/problem+json"
+RETRY_AFTER_S = 1
+
+_log = logging.getLogger("rota.service")
+
+_SECURITY = (
+    (b"content-security-policy", b"default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
+_HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 413: "LIMIT_EXCEEDED"}
+
+
+def make_app(doors: Doors) -> FastAPI:
+    """The ASGI application over the given parts."""
+    app = FastAPI(
+        title="Rota",
+        version=doors.version,
+        description="Schedules, runs and heals deep-learning jobs of many roles.",
+        openapi_url="/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.doors = doors
+    for router in (jobs.router, streams.router, cluster.router, page.router):
+        app.include_router(router)
+    app.add_exception_handler(RotaError, _rota_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _bug)
+    app.add_middleware(Guard, doors=doors)
+    return app
+
+
+class Guard:
+    """Around every request: an id, a limit on the body, headers against browsers' tricks, a time in the metrics."""
+
+    def __init__(self, app: ASGIApp, doors: Doors) -> None:
+        self._app, self._doors, self._chance = app, doors, SystemChance()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = self._chance.fresh(60)
+        scope.setdefault("state", {})["request_id"] = request_id
+        started_s = self._doors.clock.monotonic_s()
+        status = [500]
+        read = [0]
+
+        async def limited() -> Message:
+            message = await receive()
+            read[0] += len(message.get("body", b""))
+            if read[0] > BODY_BYTES_MAX:
+                raise HTTPException(413, f"the body is larger than {BODY_BYTES_MAX} bytes")
+            return message
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status[0] = message["status"]
+                headers = [*message.get("headers", ()), *_SECURITY, (b"rota-request-id", request_id.encode())]
+                stale = self._doors.loop.stale_since
+                if stale is not None:
+                    age = str(int(self._doors.clock.monotonic_s() - stale)).encode()
+                    headers.append((b"rota-stale", age))
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, limited, marked)
+        finally:
+            route = getattr(scope.get("route"), "path", "")
+            took_s = self._doors.clock.monotonic_s() - started_s
+            self._doors.metrics.http.labels(scope["method"], route, str(status[0])).observe(took_s)
+
+
+def problem(
+    request: Request, *, status: int, code: str, detail: str, hint: str = "", exit: int = 1, **more: Any
+) -> JSONResponse:
+    """An error as RFC 9457 asks for it."""
+    body = {
+        "type": f"/reference/errors#{code}",
+        "title": code.replace("_", " ").capitalize(),
+        "status": status,
+        "detail": detail,
+        "code": code,
+        "hint": hint,
+        "exit": exit,
+        "request_id": getattr(request.state, "request_id", ""),
+        **more,
+    }
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body, status_code=status, media_type=PROBLEM, headers=headers)
+
+
+def _rota_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RotaError)
+    errors: list[dict[str, Any]] = []
+    if isinstance(error, JobFileError):
+        errors = [one.to_json() for one in error.problems]
+    fields = dict(error.fields)
+    code = str(fields.pop("code", error.code))
+    if error.http >= 500 and not isinstance(error, NotReachable | LimitExceeded):
+        _log.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)
+    return problem(
+        request,
+        status=error.http,
+        code=code,
+        detail=error.message,
+        hint=error.hint,
+        exit=error.exit,
+        errors=errors,
+        fields=fields,
+    )
+
+
+def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = [
+        {
+            "loc": ".".join(str(part) for part in one["loc"]),
+            "line": 0,
+            "col": 0,
+            "message": one["msg"],
+            "hint": "",
+            "code": str(one["type"]).upper(),
+        }
+        for one in error.errors()
+    ]
+    detail = "; ".join(f"{one['loc']}: {one['message']}" for one in errors)
+    return problem(request, status=422, code="INVALID", detail=detail, exit=2, errors=errors)
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = _HTTP_CODES.get(error.status_code, "INVALID")
+    return problem(request, status=error.status_code, code=code, detail=str(error.detail), exit=2)
+
+
+def _bug(request: Request, error: Exception) -> Response:
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    detail = f"{type(error).__name__}: a bug in Rota; the service log has its story"
+    return problem(request, status=500, code="INTERNAL", detail=detail)

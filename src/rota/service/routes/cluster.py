@@ -1,0 +1,177 @@
+"""Routes of nodes, queues, reasons and the service itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rota.cluster.live import queue_from_json
+from rota.runtime.clock import iso
+from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.views.cluster import cluster_totals, node_list, queue_tree
+from rota.service.views.jobs import API
+from rota.spec import codec
+from rota.spec.errors import BadInput, EngineUnavailable, UnknownName
+from rota.spec.events import NodeMarked, QueuesChanged
+from rota.spec.ids import NodeId
+from rota.spec.reasons import INFO
+from rota.spec.resources import Health
+
+router = APIRouter(prefix="/api/v1", tags=["cluster"])
+
+_MARKS: dict[str, Health] = {
+    "drain": Health.DRAINED,
+    "cordon": Health.DRAINED,
+    "undrain": Health.HEALTHY,
+}
+
+
+class MarkBody(BaseModel):
+    """Why a node is drained or used again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: Annotated[str, Field(max_length=500)] = ""
+    dry_run: bool = False
+
+
+class QueuesBody(BaseModel):
+    """The whole new queue tree."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queues: list[dict[str, Any]]
+    dry_run: bool = False
+
+
+@router.get("/status")
+async def status(doors: Parts, caller: Asker) -> Document:
+    """The service and its parts, each with its health and, if it is not well, what that means."""
+    return await status_document(doors)
+
+
+async def status_document(doors: Doors) -> Document:
+    """The Status document."""
+    loop, installation = doors.loop, doors.loop.installation
+    try:
+        parts = await doors.engine.status()
+    except EngineUnavailable as error:
+        parts = {"gateway": {"state": "down", "text": str(error)}}
+    stale = loop.stale_since
+    away_s = None if stale is None else round(doors.clock.monotonic_s() - stale, 1)
+    return {
+        "api": API,
+        "kind": "Status",
+        "state": "ready" if doors.ready and stale is None else "degraded" if doors.ready else "starting",
+        "version": doors.version,
+        "url": doors.settings.url,
+        "pid": doors.pid,
+        "started_at": iso(doors.started_at),
+        "home": str(doors.home.root),
+        "install_epoch": loop.writer.epoch,
+        "profile": doors.settings.profile,
+        "pretend": doors.settings.pretend or None,
+        "parts": {
+            "store": {
+                "state": "up" if stale is None else "away",
+                "records": installation.number,
+                "away_s": away_s,
+            },
+            **parts,
+        },
+        "cluster": cluster_totals(installation),
+        "warnings": _warnings(doors),
+    }
+
+
+def _warnings(doors: Doors) -> list[str]:
+    found: list[str] = []
+    if doors.loop.installation.engine_volatile is not None:
+        found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
+    if doors.settings.host not in ("127.0.0.1", "localhost", "::1"):
+        found.append("the service listens beyond this machine; who submits a job runs code as this user")
+    return found
+
+
+@router.get("/nodes")
+async def nodes(doors: Parts, caller: Asker) -> Document:
+    """Every node with its devices and who holds them."""
+    return node_list(doors.loop.installation)
+
+
+@router.get("/nodes/{node}")
+async def node(node: str, doors: Parts, caller: Asker) -> Document:
+    """One node."""
+    return {"api": API, "kind": "Node", **_one_node(doors, node)}
+
+
+@router.post("/nodes/{node}:{action}", status_code=202)
+async def mark_node(
+    node: str, action: Literal["drain", "undrain", "cordon"], doors: Parts, caller: Asker, body: MarkBody | None = None
+) -> Document:
+    """Take a node out of use for new work (``drain``, ``cordon``) or back in. Jobs that run there go on."""
+    given = body or MarkBody()
+    before = _one_node(doors, node)
+    if not given.dry_run:
+        event = NodeMarked(node=NodeId(node), health=_MARKS[action], by=caller.user, text=given.reason)
+        await doors.loop.append([event])
+    return {
+        "api": API,
+        "kind": "DrainPlan",
+        "node": node,
+        "action": action,
+        "dry_run": given.dry_run,
+        "jobs": [{"job": job, "effect": "goes on; new work goes elsewhere"} for job in before["jobs"]],
+        "state": _one_node(doors, node)["state"],
+    }
+
+
+def _one_node(doors: Doors, node: str) -> Document:
+    items = node_list(doors.loop.installation)["items"]
+    found = next((one for one in items if one["id"] == node), None)
+    if found is None:
+        raise UnknownName(f"no node {node!r}", hint=f"nodes: {', '.join(one['id'] for one in items[:20])}")
+    return found
+
+
+@router.get("/queues")
+async def queues(doors: Parts, caller: Asker) -> Document:
+    """The queue tree with what each queue promises, holds and lets wait."""
+    return queue_tree(doors.loop.installation)
+
+
+@router.put("/queues")
+async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Document:
+    """Replace the queue tree. A queue with live jobs cannot be removed."""
+    try:
+        given = tuple(queue_from_json(raw) for raw in body.queues)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"queues: {error}", hint="each is {path, guaranteed, limit, weight, ...}") from error
+    paths = {queue.path for queue in given}
+    used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)
+    if used:
+        raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
+    old = {queue.path: queue for queue in doors.loop.installation.queues}
+    if not body.dry_run:
+        event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
+        await doors.loop.append([event])
+    return {
+        "api": API,
+        "kind": "QueueDiff",
+        "dry_run": body.dry_run,
+        "added": sorted(paths - set(old)),
+        "removed": sorted(set(old) - paths),
+        "changed": sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
+    }
+
+
+@router.get("/reasons")
+async def reasons(caller: Asker) -> Document:
+    """Every reason with its family, its fault and its sentence."""
+    items = [
+        {"code": reason, "family": info.family, "fault": info.fault, "text": info.text, "ends_in": info.ends_in}
+        for reason, info in INFO.items()
+    ]
+    return {"api": API, "kind": "ReasonList", "items": items, "next": None}

@@ -1,0 +1,269 @@
+"""Routes of jobs: submit, plan, list, show, explain, stop, and everything that is told of one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from rota.service.intake import Submission
+from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.views.explain import explanation
+from rota.service.views.failures import failure_list
+from rota.service.views.graph import graph_document
+from rota.service.views.jobs import API, JobFilter, job_document, job_list, when
+from rota.service.views.story import JobStory
+from rota.spec import codec
+from rota.spec.errors import BadInput, Conflict, SeqConflict
+from rota.spec.events import Event, JobChanged, StopAsked
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+SOURCE_BYTES_MAX = 2**20
+STOP_TRIES_MAX = 20
+CHANGEABLE = ("priority", "queue", "time_limit_s", "labels")
+
+router = APIRouter(prefix="/api/v1", tags=["jobs"])
+
+
+class SubmitBody(BaseModel):
+    """A job file as text with its name, ``--set`` values and the folder that relative paths start from; or a spec."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: Annotated[str, Field(max_length=SOURCE_BYTES_MAX)] = ""
+    filename: Annotated[str, Field(max_length=4096)] = "job.yaml"
+    sets: list[str] = []
+    workdir: Annotated[str, Field(max_length=4096)] = ""
+    spec: dict[str, Any] | None = None
+
+    def submission(self) -> Submission:
+        """The same as a value. Raises BadInput when there is neither text nor spec."""
+        if not self.source and self.spec is None:
+            raise BadInput("there is neither 'source' nor 'spec'", hint="send the text of a job file as 'source'")
+        return Submission(
+            source=self.source,
+            filename=self.filename,
+            sets=tuple(self.sets),
+            workdir=self.workdir,
+            spec=self.spec,
+        )
+
+
+class StopBody(BaseModel):
+    """How to stop: ``grace_s`` bounds the polite part, ``reason`` is told to people."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
+    reason: Annotated[str, Field(max_length=500)] = ""
+
+
+class ChangeBody(BaseModel):
+    """Fields that may change after submit, as dotted paths."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    changes: dict[str, Any]
+
+
+@router.post("/jobs", status_code=201)
+async def submit(
+    body: SubmitBody,
+    doors: Parts,
+    caller: Asker,
+    response: Response,
+    idempotency_key: Annotated[str, Header(max_length=200)] = "",
+) -> Document:
+    """Submit a job; durable when this answers. The same ``Idempotency-Key`` with the same body gives the same job."""
+    story, new = await doors.intake.submit(body.submission(), user=caller.user, key=idempotency_key)
+    response.status_code = 201 if new else 200
+    response.headers["Location"] = f"/api/v1/jobs/{story.id}"
+    return show_document(doors, story)
+
+
+@router.post("/jobs:plan")
+async def plan(body: SubmitBody, doors: Parts, caller: Asker) -> Document:
+    """Dry run: roles, gangs, placement on the cluster as it is, what losing each role would do. Keeps nothing."""
+    return {"api": API, **await doors.intake.plan(body.submission())}
+
+
+@router.get("/jobs")
+async def list_jobs(
+    doors: Parts,
+    caller: Asker,
+    all: bool = False,
+    state: Annotated[list[str] | None, Query()] = None,
+    queue: str = "",
+    user: str = "",
+    name: str = "",
+    label: Annotated[list[str] | None, Query()] = None,
+    since_s: float | None = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 200,
+    cursor: str = "",
+) -> Document:
+    """Jobs, newest first; those that ended only with ``all`` or ``state``. ``since_s``: ended at most so long ago."""
+    now = doors.clock.wall_s()
+    wanted = JobFilter(
+        all=all,
+        states=tuple(one.upper() for one in state or ()),
+        queue=queue,
+        user=user,
+        name=name,
+        labels=tuple(_label(one) for one in label or ()),
+        since=0.0 if since_s is None else now - since_s,
+    )
+    return job_list(doors.loop.installation.jobs.values(), wanted, now=now, limit=limit, cursor=cursor)
+
+
+@router.get("/jobs/{job}")
+async def show(job: str, doors: Parts, caller: Asker) -> Document:
+    """One job with every instance: state, node, pid, restarts, epoch, progress, last error."""
+    return show_document(doors, doors.loop.installation.find(job))
+
+
+@router.patch("/jobs/{job}")
+async def change(job: str, body: ChangeBody, doors: Parts, caller: Asker) -> Document:
+    """Change priority, queue, time limit or labels of a job that has not ended."""
+    story = doors.loop.installation.find(job)
+    for path in body.changes:
+        if path.partition(".")[0] not in CHANGEABLE:
+            raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {', '.join(CHANGEABLE)}")
+    if "queue" in body.changes:
+        doors.loop.installation.queue(str(body.changes["queue"]))
+    if not isinstance(body.changes.get("priority", 0), int):
+        raise BadInput("priority is a whole number from -1 to 100")
+    await _append_live(doors, story, JobChanged(changes=body.changes, by=caller.user))
+    return show_document(doors, story)
+
+
+@router.post("/jobs/{job}:stop", status_code=202)
+async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Document:
+    """Ask a job to end. Asking again is harmless; a job that ended is a conflict."""
+    story = doors.loop.installation.find(job)
+    asked = body or StopBody()
+    if story.ended is not None:
+        raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
+    if story.stop is None or asked.grace_s < story.stop.grace_s:
+        event = StopAsked(reason=Reason.STOPPED_BY_USER, by=caller.user, grace_s=asked.grace_s)
+        await _append_live(doors, story, event)
+    return show_document(doors, story)
+
+
+@router.get("/jobs/{job}/explain")
+async def explain(job: str, doors: Parts, caller: Asker) -> Document:
+    """Why the job is where it is, and what would let it start now."""
+    story = doors.loop.installation.find(job)
+    found = None
+    if story.state is JobState.QUEUED:
+        answer = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
+        found = None if answer is None else answer.to_json()
+    return explanation(story, doors.loop.installation, found)
+
+
+@router.get("/jobs/{job}/failures")
+async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = None) -> Document:
+    """The failure timeline: cause, level, moves, seconds, what was lost."""
+    return failure_list(doors.loop.installation.find(job), attempt=attempt)
+
+
+@router.get("/jobs/{job}/graph")
+async def graph(job: str, doors: Parts, caller: Asker) -> Document:
+    """Roles, edges and sub-graphs with the state of every instance."""
+    story = doors.loop.installation.find(job)
+    return graph_document(story.spec, story)
+
+
+@router.get("/jobs/{job}/placement")
+async def placement(job: str, doors: Parts, caller: Asker) -> Document:
+    """Which devices of which nodes each instance has, in the present or last attempt."""
+    story = doors.loop.installation.find(job)
+    rows = []
+    for one in story.instances.values():
+        bundle = story.bundle_of(one.role, one.rank)
+        if bundle is not None:
+            rows.append({"instance": f"{one.role}/{one.rank}", **codec.to_json_value(bundle)})
+    return {
+        "api": API,
+        "kind": "Placement",
+        "job": story.id,
+        "attempt": len(story.attempts),
+        "why": story.attempts[-1].why if story.attempts else None,
+        "items": rows,
+        "next": None,
+    }
+
+
+@router.get("/jobs/{job}/spec")
+async def spec(job: str, doors: Parts, caller: Asker) -> Document:
+    """The job as it was given and as it was understood."""
+    story = doors.loop.installation.find(job)
+    return {
+        "api": API,
+        "kind": "JobSpec",
+        "job": story.id,
+        "source": story.submitted.source,
+        "filename": story.submitted.filename,
+        "digest": story.spec.digest,
+        "spec": story.spec.to_json(),
+    }
+
+
+@router.get("/jobs/{job}/attempts")
+async def attempts(job: str, doors: Parts, caller: Asker) -> Document:
+    """Every attempt with its reason."""
+    story = doors.loop.installation.find(job)
+    items = show_document(doors, story)["attempts"]
+    return {"api": API, "kind": "AttemptList", "job": story.id, "items": items, "next": None}
+
+
+@router.get("/jobs/{job}/why")
+async def why(job: str, doors: Parts, caller: Asker) -> Document:
+    """Who waits for whom in a running job: instances that are not ready, and the recovery that is open."""
+    story = doors.loop.installation.find(job)
+    open_failover = next((one for one in reversed(story.failures) if one.ended_at is None), None)
+    waits = [
+        {"instance": f"{one.role}/{one.rank}", "state": one.state.value, "since": when(one.since)}
+        for one in story.instances.values()
+        if one.state.value not in ("READY", "GONE")
+    ]
+    cause = None if open_failover is None else failure_list(story)["items"][story.failures.index(open_failover)]
+    return {
+        "api": API,
+        "kind": "WaitGraph",
+        "job": story.id,
+        "state": story.state.value,
+        "items": waits,
+        "cause": cause,
+        "see": f"rota explain {story.id}" if story.state is JobState.QUEUED else f"rota failures {story.id}",
+        "next": None,
+    }
+
+
+def show_document(doors: Doors, story: JobStory) -> Document:
+    """The Job document with its page address."""
+    document = job_document(story, doors.clock.wall_s())
+    return document | {"url": f"{doors.settings.url}/#/jobs/{story.id}"}
+
+
+async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:
+    """Append to a job unless it ended; its master may write at the same time, so try on the newer state again."""
+    for _try in range(STOP_TRIES_MAX):
+        if story.ended is not None:
+            raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
+        try:
+            await doors.loop.append([event], job=story.id, expected_seq=story.seq)
+        except SeqConflict:
+            await doors.loop.wait_for(await asyncio.to_thread(doors.loop.log.last_number))
+            continue
+        return
+    raise Conflict(f"{story.id} changes too fast", hint="try again")
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, sep, value = text.partition("=")
+    if not sep:
+        raise BadInput(f"label {text!r} is not KEY=VALUE")
+    return key, value

@@ -1,0 +1,168 @@
+"""Routes of logs and events: pages as JSON or text, or as they happen by server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from rota.runtime.clock import iso
+from rota.service.follow import (
+    LogQuery,
+    follow_events,
+    follow_logs,
+    line_document,
+    read_cursor,
+    read_page,
+    record_document,
+    write_cursor,
+)
+from rota.service.routes.doors import Asker, Doors, Parts
+from rota.service.views.jobs import API
+from rota.spec.errors import BadInput, UnknownName
+from rota.spec.ids import InstanceId, JobId
+
+EVENT_STREAM = "text/event-stream"
+TAIL_MAX = 100_000
+
+router = APIRouter(prefix="/api/v1", tags=["streams"])
+
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+@router.get("/events")
+async def events(
+    doors: Parts,
+    caller: Asker,
+    after: int = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    follow: bool = False,
+    type: str = "",
+    accept: Annotated[str, Header()] = "",
+    last_event_id: Annotated[str, Header()] = "",
+) -> Response:
+    """Every event of the installation after a number: a page, or a stream that resumes by ``Last-Event-ID``."""
+    return await _events(doors, None, _number(last_event_id, after), limit, type, follow or EVENT_STREAM in accept)
+
+
+@router.get("/jobs/{job}/events")
+async def job_events(
+    job: str,
+    doors: Parts,
+    caller: Asker,
+    after: int = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    follow: bool = False,
+    type: str = "",
+    accept: Annotated[str, Header()] = "",
+    last_event_id: Annotated[str, Header()] = "",
+) -> Response:
+    """The events of one job; a stream of them ends with the job."""
+    found = doors.loop.installation.find(job).id
+    return await _events(doors, found, _number(last_event_id, after), limit, type, follow or EVENT_STREAM in accept)
+
+
+async def _events(doors: Doors, job: JobId | None, after: int, limit: int, kind: str, stream: bool) -> Response:
+    if stream:
+        return _stream(doors, follow_events(doors.loop, job=job, after=after))
+    records = await asyncio.to_thread(doors.loop.log.read, after=after, job=job, limit=limit)
+    items = [record_document(record) for record in records]
+    document = {
+        "api": API,
+        "kind": "EventList",
+        "job": job,
+        "items": [item for item in items if not kind or item["kind"] == kind],
+        "next": records[-1].number if len(records) == limit else None,
+        "last": records[-1].number if records else after,
+    }
+    return JSONResponse(document)
+
+
+@router.get("/jobs/{job}/logs")
+async def logs(
+    job: str,
+    doors: Parts,
+    caller: Asker,
+    role: str = "",
+    rank: int | None = None,
+    instance: str = "",
+    follow: bool = False,
+    tail: Annotated[int | None, Query(ge=0, le=TAIL_MAX)] = None,
+    since: float | None = None,
+    until: float | None = None,
+    grep: str = "",
+    stream: str = "",
+    attempt: int | None = None,
+    cursor: str = "",
+    accept: Annotated[str, Header()] = "",
+    last_event_id: Annotated[str, Header()] = "",
+) -> Response:
+    """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
+    story = doors.loop.installation.find(job)
+    role, rank = _instance(instance) if instance else (role, rank)
+    if role and role not in {one.name for one in story.spec.roles}:
+        known = ", ".join(one.name for one in story.spec.roles)
+        raise UnknownName(f"{story.id} has no role {role!r}", hint=f"roles: {known}")
+    query = LogQuery(
+        role=role,
+        rank=rank,
+        cursor=last_event_id or cursor,
+        since=since,
+        until=until,
+        tail=tail,
+        grep=grep,
+        stream=stream,
+        attempt=attempt,
+    )
+    read_cursor(query.cursor)
+    folder = doors.home.job(story.id).logs
+    if follow or EVENT_STREAM in accept:
+        return _stream(doors, follow_logs(doors.loop, story, folder, query))
+    lines, offsets = await asyncio.to_thread(read_page, folder, query)
+    if "text/plain" in accept:
+        text = "".join(f"{iso(line.ts) if line.ts else '-'} {line.instance} {line.text}\n" for line in lines)
+        return PlainTextResponse(text)
+    return JSONResponse(
+        {
+            "api": API,
+            "kind": "LogPage",
+            "job": story.id,
+            "items": [line_document(line) for line in lines],
+            "next": write_cursor(offsets),
+            "ended": story.ended is not None,
+        }
+    )
+
+
+def _stream(doors: Doors, frames: AsyncIterator[bytes]) -> StreamingResponse:
+    doors.open_stream()
+
+    async def counted() -> AsyncIterator[bytes]:
+        try:
+            async for chunk in frames:
+                yield chunk
+        finally:
+            doors.close_stream()
+
+    return StreamingResponse(counted(), media_type=EVENT_STREAM, headers=_HEADERS)
+
+
+def _number(last_event_id: str, after: int) -> int:
+    if not last_event_id:
+        return after
+    if not last_event_id.isdigit():
+        raise BadInput(f"Last-Event-ID {last_event_id[:40]!r} is not the number of an event")
+    return int(last_event_id)
+
+
+def _instance(text: str) -> tuple[str, int | None]:
+    if "/" not in text:
+        return text, None
+    try:
+        found = InstanceId.parse(text)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    return found.role, found.rank

@@ -8,13 +8,13 @@ from tests.makers import admitted, at, command, fail, ids, loop, mesh, rl, servi
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import replay
-from rota.job.core.story import peers
 from rota.spec.commands import Assemble, RunInstance, StartInstance
 from rota.spec.events import (
     Committed,
     InstanceEnded,
     InstanceLost,
     InstanceReady,
+    JobChanged,
     JobEnded,
     JobRequeued,
     MasterStarted,
@@ -251,16 +251,16 @@ def test_nothing_is_asked_for_before_the_log_was_compared_with_what_is_alive(dri
     assert next_emit(driven.ctx) is None
 
 
-def test_the_table_of_peers_gets_a_new_version_only_when_a_row_changed(driven):
-    driven.run(rl())
-    before = peers(driven.ctx)
-    assert [(row.rank, row.epoch, row.ready) for row in before.roles[RoleName("reward")]] == [
-        (0, 1, True),
-        (1, 1, True),
-    ]
-    driven.feed(Committed(n=1, loop_epoch=Epoch(1)))
-    assert peers(driven.ctx).version == before.version
-    driven.feed(lost("reward", 0, 1))
-    after = peers(driven.ctx)
-    assert after.version > before.version
-    assert not after.roles[RoleName("reward")][0].ready
+def test_a_new_size_takes_effect_with_the_next_attempt(driven):
+    job = rl()
+    driven.run(job)
+    driven.feed(JobChanged(changes={"roles.reward.replicas": 3, "time_limit_s": 7200.0}))
+    assert driven.ctx.spec.time_limit_s == 7200.0
+    assert at("reward/2") not in driven.ctx.instances
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_RECLAIM))
+    driven.settle()
+    assert at("reward/2") in driven.ctx.instances
+    driven.feed(admitted(driven.ctx.spec, attempt=2))
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+    assert driven.ctx.instances[at("reward/2")].state is InstanceState.READY

@@ -154,8 +154,8 @@ class JobContext:
     judged once ``diagnosed``, though all of them look like consequences; ``escalated`` is the level that was just
     found impossible. ``retries`` counts restarts of the whole job, ``free_requeues`` those that were no fault of it.
     ``starting_s`` is when the present start or recovery began, ``used_s`` the run time of earlier attempts.
-    ``rollback_to`` is the commit that a new attempt must go back to first. ``table_version`` is the ``seq`` of the
-    last change of the table of peers.
+    ``rollback_to`` is the commit that a new attempt must go back to first. ``next_spec`` holds
+    changes that take effect with the next attempt.
     """
 
     job: JobId
@@ -163,6 +163,7 @@ class JobContext:
     at_s: float = 0.0
     state: JobState = JobState.SUBMITTED
     spec: JobSpec | None = None
+    next_spec: JobSpec | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
     attempt: int = 0
     master_epoch: Epoch = NO_EPOCH
@@ -194,7 +195,6 @@ class JobContext:
     rollback_to: int | None = None
     ending: Ending | None = None
     end_reason: Reason | None = None
-    table_version: int = 0
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -267,6 +267,7 @@ class Snapshot:
     at_s: float
     state: JobState
     spec: JobSpec | None
+    next_spec: JobSpec | None
     attempt: int
     master_epoch: Epoch
     attached: bool
@@ -296,7 +297,6 @@ class Snapshot:
     rollback_to: int | None
     ending: Ending | None
     end_reason: Reason | None
-    table_version: int
 
 
 _SNAPSHOT_FIELDS: tuple[str, ...] = tuple(Snapshot.__dataclass_fields__)

@@ -76,7 +76,7 @@ def step(ctx: JobContext, record: Record) -> tuple[JobContext, tuple[Command, ..
     if record.seq != ctx.seq + 1:
         raise ValueError(f"{ctx.job}: record {record.seq} after {ctx.seq}, some are missing")
     now = replace(ctx, seq=record.seq, at_s=max(ctx.at_s, record.at))
-    moved = _count_table(ctx, settle(apply(now, record.event)))
+    moved = settle(apply(now, record.event))
     before = {command.id for command in wanted(ctx)}
     return moved, tuple(command for command in wanted(moved) if command.id not in before)
 
@@ -108,6 +108,8 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
             return replace(_with_spec(ctx, spec) if spec else ctx, state=JobState.QUEUED)
         case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
             return _with_spec(ctx, spec)
+        case _, JobChanged(changes=changes) if ctx.spec is not None:
+            return _with_spec(ctx, winding.changed_spec(ctx.spec, changes))
         case _, JobAdmitted():
             return _admit(ctx, event)
         case _, StopAsked(reason=reason, grace_s=grace_s):
@@ -159,7 +161,8 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
         case _, GangReserveFailed(gang=gang, epoch=epoch):
             return winding.without_gang(ctx, gang, epoch)
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
-            return winding.requeue(ctx, event)
+            ctx = winding.requeue(ctx, event)
+            return _with_spec(ctx, ctx.next_spec) if ctx.next_spec else ctx
         case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
             return _commit(ctx, event)
         case _:
@@ -183,8 +186,12 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
             return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
         case CheckpointSaved(n=n, path=path) if n >= ctx.checkpoint_n:
             return replace(ctx, checkpoint_n=n, checkpoint_path=path)
-        case JobChanged(changes=changes):
-            return replace(ctx, spec=winding.changed_spec(ctx.spec, changes))
+        case JobChanged(changes=changes) if ctx.spec is not None:
+            return replace(
+                ctx,
+                spec=winding.changed_spec(ctx.spec, winding.changeable(changes)),
+                next_spec=winding.changed_spec(ctx.next_spec or ctx.spec, changes),
+            )
         case JobEnded(state=state, reason=reason):
             return replace(ctx, state=state, end_reason=reason, open_failover=None, losses=())
         case _:
@@ -192,8 +199,10 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
 
 
 def _with_spec(ctx: JobContext, spec: JobSpec) -> JobContext:
+    """Another spec between two attempts; what is known of instances that it still has is kept."""
     graph = expand(spec)
-    return replace(ctx, spec=spec, graph=graph, instances={one: Instance(id=one) for one in graph.instances})
+    instances = {one: ctx.instances.get(one, Instance(id=one)) for one in graph.instances}
+    return replace(ctx, spec=spec, next_spec=None, graph=graph, instances=instances)
 
 
 def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
@@ -289,17 +298,3 @@ def _with_instance(ctx: JobContext, event: _OfInstance, change: Callable[[Instan
         return ctx
     changed = change(one)
     return ctx if changed is one else ctx.with_instances([changed])
-
-
-def _count_table(old: JobContext, new: JobContext) -> JobContext:
-    """Give the table of peers a new version when a row of it changed."""
-    if old.instances is new.instances or _table(old) == _table(new):
-        return new
-    return replace(new, table_version=new.seq)
-
-
-def _table(ctx: JobContext) -> list[tuple[Epoch, Epoch, bool]]:
-    return [
-        (one.epoch, one.process.epoch if one.process else Epoch(0), one.state is InstanceState.READY)
-        for one in ctx.instances.values()
-    ]

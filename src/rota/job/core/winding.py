@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from rota.job.core.context import Ending, Instance, JobContext, Loss
 from rota.job.core.failover import job_level_ending
@@ -78,15 +78,37 @@ def restore_point(ctx: JobContext) -> JobContext:
     return ctx
 
 
-def changed_spec(spec: JobSpec | None, changes: dict[str, Any]) -> JobSpec | None:
-    """The spec with those changes applied that need no new attempt; anything else is left as it is."""
-    if spec is None:
-        return None
-    known = {name: value for name, value in changes.items() if name in CHANGEABLE}
+def changeable(changes: dict[str, Any]) -> dict[str, Any]:
+    """Those of the changes that need no new attempt."""
+    return {path: value for path, value in changes.items() if path in CHANGEABLE}
+
+
+def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """The spec with dotted paths replaced (roles by name). Paths that do not exist, or values that do not fit, are left
+    out: whoever appended the change has checked it."""
+    raw = spec.to_json()
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        target: Any = raw
+        for part in parents:
+            target = _child(target, part)
+        if isinstance(target, dict) and last in target:
+            target[last] = value
+        elif isinstance(target, dict) and last == "replicas" and "replicas_min" in target:
+            target["replicas_min"] = target["replicas_max"] = value
     try:
-        return JobSpec.from_json({**spec.to_json(), **known})
+        return JobSpec.from_json(raw)
     except (TypeError, ValueError):
         return spec
+
+
+def _child(value: Any, part: str) -> Any:
+    if isinstance(value, list):
+        rows = cast("list[dict[str, Any]]", value)
+        return next((row for row in rows if row.get("name") == part), None)
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).get("res" if part == "resources" else part)
+    return None
 
 
 def _keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:

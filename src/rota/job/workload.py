@@ -44,7 +44,7 @@ from rota.spec.job import Interface
 from rota.spec.resources import parse_duration
 
 if TYPE_CHECKING:
-    from rota.job.context import Context
+    from rota.job.instance_context import InstanceContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,7 +60,7 @@ class Workload:
     is re-formed under a newer epoch, a fresh object is made and set up with ``ctx.restored``.
     """
 
-    def setup(self, ctx: Context) -> None:
+    def setup(self, ctx: InstanceContext) -> None:
         """Make models, optimisers and data; override it."""
 
 

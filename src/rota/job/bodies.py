@@ -1,0 +1,136 @@
+"""What an instance can be: the protocol of its body, and the body of a plain function."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rota.job.calls import Courier
+from rota.job.dispatch import coordinates
+from rota.job.executor import JobPlace, checkpoint_dir
+from rota.job.inspect import import_target
+from rota.job.instance_context import InstanceContext
+from rota.job.lanes import Lane
+from rota.job.probes import Pulse
+from rota.runtime.clock import Clock
+from rota.runtime.environ import Home, snapshot
+from rota.runtime.launch import Launcher
+from rota.spec.ids import Epoch, InstanceId
+from rota.spec.job import JobSpec, RoleSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What stays the same for an instance through all its epochs."""
+
+    place: JobPlace
+    spec: JobSpec
+    role: RoleSpec
+    id: InstanceId
+    attempt: int
+    devices: tuple[int, ...]
+    launcher: Launcher
+    clock: Clock
+    pulse: Pulse
+    courier: Courier
+    control: Lane
+    user: Lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forming:
+    """One set-up of an instance: its epoch, the size of its mesh, the commit whose state it restores.
+
+    ``weights`` maps the weights edges that start at this role to the version last committed.
+    """
+
+    epoch: Epoch
+    world: int
+    restore: int
+    weights: Mapping[str, int]
+    restarts: int = 0
+
+
+class Body(Protocol):
+    """The part of an instance that depends on its workload. All methods run in the control lane."""
+
+    async def form(self, forming: Forming) -> None:
+        """Set up under an epoch. Raises what user code raises."""
+        ...
+
+    async def run(self, committed: int) -> None:
+        """Run a finite workload to its end. Raises what user code raises."""
+        ...
+
+    async def dissolve(self) -> None:
+        """Give up the present epoch: cancel what runs, leave the process group."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """End for good within ``grace_s``."""
+        ...
+
+
+def make_context(seat: Seat, forming: Forming) -> InstanceContext:
+    """What user code sees; makes the folders."""
+    home = Home.of(seat.place.home)
+    dirs = home.job(seat.place.job)
+    work = dirs.work / f"{seat.id.role}-{seat.id.rank}"
+    output = Path(seat.spec.output) if seat.spec.output else dirs.output
+    checkpoints = Path(checkpoint_dir(seat.spec, seat.place))
+    for path in (work, output, checkpoints):
+        path.mkdir(parents=True, exist_ok=True)
+    mesh = seat.role.mesh or ((("rank", forming.world),) if forming.world > 1 else ())
+    return InstanceContext(
+        job=seat.place.job,
+        role=seat.id.role,
+        rank=seat.id.rank,
+        world_size=forming.world,
+        mesh=dict(mesh),
+        coords=coordinates(mesh, seat.id.rank),
+        epoch=forming.epoch,
+        committed=forming.restore,
+        seed=seat.spec.seed,
+        devices=seat.devices,
+        env=snapshot(),
+        output_dir=output,
+        work_dir=work,
+        checkpoint_dir=checkpoints,
+        pulse=seat.pulse,
+    )
+
+
+class FunctionBody:
+    """A plain function of one InstanceContext (or none), run once to its end."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._forming: Forming | None = None
+        self._function: Callable[..., Any] | None = None
+
+    async def form(self, forming: Forming) -> None:
+        """Import the function."""
+        self._forming = forming
+        workload = self._seat.role.workload or ""
+        found = await self._seat.user.do(lambda: import_target(workload))
+        assert callable(found), "the interface of the role says that it is a function"
+        self._function = found
+
+    async def run(self, committed: int) -> None:
+        """Call it in the user lane."""
+        assert self._forming is not None and self._function is not None, "form() comes before run()"
+        function, ctx = self._function, make_context(self._seat, self._forming)
+        args = (ctx,) if inspect.signature(function).parameters else ()
+        with self._seat.pulse.running(function.__name__):
+            await self._seat.user.do(lambda: function(*args))
+
+    async def dissolve(self) -> None:
+        """A plain function cannot be interrupted; the next epoch waits for its end, or the process is replaced."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Nothing to give back."""
+        await asyncio.sleep(0)

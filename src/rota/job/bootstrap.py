@@ -1,0 +1,88 @@
+"""First code of a rank's process: stacks on demand, optimiser steps as progress, errors to a file; then the script.
+
+``python -m rota.job.bootstrap SCRIPT ARGS...`` runs the script as ``__main__`` with ``sys.argv`` and the import path as
+if it had been started directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.environ import get
+
+REPORT_S = 1.0
+
+
+class StepCounter:
+    """Counts optimiser steps once torch is loaded by the script; writes the count for the wrapper to read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._steps = 0
+        self._written = 0
+        self._hooked = False
+
+    def work(self) -> None:
+        """Once a second: hook the optimisers when they appear, write the count when it changed."""
+        while True:
+            blocking_sleep(REPORT_S)
+            self.look()
+
+    def look(self) -> None:
+        """One turn of ``work``."""
+        optim = sys.modules.get("torch.optim.optimizer")
+        if not self._hooked and hasattr(optim, "register_optimizer_step_post_hook"):
+            optim.register_optimizer_step_post_hook(self._stepped)  # pyright: ignore[reportOptionalMemberAccess] - checked
+            self._hooked = True
+        if self._steps != self._written:
+            self._written = self._steps
+            with contextlib.suppress(OSError):
+                self._path.write_text(str(self._steps))
+
+    def _stepped(self, *_: Any) -> None:
+        self._steps += 1
+
+
+def write_error(path: Path, error: BaseException) -> None:
+    """The error file of torchelastic: message, traceback and time."""
+    text = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": text, "timestamp": f"{SystemClock().wall_s():.6f}"}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps({"message": message}))
+
+
+def main() -> None:
+    """Prepare this process, then become the script."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if progress := get("ROTA_PROGRESS_FILE"):
+        threading.Thread(target=StepCounter(Path(progress)).work, name="rota-progress", daemon=True).start()
+    if error_file := get("TORCHELASTIC_ERROR_FILE"):
+        show = sys.excepthook
+
+        def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not Path(error_file).exists():
+                write_error(Path(error_file), error)
+            show(kind, error, trace)
+
+        sys.excepthook = record
+    del sys.argv[0]
+    script = Path(sys.argv[0]).absolute()
+    sys.path[0] = str(script.parent)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""Carry out the commands of the job machine through a Launcher; each outcome comes back as an event."""
+
+from __future__ import annotations
+
+import asyncio
+import signal as signals
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rota.job.core.context import START_TIMEOUT_S, JobContext
+from rota.job.peers import table_of
+from rota.job.probes import Failure
+from rota.runtime.clock import Clock
+from rota.runtime.environ import Home
+from rota.runtime.launch import (
+    Call,
+    CallTimeout,
+    Handle,
+    InstanceSpec,
+    Launcher,
+    ProcessDied,
+    ProcessGone,
+    Reservation,
+    ReserveFailed,
+    instance_name,
+    remote_traceback,
+    reservation_name,
+)
+from rota.spec import codec
+from rota.spec.commands import (
+    AskNode,
+    Assemble,
+    Command,
+    Emit,
+    ReleaseGang,
+    ReserveGang,
+    RunInstance,
+    SetTimer,
+    StartInstance,
+    StopInstance,
+)
+from rota.spec.events import (
+    GangReleased,
+    GangReserved,
+    GangReserveFailed,
+    InstanceEnded,
+    InstanceLost,
+    InstanceReady,
+    InstanceStarted,
+    InstanceStopped,
+    JobEvent,
+    TimerFired,
+)
+from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
+from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
+
+INSTANCE_TARGET = "rota.job.worker:Instance"
+RESERVE_MAX_S = 120.0
+UNSEEN_DEATH_S = 5.0
+"""A call that found its process gone waits this long for the launcher's report of the death."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlace:
+    """Where a job lives, as its master and every instance get it.
+
+    ``launcher`` is the import path of a function that opens the launcher inside a process of the job.
+    """
+
+    home: str
+    job: JobId
+    workdir: str
+    launcher: str
+
+    def to_json(self) -> dict[str, str]:
+        """Plain values, for the way into a process."""
+        return codec.to_json_value(self)
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> JobPlace:
+        """Inverse of ``to_json``."""
+        return codec.from_json_value(JobPlace, raw)
+
+    def log_path(self, instance: InstanceId) -> str:
+        """The log of one instance."""
+        return str(Home.of(self.home).job(self.job).logs / f"{instance.role}-{instance.rank}.log")
+
+
+@dataclass(slots=True)
+class Executor:
+    """Runs each command as a task of its own; a command that is already under way is not started twice.
+
+    ``report`` takes the event of an outcome. No outcome is reported for a command that was dropped meanwhile.
+    """
+
+    launcher: Launcher
+    clock: Clock
+    place: JobPlace
+    report: Callable[[JobEvent], None]
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
+    handles: dict[str, Handle] = field(default_factory=dict[str, Handle])
+
+    def launch(self, command: Command, ctx: JobContext) -> None:
+        """Start carrying out a command."""
+        if command.id not in self.tasks and not isinstance(command, Emit | AskNode):
+            older = self.tasks.get(_superseded(command))
+            task = asyncio.get_running_loop().create_task(self._carry_out(command, ctx, older), name=command.id)
+            self.tasks[command.id] = task
+            task.add_done_callback(lambda _: self.tasks.pop(command.id, None))
+
+    def keep(self, wanted: frozenset[str]) -> None:
+        """Drop timers and waits for answers that nobody wants any more; effects on the engine go on to their end."""
+        for name, task in list(self.tasks.items()):
+            if name not in wanted and name.startswith(("timer/", "assemble/", "run/")):
+                task.cancel()
+
+    async def close(self) -> None:
+        """Cancel what is under way; the next master asks for it again."""
+        tasks = list(self.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def know(self, handle: Handle) -> None:
+        """Remember a process that was found alive."""
+        self.handles[handle.name] = handle
+
+    async def _carry_out(self, command: Command, ctx: JobContext, older: asyncio.Task[None] | None) -> None:
+        if older is not None:
+            older.cancel()
+            await asyncio.gather(older, return_exceptions=True)
+        event = await self._effect(command, ctx)
+        if event is not None:
+            self.report(event)
+
+    async def _effect(self, command: Command, ctx: JobContext) -> JobEvent | None:
+        match command:
+            case ReserveGang():
+                return await self._reserve(command)
+            case ReleaseGang(gang=gang, epoch=epoch):
+                await self.launcher.release(Reservation(job=self.place.job, gang=gang, epoch=epoch))
+                return GangReleased(gang=gang, epoch=epoch)
+            case StartInstance():
+                return await self._start(command, ctx)
+            case Assemble():
+                return await self._assemble(command, ctx)
+            case RunInstance():
+                return await self._run(command, ctx)
+            case StopInstance():
+                return await self._stop(command)
+            case SetTimer(timer=timer, since_s=since_s, after_s=after_s):
+                await self.clock.sleep(max(0.0, since_s + after_s - self.clock.wall_s()))
+                return TimerFired(timer=timer)
+            case _:
+                return None
+
+    async def _reserve(self, command: ReserveGang) -> JobEvent:
+        reservation = Reservation(job=self.place.job, gang=command.gang, epoch=command.epoch)
+        try:
+            await self.launcher.reserve(reservation, command.bundles, timeout_s=RESERVE_MAX_S)
+        except ReserveFailed as error:
+            return GangReserveFailed(
+                gang=command.gang, epoch=command.epoch, reason=Reason.GANG_TIMEOUT, text=str(error)
+            )
+        return GangReserved(gang=command.gang, epoch=command.epoch)
+
+    async def _start(self, command: StartInstance, ctx: JobContext) -> JobEvent:
+        assert ctx.spec is not None, "an instance is started only for a job that has a spec"
+        spec = instance_spec(command, ctx.spec, ctx.attempt, self.place)
+        try:
+            handle = await self.launcher.start(spec, timeout_s=START_TIMEOUT_S)
+        except ProcessGone as error:
+            return _lost(command.instance, command.epoch, Reason.EXIT_NONZERO, f"died at its start: {error}")
+        except CallTimeout as error:
+            return _lost(command.instance, command.epoch, Reason.START_TIMEOUT, str(error))
+        except Exception as error:  # noqa: BLE001 - the constructor of a process may raise anything; it becomes an event
+            text, trace = f"{type(error).__name__}: {error}", remote_traceback(error)
+            return _lost(command.instance, command.epoch, Reason.USER_ERROR, text, trace)
+        self.know(handle)
+        return InstanceStarted(
+            role=command.instance.role,
+            rank=command.instance.rank,
+            epoch=command.epoch,
+            node=command.bundle.node,
+            pid=handle.pid,
+            start_time=handle.start_time,
+        )
+
+    async def _assemble(self, command: Assemble, ctx: JobContext) -> JobEvent | None:
+        """No limit here: the start timer of the machine decides when it has taken too long."""
+        edges = ctx.spec.weights if ctx.spec else ()
+        kwargs = {
+            "epoch": command.epoch,
+            "world": len(command.peers),
+            "restore": command.restore,
+            "restarts": ctx.instances[command.instance].restarts,
+            "weights": {
+                edge.name: ctx.versions[edge.name]
+                for edge in edges
+                if edge.source == command.instance.role and edge.name in ctx.versions
+            },
+        }
+        answer = await self._ask(command.instance, command.started_epoch, Call(method="assemble", kwargs=kwargs))
+        if isinstance(answer, Failure):
+            return _failed(command.instance, command.epoch, answer)
+        if answer is None:
+            return None
+        role, rank = command.instance.role, command.instance.rank
+        return InstanceReady(role=role, rank=rank, epoch=command.epoch, restored=command.restore)
+
+    async def _run(self, command: RunInstance, ctx: JobContext) -> JobEvent | None:
+        kwargs = {"epoch": command.epoch, "committed": command.committed, "table": table_of(ctx).to_json()}
+        answer = await self._ask(command.instance, command.started_epoch, Call(method="run", kwargs=kwargs))
+        if isinstance(answer, Failure):
+            return _failed(command.instance, command.epoch, answer)
+        if answer is None:
+            return None
+        return InstanceEnded(role=command.instance.role, rank=command.instance.rank, epoch=command.epoch)
+
+    async def _ask(self, instance: InstanceId, started: Epoch, call: Call) -> Failure | str | None:
+        """The answer of an instance to ``assemble`` or ``run``: ``done``, a failure, or None when it is out of date."""
+        try:
+            raw: dict[str, Any] = await self.launcher.call(self.handle(instance, started), call)
+        except ProcessGone as error:
+            # The launcher's event of the death says more; this is only for a death that nobody saw.
+            await self.clock.sleep(UNSEEN_DEATH_S)
+            return Failure(epoch=started, reason=Reason.SIGNALLED, text=str(error))
+        if raw["answer"] == "failed":
+            return codec.from_json_value(Failure, raw["failure"])
+        return "done" if raw["answer"] == "done" else None
+
+    async def _stop(self, command: StopInstance) -> JobEvent:
+        handle = self.handle(command.instance, command.started_epoch)
+        await self.launcher.stop(handle, grace_s=command.grace_s)
+        self.handles.pop(handle.name, None)
+        return InstanceStopped(role=command.instance.role, rank=command.instance.rank, epoch=command.started_epoch)
+
+    def handle(self, instance: InstanceId, started: Epoch) -> Handle:
+        """Where to reach a process, known from its start or by its name alone."""
+        name = instance_name(self.place.job, instance, started)
+        unknown = Handle(name=name, job=self.place.job, instance=instance, epoch=started, node=NodeId(""), pid=0)
+        return self.handles.get(name, unknown)
+
+
+def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: JobPlace) -> InstanceSpec:
+    """The process of one instance: what it runs, with which environment, where."""
+    role = spec.role(command.instance.role)
+    dirs = Home.of(place.home).job(place.job)
+    env = {
+        **dict(spec.env),
+        **dict(role.env),
+        "ROTA_HOME": place.home,
+        "ROTA_JOB": place.job,
+        "ROTA_ROLE": role.name,
+        "ROTA_INSTANCE": str(command.instance),
+        "ROTA_EPOCH": str(command.epoch),
+        "ROTA_ATTEMPT": str(attempt),
+        "ROTA_OUTPUT_DIR": spec.output or str(dirs.output),
+        "ROTA_CHECKPOINT_DIR": checkpoint_dir(spec, place),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if spec.data is not None:
+        env["ROTA_DATA_DIR"] = spec.data
+    return InstanceSpec(
+        job=place.job,
+        instance=command.instance,
+        epoch=command.epoch,
+        target=INSTANCE_TARGET,
+        args={
+            "place": place.to_json(),
+            "spec": spec.to_json(),
+            "instance": str(command.instance),
+            "epoch": int(command.epoch),
+            "attempt": attempt,
+            "devices": list(command.bundle.devices),
+        },
+        env=env,
+        reservation=reservation_name(place.job, command.gang, command.gang_epoch),
+        bundle=command.bundle.index,
+        node=command.bundle.node,
+        devices=command.bundle.devices,
+        res=role.res,
+        workdir=place.workdir,
+        log_path=place.log_path(command.instance),
+    )
+
+
+def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
+    """Where the checkpoints of a job go."""
+    given = spec.checkpoint.dir if spec.checkpoint else None
+    return given or str(Path(place.home) / "checkpoints" / place.job)
+
+
+def death_event(death: ProcessDied) -> InstanceLost:
+    """The event of the death of a process; its epoch is the one the process was started under."""
+    if death.signal is not None:
+        reason, text = Reason.SIGNALLED, f"ended by {signals.Signals(death.signal).name}"
+    elif death.exit_code is not None:
+        reason, text = Reason.EXIT_NONZERO, f"ended with exit status {death.exit_code}"
+    else:
+        reason, text = Reason.SIGNALLED, death.text or "its process is gone"
+    return InstanceLost(
+        role=death.instance.role,
+        rank=death.instance.rank,
+        epoch=death.epoch,
+        reason=Reason.OOM_KILLED if "memory" in death.text.lower() else reason,
+        text=text,
+        exit_code=death.exit_code,
+        signal=death.signal,
+    )
+
+
+def _superseded(command: Command) -> str:
+    """The id of the command that this one takes the place of: its effect is given up before this one begins."""
+    match command:
+        case StopInstance(instance=instance, started_epoch=epoch):
+            return f"start/{instance}/{epoch}"
+        case ReleaseGang(gang=gang, epoch=epoch):
+            return f"reserve/{gang}/{epoch}"
+        case _:
+            return ""
+
+
+def _failed(instance: InstanceId, epoch: Epoch, failure: Failure) -> InstanceLost:
+    gone = failure.reason is Reason.SIGNALLED
+    return InstanceLost(
+        role=instance.role,
+        rank=instance.rank,
+        epoch=epoch,
+        reason=failure.reason,
+        text=failure.text,
+        traceback=failure.traceback,
+        alive=not gone,
+    )
+
+
+def _lost(instance: InstanceId, epoch: Epoch, reason: Reason, text: str, trace: str = "") -> InstanceLost:
+    return InstanceLost(
+        role=instance.role, rank=instance.rank, epoch=epoch, reason=reason, text=text, traceback=trace, alive=False
+    )

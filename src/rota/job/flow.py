@@ -1,0 +1,293 @@
+"""The loop instance: Flow, its calls to roles, and commit, the only durable point.
+
+::
+
+    async def loop(f):
+        for n in range(f.committed + 1, N + 1):
+            out = await f.roles.rollout.generate(items)
+            await f.commit({"reward": out.mean()})
+
+After a recovery that touched state, the function is cancelled and entered again with ``f.committed`` at the commit that
+survived. So what it holds in variables is rebuilt from ``f.committed``, and an uncommitted effect never counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from rota.job.bodies import Forming, Seat, make_context
+from rota.job.inspect import import_target
+from rota.job.peers import Peer, PeerTable, master_handle
+from rota.runtime.launch import Call, CallTimeout, ProcessGone
+from rota.spec.dispatch import EachRule, OpSpec, StreamRule
+from rota.spec.errors import BadInput, CallError, Fenced
+from rota.spec.ids import Epoch
+from rota.spec.job import RoleSpec
+
+COMMIT_ANSWER_S = 10.0
+"""A commit without an answer is sent again after this; the master answers a repeated one from the log."""
+CANCEL_MAX_S = 30.0
+"""Longest wait for a cancelled loop to let go."""
+
+
+class RoleHandle:
+    """The instances of one role; every declared operation is an async method of it."""
+
+    def __init__(self, flow: Flow, role: RoleSpec) -> None:
+        self._flow = flow
+        self._role = role
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        found = self._role.interface.op(name) if self._role.interface else None
+        if found is None:
+            names = ", ".join(op.name for op in self._role.interface.ops) if self._role.interface else ""
+            raise AttributeError(f"role {self._role.name!r} has no operation {name!r}; it has {names or 'none'}")
+        if isinstance(found.recv_rule, StreamRule):
+            return lambda *args, **kwargs: self._flow.stream(self._role, found, args, kwargs)
+        return lambda *args, **kwargs: self._flow.call(self._role, found, args, kwargs)
+
+    def __len__(self) -> int:
+        """How many instances are ready now."""
+        return sum(peer.ready for peer in self._flow.table.of_role(self._role.name))
+
+
+class Roles:
+    """``f.roles.actor``: a handle for each role of the job."""
+
+    def __init__(self, handles: Mapping[str, RoleHandle]) -> None:
+        self._handles = dict(handles)
+
+    def __getattr__(self, name: str) -> RoleHandle:
+        try:
+            return self._handles[name]
+        except KeyError:
+            raise AttributeError(f"the job has no role {name!r}; it has {', '.join(self._handles)}") from None
+
+    def __getitem__(self, name: str) -> RoleHandle:
+        """A role whose name is no Python name: ``f.roles["rollout.decode"]``."""
+        return self._handles[name]
+
+
+class Flow:
+    """What the loop of a job gets. Its methods belong to the event loop that runs the function."""
+
+    def __init__(self, seat: Seat, forming: Forming, committed: int) -> None:
+        ctx = make_context(seat, forming)
+        self.job: str = seat.place.job
+        self.committed = committed
+        """Number of the last commit; 0 at the start of a job."""
+        self.seed = seat.spec.seed
+        self.output_dir: Path = ctx.output_dir
+        self.checkpoint_dir: Path = ctx.checkpoint_dir
+        self.roles = Roles({role.name: RoleHandle(self, role) for role in seat.spec.roles if role.name != seat.id.role})
+        self._seat = seat
+        self._epoch: Epoch = forming.epoch
+        self._pending: asyncio.Task[int] | None = None
+
+    @property
+    def weights_version(self) -> int:
+        """The commit whose weights the readers of the weights edges use; 0 before the first."""
+        return max((n for _, n in self.table.weights.values()), default=0)
+
+    @property
+    def table(self) -> PeerTable:
+        """Who is where and ready, as last told by the master."""
+        return self._seat.courier.table
+
+    def log(self, message: str) -> None:
+        """One line in the log of the loop; the log adds the time."""
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+    async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operation; see ``calls.Courier`` for what it raises."""
+        await self.settle()
+        courier = self._seat.courier
+        if isinstance(op.send_rule, EachRule):
+            return await self._in_control(courier.each(role, op, _items(op, args), args[1:], kwargs))
+        return await self._in_control(courier.call(role, op, args, kwargs))
+
+    async def stream(
+        self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AsyncIterator[tuple[int, Any]]:
+        """(index, result) of each item as it finishes."""
+        await self.settle()
+        found = self._seat.courier.stream(role, op, _items(op, args), args[1:], kwargs)
+        try:
+            while True:
+                try:
+                    yield await self._in_control(anext(found))
+                except StopAsyncIteration:
+                    return
+        finally:
+            await self._in_control(found.aclose())
+
+    def commit(self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None) -> Awaitable[int]:
+        """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(n, metrics=...)``.
+
+        ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
+        call or commit waits for it. Raises BadInput for another n or for metrics that are no JSON.
+        """
+        number, shown = _commit_arguments(given, n, metrics)
+        if self._pending is not None and not self._pending.done():
+            raise BadInput("the commit before is still under way: await it")
+        if number is not None and number != self.committed + 1:
+            raise BadInput(f"commit {number} cannot follow {self.committed}; the next one is {self.committed + 1}")
+        self._pending = asyncio.ensure_future(self._commit(self.committed + 1, shown))
+        return asyncio.shield(self._pending)
+
+    async def settle(self) -> None:
+        """Wait for a commit that was not awaited. Raises what it raised."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            await pending
+
+    async def close(self) -> None:
+        """Cancel a commit that is under way; the loop is given up."""
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.done():
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+
+    async def _commit(self, n: int, metrics: dict[str, Any]) -> int:
+        table = await self._in_control(self._save_and_commit(n, metrics))
+        self._seat.control.loop.call_soon_threadsafe(self._seat.courier.update, table)
+        self._seat.pulse.mark(n, "commits")
+        self.committed = n
+        return n
+
+    # -- in the control lane ------------------------------------------------------------------------------------------
+
+    async def _in_control(self, work: Any) -> Any:
+        return await self._seat.control.run(_as_coroutine(work))
+
+    async def _save_and_commit(self, n: int, metrics: dict[str, Any]) -> PeerTable:
+        spec, courier = self._seat.spec, self._seat.courier
+        due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
+        keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
+        roles = keepers | {edge.source for edge in due.values()}
+        saves = [
+            self._save(peer, n, tuple(name for name, edge in due.items() if edge.source == peer.role))
+            for role in sorted(roles)
+            for peer in courier.table.of_role(role)
+        ]
+        await asyncio.gather(*saves)
+        return await self._tell_master(n, dict.fromkeys(due, n), metrics)
+
+    async def _save(self, peer: Peer, n: int, edges: tuple[str, ...]) -> None:
+        call = Call(method="save", kwargs={"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges})
+        try:
+            reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)
+        except (ProcessGone, CallTimeout) as error:
+            reply = {"answer": "lost", "text": str(error)}
+        if reply["answer"] != "done":
+            # State is lost, so a rollback follows and cancels this loop.
+            await self._seat.courier.wait_rollback()
+            raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
+
+    async def _tell_master(self, n: int, versions: dict[str, int], metrics: dict[str, Any]) -> PeerTable:
+        kwargs = {"n": n, "loop_epoch": self._epoch, "versions": versions, "metrics": metrics}
+        call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
+        while True:
+            try:
+                answer = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
+            except (ProcessGone, CallTimeout):
+                await self._seat.clock.sleep(0.2)  # the master comes back; the commit is the same by (loop epoch, n)
+                continue
+            if answer["answer"] == "refused":
+                await self._seat.courier.wait_rollback()
+                raise Fenced(f"commit {n} of loop epoch {self._epoch} was refused: {answer['text']}")
+            return PeerTable.from_json(answer["table"])
+
+
+class LoopBody:
+    """The body of the loop role: runs the user's function, cancels it when its epoch is over."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._forming: Forming | None = None
+        self._function: Callable[[Flow], Coroutine[Any, Any, Any]] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def form(self, forming: Forming) -> None:
+        """Import the function; it is entered by ``run``."""
+        self._forming = forming
+        self._seat.courier.loop_epoch = forming.epoch
+        workload = self._seat.role.workload or ""
+        found: Any = await self._seat.user.do(lambda: import_target(workload))
+        self._function = found
+
+    async def run(self, committed: int) -> None:
+        """Enter the function at a commit and wait for its end."""
+        assert self._forming is not None and self._function is not None, "form() comes before run()"
+        flow = Flow(self._seat, self._forming, committed)
+        self._task = asyncio.current_task()
+        try:
+            await self._seat.user.run(_enter(self._function, flow))
+        finally:
+            self._task = None
+
+    async def dissolve(self) -> None:
+        """Cancel the function and wait until it has let go."""
+        task = self._task
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CANCEL_MAX_S):
+                    await asyncio.gather(task, return_exceptions=True)
+
+    async def stop(self, grace_s: float) -> None:
+        """Cancel the function."""
+        await self.dissolve()
+
+
+async def _enter(function: Callable[[Flow], Coroutine[Any, Any, Any]], flow: Flow) -> None:
+    try:
+        await function(flow)
+        await flow.settle()
+    finally:
+        await flow.close()
+
+
+async def _as_coroutine(work: Any) -> Any:
+    return await work
+
+
+def _items(op: OpSpec, args: tuple[Any, ...]) -> list[Any]:
+    if not args:
+        raise BadInput(f"{op.name} has send=Each: give it the items as its first argument")
+    try:
+        return list(args[0])
+    except TypeError:
+        raise BadInput(f"{op.name} has send=Each: {type(args[0]).__name__} is no sequence of items") from None
+
+
+def _commit_arguments(
+    given: tuple[Any, ...], n: int | None, metrics: Mapping[str, Any] | None
+) -> tuple[int | None, dict[str, Any]]:
+    for value in given:
+        if isinstance(value, Mapping) and metrics is None:
+            metrics = value
+        elif isinstance(value, int) and n is None:
+            n = value
+        else:
+            raise BadInput(f"commit takes a number and a dict of metrics, not {value!r}")
+    return n, {str(key): _plain(str(key), value) for key, value in (metrics or {}).items()}
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A metric as JSON: numbers of numpy and torch become Python's."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(f"{key}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, item) for item in value]
+    if getattr(value, "size", None) == 1 or (hasattr(value, "numel") and value.numel() == 1):
+        return value.item()
+    raise BadInput(f"metric {key!r} is a {type(value).__name__}; give numbers, texts, lists or dicts of them")

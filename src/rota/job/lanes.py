@@ -1,0 +1,46 @@
+"""Threads with an event loop each: control code stays responsive while user code computes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Lane:
+    """One thread with one event loop. Whatever is given to it runs there, one step at a time."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine in this lane; its result comes as a future that any thread may wait for."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in this lane and wait for it from another event loop; cancelling the wait cancels it."""
+        if asyncio.get_running_loop() is self.loop:
+            return await work
+        return await asyncio.wrap_future(self.submit(work))
+
+    async def do(self, function: Callable[[], T]) -> T:
+        """Call a plain function in this lane; it occupies the lane until it returns."""
+
+        async def call() -> T:
+            return function()
+
+        return await self.run(call())
+
+    def close(self) -> None:
+        """Stop the loop after its present step; the thread ends with it."""
+        self.loop.call_soon_threadsafe(self.loop.stop)

@@ -1,0 +1,403 @@
+"""The master of a job: feed events to the machine, carry out its commands; replaceable at any instant.
+
+``JobMaster`` is the master over a log, a launcher and a clock, live and simulated alike; ``Master`` is what the engine
+hosts: the same in a thread of its own, with the real log and launcher.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rota.job.core.context import JobContext
+from rota.job.core.intent import next_emit, wanted
+from rota.job.core.machine import accepts_commit, initial, step
+from rota.job.executor import Executor, JobPlace, death_event
+from rota.job.inspect import import_target
+from rota.job.lanes import Lane
+from rota.job.peers import PeerTable, table_of
+from rota.job.probes import Beat, BeatAnswer, Watch
+from rota.runtime.clock import Clock, SystemClock
+from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
+from rota.runtime.log import EventLog, Writer, master_scope
+from rota.spec.commands import Emit
+from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
+from rota.spec.events import Committed, JobEvent, JobSubmitted, MasterStarted, ProgressStalled, Reattached, Record
+from rota.spec.ids import Epoch, JobId
+from rota.spec.states import InstanceState
+
+T = TypeVar("T")
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+RAY_LAUNCHER = "rota.runtime.launch_ray:RayLauncher.here"
+POLL_S = 0.15
+"""The log is read this often for events of the service."""
+WATCH_S = 1.0
+STORE_RETRY_S = 0.5
+DEGRADED_MAX_S = 600.0
+"""So long a master whose store is away answers beats and waits; after that it steps down."""
+PUSH_MAX_S = 5.0
+
+
+@dataclass(slots=True)
+class Wish:
+    """An event that somebody wants in the log; ``done`` gets the records, or the reason of a refusal."""
+
+    event: JobEvent
+    done: asyncio.Future[tuple[Record, ...]] | None = None
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Members of a mesh that meet under one epoch: their number, the address of rank 0, who waits."""
+
+    world: int
+    ranks: set[int] = field(default_factory=set[int])
+    address: str = ""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class JobMaster:
+    """One run of the master of a job; belongs to one event loop.
+
+    ``offload`` runs a blocking call of the log elsewhere (in virtual time: at once).
+    """
+
+    def __init__(
+        self,
+        *,
+        job: JobId,
+        place: Callable[[str], JobPlace],
+        log: EventLog,
+        launcher: Launcher,
+        clock: Clock,
+        offload: Offload = asyncio.to_thread,
+        pid: int = 0,
+    ) -> None:
+        self.ctx: JobContext = initial(job)
+        self.epoch = Epoch(0)
+        self.beats: dict[str, Beat] = {}
+        self._job, self._place, self._log, self._launcher, self._clock = job, place, log, launcher, clock
+        self._offload, self._pid = offload, pid
+        self._number = 0
+        self._workdir = ""
+        self._inbox: asyncio.Queue[Wish] = asyncio.Queue()
+        self._watch = Watch(clock)
+        self._executor: Executor | None = None
+        self._owned: set[asyncio.Task[Any]] = set()
+        self._table = PeerTable()
+        self._gatherings: dict[tuple[str, int], Gathering] = {}
+
+    # -- main path ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> JobContext:
+        """Be the master until the job has ended. Raises Fenced when another master has taken over."""
+        try:
+            # 1 take the epoch of this job: from here on an older master is fenced
+            self.epoch = await self._ask_store(lambda: self._log.take_epoch(master_scope(self._job)))
+            # 2 replay what happened
+            await self._read_log()
+            # 3 say who is master now
+            await self._append(MasterStarted(master_epoch=self.epoch, pid=self._pid))
+            # 4 ask what is alive, and compare: the missing are lost, the unexpected must go
+            await self._reattach()
+            # 5 for ever: what is decided, then what was reported, then what others wrote
+            self._own(self._watch_silences())
+            while not self.ctx.state.terminal:
+                await self._turn()
+            return self.ctx
+        finally:
+            await self._close()
+
+    async def _turn(self) -> None:
+        if (emit := next_emit(self.ctx)) is not None:
+            await self._emit(emit)
+            return
+        try:
+            async with asyncio.timeout(POLL_S):
+                wish = await self._inbox.get()
+        except TimeoutError:
+            await self._read_log()
+            return
+        await self._grant(wish)
+
+    async def _emit(self, emit: Emit) -> None:
+        """Append a fact that follows from the state, only if the state is still the one it follows from."""
+        try:
+            await self._append_at(emit.event, self.ctx.seq)
+        except SeqConflict:
+            await self._read_log()
+
+    async def _grant(self, wish: Wish) -> None:
+        """Append what was asked for; a commit only if the state still takes it."""
+        while True:
+            refusal = self._refusal(wish.event)
+            if refusal is not None:
+                if wish.done is not None and not wish.done.done():
+                    wish.done.set_exception(refusal)
+                return
+            try:
+                records = await self._append_at(wish.event, self.ctx.seq)
+            except SeqConflict:
+                await self._read_log()
+                continue
+            if wish.done is not None and not wish.done.done():
+                wish.done.set_result(records)
+            return
+
+    def _refusal(self, event: JobEvent) -> Fenced | None:
+        if isinstance(event, Committed) and not accepts_commit(self.ctx, event.n, event.loop_epoch):
+            return Fenced(
+                f"commit {event.n} of loop epoch {event.loop_epoch}: the job is {self.ctx.state} at commit "
+                f"{self.ctx.committed} of loop epoch {self.ctx.loop_epoch}"
+            )
+        return None
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    async def _append(self, event: JobEvent) -> None:
+        while True:
+            try:
+                await self._append_at(event, self.ctx.seq)
+                return
+            except SeqConflict:
+                await self._read_log()
+
+    async def _append_at(self, event: JobEvent, seq: int) -> tuple[Record, ...]:
+        writer = Writer(scope=master_scope(self._job), epoch=self.epoch)
+        records: tuple[Record, ...] = await self._ask_store(
+            lambda: self._log.append([event], writer=writer, job=self._job, expected_seq=seq)
+        )
+        self._step(records)
+        return records
+
+    async def _read_log(self) -> None:
+        after = self._number
+        self._step(await self._ask_store(lambda: self._log.read(after=after, job=self._job)))
+
+    async def _ask_store(self, question: Callable[[], T]) -> T:
+        """Ask the store; while it is away nothing changes, beats are answered. Raises StoreUnavailable in the end."""
+        since_s = self._clock.monotonic_s()
+        while True:
+            try:
+                return await self._offload(question)
+            except StoreUnavailable:
+                if self._clock.monotonic_s() - since_s > DEGRADED_MAX_S:
+                    raise
+                await self._clock.sleep(STORE_RETRY_S)
+
+    def _step(self, records: tuple[Record, ...]) -> None:
+        """Step the machine and start what it newly asks for. The only place where the context changes."""
+        for record in records:
+            if isinstance(record.event, JobSubmitted):
+                self._workdir = record.event.spec.workdir or record.event.workdir
+            self.ctx, commands = step(self.ctx, record)
+            self._number = max(self._number, record.number)
+            if self._executor is not None:
+                for command in commands:
+                    self._executor.launch(command, self.ctx)
+        if self._executor is not None and records:
+            self._executor.keep(frozenset(command.id for command in wanted(self.ctx)))
+            self._push_table()
+
+    # -- what is alive ------------------------------------------------------------------------------------------------
+
+    async def _reattach(self) -> None:
+        self._executor = Executor(self._launcher, self._clock, self._place(self._workdir), self.report)
+        watching = asyncio.Event()
+        self._own(self._watch_deaths(watching))
+        await watching.wait()
+        found = await self._launcher.find(self._job)
+        for handle in found.instances:
+            self._executor.know(handle)
+        alive = tuple((one.instance.role, one.instance.rank, one.epoch) for one in found.instances)
+        gangs = tuple((one.gang, one.epoch) for one in found.reservations)
+        await self._append(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs))
+
+    async def _watch_deaths(self, watching: asyncio.Event) -> None:
+        deaths = self._launcher.events(self._job)
+        watching.set()
+        async for event in deaths:
+            if isinstance(event, ProcessDied):
+                self.report(death_event(event))
+
+    async def _watch_silences(self) -> None:
+        while True:
+            await self._clock.sleep(WATCH_S)
+            for event in self._watch.overdue(self.ctx):
+                if isinstance(event, ProgressStalled):
+                    stacks = await self.stacks(event.role, event.rank)
+                    event = ProgressStalled(
+                        role=event.role, rank=event.rank, epoch=event.epoch, idle_s=event.idle_s, stacks=stacks
+                    )
+                self.report(event)
+
+    def report(self, event: JobEvent) -> None:
+        """Put an event into the inbox: it is appended and stepped in its turn."""
+        self._inbox.put_nowait(Wish(event))
+
+    # -- the table of peers -------------------------------------------------------------------------------------------
+
+    def _push_table(self) -> None:
+        """Tell every ready instance that calls others; the rest learn by their next beat."""
+        table = table_of(self.ctx)
+        if _same(table, self._table):
+            return
+        self._table = table
+        loop = self.ctx.loop
+        if loop is not None and loop.state is InstanceState.READY and loop.process is not None:
+            self._own(self._push(loop.id.role, loop.id.rank, table))
+
+    async def _push(self, role: str, rank: int, table: PeerTable) -> None:
+        with contextlib.suppress(ProcessGone, CallTimeout, RemoteError):
+            await self._tell(
+                role, rank, Call(method="peers", args=(table.to_json(),), timeout_s=PUSH_MAX_S, control=True)
+            )
+
+    async def _tell(self, role: str, rank: int, call: Call) -> Any:
+        peer = table_of(self.ctx).find(role, rank)
+        if peer is None or self._executor is None or not peer.pid:
+            raise ProcessGone(f"{role}/{rank} has no process")
+        return await self._launcher.call(self._executor.handle(peer.id, peer.started_epoch), call)
+
+    # -- what instances ask -------------------------------------------------------------------------------------------
+
+    async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
+        beat = Beat.from_json(raw)
+        self._watch.heard(beat)
+        self.beats[str(beat.id)] = beat
+        one = self.ctx.instances.get(beat.id)
+        lost = beat.lost()
+        if (lost is not None and one is not None and one.epoch == lost.epoch and one.error is None) or (
+            lost is not None and one is not None and one.error is not None and one.error.epoch < lost.epoch
+        ):
+            self.report(lost)
+        table = self._table if self._table.version > beat.table_version else None
+        return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
+
+    async def commit(
+        self, *, n: int, loop_epoch: int, versions: dict[str, int], metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Make commit ``n`` durable. Repeated by the same loop it is answered from the log."""
+        if not (n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch):
+            done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
+            event = Committed(n=n, loop_epoch=Epoch(loop_epoch), versions=dict(versions), metrics=dict(metrics))
+            self._inbox.put_nowait(Wish(event, done))
+            try:
+                await done
+            except Fenced as error:
+                return {"answer": "refused", "text": str(error)}
+        return {"answer": "done", "table": table_of(self.ctx).to_json()}
+
+    async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
+        """Wait until all members of an epoch are here; the address of rank 0, or None if the epoch is over."""
+        peer = table_of(self.ctx).find(role, rank)
+        if peer is None or peer.epoch != epoch:
+            return None
+        key = (role, epoch)
+        self._gatherings = {old: one for old, one in self._gatherings.items() if old[0] != role or old[1] >= epoch}
+        here = self._gatherings.setdefault(key, Gathering(world=world))
+        here.ranks.add(rank)
+        here.address = address or here.address
+        if len(here.ranks) >= here.world:
+            here.complete.set()
+        await here.complete.wait()
+        return here.address
+
+    async def stacks(self, role: str, rank: int) -> str:
+        """The stacks of one instance; empty when it does not answer."""
+        try:
+            return str(await self._tell(role, rank, Call(method="stacks", timeout_s=PUSH_MAX_S, control=True)))
+        except (ProcessGone, CallTimeout, RemoteError) as error:
+            return f"no stacks: {error}"
+
+    def status(self) -> dict[str, Any]:
+        """The last beat of every instance and the state of the job."""
+        beats = {name: beat.to_json() for name, beat in self.beats.items()}
+        return {"job": self._job, "state": self.ctx.state, "master_epoch": self.epoch, "beats": beats}
+
+    # -- owned tasks --------------------------------------------------------------------------------------------------
+
+    def _own(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._owned.add(task)
+        task.add_done_callback(self._owned.discard)
+
+    async def _close(self) -> None:
+        tasks = list(self._owned)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._executor is not None:
+            await self._executor.close()
+
+
+def _same(left: PeerTable, right: PeerTable) -> bool:
+    return (left.peers, left.weights, left.committed, left.master_epoch) == (
+        right.peers,
+        right.weights,
+        right.committed,
+        right.master_epoch,
+    )
+
+
+class Master:
+    """The master as the engine hosts it: detached, restarted by the engine, no user code, no torch.
+
+    ``db_url`` is the log, ``home`` the folder of the installation, ``launcher`` the import path of a function that opens
+    the launcher in this process and in the instances.
+    """
+
+    def __init__(self, *, job: str, db_url: str, home: str, launcher: str = RAY_LAUNCHER) -> None:
+        self._lane = Lane("master")
+        self._job = JobId(job)
+        found = self._lane.submit(self._make(db_url, home, launcher)).result()
+        self._master: JobMaster = found
+        self._run = self._lane.submit(self._live())
+
+    async def _make(self, db_url: str, home: str, launcher: str) -> JobMaster:
+        def place(workdir: str) -> JobPlace:
+            return JobPlace(home=home, job=self._job, workdir=workdir, launcher=launcher)
+
+        sql_log: Any = importlib.import_module("rota.runtime.sql_log")
+        opened: Any = import_target(launcher)
+        return JobMaster(
+            job=self._job,
+            place=place,
+            log=sql_log.SqlLog(db_url),
+            launcher=opened(),
+            clock=SystemClock(),
+            pid=os.getpid(),
+        )
+
+    async def _live(self) -> None:
+        try:
+            await self._master.run()
+        except Fenced:
+            os._exit(0)  # another master has taken over; this process must not answer in its place
+
+    async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """See JobMaster."""
+        return await self._lane.run(self._master.beat(raw))
+
+    async def commit(self, **fields: Any) -> dict[str, Any]:
+        """See JobMaster."""
+        return await self._lane.run(self._master.commit(**fields))
+
+    async def meet(self, **fields: Any) -> str | None:
+        """See JobMaster."""
+        return await self._lane.run(self._master.meet(**fields))
+
+    async def stacks(self, role: str, rank: int) -> str:
+        """See JobMaster."""
+        return await self._lane.run(self._master.stacks(role, rank))
+
+    async def status(self) -> dict[str, Any]:
+        """See JobMaster."""
+        return self._master.status()

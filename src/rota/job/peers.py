@@ -1,0 +1,112 @@
+"""Who is where and who is ready: the table that a master gives to the instances of its job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rota.job.core.context import Instance, JobContext
+from rota.runtime.launch import Handle, instance_name, master_name
+from rota.spec import codec
+from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
+from rota.spec.states import InstanceState
+
+NO_EPOCH = Epoch(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One instance as others see it. ``started_epoch`` names its process; ``ready`` = takes calls under ``epoch``."""
+
+    role: RoleName
+    rank: int
+    epoch: Epoch
+    started_epoch: Epoch
+    node: NodeId
+    pid: int
+    ready: bool
+    cause: str = ""
+    """Why it is not ready, as far as known."""
+
+    @property
+    def id(self) -> InstanceId:
+        """Role and rank."""
+        return InstanceId(self.role, self.rank)
+
+    def handle(self, job: JobId) -> Handle:
+        """Where to send calls."""
+        name = instance_name(job, self.id, self.started_epoch)
+        return Handle(name=name, job=job, instance=self.id, epoch=self.started_epoch, node=self.node, pid=self.pid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerTable:
+    """The instances of a job at one moment; a higher ``version`` is newer, also across masters.
+
+    ``weights`` maps a weights edge to the version every reader must have: (epoch of its writer, commit).
+    """
+
+    version: int = 0
+    master_epoch: Epoch = NO_EPOCH
+    committed: int = 0
+    loop_epoch: Epoch = NO_EPOCH
+    weights: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    peers: tuple[Peer, ...] = ()
+
+    def of_role(self, role: str) -> tuple[Peer, ...]:
+        """Instances of a role in rank order."""
+        return tuple(peer for peer in self.peers if peer.role == role)
+
+    def find(self, role: str, rank: int) -> Peer | None:
+        """One instance, or None when the job has none of that name."""
+        return next((peer for peer in self.peers if peer.role == role and peer.rank == rank), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for the way between processes."""
+        return codec.to_json_value(self)
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> PeerTable:
+        """Inverse of ``to_json``."""
+        return codec.from_json_value(PeerTable, raw)
+
+
+def table_of(ctx: JobContext) -> PeerTable:
+    """The table of the present state; its version is the number of the last event that is in it."""
+    peers = tuple(_peer(one) for one in ctx.instances.values())
+    writers = {str(peer.role): peer.epoch for peer in peers if peer.rank == 0}
+    edges = ctx.spec.weights if ctx.spec else ()
+    return PeerTable(
+        version=ctx.seq,
+        master_epoch=ctx.master_epoch,
+        committed=ctx.committed,
+        loop_epoch=ctx.loop_epoch,
+        weights={
+            edge.name: (writers.get(edge.source, Epoch(0)), ctx.versions[edge.name])
+            for edge in edges
+            if edge.name in ctx.versions
+        },
+        peers=peers,
+    )
+
+
+def _peer(one: Instance) -> Peer:
+    process = one.process
+    ready = one.state is InstanceState.READY and process is not None
+    cause = "" if ready else (f"{one.error.reason}: {one.error.text}" if one.error else one.state.value)
+    return Peer(
+        role=one.id.role,
+        rank=one.id.rank,
+        epoch=one.epoch,
+        started_epoch=process.epoch if process else Epoch(0),
+        node=process.node if process else NodeId(""),
+        pid=process.pid if process else 0,
+        ready=ready,
+        cause=cause,
+    )
+
+
+def master_handle(job: JobId) -> Handle:
+    """Where the master of a job takes calls; the same across its restarts."""
+    master = InstanceId(RoleName("master"), 0)
+    return Handle(name=master_name(job), job=job, instance=master, epoch=Epoch(0), node=NodeId(""), pid=0)

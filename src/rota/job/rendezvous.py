@@ -1,0 +1,107 @@
+"""A fresh torch process group for the mesh of an instance, once an epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+from datetime import timedelta
+from typing import Any
+
+from rota.job.bodies import Forming, Seat
+from rota.job.peers import master_handle
+from rota.runtime.environ import get
+from rota.runtime.launch import Call, CallTimeout, ProcessGone
+
+GROUP_TIMEOUT_S = 1800.0
+"""Longest collective before torch gives up; limits on progress act long before."""
+MEET_MAX_S = 240.0
+RETRY_S = 0.5
+
+
+class Superseded(Exception):
+    """A newer epoch has begun, so this one will never be complete."""
+
+
+class Meeting:
+    """The process group of one epoch: made on demand in the user lane, dropped from the control lane."""
+
+    def __init__(self, seat: Seat, forming: Forming) -> None:
+        self._seat = seat
+        self._forming = forming
+        self._store: Any = None
+        self._group: Any = None
+        self._task: asyncio.Task[Any] | None = None
+        self._over = False
+
+    def make(self) -> Any:
+        """Meet the other members and initialise ``torch.distributed``. Called from user code, in the user lane."""
+        if self._group is not None:
+            return self._group
+        if self._over:
+            raise Superseded(f"epoch {self._forming.epoch} of {self._seat.id} is over")
+        dist = importlib.import_module("torch.distributed")
+        rank, world = self._seat.id.rank, self._forming.world
+        host = own_address()
+        if rank == 0:
+            # The store listens on a port of its own choice before anybody hears of it: none is picked and released.
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, use_libuv=True)
+        mine = f"{host}:{self._store.port}" if rank == 0 else ""
+        address = self._seat.control.submit(self._meet(mine)).result()
+        if rank != 0:
+            name, _, port = address.rpartition(":")
+            self._store = dist.TCPStore(name, int(port), is_master=False, use_libuv=True)
+        dist.init_process_group(
+            backend="nccl" if self._seat.devices else "gloo",
+            store=dist.PrefixStore(f"{self._seat.id.role}/{self._forming.epoch}", self._store),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        )
+        self._group = dist.group.WORLD
+        return self._group
+
+    async def _meet(self, address: str) -> str:
+        self._task = asyncio.current_task()
+        return await meet(self._seat, self._forming, address)
+
+    def leave(self) -> None:
+        """End the group; unblocks members that wait in a collective with this one. Called from the control lane."""
+        self._over = True
+        if self._task is not None:
+            self._task.cancel()
+        if self._group is not None:
+            dist = importlib.import_module("torch.distributed")
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.distributed_c10d._abort_process_group(self._group)
+        self._group = None
+        self._store = None
+
+
+async def meet(seat: Seat, forming: Forming, address: str) -> str:
+    """Wait at the master until every member of this epoch is there; the address that rank 0 gave.
+
+    Raises Superseded when a newer epoch has begun.
+    """
+    kwargs = {
+        "role": seat.id.role,
+        "rank": seat.id.rank,
+        "epoch": forming.epoch,
+        "world": forming.world,
+        "address": address,
+    }
+    call = Call(method="meet", kwargs=kwargs, timeout_s=MEET_MAX_S)
+    while True:
+        try:
+            found: str | None = await seat.launcher.call(master_handle(seat.place.job), call)
+        except (ProcessGone, CallTimeout):
+            await seat.clock.sleep(RETRY_S)  # the master is back within seconds; everybody comes to it again
+            continue
+        if found is None:
+            raise Superseded(f"epoch {forming.epoch} of {seat.id} is over")
+        return found
+
+
+def own_address() -> str:
+    """Where other members reach this process: ``ROTA_NODE_ADDRESS``, else the loopback of the one machine."""
+    return get("ROTA_NODE_ADDRESS", "127.0.0.1")

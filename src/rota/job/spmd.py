@@ -1,0 +1,298 @@
+"""The torchrun contract for unmodified commands: environment, store, children, exit status, first error."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.job.bodies import Forming, Seat, make_context
+from rota.job.peers import NO_EPOCH
+from rota.job.rendezvous import meet, own_address
+from rota.runtime import process
+from rota.runtime.environ import get, snapshot
+from rota.spec.errors import BadInput
+from rota.spec.job import RoleSpec
+from rota.spec.reasons import Reason
+
+SETUP_MAX_S = 1800.0
+DISSOLVE_GRACE_S = 5.0
+PROGRESS_POLL_S = 1.0
+ERROR_TEXT_MAX = 20_000
+_SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~%!{}\n=")
+_TORCHRUN_FLAGS = frozenset({"--standalone", "--no-python", "-m", "--module", "--run-path"})
+
+
+class CommandFailed(Exception):
+    """A command ended badly; ``reason`` and ``traceback_text`` go into the event of the loss."""
+
+    def __init__(self, message: str, *, reason: Reason, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.traceback_text = traceback_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What one rank runs. ``local`` ranks run in each instance; ``store`` asks for a rendezvous store."""
+
+    argv: tuple[str, ...]
+    local: int = 1
+    store: bool = False
+
+
+def parse_command(role: RoleSpec) -> Command:
+    """The command of a ``run`` role: a torchrun line becomes its ranks, a plain line an argv, the rest goes to a shell.
+
+    Python scripts run under ``rota.job.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment.
+    Raises BadInput for a torchrun line that cannot be read.
+    """
+    assert role.run is not None, "only run roles have a command"
+    words = _plain_words(role.run[0]) if role.shell else list(role.run)
+    if words is None:
+        return Command(argv=("/bin/sh", "-c", role.run[0]), store=_many(role))
+    if not words:
+        raise BadInput(f"role {role.name!r}: run is empty")
+    bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
+    if Path(words[0]).name == "torchrun":
+        return _torchrun(role.name, words[1:], bare=bare)
+    return Command(argv=_python(words, bare=bare), store=_many(role))
+
+
+def _many(role: RoleSpec) -> bool:
+    return role.meshed or role.replicas_max > 1
+
+
+def _plain_words(text: str) -> list[str] | None:
+    """The words of a line that needs no shell, or None."""
+    if text.startswith("torchrun ") and not set(text) & set("|&;<>`\n"):
+        return shlex.split(text)
+    return None if set(text) & _SHELL_CHARACTERS else text.split()
+
+
+def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
+    """``python script.py ...`` with this interpreter and the bootstrap; any other command as it is."""
+    if Path(words[0]).name not in ("python", "python3"):
+        return tuple(words)
+    if not bare and len(words) > 1 and words[1].endswith(".py"):
+        return (sys.executable, "-m", "rota.job.bootstrap", *words[1:])
+    return (sys.executable, *words[1:])
+
+
+def _torchrun(role: str, words: Sequence[str], *, bare: bool) -> Command:
+    local, module, no_python, index = 1, False, False, 0
+    while index < len(words) and words[index].startswith("-"):
+        name, sep, value = words[index].partition("=")
+        name = name.replace("_", "-")
+        index += 1
+        if name in _TORCHRUN_FLAGS:
+            module |= name in ("-m", "--module")
+            no_python |= name == "--no-python"
+            continue
+        if not sep:
+            if index >= len(words):
+                raise BadInput(f"role {role!r}: torchrun option {name} needs a value")
+            value = words[index]
+            index += 1
+        if name == "--nproc-per-node":
+            if not value.isdigit() or int(value) < 1:
+                raise BadInput(f"role {role!r}: --nproc-per-node must be a whole number of at least 1, not {value!r}")
+            local = int(value)
+    rest = words[index:]
+    if not rest:
+        raise BadInput(f"role {role!r}: torchrun needs a script")
+    if no_python:
+        return Command(argv=tuple(rest), local=local, store=True)
+    if module:
+        return Command(argv=(sys.executable, "-m", *rest), local=local, store=True)
+    return Command(argv=_python(("python", *rest), bare=bare), local=local, store=True)
+
+
+def rank_environment(
+    seat: Seat, forming: Forming, command: Command, local_rank: int, address: str, files: Path
+) -> dict[str, str]:
+    """The variables that torchrun sets, and Rota's own."""
+    world = forming.world * command.local
+    rank = seat.id.rank * command.local + local_rank
+    host, _, port = address.rpartition(":")
+    given = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": command.local,
+        "GROUP_RANK": seat.id.rank,
+        "GROUP_WORLD_SIZE": forming.world,
+        "ROLE_NAME": seat.id.role,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world,
+        "MASTER_ADDR": host or "127.0.0.1",
+        "MASTER_PORT": port or "0",
+        "TORCHELASTIC_RESTART_COUNT": forming.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": seat.role.fail.limit_n,
+        "TORCHELASTIC_RUN_ID": seat.place.job,
+        "TORCHELASTIC_ERROR_FILE": files / f"error-{rank}.json",
+        "OMP_NUM_THREADS": max(1, int(seat.role.res.cpus) // command.local),
+        "ROTA_EPOCH": forming.epoch,
+        "ROTA_PROGRESS_FILE": files / f"progress-{rank}",
+    }
+    if address:
+        given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    path = f"{Path(sys.executable).parent}:{get('PATH', '/usr/bin:/bin')}"
+    # What the job file gives wins over the contract, save for the ranks themselves.
+    role_env = {name: value for name, value in seat.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
+    return {**snapshot(), "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
+
+
+class CommandBody:
+    """The body of a ``run`` role: its children are the ranks; they share the process group of this instance.
+
+    A child that dies takes the others with it; the error written first is the one reported.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._command = parse_command(seat.role)
+        self._forming: Forming | None = None
+        self._store: Any = None
+        self._address = ""
+        self._files = Path()
+        self._children: list[asyncio.subprocess.Process] = []
+        self._stopping = False
+
+    async def form(self, forming: Forming) -> None:
+        """Open the store (rank 0) and learn its address."""
+        self._forming, self._store, self._address = forming, None, ""
+        ctx = make_context(self._seat, forming)
+        self._files = ctx.work_dir / f"epoch-{forming.epoch}"
+        self._files.mkdir(exist_ok=True)
+        if not self._command.store:
+            return
+        if self._seat.id.rank == 0:
+            self._address = await self._seat.user.do(self._open_store)
+        if forming.world > 1:
+            self._address = await meet(self._seat, forming, self._address)
+
+    def _open_store(self) -> str:
+        # The store lives here and not in a rank, so that it outlives a rank; it listens before anybody hears of it.
+        dist = importlib.import_module("torch.distributed")
+        self._store = dist.TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
+        return f"{own_address()}:{self._store.port}"
+
+    async def run(self, committed: int) -> None:
+        """Start the ranks and wait for all of them. Raises CommandFailed."""
+        assert self._forming is not None, "form() comes before run()"
+        with self._seat.pulse.running("command"):
+            for local_rank in range(self._command.local):
+                env = rank_environment(self._seat, self._forming, self._command, local_rank, self._address, self._files)
+                self._children.append(await asyncio.create_subprocess_exec(*self._command.argv, env=env))
+            follow = asyncio.create_task(self._follow_progress())
+            try:
+                await self._wait_all()
+            finally:
+                follow.cancel()
+                await asyncio.gather(follow, return_exceptions=True)
+                await self._end_children(DISSOLVE_GRACE_S)
+
+    async def _wait_all(self) -> None:
+        waits = {asyncio.create_task(child.wait()): rank for rank, child in enumerate(self._children)}
+        try:
+            pending = set(waits)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                bad = [(waits[task], task.result()) for task in done if task.result() != 0]
+                if bad:
+                    raise self._failure(*bad[0])
+        finally:
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    def _failure(self, local_rank: int, status: int) -> CommandFailed:
+        assert self._forming is not None
+        rank = self._seat.id.rank * self._command.local + local_rank
+        first = first_error(self._files)
+        if first is not None:
+            return CommandFailed(first[0], reason=Reason.USER_ERROR, traceback_text=first[1])
+        if status < 0:
+            name = signal.Signals(-status).name
+            return CommandFailed(f"rank {rank} was ended by {name}", reason=Reason.SIGNALLED)
+        return CommandFailed(f"rank {rank} ended with exit status {status}", reason=Reason.EXIT_NONZERO)
+
+    async def _follow_progress(self) -> None:
+        """Optimiser steps that the bootstrap of a rank writes down are marks of progress."""
+        seen = 0.0
+        while True:
+            await self._seat.clock.sleep(PROGRESS_POLL_S)
+            newest = max((_number(path) for path in self._files.glob("progress-*")), default=0.0)
+            if newest > seen:
+                seen = newest
+                self._seat.pulse.mark(newest, "steps")
+
+    async def dissolve(self) -> None:
+        """End the ranks of the present epoch and close its store."""
+        await self._end_children(DISSOLVE_GRACE_S)
+        self._store = None
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM to every rank, SIGKILL after the grace."""
+        await self._end_children(grace_s)
+
+    async def _end_children(self, grace_s: float) -> None:
+        children, self._children = self._children, []
+        alive = [found for child in children if child.returncode is None and (found := process.identify(child.pid))]
+        stops = (asyncio.to_thread(process.stop_tree, each, grace_s=grace_s) for each in alive)
+        await asyncio.gather(*stops)
+        await asyncio.gather(*(child.wait() for child in children))
+
+
+def first_error(files: Path) -> tuple[str, str] | None:
+    """Message and traceback of the error file that was written first, in the form of torchelastic."""
+    found: list[tuple[float, str, str]] = []
+    for path in files.glob("error-*.json"):
+        try:
+            raw = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        message = raw.get("message", raw)
+        extra: Mapping[str, Any] = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        text = str(message.get("message", message) if isinstance(message, dict) else message)
+        rank = path.stem.removeprefix("error-")
+        trace = str(extra.get("py_callstack", ""))[-ERROR_TEXT_MAX:]
+        found.append((float(extra.get("timestamp", 0) or 0), f"rank {rank}: {text[:ERROR_TEXT_MAX]}", trace))
+    first = min(found, default=None)
+    return None if first is None else (first[1], first[2])
+
+
+def _number(path: Path) -> float:
+    try:
+        return float(path.read_text() or 0)
+    except (OSError, ValueError):
+        return 0.0
+
+
+async def run_setup(seat: Seat) -> None:
+    """Run the ``setup`` command of the role once in this instance's folder. Raises CommandFailed."""
+    if seat.role.setup is None:
+        return
+    work = make_context(seat, Forming(epoch=NO_EPOCH, world=1, restore=0, weights={})).work_dir
+    done = work / f".setup-{hashlib.sha256(seat.role.setup.encode()).hexdigest()[:16]}"
+    if done.exists():
+        return
+    child = await asyncio.create_subprocess_exec("/bin/sh", "-c", seat.role.setup)
+    try:
+        async with asyncio.timeout(SETUP_MAX_S):
+            status = await child.wait()
+    except TimeoutError:
+        child.kill()
+        status = await child.wait()
+    if status != 0:
+        raise CommandFailed(f"setup ended with status {status}: {seat.role.setup}", reason=Reason.ENV_SETUP_FAILED)
+    done.touch()

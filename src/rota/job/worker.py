@@ -1,0 +1,290 @@
+"""Inside an instance: epochs, beats and lease around a body; what the launcher hosts is ``Instance``."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import os
+import tempfile
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from rota.job.bodies import Body, Forming, FunctionBody, Seat
+from rota.job.calls import Courier, Reply, Request
+from rota.job.executor import JobPlace
+from rota.job.flow import LoopBody
+from rota.job.inspect import import_target
+from rota.job.lanes import Lane
+from rota.job.operations import ClassBody
+from rota.job.peers import PeerTable, master_handle
+from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, Beat, BeatAnswer, Failure, Pulse
+from rota.job.spmd import CommandBody, run_setup
+from rota.runtime.clock import SystemClock
+from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
+from rota.spec import codec
+from rota.spec.errors import BadInput, TensorError
+from rota.spec.ids import Epoch, InstanceId
+from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
+
+BEAT_ANSWER_S = 5.0
+FENCED_EXIT_STATUS = 70
+DONE = {"answer": "done"}
+STALE = {"answer": "stale"}
+
+
+class Instance:
+    """One instance of a role as its launcher hosts it. Every method may be called from any event loop.
+
+    ``assemble`` sets it up under an epoch, ``run`` runs a finite workload, ``call`` one operation, ``save`` puts its
+    state into shared memory; each names an epoch, and an older one is refused. All of them may be repeated.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Mapping[str, str],
+        spec: Mapping[str, Any],
+        instance: str,
+        epoch: int,
+        attempt: int,
+        devices: list[int],
+    ) -> None:
+        faulthandler.enable()
+        self._control, user = Lane("control"), Lane("user")
+        found = JobPlace.from_json(dict(place))
+        clock = SystemClock()
+        launcher = open_launcher(found)
+        who = InstanceId.parse(instance)
+        job_spec = JobSpec.from_json(dict(spec))
+        self._started_epoch = Epoch(epoch)
+        self._seat = Seat(
+            place=found,
+            spec=job_spec,
+            role=job_spec.role(who.role),
+            id=who,
+            attempt=attempt,
+            devices=tuple(devices),
+            launcher=launcher,
+            clock=clock,
+            pulse=Pulse(clock),
+            courier=Courier(job=found.job, spec=job_spec, launcher=launcher, clock=clock, caller=who),
+            control=self._control,
+            user=user,
+        )
+        self._body: Body = self._make_body()
+        self._epoch = Epoch(0)
+        self._ready = False
+        self._loop_epoch_max = Epoch(0)
+        self._failure: Failure | None = None
+        self._forming: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
+        self._running: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
+        self._answered_s = clock.monotonic_s()
+        self._beat_now = asyncio.Event()
+        self._control.submit(self._beats())
+
+    def _make_body(self) -> Body:
+        role = self._seat.role
+        if role.run is not None:
+            return CommandBody(self._seat)
+        kind = role.interface.kind if role.interface else "class"
+        if kind == "class":
+            return ClassBody(self._seat, self._note_failure)
+        return LoopBody(self._seat) if kind == "loop" else FunctionBody(self._seat)
+
+    # -- what the master asks -----------------------------------------------------------------------------------------
+
+    async def assemble(
+        self, *, epoch: int, world: int, restore: int, restarts: int, weights: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
+        forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, weights=dict(weights), restarts=restarts)
+        return await self._control.run(self._assemble(forming))
+
+    async def run(self, *, epoch: int, committed: int, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Run a finite workload to its end: ``done``, ``failed`` or ``stale``; repeated, it waits for the same run."""
+        return await self._control.run(self._run(Epoch(epoch), committed, PeerTable.from_json(dict(table))))
+
+    async def peers(self, table: Mapping[str, Any]) -> None:
+        """Take a newer table of peers."""
+        self._control.loop.call_soon_threadsafe(self._seat.courier.update, PeerTable.from_json(dict(table)))
+
+    async def stacks(self) -> str:
+        """The stack of every thread."""
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            return file.read()
+
+    async def stop(self, grace_s: float = 30.0) -> None:
+        """Give everything back within ``grace_s``; the launcher ends the process after that."""
+        await self._control.run(self._stop(grace_s))
+
+    # -- what other instances ask -------------------------------------------------------------------------------------
+
+    async def call(self, request: Request) -> Reply:
+        """Run one operation."""
+        return await self._control.run(self._call(request))
+
+    async def save(self, *, n: int, epoch: int, loop_epoch: int, edges: tuple[str, ...]) -> dict[str, Any]:
+        """Save the state of commit ``n``: ``done`` with bytes and seconds, ``failed`` or ``stale``."""
+        return await self._control.run(self._save(n, Epoch(epoch), Epoch(loop_epoch), edges))
+
+    # -- in the control lane ------------------------------------------------------------------------------------------
+
+    async def _assemble(self, forming: Forming) -> dict[str, Any]:
+        if forming.epoch < self._epoch or (self._forming and forming.epoch < self._forming[0]):
+            return STALE
+        if self._forming is None or self._forming[0] != forming.epoch:
+            older, self._forming = self._forming, None
+            self._ready = False
+            self._epoch = forming.epoch
+            task = asyncio.get_running_loop().create_task(self._form(forming, older[1] if older else None))
+            self._forming = (forming.epoch, task)
+        return await _answer_of(self._forming[1])
+
+    async def _form(self, forming: Forming, older: asyncio.Task[dict[str, Any]] | None) -> dict[str, Any]:
+        await self._body.dissolve()
+        for task in (older, self._running[1] if self._running else None):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        self._failure = None
+        try:
+            with self._seat.pulse.running("setup"):
+                await run_setup(self._seat)
+                await self._body.form(forming)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the master hears of it
+            return self._failed(error, forming.epoch)
+        if self._epoch == forming.epoch:
+            self._ready = True
+        return DONE
+
+    async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> dict[str, Any]:
+        if epoch != self._epoch or not self._ready:
+            return STALE
+        self._seat.courier.update(table)
+        if self._running is None or self._running[0] != epoch:
+            task = asyncio.get_running_loop().create_task(self._run_body(epoch, committed))
+            self._running = (epoch, task)
+        return await _answer_of(self._running[1])
+
+    async def _run_body(self, epoch: Epoch, committed: int) -> dict[str, Any]:
+        try:
+            await self._body.run(committed)
+        except (Exception, concurrent.futures.CancelledError) as error:  # noqa: BLE001 - user code may raise anything
+            return self._failed(error, epoch)
+        return DONE
+
+    async def _stop(self, grace_s: float) -> None:
+        self._ready = False
+        await self._body.stop(grace_s)
+
+    async def _call(self, request: Request) -> Reply:
+        if not isinstance(self._body, ClassBody):
+            return Reply(kind="stale", text=f"{self._seat.id} takes no calls")
+        refusal = self._refusal(request.epoch, request.loop_epoch)
+        if refusal:
+            return Reply(kind="stale", text=refusal)
+        return await self._body.call(request)
+
+    async def _save(self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...]) -> dict[str, Any]:
+        refusal = self._refusal(epoch, loop_epoch)
+        if refusal or not isinstance(self._body, ClassBody):
+            return {**STALE, "text": refusal or "no class"}
+        try:
+            return {**DONE, **await self._body.save(n, tuple(edges))}
+        except Exception as error:  # noqa: BLE001 - user code in state() may raise anything; the master hears of it
+            failed = self._failed(error, epoch)
+            self._note_failure(codec.from_json_value(Failure, failed["failure"]))
+            return {**failed, "text": str(error)}
+
+    def _refusal(self, epoch: Epoch, loop_epoch: Epoch) -> str:
+        """Why a call is refused; empty when it may run. A newer loop fences the calls of an older one."""
+        silent_s = self._seat.clock.monotonic_s() - self._answered_s
+        if silent_s > LEASE_S:
+            return f"no answer of the master for {silent_s:.0f} s"
+        if epoch != self._epoch or not self._ready or self._failure is not None:
+            return f"{self._seat.id} is at epoch {self._epoch}, {'ready' if self._ready else 'not ready'}"
+        if loop_epoch < self._loop_epoch_max:
+            return f"loop epoch {loop_epoch} is fenced by {self._loop_epoch_max}"
+        self._loop_epoch_max = loop_epoch
+        return ""
+
+    # -- failures and beats -------------------------------------------------------------------------------------------
+
+    def _failed(self, error: BaseException, epoch: Epoch) -> dict[str, Any]:
+        failure = failure_of(error, epoch)
+        return {"answer": "failed", "failure": codec.to_json_value(failure)}
+
+    def _note_failure(self, failure: Failure) -> None:
+        """An operation raised: no further calls under this epoch; the next beat tells the master."""
+        if self._failure is None and failure.epoch == self._epoch:
+            self._failure = failure
+            self._beat_now.set()
+
+    async def _beats(self) -> None:
+        while True:
+            await self._beat()
+            silent_s = self._seat.clock.monotonic_s() - self._answered_s
+            if silent_s > FENCE_EXIT_S:
+                os._exit(FENCED_EXIT_STATUS)
+            self._beat_now.clear()
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    await self._beat_now.wait()
+            except TimeoutError:
+                continue
+
+    async def _beat(self) -> None:
+        beat = Beat(
+            role=self._seat.id.role,
+            rank=self._seat.id.rank,
+            epoch=self._epoch,
+            started_epoch=self._started_epoch,
+            pid=os.getpid(),
+            table_version=self._seat.courier.table.version,
+            failure=self._failure,
+        )
+        beat = self._seat.pulse.read(beat)
+        call = Call(method="beat", args=(beat.to_json(),), timeout_s=BEAT_ANSWER_S, control=True)
+        try:
+            raw = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
+        except (ProcessGone, CallTimeout):
+            return
+        answer = BeatAnswer.from_json(raw)
+        self._answered_s = self._seat.clock.monotonic_s()
+        if answer.table is not None:
+            self._seat.courier.update(answer.table)
+
+
+def failure_of(error: BaseException, epoch: Epoch) -> Failure:
+    """What the master hears when code of an instance raised ``error``."""
+    if isinstance(error, ImportError | SyntaxError | BadInput):
+        reason = Reason.IMPORT_ERROR if not isinstance(error, BadInput) else Reason.USER_ERROR
+    elif isinstance(error, TensorError):
+        reason = Reason.TENSOR_LOST
+    elif isinstance(error, MemoryError):
+        reason = Reason.OOM_KILLED
+    else:
+        reason = getattr(error, "reason", Reason.USER_ERROR)
+    trace = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
+    return Failure(epoch=epoch, reason=Reason(reason), text=f"{type(error).__name__}: {error}", traceback=trace)
+
+
+def open_launcher(place: JobPlace) -> Launcher:
+    """The launcher of this process, named in ``place`` so that an instance imports no engine but its own."""
+    opened: Any = import_target(place.launcher)
+    return opened()
+
+
+async def _answer_of(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+    """The result of an owned task; ``stale`` when a newer epoch cancelled it. The waiter may go, the task stays."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if task.cancelled():
+            return STALE
+        raise

@@ -16,6 +16,8 @@ from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.resources import Res
 
+_NO_NODE = NodeId("")
+
 
 def reservation_name(job: JobId, gang: GangId, epoch: Epoch) -> str:
     """Name of a reservation."""
@@ -49,8 +51,11 @@ class Reservation:
 class InstanceSpec:
     """A process to start. ``target`` is ``module:Class``, made as ``Class(**args)`` inside the new process.
 
-    ``args`` are JSON-able. ``env`` is set before anything is imported. ``bundle`` is an index into the reservation.
-    ``devices`` are the exact device indices the process may see.
+    ``args`` are JSON-able. ``env`` is set before the target is imported (not before the interpreter starts, so
+    ``PYTHONHASHSEED`` and the like act on child processes only). ``bundle`` is an index into the reservation.
+    ``devices`` are the exact device indices the process may see. ``node`` is the scheduler's node of the bundle; it
+    comes back in the Handle. With ``log_path`` everything the process and its children write goes there, one line each
+    ``<ISO time> <attempt>/<epoch> <stdout|stderr> <text>``; the attempt is ``ROTA_ATTEMPT`` of ``env``.
     """
 
     job: JobId
@@ -61,6 +66,7 @@ class InstanceSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     reservation: str
     bundle: int
+    node: NodeId = _NO_NODE
     devices: tuple[int, ...] = ()
     res: Res
     workdir: str = ""
@@ -73,7 +79,11 @@ class InstanceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handle:
-    """A started process: its name, where it is, and its pid with start time (a pid alone may be reused)."""
+    """A started process: its name, where it is, and its pid with start time (a pid alone may be reused).
+
+    ``start_time`` is in seconds since boot (``process.start_time_of``). A handle made from a name alone (pid 0) is
+    enough to call and to stop.
+    """
 
     name: str
     job: JobId
@@ -143,6 +153,30 @@ class CallTimeout(Exception):
     """No answer within ``timeout_s``; the process may still be at it."""
 
 
+class RemoteError(Exception):
+    """A method raised an exception whose class the caller may not have; ``type_name`` is its full name.
+
+    Exceptions of Rota and of Python itself arrive as they are. ``remote_traceback`` gives the traceback of either.
+    """
+
+    def __init__(self, message: str, *, type_name: str = "", trace: str = "") -> None:
+        super().__init__(message)
+        self.type_name = type_name
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild_remote, (str(self), self.type_name, self.trace))
+
+
+def _rebuild_remote(message: str, type_name: str, trace: str) -> RemoteError:
+    return RemoteError(message, type_name=type_name, trace=trace)
+
+
+def remote_traceback(error: BaseException) -> str:
+    """The traceback inside the called process of an exception raised by ``call`` or ``start``; empty if it has none."""
+    return getattr(error, "trace", "") or "".join(getattr(error, "__notes__", ()))
+
+
 class Launcher(Protocol):
     """Starts and finds processes. All effects are idempotent by name."""
 
@@ -153,7 +187,11 @@ class Launcher(Protocol):
         ...
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
-        """Start the process; one of the same name that is alive is returned. Raises ProcessGone or CallTimeout."""
+        """Start the process; one of the same name that is alive is returned.
+
+        Raises ProcessGone, CallTimeout, or what the import or the constructor of the target raised (then no process is
+        left, and ``remote_traceback`` of the error is that of the constructor).
+        """
         ...
 
     async def find(self, job: JobId) -> Found:
@@ -161,7 +199,11 @@ class Launcher(Protocol):
         ...
 
     async def call(self, to: Handle, call: Call) -> Any:
-        """Call a method and wait. Raises ProcessGone, CallTimeout, or what the method raised."""
+        """Call a method and wait. Raises ProcessGone, CallTimeout, or what the method raised (see RemoteError).
+
+        A call on a master waits through its restart, up to ``timeout_s``, and may then run twice: methods of masters
+        are idempotent. A call on an instance is sent once.
+        """
         ...
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
@@ -173,5 +215,8 @@ class Launcher(Protocol):
         ...
 
     def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
-        """Deaths of processes of the job that were started or found through this launcher, as they happen."""
+        """Deaths of processes of the job that were started or found through this launcher, as they happen.
+
+        Stopped ones are reported too. One consumer a job; deaths before it came are kept for it.
+        """
         ...

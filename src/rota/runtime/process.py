@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +22,10 @@ import psutil
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SWEEP_ROUNDS_MAX = 50
+# struct pidfd_info of linux/pidfd.h: mask, cgroup id, eleven identifiers, wait status.
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_GET_INFO = 0xC000FF0B | _PIDFD_INFO.size << 16
+_PIDFD_INFO_EXIT = 1 << 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +244,35 @@ def usage_of(process: ProcessId) -> Usage | None:
     except psutil.NoSuchProcess:
         return None
     return usage if is_alive(process) else None
+
+
+class ExitWatch:
+    """Learns how a process ended although somebody else is its parent (Linux 6.15 and later; else nothing is known)."""
+
+    def __init__(self, process: ProcessId) -> None:
+        self._fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._fd = os.pidfd_open(process.pid)
+        if not is_alive(process):
+            self.close()
+
+    def status(self) -> int | None:
+        """Exit status, or minus the number of the signal that ended it, once it was reaped; None if unknown."""
+        if self._fd is None:
+            return None
+        buffer = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+        try:
+            fcntl.ioctl(self._fd, _PIDFD_GET_INFO, buffer)
+        except OSError:
+            return None
+        fields = _PIDFD_INFO.unpack(buffer)
+        return os.waitstatus_to_exitcode(fields[-1]) if fields[0] & _PIDFD_INFO_EXIT else None
+
+    def close(self) -> None:
+        """Let go of the process."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
 
 class RunFolder:

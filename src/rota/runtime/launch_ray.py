@@ -1,0 +1,479 @@
+"""Gangs as placement groups, instances as detached named Ray actors; used inside a Ray worker or driver.
+
+Names inside Ray: an actor has the name of its instance or master in the namespace ``rota/<install>``; a placement group
+is named ``<namespace>/<reservation>``, since Ray's table of groups shows no namespaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray._private import state
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rota.runtime import process
+from rota.runtime.engine import HOST_LABEL
+from rota.runtime.launch import (
+    Call,
+    CallTimeout,
+    Found,
+    Handle,
+    InstanceSpec,
+    NodeDied,
+    ProcessDied,
+    ProcessGone,
+    Reservation,
+    ReserveFailed,
+    RuntimeEvent,
+    master_name,
+)
+from rota.runtime.process import ExitWatch, ProcessId
+from rota.runtime.ray_host import (
+    CONTROL_CALLS_MAX,
+    NAMESPACE_VARIABLE,
+    USER_CALLS_MAX,
+    Begun,
+    Boot,
+    Host,
+    Raised,
+)
+from rota.spec.gang import BundleGrant
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+
+T = TypeVar("T")
+
+CPUS_MIN = 0.001
+_MASTER_RETRY_S = (0.05, 0.5)
+_GONE_S = 5.0
+_FIND_S = 3.0
+_RELEASE_S = 10.0
+_POLL_S = 0.05
+_BLOCKING_THREADS_MAX = 32
+# What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
+_UNEXPECTED = re.compile(r"Worker unexpectedly exits with a connection error code")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemory|memory usage threshold|OOM killer due to the node", re.IGNORECASE)
+
+
+_as_actor: Any = ray.remote
+_REMOTE_HOST = _as_actor(concurrency_groups={"control": CONTROL_CALLS_MAX, "user": USER_CALLS_MAX})(Host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MasterStart:
+    """How to start a master: its target, arguments, environment and log, like those of an InstanceSpec."""
+
+    job: JobId
+    target: str
+    args: Mapping[str, Any]
+    env: Mapping[str, str]
+    log_path: str = ""
+
+
+class RayLauncher:
+    """The Launcher on Ray.
+
+    ``call`` may be used from any event loop of the process; ``events`` and what feeds it belong to the loop in which
+    ``start`` and ``find`` are awaited.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+        self._actors = dict[str, Any]()
+        self._watches = dict[str, asyncio.Task[None]]()
+        self._events = dict[JobId, asyncio.Queue[RuntimeEvent]]()
+        self._threads = ThreadPoolExecutor(_BLOCKING_THREADS_MAX, thread_name_prefix="ray-launcher")
+
+    @staticmethod
+    def here() -> RayLauncher:
+        """The launcher inside an instance or master, in the namespace of its host. Raises KeyError elsewhere."""
+        return RayLauncher(os.environ[NAMESPACE_VARIABLE])
+
+    # -- reservations -------------------------------------------------------------------------------------------------
+
+    async def reserve(
+        self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
+    ) -> Reservation:
+        """See Launcher. A group that is not granted in time is removed again."""
+        group = await self._blocking(lambda: self._find_or_ask(reservation, bundles))
+        if not await self._blocking(lambda: group.wait(timeout_s)):
+            await self.release(reservation)
+            hosts = ", ".join(sorted({bundle.host for bundle in bundles}))
+            raise ReserveFailed(f"{reservation.name}: {len(bundles)} bundles on {hosts} not granted in {timeout_s:g} s")
+        return reservation
+
+    def _find_or_ask(self, reservation: Reservation, bundles: Sequence[BundleGrant]) -> PlacementGroup:
+        return self._find_group(reservation.name) or placement_group(
+            [{"CPU": max(bundle.res.cpus, CPUS_MIN)} for bundle in bundles],
+            strategy="PACK",
+            name=f"{self.namespace}/{reservation.name}",
+            lifetime="detached",
+            bundle_label_selector=[{HOST_LABEL: bundle.host} for bundle in bundles],
+        )
+
+    def _groups(self, prefix: str) -> dict[str, PlacementGroup]:
+        start = f"{self.namespace}/{prefix}"
+        table: dict[str, dict[str, Any]] = placement_group_table()
+        return {
+            row["name"].removeprefix(f"{self.namespace}/"): PlacementGroup(
+                ray.PlacementGroupID.from_hex(row["placement_group_id"])
+            )
+            for row in table.values()
+            if row["name"].startswith(start) and row["state"] != "REMOVED"
+        }
+
+    def _find_group(self, name: str) -> PlacementGroup | None:
+        return self._groups(name).get(name)
+
+    async def release(self, reservation: Reservation) -> None:
+        """See Launcher. Processes still in it are ended by Ray."""
+        await self._blocking(lambda: self._release(reservation.name))
+
+    def _release(self, name: str) -> None:
+        deadline = time.monotonic() + _RELEASE_S
+        while (group := self._find_group(name)) is not None:
+            remove_placement_group(group)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{name} is still reserved {_RELEASE_S:g} s after its release")
+            time.sleep(_POLL_S)
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
+        """See Launcher."""
+        group = await self._blocking(lambda: self._find_group(spec.reservation))
+        if group is None:
+            raise ProcessGone(f"{spec.name}: there is no reservation {spec.reservation}", started=False)
+        boot = Boot(
+            name=spec.name,
+            namespace=self.namespace,
+            target=spec.target,
+            args=spec.args,
+            env=spec.env,
+            devices=spec.devices,
+            cpus=spec.res.cpus,
+            workdir=spec.workdir,
+            log_path=spec.log_path,
+            label=f"{spec.env.get('ROTA_ATTEMPT', '1')}/{spec.epoch}",
+            node=spec.node,
+        )
+        place = PlacementGroupSchedulingStrategy(
+            group, placement_group_bundle_index=spec.bundle, placement_group_capture_child_tasks=False
+        )
+        options = {"num_cpus": spec.res.cpus, "scheduling_strategy": place, "max_restarts": 0}
+        begun = await self._begin(boot, options, timeout_s)
+        return self._handle(spec.name, begun)
+
+    async def start_master(self, start: MasterStart, *, timeout_s: float) -> Handle:
+        """Start the master of a job, or return the living one; Ray starts it again whenever its process dies."""
+        boot = Boot(
+            name=master_name(start.job),
+            namespace=self.namespace,
+            target=start.target,
+            args=start.args,
+            env=start.env,
+            log_path=start.log_path,
+            label="master",
+        )
+        begun = await self._begin(boot, {"num_cpus": 0, "max_restarts": -1}, timeout_s)
+        return self._handle(boot.name, begun)
+
+    async def _begin(self, boot: Boot, options: Mapping[str, Any], timeout_s: float) -> Begun:
+        deadline = time.monotonic() + timeout_s
+        actor = await self._blocking(lambda: self._create(boot, options))
+        try:
+            begun: Begun = await _answer(actor.begin.remote(), deadline - time.monotonic())
+        except CallTimeout:
+            await self._kill(actor)
+            raise CallTimeout(f"{boot.name} did not start within {timeout_s:g} s") from None
+        except RayActorError as error:
+            raise ProcessGone(f"{boot.name} ended while it started: {death_text(str(error))}") from error
+        if begun.failure is not None:
+            await self._kill(actor)
+            await self._wait_gone(ProcessId(pid=begun.pid, start_time=begun.start_time))
+            raise _rebuilt(begun.failure)
+        self._actors[boot.name] = actor
+        return begun
+
+    def _create(self, boot: Boot, options: Mapping[str, Any]) -> Any:
+        return _REMOTE_HOST.options(
+            name=boot.name,
+            namespace=self.namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            max_task_retries=0,
+            **options,
+        ).remote(boot)
+
+    def _handle(self, name: str, begun: Begun) -> Handle:
+        handle = handle_of(name, pid=begun.pid, start_time=begun.start_time, node=begun.node)
+        self._watch(handle)
+        return handle
+
+    async def find(self, job: JobId) -> Found:
+        """See Launcher. The master is not among the instances. A stopped process is found by Ray's table."""
+        groups = await self._blocking(lambda: self._groups(f"{job}/"))
+        names = [name for name in await self.list_names() if name.startswith(f"{job}/") and name != master_name(job)]
+        handles = await asyncio.gather(*(self._identify(name) for name in names))
+        reservations = [_reservation_of(name) for name in sorted(groups)]
+        return Found(
+            reservations=tuple(reservations),
+            instances=tuple(handle for handle in handles if handle is not None),
+        )
+
+    async def list_names(self) -> tuple[str, ...]:
+        """Names of all actors of the namespace that are not dead, sorted."""
+        rows: list[Any] = await self._blocking(lambda: ray.util.list_named_actors(all_namespaces=True))
+        return tuple(sorted(row["name"] for row in rows if row["namespace"] == self.namespace))
+
+    async def list_reservations(self) -> tuple[Reservation, ...]:
+        """All reservations of the namespace, sorted by name."""
+        return tuple(_reservation_of(name) for name in sorted(await self._blocking(lambda: self._groups(""))))
+
+    async def _identify(self, name: str) -> Handle | None:
+        try:
+            actor = await self._lookup(name)
+            begun: Begun = await _answer(actor.begin.remote(), _FIND_S)
+        except (ProcessGone, RayActorError):
+            return None
+        except CallTimeout:
+            return await self._blocking(lambda: _from_table(name, self._actors[name]))
+        return self._handle(name, begun)
+
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """See Launcher. Works for a master too, which is then not started again."""
+        try:
+            actor = await self._lookup(handle.name)
+        except ProcessGone:
+            return
+        known = handle if handle.pid else await self._identify(handle.name)
+        if grace_s > 0:
+            with contextlib.suppress(CallTimeout, RayActorError):  # deaf, or gone already: force it
+                await _answer(actor.end.remote(), grace_s)
+        await self._kill(actor)
+        if known is not None:
+            await self._wait_gone(ProcessId(pid=known.pid, start_time=known.start_time))
+        await self._wait_unnamed(handle.name)
+
+    async def _kill(self, actor: Any) -> None:
+        await self._blocking(lambda: ray.kill(actor, no_restart=True))
+
+    async def _wait_gone(self, known: ProcessId) -> None:
+        """Ray ends a process within a second; one that hangs in the kernel's hands or stopped gets SIGKILL by pid."""
+        if await self._blocking(lambda: process.wait_gone((known,), _GONE_S / 2)):
+            await self._blocking(lambda: process.stop(known, grace_s=0, kill_s=_GONE_S))
+
+    async def _wait_unnamed(self, name: str) -> None:
+        deadline = time.monotonic() + _GONE_S
+        while time.monotonic() < deadline:
+            if await self._blocking(lambda: _find_actor(name, self.namespace)) is None:
+                self._actors.pop(name, None)
+                return
+            await asyncio.sleep(_POLL_S)
+        raise TimeoutError(f"{name} still has its name {_GONE_S:g} s after it was killed")
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    async def call(self, to: Handle, call: Call) -> Any:
+        """See Launcher. A handle needs no more than a name, so that instances call each other and their master."""
+        if to.name.endswith("/master"):
+            return await self._call_master(to.name, call)
+        try:
+            return await self._send(to.name, call)
+        except ActorUnavailableError as error:
+            raise ProcessGone(f"{to.name} cannot be reached: {error}") from error
+
+    async def _call_master(self, name: str, call: Call) -> Any:
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        pause_s, pause_max_s = _MASTER_RETRY_S
+        while True:
+            try:
+                return await self._send(name, call, deadline)
+            except (ProcessGone, ActorUnavailableError) as error:
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= pause_s:
+                    raise CallTimeout(f"{name} gave no answer within {call.timeout_s} s: {error}") from error
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, pause_max_s)
+
+    async def _send(self, name: str, call: Call, deadline: float | None = None) -> Any:
+        actor = await self._lookup(name)
+        method = actor.control if call.control else actor.user
+        timeout_s = call.timeout_s if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            answer = await _answer(method.remote(call), timeout_s)
+        except CallTimeout:
+            raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
+        except ActorDiedError as error:
+            self._actors.pop(name, None)
+            raise ProcessGone(f"{name} is gone: {death_text(str(error))}") from error
+        if isinstance(answer, Raised):
+            raise _rebuilt(answer)
+        return answer
+
+    async def _lookup(self, name: str) -> Any:
+        if name not in self._actors:
+            actor = await self._blocking(lambda: _find_actor(name, self.namespace))
+            if actor is None:
+                raise ProcessGone(f"there is no process {name}", started=False)
+            self._actors[name] = actor
+        return self._actors[name]
+
+    # -- deaths -------------------------------------------------------------------------------------------------------
+
+    async def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
+        """See Launcher."""
+        queue = self._queue(job)
+        while True:
+            yield await queue.get()
+
+    def _queue(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:
+        return self._events.setdefault(job, asyncio.Queue())
+
+    def _watch(self, handle: Handle) -> None:
+        if handle.name not in self._watches:
+            task = asyncio.get_running_loop().create_task(self._until_end(handle), name=f"watch/{handle.name}")
+            self._watches[handle.name] = task
+            task.add_done_callback(lambda _: self._watches.pop(handle.name, None))
+
+    async def _until_end(self, handle: Handle) -> None:
+        exits = ExitWatch(ProcessId(pid=handle.pid, start_time=handle.start_time))
+        try:
+            text = await self._death_of(handle)
+            status = await self._blocking(lambda: _exit_status(exits))
+        finally:
+            exits.close()
+        self._actors.pop(handle.name, None)
+        if handle.name == master_name(handle.job):
+            return
+        if "node" in text and "died" in text:
+            self._queue(handle.job).put_nowait(NodeDied(node=handle.node, text=text))
+        died = ProcessDied(
+            name=handle.name,
+            job=handle.job,
+            instance=handle.instance,
+            epoch=handle.epoch,
+            text=text,
+            exit_code=status if status is not None and status >= 0 else None,
+            signal=-status if status is not None and status < 0 else None,
+        )
+        self._queue(handle.job).put_nowait(died)
+
+    async def _death_of(self, handle: Handle) -> str:
+        """Hold one call that never answers; its failure is the news. An unreachable actor is asked again."""
+        actor = self._actors[handle.name]
+        while True:
+            try:
+                await _answer(actor.until_end.remote(), None)
+            except ActorUnavailableError:
+                await asyncio.sleep(_POLL_S)
+            except RayActorError as error:
+                return death_text(str(error))
+
+    async def close(self) -> None:
+        """Stop watching; processes and reservations stay."""
+        watches = list(self._watches.values())
+        for task in watches:
+            task.cancel()
+        await asyncio.gather(*watches, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _blocking(self, work: Callable[[], T]) -> T:
+        """Ray's own calls to the GCS block, for minutes while it is away: never in an event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _answer(ref: Any, timeout_s: float | None) -> Any:
+    """The value of a Ray reference, awaited without CPU. Raises CallTimeout, or Ray's error."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.wrap_future(ref.future())
+    except (TimeoutError, GetTimeoutError):
+        raise CallTimeout(f"no answer within {timeout_s} s") from None
+
+
+def _rebuilt(answer: Raised) -> BaseException:
+    error = answer.error
+    if not getattr(error, "trace", ""):
+        error.add_note(answer.traceback)
+    return error
+
+
+def _find_actor(name: str, namespace: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    except (RayError, RaySystemError) as error:
+        raise ActorUnavailableError(f"{name}: the engine does not answer: {error}", None) from error
+
+
+def _from_table(name: str, actor: Any) -> Handle | None:
+    row = state.actors(actor._actor_id.hex())
+    pid = int(row.get("Pid", 0)) if row and row.get("State") == "ALIVE" else 0
+    start_time = process.start_time_of(pid) if pid else None
+    return None if start_time is None else handle_of(name, pid=pid, start_time=start_time, node="")
+
+
+def _exit_status(exits: ExitWatch) -> int | None:
+    """How a process ended; its parent (Ray) reaps it within milliseconds of the broken connection."""
+    deadline = time.monotonic() + 0.02
+    while (status := exits.status()) is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return status
+
+
+def death_text(text: str) -> str:
+    """Ray's account of a death in one line; its standing guess at out-of-memory is left out."""
+    if _UNEXPECTED.search(text) and not _OUT_OF_MEMORY.search(text.replace("OOM killer due to high memory usage", "")):
+        return "its process ended without a word"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines)[:1000]
+
+
+def handle_of(name: str, *, pid: int, start_time: float, node: str) -> Handle:
+    """The handle of an instance or master from its name. Raises ValueError for any other name."""
+    job, _, rest = name.partition("/")
+    if rest == "master":
+        instance, epoch = InstanceId(RoleName("master"), 0), 0
+    else:
+        identity, _, number = rest.rpartition("/")
+        instance, epoch = InstanceId.parse(identity), int(number)
+    return Handle(
+        name=name,
+        job=JobId(job),
+        instance=instance,
+        epoch=Epoch(epoch),
+        node=NodeId(node),
+        pid=pid,
+        start_time=start_time,
+    )
+
+
+def _reservation_of(name: str) -> Reservation:
+    from_job, _, epoch = name.rpartition("/")
+    job, _, gang = from_job.partition("/")
+    return Reservation(job=JobId(job), gang=GangId(gang), epoch=Epoch(int(epoch)))
+
+
+def kill_signal(handle: Handle, signum: int = signal.SIGKILL) -> bool:
+    """Signal the process of a handle on this machine; False when it is gone."""
+    return process.send_signal(ProcessId(pid=handle.pid, start_time=handle.start_time), signum)

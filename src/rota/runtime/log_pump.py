@@ -1,0 +1,60 @@
+"""Stamp every line of an instance's output and append it to its log; runs beside the instance and outlives it.
+
+A program of its own, started with ``python -I -S`` (15 ms, 8 MB): what an instance wrote before a kill -9 or an abort
+is still in the pipes, and a line never waits for the interpreter of the instance. Arguments: log file, label, then the
+numbers of the pipes for stdout and stderr. A line of the log is ``<ISO time> <label> <stream> <text>``.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+
+_CHUNK_BYTES = 65536
+_LINE_BYTES_MAX = 65536
+
+
+def _stamp(label: bytes, stream: bytes) -> bytes:
+    now = time.time()
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+    return b"%s.%03dZ %s %s " % (whole.encode(), int(now % 1 * 1000), label, stream)
+
+
+def pump(log: int, label: bytes, streams: dict[int, bytes]) -> None:
+    """Until both pipes are closed by everyone who holds them. Lines over 64 KiB are cut into several."""
+    pending = dict.fromkeys(streams, b"")
+    poller = select.poll()
+    for fd in streams:
+        poller.register(fd, select.POLLIN | select.POLLHUP)
+    while pending:
+        for fd, _ in poller.poll():
+            chunk = os.read(fd, _CHUNK_BYTES)
+            *lines, rest = (pending[fd] + chunk).split(b"\n")
+            if rest and (not chunk or len(rest) > _LINE_BYTES_MAX):
+                lines, rest = [*lines, rest], b""
+            if lines:
+                stamp = _stamp(label, streams[fd])
+                _write_all(log, b"".join(stamp + line + b"\n" for line in lines))
+            pending[fd] = rest
+            if not chunk:
+                poller.unregister(fd)
+                del pending[fd]
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def main() -> None:
+    """Read the arguments, leave signals to the instance, pump."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    path, label, out, err = sys.argv[1:5]
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    pump(log, label.encode(), {int(out): b"stdout", int(err): b"stderr"})
+
+
+if __name__ == "__main__":
+    main()

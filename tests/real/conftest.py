@@ -1,0 +1,89 @@
+"""One engine for all real tests of a session, in a private short directory; a process left behind fails the session.
+
+Fixture ``engine`` (session): an ``Engine`` with ``home`` (a fresh ``$ROTA_HOME``), ``address`` of the GCS,
+``namespace``, ``host`` label and ``launcher()``: a RayLauncher for the running event loop. The session itself becomes a
+client of the engine; import Ray (and ``rota.runtime.launch_ray``) only after asking for it, never at the top of a file.
+
+Fixture ``engine_home`` (function): an empty ``$ROTA_HOME`` with a short path; whatever engine a test starts there is
+stopped at its end, and a process left behind fails that test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rota.runtime import process
+from rota.runtime.engine import EngineFiles, EngineSettings, EngineState, client_environment, start_engine, stop_engine
+
+HOST = "here"
+NAMESPACE = "rota/test"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A running engine and how to reach it."""
+
+    home: Path
+    state: EngineState
+    namespace: str = NAMESPACE
+    host: str = HOST
+
+    @property
+    def address(self) -> str:
+        return self.state.address
+
+    def launcher(self):
+        """A launcher bound to this engine; close it with ``await launcher.close()``."""
+        from rota.runtime.launch_ray import RayLauncher
+
+        return RayLauncher(self.namespace)
+
+
+def apply_environment(state: EngineState) -> None:
+    """Make this process a possible client of the engine; must happen before Ray is imported."""
+    for name, value in client_environment(state.token_path, state.folder).items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+@contextlib.contextmanager
+def short_home() -> Iterator[Path]:
+    """An empty home under a short path; its engine is stopped at the end and must leave nothing."""
+    home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    try:
+        yield home
+    finally:
+        marks = [state.mark for state in EngineFiles(home).states()]
+        left = stop_engine(home)
+        left_over = [found for mark in marks for found in process.marked(mark) if found.pid != os.getpid()]
+        shutil.rmtree(home, ignore_errors=True)
+        assert not left and not left_over, f"processes left behind: {left} {left_over}"
+
+
+@pytest.fixture
+def engine_home() -> Iterator[Path]:
+    with short_home() as home:
+        yield home
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    with short_home() as home:
+        state = start_engine(home, EngineSettings(host=HOST, cpus=64))
+        apply_environment(state)
+        import ray
+
+        ray.init(state.address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        try:
+            yield Engine(home=home, state=state)
+        finally:
+            ray.shutdown()

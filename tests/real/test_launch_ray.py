@@ -1,0 +1,211 @@
+"""RayLauncher on a real engine: the promises of every launcher, and those of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from rota.runtime import process
+from rota.runtime.launch import Call, Handle, ProcessDied, RemoteError, remote_traceback
+from rota.runtime.process import ProcessId
+from rota.spec.ids import JobId
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtime"))
+from conformance import WAIT_S, LauncherConformance, bundles, instance, reservation, used
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+TARGETS = Path(__file__).resolve().parent.parent / "runtime"
+
+
+def identity(handle: Handle) -> ProcessId:
+    return ProcessId(pid=handle.pid, start_time=handle.start_time)
+
+
+@dataclass
+class RayRig:
+    engine: object
+    host: str
+    workdir: str = str(TARGETS)
+    target: str = "conformance_targets:Subject"
+    jobs: int = 0
+
+    def launcher(self):
+        return self.engine.launcher()
+
+    def fresh_job(self) -> JobId:
+        self.jobs += 1
+        return JobId(f"j{os.getpid()}-{time.monotonic_ns()}-{self.jobs}")
+
+    def kill(self, handle: Handle) -> None:
+        assert process.send_signal(identity(handle), signal.SIGKILL)
+
+
+@pytest.fixture
+def rig(engine) -> RayRig:
+    return RayRig(engine=engine, host=engine.host)
+
+
+class TestRayLauncher(LauncherConformance):
+    pass
+
+
+def run(rig, body) -> None:
+    async def main() -> None:
+        async with used(rig) as (launcher, job):
+            await launcher.reserve(reservation(job), bundles(rig, 2), timeout_s=WAIT_S)
+            await asyncio.wait_for(body(launcher, job), 2 * WAIT_S)
+
+    asyncio.run(main())
+
+
+def test_kill_9_is_known_within_a_quarter_second_with_its_signal(rig) -> None:
+    waits = []
+
+    async def body(launcher, job) -> None:
+        for epoch in range(1, 4):
+            handle = await launcher.start(instance(rig, job, epoch=epoch), timeout_s=WAIT_S)
+            events = launcher.events(job)
+            pending = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            since = time.monotonic()
+            rig.kill(handle)
+            died = await asyncio.wait_for(pending, WAIT_S)
+            waits.append(time.monotonic() - since)
+            assert isinstance(died, ProcessDied) and died.name == handle.name
+            assert (died.signal, died.exit_code) == (9, None)
+
+    run(rig, body)
+    print(f"kill -9 known after {statistics.median(waits) * 1000:.0f} ms (median of {len(waits)})")
+    assert min(waits) < 0.25
+
+
+def test_an_exit_status_is_reported(rig) -> None:
+    async def body(launcher, job) -> None:
+        handle = await launcher.start(instance(rig, job), timeout_s=WAIT_S)
+        asyncio.ensure_future(launcher.call(handle, Call(method="exit", args=(7,)))).add_done_callback(
+            lambda task: task.exception()
+        )
+        died = await asyncio.wait_for(anext(launcher.events(job)), WAIT_S)
+        assert (died.exit_code, died.signal) == (7, None)
+
+    run(rig, body)
+
+
+def test_every_line_of_every_kind_of_output_is_stamped_in_the_log_and_survives_kill_9(rig, tmp_path) -> None:
+    log = tmp_path / "logs" / "subject-0.log"
+
+    async def body(launcher, job) -> None:
+        spec = replace(instance(rig, job), log_path=str(log), env={"ROTA_ATTEMPT": "3"})
+        handle = await launcher.start(spec, timeout_s=WAIT_S)
+        await launcher.call(handle, Call(method="write"))
+        asyncio.ensure_future(launcher.call(handle, Call(method="write_and_die", args=(500,)))).add_done_callback(
+            lambda task: task.exception()
+        )
+        await asyncio.wait_for(anext(launcher.events(job)), WAIT_S)
+
+    run(rig, body)
+    deadline = time.monotonic() + WAIT_S
+    while "line 499" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines = [line.split(" ", 3) for line in log.read_text().splitlines()]
+    assert all(len(line) == 4 and line[0].endswith("Z") and line[1] == "3/1" for line in lines)
+    texts = {(line[2], line[3]) for line in lines}
+    assert {
+        ("stdout", "from print"),
+        ("stderr", "to stderr"),
+        ("stdout", "from the descriptor"),
+        ("stdout", "echo from a child".removeprefix("echo ")),
+    } <= texts
+    assert [line[3] for line in lines if line[3].startswith("line ")] == [f"line {i}" for i in range(500)]
+
+
+def test_environment_devices_and_folder_are_set_before_the_target_is_imported(rig) -> None:
+    async def body(launcher, job) -> None:
+        spec = replace(instance(rig, job), env={"COLOUR": "blue"}, devices=(2, 5))
+        handle = await launcher.start(spec, timeout_s=WAIT_S)
+
+        async def environment(name: str):
+            return await launcher.call(handle, Call(method="environment", args=(name,)))
+
+        assert await environment("COLOUR") == "blue"
+        assert await environment("CUDA_VISIBLE_DEVICES") == "2,5"
+        assert await environment("ROTA_NAMESPACE") == rig.engine.namespace
+        assert await launcher.call(handle, Call(method="place")) == (rig.workdir, rig.workdir)
+
+    run(rig, body)
+
+
+def test_an_exception_of_the_users_own_class_arrives_with_name_and_traceback(rig) -> None:
+    async def body(launcher, job) -> None:
+        handle = await launcher.start(instance(rig, job), timeout_s=WAIT_S)
+        with pytest.raises(RemoteError, match="OwnError: 1 and 2") as caught:
+            await launcher.call(handle, Call(method="fail_own"))
+        assert caught.value.type_name == "conformance_targets.OwnError"
+        assert "in fail_own" in remote_traceback(caught.value)
+
+    run(rig, body)
+
+
+def test_a_blocked_event_loop_of_user_code_does_not_hold_up_control_calls(rig) -> None:
+    async def body(launcher, job) -> None:
+        handle = await launcher.start(instance(rig, job), timeout_s=WAIT_S)
+        blocked = asyncio.ensure_future(launcher.call(handle, Call(method="block_loop", args=(2.0,))))
+        await launcher.call(handle, Call(method="greet", args=("you",), control=True, timeout_s=1.5))
+        assert not blocked.done()
+        assert await blocked == "blocked"
+
+    run(rig, body)
+
+
+def test_stop_asks_first_and_ends_a_stopped_process_by_force_with_its_children(rig, tmp_path) -> None:
+    asked = tmp_path / "asked"
+
+    async def body(launcher, job) -> None:
+        spec = replace(instance(rig, job), env={"STOPPED_FILE": str(asked)})
+        polite = await launcher.start(spec, timeout_s=WAIT_S)
+        await launcher.stop(polite, grace_s=5.0)
+        assert asked.read_text() == "asked to stop" and not process.is_alive(identity(polite))
+        frozen = await launcher.start(instance(rig, job, 1, bundle=1), timeout_s=WAIT_S)
+        child = process.identify(await launcher.call(frozen, Call(method="start_child")))
+        assert child is not None
+        process.send_signal(identity(frozen), signal.SIGSTOP)
+        await launcher.stop(replace(frozen, pid=0, start_time=0.0), grace_s=0.2)
+        assert process.wait_gone((identity(frozen), child), 2.0) == ()
+
+    run(rig, body)
+
+
+def test_starting_costs_little_more_than_a_bare_ray_actor(rig) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0, max_restarts=0)
+    class Bare:
+        async def answer(self) -> int:
+            return 1
+
+    ours, bare = [], []
+
+    async def body(launcher, job) -> None:
+        for epoch in range(1, 6):
+            since = time.monotonic()
+            actor = Bare.options(name=f"{job}/bare/{epoch}", lifetime="detached").remote()
+            await actor.answer.remote()
+            bare.append(time.monotonic() - since)
+            ray.kill(actor)
+            since = time.monotonic()
+            handle = await launcher.start(instance(rig, job, epoch=epoch), timeout_s=WAIT_S)
+            ours.append(time.monotonic() - since)
+            await launcher.stop(handle, grace_s=0)
+
+    run(rig, body)
+    ratio = statistics.median(ours) / statistics.median(bare)
+    print(f"start to ready {statistics.median(ours):.3f} s, bare actor {statistics.median(bare):.3f} s, {ratio:.2f} x")
+    assert ratio < 2.0

@@ -10,13 +10,15 @@ heads, ``s`` sequence, ``t`` tensor degree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from rota.train.plan.comm import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
 from rota.train.plan.hardware import DeviceSpec, Hardware
 from rota.train.plan.layers import ModelShape, embedding_params
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank, state_bytes
-from rota.train.plan.model import Layer, ParallelPlan
+from rota.train.plan.model import Layer, ParallelPlan, Stage
 from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
 
 HALF_BYTES = 2
@@ -102,9 +104,13 @@ class StepTime:
 def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> StepTime:
     """Predict one step of a plan that has passed ``rules.check``."""
     pp = plan.mesh.pp
-    work = [_stage_work(plan, model, hardware, index) for index in range(len(plan.stages))]
+    times = {
+        run: layer_time(model, run, plan.micro_batch, hardware, plan.dtype.param)
+        for run in {replace(layer, count=1) for layer in plan.layers}
+    }
+    work = stage_works(plan, times, head_s(plan, model, hardware))
     costs = [[one.cost for one in work[rank::pp]] for rank in range(pp)]
-    line = simulate(_order(plan), costs, transfer_s=_transfer_s(plan, model, hardware))
+    line = simulate(order_of(plan), costs, transfer_s=transfer_s(plan, model, hardware))
     busiest = max(range(pp), key=line.busy_s.__getitem__)
     micro = plan.micro_batches
     again_s = micro * sum(one.again_s for one in work[busiest::pp])
@@ -114,14 +120,14 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
         "recompute": again_s,
         "tp": comm_s,
         "bubble": line.bubble_s,
-        "dp": _gradient_s(plan, model, hardware, line.busy_s[busiest]),
-        "optimizer": _optimizer_s(plan, model, hardware),
+        "dp": gradient_s(plan, model, hardware, line.busy_s[busiest]),
+        "optimizer": optimizer_s(plan, model, hardware),
     }
     return StepTime(total_s=sum(parts.values()), breakdown_s=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class StageWork:
     """What one stage costs for one micro-batch: both passes, and in them the repeated part and the communication."""
 
     cost: StageCost
@@ -129,36 +135,40 @@ class _Work:
     comm_s: float
 
 
-def _stage_work(plan: ParallelPlan, model: ModelShape, hardware: Hardware, index: int) -> _Work:
-    stage, per_layer = plan.stages[index], expand_layers(plan)
+def stage_works(plan: ParallelPlan, times: Mapping[Layer, LayerTime], last_s: float) -> list[StageWork]:
+    """The work of every stage in order; ``times`` has each kind of layer with ``count`` 1, ``last_s`` the head."""
+    per_layer = [replace(layer, count=1) for layer in expand_layers(plan)]
+    return [_stage_work(stage, per_layer, times, last_s) for stage in plan.stages]
+
+
+def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, LayerTime], last_s: float) -> StageWork:
     forward_s = backward_s = again_s = comm_s = 0.0
-    for layer in per_layer[stage.layers[0] : stage.layers[1]]:
-        time = layer_time(model, layer, plan.micro_batch, hardware, plan.dtype.param)
-        forward_s += time.forward_s + time.comm_s
-        backward_s += time.backward_s(layer)
-        again_s += {"none": 0.0, "selective": time.core_s, "full": time.forward_s}[layer.recompute]
-        comm_s += time.comm_s * (3 if layer.recompute == "full" else 2)
+    for layer, count in Counter(per_layer[stage.layers[0] : stage.layers[1]]).items():
+        time = times[layer]
+        forward_s += count * (time.forward_s + time.comm_s)
+        backward_s += count * time.backward_s(layer)
+        again_s += count * {"none": 0.0, "selective": time.core_s, "full": time.forward_s}[layer.recompute]
+        comm_s += count * time.comm_s * (3 if layer.recompute == "full" else 2)
     if stage.head:
-        head_s = _head_s(plan, model, hardware)
-        forward_s, backward_s = forward_s + head_s, backward_s + 2 * head_s
-    return _Work(cost=StageCost(forward_s=forward_s, backward_s=backward_s), again_s=again_s, comm_s=comm_s)
+        forward_s, backward_s = forward_s + last_s, backward_s + 2 * last_s
+    return StageWork(cost=StageCost(forward_s=forward_s, backward_s=backward_s), again_s=again_s, comm_s=comm_s)
 
 
-def _order(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
+def order_of(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
     pp, micro = plan.mesh.pp, plan.micro_batches
     if plan.schedule == "interleaved":
         return interleaved(pp, micro, len(plan.stages) // pp)
     return gpipe(pp, micro) if plan.schedule == "gpipe" else one_f_one_b(pp, micro)
 
 
-def _head_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+def head_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
     """The product with the vocabulary and the loss over it, both split over the tensor ranks."""
     tokens, vocab = float(plan.micro_batch * model.seq), model.vocab / plan.head.tp
     loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_BYTES)
     return gemm_s(hardware.device, plan.dtype.param, tokens, vocab, model.hidden) + loss_s
 
 
-def _transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+def transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
     """Activations from stage to stage; each tensor rank sends its slice and the receivers gather it in their node."""
     if plan.mesh.pp == 1:
         return 0.0
@@ -169,7 +179,7 @@ def _transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> fl
     return (send_s(size / tp, hardware.level_of(span).link) + gather_s) * (1 - hardware.overlap.pp)
 
 
-def _held_params(plan: ParallelPlan, model: ModelShape) -> float:
+def held_params(plan: ParallelPlan, model: ModelShape) -> float:
     """Parameters of the fullest rank: its layers and one embedding."""
     per_layer = expand_layers(plan)
     most = 0.0
@@ -183,21 +193,32 @@ def _held_params(plan: ParallelPlan, model: ModelShape) -> float:
     return most
 
 
-def _gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
-    """Exposed time of the gradient reduction over the data-parallel ranks, which cross the slowest level they span."""
+def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
+    """Exposed time of what the data-parallel ranks exchange, over the slowest level that they span.
+
+    ZeRO 0 and 1 reduce gradients once a step; 2 scatters them each micro-batch and gathers parameters once; 3 gathers
+    parameters in both passes of each micro-batch and scatters gradients.
+    """
     dp = plan.mesh.dp
     if dp == 1:
         return 0.0
-    span = plan.mesh.cp * plan.mesh.tp * dp
-    size = _held_params(plan, model) * NUMBER_BYTES[plan.dtype.reduce]
-    total_s = all_reduce_s(dp, size, hardware.level_of(span).link)
-    hidden_s = min(hardware.overlap.dp * total_s, busy_s)
-    return total_s - hidden_s
+    link = hardware.level_of(plan.mesh.cp * plan.mesh.tp * dp).link
+    held = held_params(plan, model)
+    gradients, params = held * NUMBER_BYTES[plan.dtype.reduce], held * NUMBER_BYTES[plan.dtype.param]
+    scatter_s, gather_s = reduce_scatter_s(dp, gradients, link), all_gather_s(dp, params, link)
+    zero, micro = max((layer.zero for layer in plan.layers), default=0), plan.micro_batches
+    if zero < 2:
+        total_s = all_reduce_s(dp, gradients, link)
+    elif zero == 2:
+        total_s = micro * scatter_s + gather_s
+    else:
+        total_s = micro * (2 * gather_s + scatter_s)
+    return total_s - min(hardware.overlap.dp * total_s, busy_s)
 
 
-def _optimizer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+def optimizer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
     """Adam reads and writes master, moments, gradient and parameter once."""
     costs = state_bytes(plan)
     zero = max((layer.zero for layer in plan.layers), default=0)
     shards = plan.mesh.dp if zero else 1
-    return _stream_s(hardware.device, _held_params(plan, model) / shards * 2 * costs.total)
+    return _stream_s(hardware.device, held_params(plan, model) / shards * 2 * costs.total)

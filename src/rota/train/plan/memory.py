@@ -9,6 +9,7 @@ State bytes are those of Rajbhandari et al., "ZeRO" (2020), section 3: ``2 + 2 +
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rota.train.plan.layers import ModelShape, embedding_params
@@ -114,8 +115,15 @@ def memory(plan: ParallelPlan, model: ModelShape) -> tuple[StageMemory, ...]:
     ``plan`` must have passed ``rules.check``. Chunks of an interleaved stage are summed.
     """
     per_layer = expand_layers(plan)
-    v = len(plan.stages) // plan.mesh.pp
-    return tuple(_stage_memory(plan, model, per_layer, stage, v) for stage in range(plan.mesh.pp))
+    return tuple(
+        _stage_memory(plan, model, rank, [per_layer[i] for chunk in _chunks(plan, rank) for i in range(*chunk.layers)])
+        for rank in range(plan.mesh.pp)
+    )
+
+
+def stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequence[Layer]) -> float:
+    """Bytes of pipeline rank ``rank`` if it held ``layers`` instead of its own; linear in the layers."""
+    return _stage_memory(plan, model, rank, layers).total
 
 
 def expand_layers(plan: ParallelPlan) -> tuple[Layer, ...]:
@@ -123,24 +131,24 @@ def expand_layers(plan: ParallelPlan) -> tuple[Layer, ...]:
     return tuple(run for run in plan.layers for _ in range(run.count))
 
 
-def _stage_memory(
-    plan: ParallelPlan, model: ModelShape, per_layer: tuple[Layer, ...], stage: int, v: int
-) -> StageMemory:
-    costs = state_bytes(plan)
-    chunks = plan.stages[stage :: plan.mesh.pp]
-    layers = [per_layer[index] for chunk in chunks for index in range(*chunk.layers)]
-    in_flight = layers_in_flight(plan.schedule, stage=stage, p=plan.mesh.pp, m=_live(plan), v=v)
+def _chunks(plan: ParallelPlan, rank: int) -> tuple[Stage, ...]:
+    return plan.stages[rank :: plan.mesh.pp]
+
+
+def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequence[Layer]) -> StageMemory:
+    costs, chunks, pp = state_bytes(plan), _chunks(plan, rank), plan.mesh.pp
+    in_flight = layers_in_flight(plan.schedule, stage=rank, p=pp, m=_live(plan), v=len(chunks))
     held = [(float(layer_params_per_rank(model, layer.tp)), layer) for layer in layers]
     held += _embeddings(plan, model, chunks)
     has_head = any(chunk.head for chunk in chunks)
-    gathered = max((params for params, layer in held if layer.zero == 3), default=0.0)
+    whole = layer_params_per_rank(model, plan.layers[0].tp) if plan.layers[0].zero == 3 else 0
     return StageMemory(
         params=sum(params * costs.param / _shares(layer, plan.mesh)[0] for params, layer in held),
         grads=sum(params * costs.grad / _shares(layer, plan.mesh)[1] for params, layer in held),
         optimizer=sum(params * costs.optimizer / _shares(layer, plan.mesh)[2] for params, layer in held),
         activations=sum(activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight for layer in layers),
         logits=model.seq * plan.micro_batch * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
-        buffers=UNSHARDED_LAYERS * gathered * costs.param,
+        buffers=UNSHARDED_LAYERS * whole * costs.param,
     )
 
 

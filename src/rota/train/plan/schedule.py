@@ -105,50 +105,74 @@ def simulate(
     ``transfer_s`` passes between a task and the task of the next stage. Raises ValueError for an order that can never
     finish (each rank waits for another).
     """
-    ranks, chunks = len(order), len(costs[0])
-    done: dict[tuple[Pass, int, int], float] = {}
-    position, free_s = [0] * ranks, [0.0] * ranks
-    alive, alive_max = [0] * ranks, [0] * ranks
-    left = sum(len(tasks) for tasks in order)
-    while left:
-        moved = False
-        for rank in range(ranks):
-            while position[rank] < len(order[rank]):
-                task = order[rank][position[rank]]
-                ready_s = _ready_s(done, task, rank, ranks, chunks, transfer_s)
-                if ready_s is None:
-                    break
-                cost = costs[rank][task.chunk]
-                free_s[rank] = max(free_s[rank], ready_s) + (cost.forward_s if task.kind == "F" else cost.backward_s)
-                done[task.kind, task.micro, task.chunk * ranks + rank] = free_s[rank]
-                alive[rank] += 1 if task.kind == "F" else -1
-                alive_max[rank] = max(alive_max[rank], alive[rank])
-                position[rank] += 1
-                left -= 1
-                moved = True
-        if not moved:
+    ranks = len(order)
+    run = _Run(order, costs, transfer_s)
+    waiting = set(range(ranks))
+    while waiting:
+        left = run.left
+        for rank in sorted(waiting):
+            if run.advance(rank):
+                waiting.discard(rank)
+        if run.left == left:
             raise ValueError(f"the schedule can never finish; {left} tasks wait for each other")
     busy = [
         sum(costs[r][t.chunk].forward_s if t.kind == "F" else costs[r][t.chunk].backward_s for t in order[r])
         for r in range(ranks)
     ]
-    return Timeline(total_s=max(free_s), busy_s=tuple(busy), alive_max=tuple(alive_max))
+    return Timeline(total_s=max(run.free_s), busy_s=tuple(busy), alive_max=tuple(run.alive_max))
 
 
-def _ready_s(
-    done: dict[tuple[Pass, int, int], float], task: Task, rank: int, ranks: int, chunks: int, transfer_s: float
-) -> float | None:
-    """When the input of a task is there; None when it has not been computed yet."""
-    stage, last = task.chunk * ranks + rank, ranks * chunks - 1
-    if task.kind == "F":
-        if stage == 0:
-            return 0.0
-        made = done.get(("F", task.micro, stage - 1))
-        return None if made is None else made + transfer_s
-    own = done.get(("F", task.micro, stage))
-    if own is None:
-        return None
-    if stage == last:
-        return own
-    made = done.get(("B", task.micro, stage + 1))
-    return None if made is None else max(own, made + transfer_s)
+class _Run:
+    """The state of one simulation: when every pass of every stage ended, and how far each rank has come."""
+
+    def __init__(
+        self, order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], transfer_s: float
+    ) -> None:
+        self._order, self._costs, self._transfer_s = order, costs, transfer_s
+        self._ranks, self._stages = len(order), len(order) * len(costs[0])
+        micro = 1 + max((task.micro for tasks in order for task in tasks), default=0)
+        self._forward_s = [[-1.0] * micro for _ in range(self._stages)]
+        self._backward_s = [[-1.0] * micro for _ in range(self._stages)]
+        self._position = [0] * self._ranks
+        self.free_s = [0.0] * self._ranks
+        self.alive_max = [0] * self._ranks
+        self._alive = [0] * self._ranks
+        self.left = sum(len(tasks) for tasks in order)
+
+    def advance(self, rank: int) -> bool:
+        """Run the tasks of a rank until one lacks its input; True when all are done."""
+        tasks, costs = self._order[rank], self._costs[rank]
+        free_s, alive = self.free_s[rank], self._alive[rank]
+        begin = position = self._position[rank]
+        while position < len(tasks):
+            task = tasks[position]
+            stage = task.chunk * self._ranks + rank
+            ready_s = self._ready_s(task, stage)
+            if ready_s < 0:
+                break
+            if task.kind == "F":
+                free_s = max(free_s, ready_s) + costs[task.chunk].forward_s
+                self._forward_s[stage][task.micro] = free_s
+                alive += 1
+                self.alive_max[rank] = max(self.alive_max[rank], alive)
+            else:
+                free_s = max(free_s, ready_s) + costs[task.chunk].backward_s
+                self._backward_s[stage][task.micro] = free_s
+                alive -= 1
+            position += 1
+        self.free_s[rank], self._alive[rank], self._position[rank] = free_s, alive, position
+        self.left -= position - begin
+        return position == len(tasks)
+
+    def _ready_s(self, task: Task, stage: int) -> float:
+        """When the input of a task is there; negative when it has not been computed yet."""
+        if task.kind == "F":
+            if stage == 0:
+                return 0.0
+            made = self._forward_s[stage - 1][task.micro]
+            return made + self._transfer_s if made >= 0 else -1.0
+        own = self._forward_s[stage][task.micro]
+        if own < 0 or stage == self._stages - 1:
+            return own
+        made = self._backward_s[stage + 1][task.micro]
+        return max(own, made + self._transfer_s) if made >= 0 else -1.0

@@ -1,0 +1,228 @@
+"""The space of plans that the search looks at: settings, cuts into stages, and the cheapest legal recompute of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from rota.train.plan.cost import LayerTime
+from rota.train.plan.hardware import Hardware
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.memory import stage_memory
+from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Recompute, Schedule, Stage
+
+INTERLEAVE_MAX = 8
+MIXED = Dtype(param="bf16", reduce="fp32", master="fp32")
+"""Mixed precision with fp32 main gradients."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked: the best plan for ``batch`` sequences on ``gpus`` devices of ``memory_gib`` each.
+
+    ``pins`` fixes degrees by name (``tp``, ``pp``, ``dp``, ``zero``, ``micro_batch``, ``interleave``, ``sp``).
+    """
+
+    model: ModelShape
+    hardware: Hardware
+    gpus: int
+    memory_gib: float
+    batch: int
+    dtype: Dtype = MIXED
+    pins: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def budget_bytes(self) -> float:
+        """Memory a rank may use: the limit less the reserve of the hardware."""
+        return (self.memory_gib - self.hardware.device.reserve_gib) * 2**30
+
+    def allows(self, name: str, value: int) -> bool:
+        """True unless the degree is pinned to another value."""
+        return self.pins.get(name, value) == value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Everything of a plan but its cut into stages and its recompute."""
+
+    pp: int
+    tp: int
+    dp: int
+    micro_batch: int
+    micro_batches: int
+    interleave: int
+    zero: int
+    sp: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        """None without a pipeline, 1F1B with one chunk a rank, interleaved with several."""
+        if self.pp == 1:
+            return "none"
+        return "interleaved" if self.interleave > 1 else "1f1b"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The degrees as axes: ZeRO 2 and 3 shard, 0 and 1 replicate."""
+        if self.zero >= 2:
+            return Mesh(pp=self.pp, dp_shard=self.dp, tp=self.tp)
+        return Mesh(pp=self.pp, dp_replicate=self.dp, tp=self.tp)
+
+
+SPACE = (
+    "pp: divisors of the devices; tp: powers of two inside the innermost level that divide heads, kv_heads and ffn; "
+    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero 0..3 and "
+    "sp for the whole model; recompute none, selective or full layer by layer; cuts: the last chunk holds as many "
+    "layers as the fullest of an even cut or fewer, the others share the rest evenly, the larger ones last"
+)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors in ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def settings(question: Question) -> Iterator[Setting]:
+    """Every setting of the space that keeps the rules of a plan, in a fixed order."""
+    model, innermost = question.model, question.hardware.levels[0].size or question.gpus
+    for tp in (1 << power for power in range(innermost.bit_length())):
+        if question.gpus % tp or model.heads % tp or model.key_heads % tp or model.inner % tp:
+            continue
+        for pp in divisors(question.gpus // tp):
+            dp = question.gpus // tp // pp
+            if pp > model.layers or question.batch % dp or not _allowed(question, tp=tp, pp=pp, dp=dp):
+                continue
+            yield from _inner_settings(question, tp, pp, dp)
+
+
+def _inner_settings(question: Question, tp: int, pp: int, dp: int) -> Iterator[Setting]:
+    for micro_batch in divisors(question.batch // dp):
+        micro_batches = question.batch // dp // micro_batch
+        for interleave in _interleaves(question.model, pp, micro_batches):
+            for zero in range(4 if dp > 1 else 1):
+                for sp in (False, True) if tp > 1 else (False,):
+                    if _allowed(question, micro_batch=micro_batch, interleave=interleave, zero=zero, sp=int(sp)):
+                        yield Setting(
+                            pp=pp,
+                            tp=tp,
+                            dp=dp,
+                            micro_batch=micro_batch,
+                            micro_batches=micro_batches,
+                            interleave=interleave,
+                            zero=zero,
+                            sp=sp,
+                        )
+
+
+def _allowed(question: Question, **degrees: int) -> bool:
+    return all(question.allows(name, value) for name, value in degrees.items())
+
+
+def _interleaves(model: ModelShape, pp: int, micro_batches: int) -> list[int]:
+    if pp == 1:
+        return [1]
+    legal = [v for v in range(2, INTERLEAVE_MAX + 1) if pp * v <= model.layers and micro_batches % pp == 0]
+    return [1, *legal]
+
+
+def cuts(layers: int, pieces: int) -> Iterator[tuple[int, ...]]:
+    """Layer counts of the chunks: the last one (it also has the head) from the fullest of an even cut downwards."""
+    if pieces == 1:
+        yield (layers,)
+        return
+    for last in range(-(-layers // pieces), 0, -1):
+        base, extra = divmod(layers - last, pieces - 1)
+        if base < 1:
+            continue
+        yield (*([base] * (pieces - 1 - extra)), *([base + 1] * extra), last)
+
+
+def cheapest_plan(
+    question: Question, setting: Setting, cut: tuple[int, ...], times: dict[Recompute, LayerTime]
+) -> ParallelPlan | None:
+    """The plan of this setting and cut with the least recompute that fits; None when nothing fits.
+
+    A pipeline is never slower when one of its stages is faster, and stages share no memory; so each rank may take the
+    cheapest recompute that fits it, alone.
+    """
+    bare = plan_of(question, setting, cut, [(("none", count),) for count in cut])
+    runs: list[tuple[tuple[Recompute, int], ...]] = [()] * len(cut)
+    for rank in range(setting.pp):
+        chosen = _cheapest_recompute(question, bare, rank, times)
+        if chosen is None:
+            return None
+        _spread(chosen, cut, rank, setting.pp, runs)
+    return plan_of(question, setting, cut, runs)
+
+
+def _cheapest_recompute(
+    question: Question, bare: ParallelPlan, rank: int, times: dict[Recompute, LayerTime]
+) -> tuple[int, int] | None:
+    """(selective, full) layers of one rank with the least repeated time that fits; None when even full does not."""
+    chunks = bare.stages[rank :: bare.mesh.pp]
+    count = sum(chunk.layers[1] - chunk.layers[0] for chunk in chunks)
+    kinds = {kind: replace(bare.layers[0], count=1, recompute=kind) for kind in RECOMPUTES}
+    fixed = stage_memory(bare, question.model, rank, [])
+    each = {kind: stage_memory(bare, question.model, rank, [layer]) - fixed for kind, layer in kinds.items()}
+    room = question.budget_bytes - fixed
+    best: tuple[float, int, int] | None = None
+    selective_s = times["selective"].core_s
+    full_s = times["full"].forward_s + times["full"].comm_s
+    for full in range(count + 1):
+        left = room - full * each["full"] - (count - full) * each["none"]
+        saved = each["none"] - each["selective"]
+        selective = 0 if left >= 0 else count - full + 1 if saved <= 0 else int(-(left // saved))
+        if selective <= count - full:
+            found = (selective * selective_s + full * full_s, selective, full)
+            best = min(best, found) if best else found
+    return (best[1], best[2]) if best else None
+
+
+def _spread(
+    chosen: tuple[int, int],
+    cut: tuple[int, ...],
+    rank: int,
+    pp: int,
+    runs: list[tuple[tuple[Recompute, int], ...]],
+) -> None:
+    """Give the layers of one rank their recompute, chunk after chunk: full ones first, then selective, then none."""
+    selective, full = chosen
+    for index in range(rank, len(cut), pp):
+        here_full = min(full, cut[index])
+        here_selective = min(selective, cut[index] - here_full)
+        full, selective = full - here_full, selective - here_selective
+        rest = cut[index] - here_full - here_selective
+        kinds: tuple[tuple[Recompute, int], ...] = (("full", here_full), ("selective", here_selective), ("none", rest))
+        runs[index] = tuple((kind, count) for kind, count in kinds if count)
+
+
+def plan_of(
+    question: Question,
+    setting: Setting,
+    cut: tuple[int, ...],
+    runs: list[tuple[tuple[Recompute, int], ...]],
+) -> ParallelPlan:
+    """The plan as a value; ``runs`` gives each chunk its layers as (recompute, count)."""
+    ends = [sum(cut[: i + 1]) for i in range(len(cut))]
+    base = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero)
+    layers: list[Layer] = []
+    for kind, count in (run for chunk in runs for run in chunk):
+        if layers and layers[-1].recompute == kind:
+            layers[-1] = replace(layers[-1], count=layers[-1].count + count)
+        else:
+            layers.append(replace(base, count=count, recompute=kind))
+    return ParallelPlan(
+        mesh=setting.mesh,
+        stages=tuple(
+            Stage(layers=(end - size, end), chunk=i // setting.pp, embed=i == 0, head=i == len(cut) - 1)
+            for i, (size, end) in enumerate(zip(cut, ends, strict=True))
+        ),
+        layers=tuple(layers),
+        embed=Layer(tp=setting.tp, zero=setting.zero),
+        head=Layer(tp=setting.tp, zero=setting.zero),
+        schedule=setting.schedule,
+        micro_batch=setting.micro_batch,
+        micro_batches=setting.micro_batches,
+        dtype=question.dtype,
+    )

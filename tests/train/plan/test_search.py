@@ -1,0 +1,165 @@
+"""The search against brute force on small instances, and the laws a best plan must keep."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from rota.spec.errors import BadInput
+from rota.train.plan.cost import step_time
+from rota.train.plan.hardware import A100_80G_DGX
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.memory import memory
+from rota.train.plan.model import ParallelPlan, Recompute
+from rota.train.plan.rules import check
+from rota.train.plan.search import found_to_json, lower_bound_s, search
+from rota.train.plan.space import Question, Setting, cuts, plan_of, settings
+
+SEVEN_B = ModelShape(
+    layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False, name="7B"
+)
+INSTANCES = 1000 if os.environ.get("ROTA_DEEP") else 12
+
+
+def seven_b(**changes: object) -> Question:
+    question = Question(model=SEVEN_B, hardware=A100_80G_DGX, gpus=8, memory_gib=36, batch=16)
+    return replace(question, **changes)  # type: ignore[arg-type]
+
+
+def small_question(seed: int) -> Question:
+    """A random instance of a few layers on a few devices, with memory that may or may not bind."""
+    rng = random.Random(seed)
+    model = ModelShape(
+        layers=rng.choice([1, 2, 3, 4]),
+        hidden=rng.choice([512, 1024]),
+        heads=rng.choice([2, 8]),
+        seq=rng.choice([256, 2048]),
+        vocab=rng.choice([1000, 32000]),
+        attention=rng.choice(["plain", "flash"]),
+    )
+    return Question(
+        model=model,
+        hardware=A100_80G_DGX,
+        gpus=rng.choice([1, 2, 4]),
+        memory_gib=2 + rng.choice([0.05, 0.2, 0.5, 1.0, 4.0]),
+        batch=rng.choice([2, 4]),
+    )
+
+
+def plans_of(question: Question, setting: Setting) -> list[ParallelPlan]:
+    """Every cut of the family with every recompute of every layer."""
+    kinds: tuple[Recompute, ...] = ("none", "selective", "full")
+    return [
+        plan_of(question, setting, cut, chunks(cut, chosen))
+        for cut in cuts(question.model.layers, setting.pp * setting.interleave)
+        for chosen in itertools.product(kinds, repeat=question.model.layers)
+    ]
+
+
+def chunks(cut: tuple[int, ...], chosen: tuple[Recompute, ...]) -> list[tuple[tuple[Recompute, int], ...]]:
+    remaining = list(chosen)
+    return [tuple((remaining.pop(0), 1) for _ in range(size)) for size in cut]
+
+
+def brute_force_s(question: Question) -> float | None:
+    fits = [
+        step_time(plan, question.model, question.hardware).total_s
+        for setting in settings(question)
+        for plan in plans_of(question, setting)
+        if max(stage.total for stage in memory(plan, question.model)) <= question.budget_bytes
+    ]
+    return min(fits, default=None)
+
+
+@pytest.mark.parametrize("seed", range(INSTANCES))
+def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
+    question = small_question(seed)
+    found, best_s = search(question, top=1), brute_force_s(question)
+    if best_s is None:
+        assert found.best == ()
+        return
+    assert found.best[0].step.total_s == pytest.approx(best_s, rel=1e-12)
+    assert found.certificate.gap_pct == 0.0
+    assert found.certificate.lower_bound_s == pytest.approx(best_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(0, INSTANCES, 3))
+def test_no_plan_of_a_setting_is_faster_than_its_bound(seed: int) -> None:
+    question = small_question(seed)
+    for setting in settings(question):
+        bound_s = lower_bound_s(question, setting)
+        for cut in cuts(question.model.layers, setting.pp * setting.interleave):
+            plan = plan_of(question, setting, cut, [(("none", size),) for size in cut])
+            assert step_time(plan, question.model, question.hardware).total_s >= bound_s * (1 - 1e-12)
+
+
+def test_the_plan_found_keeps_every_rule_and_the_memory_limit() -> None:
+    found = search(seven_b())
+    assert len(found.best) == 5
+    for one in found.best:
+        assert check(one.plan, SEVEN_B) == ()
+        assert one.plan.global_batch == 16
+        assert one.memory_bytes <= (36 - 2) * 2**30
+    times = [one.step.total_s for one in found.best]
+    assert times == sorted(times)
+
+
+@pytest.mark.slow
+def test_more_memory_a_faster_link_or_fewer_pins_never_give_a_slower_plan() -> None:
+    base = search(seven_b(), top=1).best[0].step.total_s
+    links = tuple(replace(level, gb_s=2 * level.gb_s) for level in A100_80G_DGX.levels)
+    assert search(seven_b(memory_gib=80), top=1).best[0].step.total_s <= base
+    assert search(seven_b(hardware=replace(A100_80G_DGX, levels=links)), top=1).best[0].step.total_s <= base
+    assert search(seven_b(pins={"tp": 8}), top=1).best[0].step.total_s >= base
+
+
+def test_a_pin_is_kept() -> None:
+    for one in search(seven_b(pins={"pp": 2, "zero": 1})).best:
+        assert one.plan.mesh.pp == 2
+        assert one.plan.layers[0].zero == 1
+
+
+@pytest.mark.slow
+def test_when_memory_binds_recompute_is_paid_for_it() -> None:
+    plain = replace(SEVEN_B, attention="plain")
+    document = found_to_json(search(seven_b(model=plain, memory_gib=20)), seven_b(model=plain, memory_gib=20))
+    assert document["binds"] == "memory"
+    assert document["predicted"]["memory_gib"] <= 18
+    assert sum(document["predicted"]["breakdown_s"].values()) == pytest.approx(document["predicted"]["iteration_s"])
+
+
+def test_a_model_that_fits_nowhere_gives_no_plan_and_says_why() -> None:
+    document = found_to_json(search(seven_b(gpus=1, memory_gib=10)), seven_b(gpus=1, memory_gib=10))
+    assert document["plan"] is None
+    assert document["reason"] == "out_of_memory"
+
+
+def test_a_search_that_is_stopped_says_that_it_is_not_complete() -> None:
+    calls = itertools.count()
+    found = search(seven_b(), stop=lambda: next(calls) >= 20)
+    assert not found.certificate.complete
+    assert found.certificate.scored == 20
+    assert found.certificate.lower_bound_s <= found.best[0].step.total_s if found.best else True
+
+
+@pytest.mark.slow
+def test_the_same_question_gives_the_same_answer() -> None:
+    assert search(seven_b()) == search(seven_b())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 0}, "gpus: 0"),
+        ({"memory_gib": 1.0}, "leaves nothing"),
+        ({"pins": {"tq": 2}}, "pin tq"),
+        ({"model": replace(SEVEN_B, heads=33)}, "heads 33"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        search(seven_b(**changes))

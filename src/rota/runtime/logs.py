@@ -19,6 +19,7 @@ from rota.runtime.clock import iso
 BLOCK_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
 STREAMS = ("out", "err", "rota")
+_STREAM_NAMES = {"stdout": "out", "stderr": "err"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,7 @@ def _parse(instance: str, data: bytes, offset: int) -> Iterator[LogLine]:
             if first.isdigit() and second.isdigit():
                 ts, attempt, epoch = max(ts, when), int(first), int(second)
                 stream, _, text = rest.partition(" ")
+                stream = _STREAM_NAMES.get(stream, stream)
         yield LogLine(
             instance=instance, offset=offset, end=end, ts=ts, attempt=attempt, epoch=epoch, stream=stream, text=text
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from rota.spec.errors import EngineUnavailable
 from rota.spec.ids import JobId
 
 
@@ -34,3 +35,29 @@ class Engine(Protocol):
     async def close(self, *, stop_engine: bool) -> None:
         """Let go; with ``stop_engine`` end the engine and everything in it."""
         ...
+
+
+class NoEngine:
+    """Where Ray is not installed: jobs are accepted, planned and explained, and wait for an engine."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    @property
+    def generation(self) -> int:
+        return 0
+
+    async def ensure_master(self, job: JobId) -> None:
+        raise EngineUnavailable(f"{job} cannot start: {self._why}", hint="pip install 'rota[engine]'")
+
+    async def sweep(self, job: JobId) -> None:
+        """Nothing runs."""
+
+    async def jobs(self) -> tuple[JobId, ...]:
+        return ()
+
+    async def status(self) -> dict[str, Any]:
+        return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
+
+    async def close(self, *, stop_engine: bool) -> None:
+        """Nothing to let go of."""

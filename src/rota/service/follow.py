@@ -65,7 +65,7 @@ async def follow_events(loop: ServiceLoop, *, job: JobId | None, after: int) -> 
     if job is None and loop.installation.number - cursor > BEHIND_MAX:
         cursor = loop.installation.number
         yield frame({"number": cursor}, event="reset", id=str(cursor))
-    while True:
+    while not loop.stopping:
         records = await asyncio.to_thread(loop.log.read, after=cursor, job=job, limit=1000)
         for record in records:
             cursor = record.number
@@ -171,7 +171,7 @@ async def follow_logs(loop: ServiceLoop, story: JobStory, folder: Path, query: L
     for chunk in _frames(lines, offsets):
         yield chunk
     quiet_since = last_sent = loop.clock.monotonic_s()
-    while True:
+    while not loop.stopping:
         over = story.ended is not None
         files = await asyncio.to_thread(log_files, folder, role=query.role, rank=query.rank)
         lines = await asyncio.to_thread(follow_batch, files, offsets)

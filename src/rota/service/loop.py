@@ -46,13 +46,12 @@ class ServiceLoop:
         scheduler: Scheduler,
         engine: Engine,
         poll_s: float,
-        listeners: Iterable[Listener] = (),
     ) -> None:
         self.log, self.writer, self.clock = log, writer, clock
         self.scheduler, self.engine = scheduler, engine
         self.installation = Installation()
         self.stale_since: float | None = None
-        self._listeners = tuple(listeners)
+        self._listeners: list[Listener] = []
         self._poll_s = poll_s
         self._wake = asyncio.Event()
         self._moved = asyncio.Condition()
@@ -60,7 +59,11 @@ class ServiceLoop:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
-        self._stopping = False
+        self.stopping = False
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` with every record, after the read side took it in. To be called before ``replay``."""
+        self._listeners.append(listener)
 
     # -- for doors -------------------------------------------------------------------------------------------------
 
@@ -78,7 +81,7 @@ class ServiceLoop:
     async def wait_for(self, number: int) -> None:
         """Wait until the read side has taken in record ``number``."""
         async with self._moved:
-            await self._moved.wait_for(lambda: self.installation.number >= number or self._stopping)
+            await self._moved.wait_for(lambda: self.installation.number >= number or self.stopping)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ class ServiceLoop:
         """Turn until ``stop``; a store that is away makes it wait, never end."""
         failures = 0
         self._spawn("sweeper", self._sweep_forever())
-        while not self._stopping:
+        while not self.stopping:
             try:
                 while await self._turn():
                     pass
@@ -106,7 +109,7 @@ class ServiceLoop:
 
     async def stop(self) -> None:
         """End the loop and every task it started."""
-        self._stopping = True
+        self.stopping = True
         self._wake.set()
         async with self._moved:
             self._moved.notify_all()
@@ -190,7 +193,7 @@ class ServiceLoop:
                 self._spawn(f"master/{story.id}", self._ensure_master(story))
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        if name in self._tasks or self._stopping:
+        if name in self._tasks or self.stopping:
             work.close()
             return
         task = asyncio.create_task(work, name=name)

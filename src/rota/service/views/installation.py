@@ -18,9 +18,13 @@ from rota.spec.resources import Device, Health, Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStory:
-    """A node with the last thing that was said of its fitness. ``lost`` nodes stopped answering."""
+    """A node with the last thing that was said of its fitness. ``lost`` nodes stopped answering.
+
+    ``joined`` is the node as it joined, before any mark.
+    """
 
     node: Node
+    joined: Node
     joined_at: float
     lost: bool = False
     marked_at: float = 0.0
@@ -69,7 +73,7 @@ class Installation:
             case e.ServiceStarted():
                 self.service, self.engine_volatile = event, None
             case e.NodeJoined(node=node):
-                self.nodes[node.id] = NodeStory(node=node, joined_at=at)
+                self.nodes[node.id] = NodeStory(node=node, joined=node, joined_at=at)
             case e.NodeLost() if event.node in self.nodes:
                 self.nodes[event.node] = replace(self.nodes[event.node], lost=True, marked_at=at, text=event.text)
             case e.NodeMarked() if event.node in self.nodes:

@@ -1,0 +1,107 @@
+"""The only place where the parts are wired together."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+
+from rota.cluster.live import Scheduler
+from rota.cluster.policies.profiles import get_profile
+from rota.job.core.placement import requests_of
+from rota.runtime.chance import SystemChance
+from rota.runtime.clock import SystemClock
+from rota.runtime.devices import LOCAL_HOST, local_node
+from rota.runtime.environ import Home
+from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
+from rota.runtime.sql_log import SqlLog
+from rota.service.auth import Auth, ensure_token
+from rota.service.config import LOOPBACK, Settings
+from rota.service.engine import Engine, NoEngine
+from rota.service.intake import Intake
+from rota.service.loop import ServiceLoop
+from rota.service.metrics import Metrics
+from rota.service.routes.doors import Doors
+from rota.spec.events import Event, NodeJoined, NodeLost, ServiceStarted
+from rota.spec.resources import Node, pretend_nodes
+
+
+def rota_version() -> str:
+    """Version of the installed package."""
+    try:
+        return version_of("rota")
+    except PackageNotFoundError:
+        return "0"
+
+
+def open_store(settings: Settings) -> SqlLog:
+    """The event log of the installation, with its schema brought up to date."""
+    return SqlLog(db_url(settings), migrate=True)
+
+
+def db_url(settings: Settings) -> str:
+    """Where the event log is: the given address, else the file in the home."""
+    return settings.db_url or f"sqlite:///{Home.of(settings.home).db}"
+
+
+def assemble(settings: Settings, log: EventLog) -> Doors:
+    """Every part of the service over an open log, under a new install epoch; nothing runs yet."""
+    clock, chance, home = SystemClock(), SystemChance(), Home.of(settings.home).make()
+    writer = Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE))
+    started = ServiceStarted(install_epoch=writer.epoch, pid=os.getpid(), version=rota_version())
+    log.append([started], writer=writer)
+    engine = make_engine(settings, home)
+    loop = ServiceLoop(
+        log=log,
+        writer=writer,
+        clock=clock,
+        scheduler=Scheduler(get_profile(settings.profile), requests_of),
+        engine=engine,
+        poll_s=settings.poll_s,
+    )
+    metrics = Metrics(loop.installation, clock=clock, version=rota_version())
+    loop.listen(metrics.apply)
+    return Doors(
+        settings=settings,
+        home=home,
+        clock=clock,
+        loop=loop,
+        intake=Intake(loop, home=home, clock=clock, chance=chance),
+        auth=Auth.of(ensure_token(home.token), clock=clock, hosts=frozenset({*LOOPBACK, settings.host.lower()})),
+        engine=engine,
+        metrics=metrics,
+        version=rota_version(),
+        pid=os.getpid(),
+        started_at=clock.wall_s(),
+    )
+
+
+def make_engine(settings: Settings, home: Home) -> Engine:
+    """The gateway to Ray, or its stand-in where Ray is not installed. Imports nothing of Ray."""
+    if importlib.util.find_spec("ray") is None:
+        return NoEngine("Ray is not installed")
+    return NoEngine("no gateway")
+
+
+def wanted_nodes(settings: Settings) -> tuple[Node, ...]:
+    """The nodes of this installation: pretend ones, else this machine."""
+    if settings.pretend:
+        return pretend_nodes(settings.pretend, host=LOCAL_HOST)
+    return (local_node(),)
+
+
+def node_changes(doors: Doors, wanted: Iterable[Node]) -> list[Event]:
+    """What must be appended so that the log knows exactly the wanted nodes."""
+    known = doors.loop.installation.nodes
+    joined = {node.id: node for node in wanted}
+    changes: list[Event] = [
+        NodeJoined(node=node) for node in joined.values() if (old := known.get(node.id)) is None or old.joined != node
+    ]
+    changes += [
+        NodeLost(node=one, text="not part of the installation any more")
+        for one, old in known.items()
+        if one not in joined and not old.lost
+    ]
+    return changes

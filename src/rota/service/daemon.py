@@ -1,0 +1,234 @@
+"""up, down, status of the embedded service: start it detached, adopt what lives, end what was recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rota.runtime import process
+from rota.runtime.clock import Clock, SystemClock, blocking_sleep
+from rota.runtime.environ import Home
+from rota.runtime.process import ProcessId, RunFolder, Spawn
+from rota.service.config import Settings
+from rota.spec.errors import Conflict, NotReachable, RotaError, TimedOut
+
+UP_TIMEOUT_S = 60.0
+STOP_JOBS_S = 60.0
+STOP_GRACE_S = 10.0
+REQUEST_TIMEOUT_S = 5.0
+POLL_S = 0.02
+LOG_SHOWN_LINES = 20
+SERVE_MODULE = "rota.service.serve"
+
+
+def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
+    """Start the service, or find the one that runs; the Status document, with ``login`` for the page.
+
+    After a kill of the service this adopts everything that went on without it. Raises NotReachable (port taken, cause
+    from its log), Conflict, SchemaTooNew, StoreCorrupt, TimedOut.
+    """
+    home = Home.of(settings.home).make()
+    with _alone(home):
+        record = find_service(home)
+        started = record is None
+        if record is None:
+            record = _start(settings, home, timeout_s)
+        elif settings.pretend and settings.pretend != record.get("pretend"):
+            has = record.get("pretend") or "this machine alone"
+            raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
+    document = ask(home, "GET", "/api/v1/status")
+    return document | {"started": started, "login": ask(home, "POST", "/api/v1/login/code")["url"]}
+
+
+def ensure_up(settings: Settings) -> bool:
+    """Make sure that the service answers; True when it had to be started. Raises what ``up`` raises."""
+    home = Home.of(settings.home)
+    if find_service(home) is not None and _ready(home):
+        return False
+    return bool(up(settings)["started"])
+
+
+def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict[str, Any]:
+    """End the service with its gateway, engine and registry: the recorded processes, and no others.
+
+    ``jobs``: ``stop`` ends running jobs first, ``leave`` lets them go on from their last commit at the next ``up``.
+    ``force`` asks nobody and skips the polite part. Returns what was ended and what, if anything, could not be.
+    """
+    home = Home.of(settings.home)
+    if not home.root.exists():
+        return _down_document([], [])
+    home.make()
+    with _alone(home):
+        ended: list[str] = []
+        left: list[ProcessId] = []
+        record = find_service(home)
+        if record is not None:
+            if jobs == "stop" and not force:
+                _stop_jobs(home)
+            service = _identity(record)
+            ended.append("service")
+            if not process.stop(service, grace_s=0.0 if force else STOP_GRACE_S):
+                left.append(service)
+        home.service_record.unlink(missing_ok=True)
+        left += _end_rest(home, ended, grace_s=0.0 if force else STOP_GRACE_S)
+    return _down_document(ended, left)
+
+
+def status(settings: Settings) -> dict[str, Any]:
+    """The Status document; ``state`` is ``down`` when no service runs here."""
+    home = Home.of(settings.home)
+    record = find_service(home)
+    if record is None:
+        rest = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
+        return {"api": "rota/v1", "kind": "Status", "state": "down", "home": str(home.root), "still_running": rest}
+    return ask(home, "GET", "/api/v1/status") | {"login": ask(home, "POST", "/api/v1/login/code")["url"]}
+
+
+def find_service(home: Home) -> dict[str, Any] | None:
+    """The record of the service if its very process lives, else None."""
+    try:
+        record: dict[str, Any] = json.loads(home.service_record.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    alive = record.get("boot_id") == process.boot_id() and process.is_alive(_identity(record))
+    return record if alive else None
+
+
+def ask(home: Home, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One request to the local service with the admin token. Raises NotReachable, or RotaError for a refusal."""
+    record = find_service(home)
+    if record is None:
+        raise NotReachable(f"no service runs in {home.root}", hint="start it: rota up")
+    request = urllib.request.Request(
+        f"{record['url']}{path}",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={
+            "Authorization": f"Bearer {home.token.read_text(encoding='utf-8').strip()}",
+            "Content-Type": "application/json",
+        },
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        problem = json.loads(error.read() or b"{}")
+        raise RotaError(str(problem.get("detail", error)), hint=str(problem.get("hint", ""))) from error
+    except OSError as error:
+        raise NotReachable(f"{record['url']} does not answer: {error}", hint="see rota status") from error
+
+
+def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
+    seen = home.service_log.stat().st_size if home.service_log.exists() else 0
+    flags = {name: getattr(settings, name) for name, origin in settings.origins.items() if origin == "flag"}
+    command = (sys.executable, "-m", SERVE_MODULE, json.dumps(flags | {"home": str(home.root)}))
+    child = process.spawn(Spawn(command=command, env={}, log=home.service_log), name="service")
+    clock: Clock = SystemClock()
+    until_s = clock.monotonic_s() + timeout_s
+    while clock.monotonic_s() < until_s:
+        if child.poll() is not None:
+            raise _failure(home.service_log, seen, child.returncode)
+        record = find_service(home)
+        if record is not None and _ready(home):
+            return record
+        blocking_sleep(POLL_S)
+    child.kill()
+    child.wait()
+    raise TimedOut(f"the service was not ready within {timeout_s:.0f} s", hint=f"see {home.service_log}")
+
+
+def _ready(home: Home) -> bool:
+    try:
+        return bool(ask(home, "GET", "/readyz").get("ok"))
+    except (RotaError, FileNotFoundError):
+        return False
+
+
+def _failure(log: Path, seen: int, exit_status: int) -> RotaError:
+    """The error that the child wrote before it ended, as the exception it was."""
+    with log.open("rb") as file:
+        file.seek(seen)
+        lines = file.read().decode(errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.startswith("rota serve failed: ")), None)
+    if said is None:
+        shown = "\n".join(lines[-LOG_SHOWN_LINES:])
+        return RotaError(f"the service ended with status {exit_status}:\n{shown}", hint=f"see {log}")
+    raw = json.loads(said.partition(": ")[2])
+    kinds = {cls.code: cls for cls in _leaves(RotaError)}
+    return kinds.get(raw["code"], RotaError)(raw["message"], hint=raw["hint"])
+
+
+def _leaves(cls: type[RotaError]) -> Iterator[type[RotaError]]:
+    yield cls
+    for below in cls.__subclasses__():
+        yield from _leaves(below)
+
+
+def _stop_jobs(home: Home) -> None:
+    """Ask every live job to end and wait for it, at most ``STOP_JOBS_S``; what is left ends with the engine."""
+    clock: Clock = SystemClock()
+    until_s = clock.monotonic_s() + STOP_JOBS_S
+    asked: set[str] = set()
+    with contextlib.suppress(RotaError):
+        while clock.monotonic_s() < until_s:
+            live = [row["id"] for row in ask(home, "GET", "/api/v1/jobs")["items"]]
+            if not live:
+                return
+            for job in live:
+                if job not in asked:
+                    asked.add(job)
+                    ask(home, "POST", f"/api/v1/jobs/{job}:stop", {"grace_s": STOP_GRACE_S})
+            blocking_sleep(0.1)
+
+
+def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId]:
+    """Gateway first, since it would start the engine again; then engine, registry and all else that is recorded."""
+    from rota.runtime.engine import EngineFiles, stop_engine
+    from rota.runtime.redis_server import stop_server
+
+    left: list[ProcessId] = []
+    run = RunFolder(home.run)
+    records = {one.name: one for one in run.alive()}
+    order = sorted(records, key=lambda name: (not name.startswith("gateway"), name))
+    for name in order:
+        if name.startswith("engine"):
+            continue
+        ended.append(name)
+        left += process.stop_tree(records[name].id, grace_s=grace_s)
+        run.forget(name)
+    if EngineFiles(home.root).states():
+        ended.append("engine")
+        left += stop_engine(home.root)
+    if stop_server(home):
+        ended.append("registry")
+    return left
+
+
+def _down_document(ended: list[str], left: list[ProcessId]) -> dict[str, Any]:
+    return {
+        "api": "rota/v1",
+        "kind": "Status",
+        "state": "down" if not left else "stuck",
+        "ended": ended,
+        "still_running": [one.pid for one in left],
+    }
+
+
+def _identity(record: Mapping[str, Any]) -> ProcessId:
+    return ProcessId(pid=int(record["pid"]), start_time=float(record["start_time"]))
+
+
+@contextlib.contextmanager
+def _alone(home: Home) -> Iterator[None]:
+    """One ``up`` or ``down`` at a time."""
+    with home.up_lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,167 @@
+"""The service process: start, run, stop, in order; ``python -m rota.service.serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import uvicorn
+
+from rota.runtime.environ import Home
+from rota.runtime.process import boot_id, own_id, write_private
+from rota.service.assembly import assemble, node_changes, open_store, rota_version, wanted_nodes
+from rota.service.config import Settings, load_settings
+from rota.service.rest import make_app
+from rota.service.routes.doors import Doors
+from rota.spec.errors import Conflict, NotReachable, RotaError
+
+SHUTDOWN_S = 3
+FAILED = "rota serve failed: "
+"""Before the JSON of the error that kept the service from starting, on a line of its log."""
+
+_log = logging.getLogger("rota.service")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRecord:
+    """Who serves an installation, as written to ``run/service.json``."""
+
+    url: str
+    pid: int
+    start_time: float
+    boot_id: str
+    version: str
+    pretend: str
+
+
+@contextlib.contextmanager
+def only_one(home: Home) -> Iterator[None]:
+    """Hold the lock of the installation. Raises Conflict when another process serves it."""
+    home.make()
+    with home.service_lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(f"another process serves {home.root}", hint="see: rota status") from None
+        yield
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket. Raises NotReachable when the address is taken."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise NotReachable(
+            f"port {settings.port} of {settings.host} cannot be used: {error.strerror}",
+            hint="stop what uses it, or choose another: rota up --port N",
+            port=settings.port,
+        ) from None
+    listener.listen(128)
+    return listener
+
+
+async def serve(settings: Settings, listener: socket.socket) -> None:
+    """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
+    log = await asyncio.to_thread(open_store, settings)
+    doors = assemble(settings, log)
+    server = _Server(
+        uvicorn.Config(
+            make_app(doors),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=SHUTDOWN_S,
+            ws="none",
+        )
+    )
+    stopping = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    # 1. the past
+    await doors.loop.replay()
+    # 2. the loop over the log, and the doors
+    turning = asyncio.create_task(doors.loop.run(), name="loop")
+    answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")
+    # 3. what this machine has
+    if changes := node_changes(doors, wanted_nodes(settings)):
+        await doors.loop.append(changes)
+    doors.ready = True
+    _record(doors)
+    _log.info("serving %s from %s as install epoch %s", doors.home.root, settings.url, doors.loop.writer.epoch)
+    # 4. until told, or until a part fails
+    waiting = asyncio.create_task(stopping.wait(), name="signal")
+    await asyncio.wait({turning, answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    # 5. doors first, then the loop, then the store
+    doors.ready = False
+    server.should_exit = True
+    await doors.loop.stop()
+    await asyncio.gather(turning, answering)
+    waiting.cancel()
+    await doors.engine.close(stop_engine=False)
+    log.close()
+    doors.home.service_record.unlink(missing_ok=True)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to ``serve``, which also has a loop and an engine to close."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _record(doors: Doors) -> None:
+    me = own_id()
+    record = ServiceRecord(
+        url=doors.settings.url,
+        pid=me.pid,
+        start_time=me.start_time,
+        boot_id=boot_id(),
+        version=rota_version(),
+        pretend=doors.settings.pretend,
+    )
+    write_private(doors.home.service_record, json.dumps(asdict(record)))
+
+
+def run(settings: Settings) -> None:
+    """Serve in this process until told to stop. Raises Conflict, NotReachable, SchemaTooNew, StoreCorrupt."""
+    level = logging.getLevelNamesMapping().get(settings.log_level.upper(), logging.INFO)
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    os.umask(0o077)
+    with only_one(Home.of(settings.home)):
+        listener = bind(settings)
+        try:
+            asyncio.run(serve(replace(settings, port=listener.getsockname()[1]), listener))
+        finally:
+            listener.close()
+
+
+def main(arguments: list[str]) -> int:
+    """``serve [SETTINGS-AS-JSON]``; an error is one JSON line, and the exit status is its own."""
+    try:
+        flags: dict[str, Any] = json.loads(arguments[0]) if arguments else {}
+        run(load_settings(flags))
+    except RotaError as error:
+        said = {"code": error.code, "message": error.message, "hint": error.hint, "exit": error.exit}
+        sys.stderr.write(f"{FAILED}{json.dumps(said)}\n")
+        return error.exit
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

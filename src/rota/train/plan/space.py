@@ -72,8 +72,8 @@ class Setting:
 
 SPACE = (
     "pp: divisors of the devices; tp: powers of two inside the innermost level that divide heads, kv_heads and ffn; "
-    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero 0..3 and "
-    "sp for the whole model; recompute none, selective or full layer by layer; cuts: the last chunk holds as many "
+    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero 0..3 "
+    "and sp for the whole model; recompute none, selective or full layer by layer; cuts: the last chunk holds as many "
     "layers as the fullest of an even cut or fewer, the others share the rest evenly, the larger ones last"
 )
 

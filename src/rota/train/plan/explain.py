@@ -1,0 +1,157 @@
+"""What binds, the runner-ups, why not another: a plan in sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rota.spec.errors import BadInput
+from rota.train.plan.memory import GIB, memory
+from rota.train.plan.model import ParallelPlan
+from rota.train.plan.search import Found, Scored, binds, predicted, score, search
+from rota.train.plan.space import Question
+
+
+def parse_degrees(text: str) -> dict[str, int]:
+    """``tp=8,pp=1`` as pins. Raises BadInput for another form."""
+    pins: dict[str, int] = {}
+    for part in text.split(","):
+        name, sep, value = part.strip().partition("=")
+        if not sep or not value.strip().isdigit():
+            raise BadInput(f"{part.strip()!r} is not NAME=NUMBER", hint="for example tp=8,pp=1")
+        pins[name.strip()] = int(value)
+    return pins
+
+
+def explain(plan: ParallelPlan, question: Question, *, found: Found | None = None) -> dict[str, Any]:
+    """The document of ``plan explain`` for one plan, without ``why_not``."""
+    scored = score(plan, question)
+    parts = predicted(scored, question)
+    return {
+        "api": "rota/v1",
+        "kind": "PlanExplanation",
+        "plan_id": plan.id,
+        "summary": summary(scored, question),
+        "binds": binds(scored, question),
+        "breakdown_s": parts["breakdown_s"],
+        "memory_gib_by_class": parts["memory_gib_by_class"],
+        "stages": stages(plan, question),
+        "certificate": None if found is None else _certificate(found),
+        "runner_ups": [] if found is None else [_runner_up(one, scored) for one in found.best if one.plan != plan],
+    }
+
+
+def summary(scored: Scored, question: Question) -> list[str]:
+    """Three sentences: the shape, the time with its largest part, the memory with its largest class."""
+    plan, mesh, step = scored.plan, scored.plan.mesh, scored.step
+    axes = ", ".join(f"{name} {size}" for name, size in _axes(plan) if size > 1) or "one device"
+    part = max(step.breakdown_s, key=lambda name: step.breakdown_s[name])
+    held = max(scored.memory_by_class_gib, key=lambda name: scored.memory_by_class_gib[name])
+    share = 100 * step.breakdown_s[part] / step.total_s
+    return [
+        f"{mesh.world} devices: {axes}; schedule {plan.schedule}, {plan.micro_batches} micro-batches of "
+        f"{plan.micro_batch}, ZeRO stage {plan.layers[0].zero}.",
+        f"One step takes {step.total_s:.3g} s ({question.batch / step.total_s:.3g} sequences a second); "
+        f"{part} is {share:.0f} % of it.",
+        f"The fullest device needs {scored.memory_bytes / GIB:.3g} of {question.memory_gib:.3g} GiB, most of it "
+        f"{held} ({scored.memory_by_class_gib[held]:.3g} GiB).",
+    ]
+
+
+def _axes(plan: ParallelPlan) -> list[tuple[str, int]]:
+    mesh = plan.mesh
+    return [("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp), ("ep", mesh.ep)]
+
+
+def stages(plan: ParallelPlan, question: Question) -> list[dict[str, Any]]:
+    """One row a pipeline rank: its layers, its work for one micro-batch, its memory."""
+    rows: list[dict[str, Any]] = []
+    for rank, need in enumerate(memory(plan, question.model)):
+        chunks = plan.stages[rank :: plan.mesh.pp]
+        rows.append(
+            {
+                "rank": rank,
+                "layers": [list(chunk.layers) for chunk in chunks],
+                "memory_gib": need.total / GIB,
+                "memory_gib_by_class": need.by_class_gib(),
+            }
+        )
+    return rows
+
+
+def _certificate(found: Found) -> dict[str, Any]:
+    certificate = found.certificate
+    return {name: getattr(certificate, name) for name in certificate.__dataclass_fields__}
+
+
+def _runner_up(other: Scored, best: Scored) -> dict[str, Any]:
+    return {
+        "plan_id": other.plan.id,
+        "iteration_s": other.step.total_s,
+        "slower_pct": 100 * (other.step.total_s / best.step.total_s - 1),
+        "because": because(other, best),
+    }
+
+
+def why_not(pins: Mapping[str, int], best: Scored, question: Question) -> dict[str, Any]:
+    """What the named degrees would give when everything else is chosen best for them.
+
+    ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is told), or ``illegal`` (no plan of
+    the space has these degrees).
+    """
+    pinned = replace(question, pins=dict(pins))
+    found = search(pinned, top=1)
+    if found.best:
+        other = found.best[0]
+        return _verdict(other, "slower", because(other, best))
+    roomy = search(replace(pinned, memory_gib=1e9), top=1)
+    if not roomy.best:
+        degrees = ", ".join(f"{name}={value}" for name, value in pins.items())
+        reason = (
+            f"no plan of the space has {degrees} on {question.gpus} devices with batch {question.batch}: degrees must "
+            f"divide the devices, heads {question.model.heads}, kv heads {question.model.key_heads} and the batch"
+        )
+        return {"plan": None, "iteration_s": None, "memory_gib": None, "verdict": "illegal", "because": [reason]}
+    need = least_memory(pinned)
+    reason = (
+        f"even with full recompute its fullest device needs {need.memory_bytes / GIB:.3g} GiB, "
+        f"{question.memory_gib - question.hardware.device.reserve_gib:.3g} are there"
+    )
+    return _verdict(need, "does_not_fit", [reason])
+
+
+def least_memory(question: Question) -> Scored:
+    """Among the best plans of each memory limit, the one that needs least: the limit is bisected to 1 %."""
+    low, high = question.hardware.device.reserve_gib, 1e6
+    best = search(replace(question, memory_gib=high), top=1).best[0]
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2 if high < 4 * max(low, 1) else (max(low, 1) * high) ** 0.5
+        found = search(replace(question, memory_gib=middle), top=1)
+        if found.best:
+            best, high = found.best[0], middle
+        else:
+            low = middle
+    return best
+
+
+def _verdict(other: Scored, verdict: str, reasons: list[str]) -> dict[str, Any]:
+    return {
+        "plan": other.plan,
+        "iteration_s": other.step.total_s,
+        "memory_gib": other.memory_bytes / GIB,
+        "verdict": verdict,
+        "because": reasons,
+    }
+
+
+def because(other: Scored, best: Scored) -> list[str]:
+    """The parts of a step that cost more, largest first, and the difference in all."""
+    difference_s = other.step.total_s - best.step.total_s
+    grown = {name: seconds - best.step.breakdown_s[name] for name, seconds in other.step.breakdown_s.items()}
+    worse = sorted((name for name in grown if grown[name] > 1e-12), key=lambda name: -grown[name])
+    sentences = [
+        f"{name} takes {other.step.breakdown_s[name]:.3g} s instead of {best.step.breakdown_s[name]:.3g} s"
+        for name in worse[:3]
+    ]
+    return [f"a step is {difference_s:.3g} s longer", *sentences] if difference_s > 0 else ["it is equally fast"]

@@ -11,7 +11,6 @@ from rota.spec.events import (
     Event,
     GangReleased,
     GangReserved,
-    InstanceLost,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
@@ -30,12 +29,6 @@ class Driven(makers.Log):
         self.pid = 100
         self.alive: dict[tuple[str, int, int], int] = {}
         self.done: list[Command] = []
-
-    def feed(self, *events: Event, after_s: float = 1.0) -> tuple[Command, ...]:
-        for event in events:
-            if isinstance(event, InstanceLost) and not event.alive:
-                self.alive.pop((event.role, event.rank, event.epoch), None)
-        return super().feed(*events, after_s=after_s)
 
     def outcome(self, command: Command) -> Event | None:
         match command:

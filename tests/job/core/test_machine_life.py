@@ -65,7 +65,6 @@ def test_a_lost_rank_re_forms_state_and_loop_from_the_newest_commit(driven):
     driven.run(job).feed(Committed(n=1, loop_epoch=Epoch(1)))
     driven.done.clear()
     pids = dict(driven.alive)
-    del driven.alive["actor", 0, 1]
     driven.feed(lost("actor", 0, 1))
     driven.settle()
     started = [one for one in driven.done if isinstance(one, StartInstance)]

@@ -24,16 +24,13 @@ GONE_TEXT = "its process was gone when the master came back"
 
 
 def lose(ctx: JobContext, event: InstanceLost) -> JobContext:
-    """A process died, or code raised in one that lives on."""
+    """A process died, or code raised in one that lives on.
+
+    Either way its process is kept on record until a stop of it has come back: a report of a death may be wrong.
+    """
     one = ctx.instances.get(InstanceId(event.role, event.rank))
-    if one is None:
+    if one is None or one.ended or one.state is InstanceState.LOST or not _concerns(one, event):
         return ctx
-    if not _concerns(one, event):
-        return ctx if event.alive else ctx.with_instances([stopped(one, event.epoch)])
-    if one.state is InstanceState.LOST:
-        return ctx if event.alive else ctx.with_instances([replace(one, process=None)])
-    if one.ended:
-        return ctx if event.alive else ctx.with_instances([replace(one, process=None)])
     loss = Loss(
         instance=one.id,
         epoch=one.epoch,
@@ -42,7 +39,7 @@ def lose(ctx: JobContext, event: InstanceLost) -> JobContext:
         traceback=event.traceback,
         at_s=ctx.at_s,
     )
-    return _lost(ctx, [replace(one, process=one.process if event.alive else None)], loss)
+    return _lost(ctx, [one], loss)
 
 
 def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
@@ -60,14 +57,6 @@ def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
         at_s=ctx.at_s,
     )
     return _lost(ctx, [one], loss)
-
-
-def gone_while_ending(ctx: JobContext, event: InstanceLost) -> JobContext:
-    """While everything is being stopped a loss only says that a process is gone."""
-    one = ctx.instances.get(InstanceId(event.role, event.rank))
-    if one is None or event.alive:
-        return ctx
-    return ctx.with_instances([stopped(one, event.epoch)])
 
 
 def stopped(one: Instance, epoch: Epoch) -> Instance:
@@ -127,6 +116,7 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
         if gone and (one.ended or one.state is InstanceState.LOST):
             ctx = ctx.with_instances([replace(one, process=None)])
         elif gone:
+            # Known to be absent: the one case in which no stop is needed before the next start.
             reason = Reason.ENGINE_LOST if missing else Reason.SIGNALLED
             loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
             ctx = _lost(ctx, [replace(one, process=None)], loss)

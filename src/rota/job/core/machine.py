@@ -151,8 +151,6 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
 
 def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
     match ctx.state, event:
-        case _, InstanceLost():
-            return losing.gone_while_ending(ctx, event)
         case ((JobState.PREEMPTING | JobState.RECOVERING), StopAsked()):
             return winding.stop(ctx, event)
         case JobState.RECOVERING, PreemptAsked(reason=reason, grace_s=grace_s):

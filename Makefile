@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # uv takes the same extra folder of wheels as pip, unless it has its own.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+RUN_EXTRAS := .[engine,examples]
+DEV_EXTRAS := .[engine,examples,dev]
 INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) uv pip install -q -c constraints.txt $(1); \
 	else $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(1); fi
 
@@ -15,11 +17,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.setup-run: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing Rota with its engine into $(VENV) (torch and Ray: some minutes the first time)"
-	@$(call INSTALL,-e '.[engine,examples]')
+	@$(call INSTALL,-e '$(RUN_EXTRAS)')
 	@touch $@
 $(VENV)/.setup-dev: pyproject.toml constraints.txt $(VENV)/.setup-run
 	@echo "installing the tools of the developers"
-	@$(call INSTALL,-e '.[engine,examples,dev]')
+	@$(call INSTALL,-e '$(DEV_EXTRAS)')
 	@touch $@
 
 demo: setup ## the main job: learns, loses three processes on purpose, heals

@@ -24,7 +24,7 @@ class Slot:
     mem: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Shape:
     """All bundles of one job in order, with what must lie together or apart; equal shapes are equal values.
 
@@ -34,7 +34,7 @@ class Shape:
     slots: tuple[Slot, ...]
     together: tuple[tuple[tuple[int, ...], CellLevel], ...] = ()
     apart: tuple[tuple[tuple[int, ...], tuple[int, ...], CellLevel], ...] = ()
-    names: tuple[tuple[str, int, str], ...] = field(default=(), compare=False)
+    names: tuple[tuple[str, int, str], ...] = ()
 
     @cached_property
     def gpus(self) -> int:
@@ -52,9 +52,21 @@ class Shape:
         return len(set(self.slots)) == 1 and not self.slots[0].milli and not self.together and not self.apart
 
     @cached_property
-    def key(self) -> int:
-        """Hash of the value, computed once."""
+    def _key(self) -> int:
         return hash((self.slots, self.together, self.apart))
+
+    def __hash__(self) -> int:
+        return self._key
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Shape) and (self._key, self.slots, self.together, self.apart) == (
+            other._key,
+            other.slots,
+            other.together,
+            other.apart,
+        )
 
     def role(self, slot: int) -> str:
         """Name of the role of a slot, or its number."""
@@ -77,6 +89,8 @@ class JobAsk:
     est_s: float | None = None
     grace_s: float = 30.0
     preemptible: bool = True
+    pinned: str = ""
+    """Identifier of the one cell the job may use, of those that its tenant owns by name."""
     not_before: float = 0.0
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

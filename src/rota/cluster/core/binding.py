@@ -121,3 +121,22 @@ def _out_of_order(state: State) -> int:
     present = state.node_health[state.dev_node] != LOST
     sick = (state.dev_health != 0) | ~state.usable[state.dev_node]
     return int((present & sick & (state.dev_milli == 1000)).sum())
+
+
+def unusable_share(state: State) -> float:
+    """Share of the free devices that the waiting mix could not use where they are, 0 to 1.
+
+    For every waiting line: free devices minus those that whole members of it could take node by node; averaged over
+    lines weighted by their length.
+    """
+    free = np.where(state.usable[:, None], state.free, 0).sum(axis=1)
+    total = int(free.sum())
+    if total == 0:
+        return 0.0
+    weighted, count = 0.0, 0
+    for key, line in state.lines.items():
+        gpus = max((slot.gpus for slot in key.shape.slots), default=0)
+        if gpus:
+            weighted += len(line) * float((free % gpus).sum()) / total
+            count += len(line)
+    return weighted / count if count else 0.0

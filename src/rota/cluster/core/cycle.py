@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
 
 from rota.cluster.core.binding import waits_because
 from rota.cluster.core.facts import (
@@ -19,7 +21,7 @@ from rota.cluster.core.facts import (
     Tick,
 )
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, WaitOn, WakeAt
-from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, Wait, line_key
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -94,41 +96,79 @@ class _Pass:
         self.state, self.txn, self.profile, self.now = state, txn, profile, now
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
-        self.verdicts: dict[tuple[object, ...], Wait] = {}
-        self.ahead_jobs = 0
+        self.verdicts: dict[LineKey, Wait] = {}
+        self.wake: list[float] = []
+        self.started = 0
         self.tried = 0
 
     def run(self) -> list[Decision]:
-        # 1. every waiting job once, in the order of the policy
-        for row in self.profile.order.candidates(self.state, self.now):
-            wait = self._try(row)
-            if wait is not None and wait != row.wait:
-                self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
-        # 2. wake up when time alone will change something
-        times = [t for row in self.state.waiting() if (t := max(row.ask.not_before, row.back_at)) > self.now]
-        if times:
-            self.decisions.append(WakeAt(at=min(times), kind="not_before"))
+        # 1. the first job of every line of equal jobs, in the order of the policy
+        heap = [entry for key in self.state.lines for entry in self._heads(key)]
+        heapify(heap)
+        # 2. start it, or learn why not; what holds for the first of a line holds for the line
+        while heap:
+            place, key, depth = heap[0]
+            row = self.state.jobs[place[-1]]
+            if (now_place := place_in_order(self.state, self.profile, row, self.now)) > place:
+                heapreplace(heap, (now_place, key, depth))
+                continue
+            heappop(heap)
+            wait = self._try(key, row)
+            if wait is not None:
+                self._tell(row, wait)
+            again = self._after(key, depth, wait)
+            if again is not None:
+                heappush(heap, again)
+        # 3. whoever came since the last pass learns why it waits
+        for job in list(self.state.fresh):
+            row = self.state.jobs[job]
+            if (wait := self.verdicts.get(line_key(row))) is not None:
+                self._tell(row, wait)
+        # 4. wake up when time alone will change something
+        if self.wake:
+            self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
         return self.decisions
 
-    def _try(self, row: JobRow) -> Wait | None:
+    def _heads(self, key: LineKey) -> list[_Entry]:
+        line = self.state.lines[key]
+        depths = range(len(line)) if self.profile.order.by_job else range(1)
+        return [entry for depth in depths if (entry := self._next(key, depth)) is not None]
+
+    def _after(self, key: LineKey, depth: int, wait: Wait | None) -> _Entry | None:
+        """Who of the line is tried after this one: the next, unless what stops this one stops them all."""
+        if self.profile.order.by_job:
+            return None
+        if wait is None:
+            return self._next(key, depth)
+        return self._next(key, depth + 1) if wait.reason is Reason.AWAITING_PREEMPTION else None
+
+    def _next(self, key: LineKey, depth: int) -> _Entry | None:
+        line = self.state.lines.get(key, ())
+        if depth >= len(line):
+            return None
+        row = self.state.jobs[line[depth][1]]
+        return (place_in_order(self.state, self.profile, row, self.now), key, depth)
+
+    def _tell(self, row: JobRow, wait: Wait) -> None:
+        if row.wait is None or row.wait.reason is not wait.reason:
+            self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
+            self.state.put(self.txn, replace(row, wait=wait))
+
+    def _try(self, key: LineKey, row: JobRow) -> Wait | None:
         """Start the job, or say why not: gates, then quota, then place, then preempt."""
-        for gate in (self._gate_time, self._gate_queue, self._gate_order):
-            if (wait := gate(row)) is not None:
-                return wait
-        kind = (row.ask.queue, row.ask.priority, row.ask.user, row.ask.shape.key, row.ask.shape)
-        if (known := self.verdicts.get(kind)) is not None:
+        if (known := self.verdicts.get(key)) is not None and known.reason is not Reason.AWAITING_PREEMPTION:
             return known
-        if self.tried >= self.profile.candidates_max:
-            self.decisions.append(WakeAt(at=self.now, kind="continue"))
-            return row.wait
-        self.tried += 1
-        wait = self._start(row)
-        if wait is not None:
-            self.verdicts[kind] = wait
-            if self.profile.block != "none":
+        wait = self._gate_time(key) or self._gate_queue(row) or self._gate_order(row)
+        if wait is None and self.tried >= self.profile.candidates_max:
+            self.wake.append(self.now)
+            return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
+        if wait is None:
+            self.tried += 1
+            wait = self._start(row)
+            if wait is not None and self.profile.block != "none":
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
-        else:
-            self.verdicts.clear()
+        if wait is not None:
+            self.verdicts[key] = wait
         return wait
 
     def _start(self, row: JobRow) -> Wait | None:
@@ -137,15 +177,15 @@ class _Pass:
         held = self.profile.placer.place(self.state, self.txn, row)
         if held is not None:
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
-            why = {"profile": self.profile.name, "order": self.ahead_jobs, "nodes": len({h.node for h in held})}
+            why = {"profile": self.profile.name, "order": self.started, "nodes": len({h.node for h in held})}
             self.decisions.append(Admit(job=row.ask.id, held=held, why=why))
-            self.ahead_jobs += 1
+            self.started += 1
             return None
         return self._preempt(row) or waits_because(self.state, row.ask, self.profile.placer)
 
     def _preempt(self, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
-        stopping = [other.ask.id for other in self.state.holding() if other.phase == "stopping"]
+        stopping = sorted(self.state.stopping)
         if stopping and self._claim(row, stopping):
             return _awaiting(self.state, stopping)
         if self.profile.victims is None:
@@ -191,12 +231,11 @@ class _Pass:
 
     # -- gates -------------------------------------------------------------------------------------------------------
 
-    def _gate_time(self, row: JobRow) -> Wait | None:
-        if row.back_at > self.now:
-            return Wait(reason=Reason.COOL_DOWN, fields={"until": row.back_at})
-        if row.ask.not_before > self.now:
-            return Wait(reason=Reason.NOT_BEFORE, fields={"until": row.ask.not_before})
-        return None
+    def _gate_time(self, key: LineKey) -> Wait | None:
+        if key.after <= self.now:
+            return None
+        self.wake.append(key.after)
+        return Wait(reason=Reason.NOT_BEFORE, fields={"until": key.after})
 
     def _gate_queue(self, row: JobRow) -> Wait | None:
         tree, path = self.state.queues, row.ask.queue
@@ -212,6 +251,14 @@ class _Pass:
         if self.profile.block == "queue" and first is not None:
             return Wait(reason=Reason.BEHIND_IN_ORDER, text=f"{first} must start first.", fields={"behind": first})
         return None
+
+
+_Entry = tuple[tuple[Any, ...], LineKey, int]
+
+
+def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
+    """Where a waiting job stands: the rank of the policy, then queue time, then id (the last element)."""
+    return (*profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
 
 def _awaiting(state: State, jobs: list[JobId]) -> Wait:

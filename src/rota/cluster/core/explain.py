@@ -9,7 +9,7 @@ from typing import Any
 from rota.cluster.core.admission import empty_twin, shape_feasible
 from rota.cluster.core.asks import JobAsk, Shape
 from rota.cluster.core.binding import Tally, tally
-from rota.cluster.core.cycle import decide
+from rota.cluster.core.cycle import decide, place_in_order
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
 from rota.cluster.core.snapshot import JobRow, State, Wait
 from rota.cluster.core.variants import smaller
@@ -101,15 +101,14 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
 
 def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> list[JobRow]:
     """Jobs of the same queue that the order tries before this one."""
-    ahead: list[JobRow] = []
     with state.txn() as txn:
         state.put(txn, JobRow(ask=ask))
-        for row in profile.order.candidates(state, now):
-            if row.ask.id == ask.id:
-                break
-            if row.ask.queue == ask.queue:
-                ahead.append(row)
-    return ahead
+        mine = place_in_order(state, profile, state.jobs[ask.id], now)
+        return [
+            row
+            for row in state.waiting()
+            if row.ask.queue == ask.queue and place_in_order(state, profile, row, now) < mine
+        ]
 
 
 def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> tuple[dict[str, Any], ...]:

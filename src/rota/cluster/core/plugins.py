@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -52,10 +51,19 @@ Decision = Admit | Preempt | WaitOn | WakeAt
 
 
 class Order(Protocol):
-    """In which order waiting jobs are tried. Read while the pass goes on: a later pick may depend on earlier starts."""
+    """In which order waiting jobs are tried; the lowest rank first, equal ranks by queue time and id.
 
-    def candidates(self, state: State, now: float) -> Iterator[JobRow]:
-        """Every waiting job once."""
+    A rank may depend on what is used now, and may only rise when another job starts. Inside a line of equal jobs the
+    longest queued is first, unless ``by_job`` says that every job has a rank of its own.
+    """
+
+    @property
+    def by_job(self) -> bool:
+        """True when jobs of one line differ in rank."""
+        ...
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        """The rank of a waiting job."""
         ...
 
 

@@ -49,6 +49,7 @@ class QueueTree:
         self.row: dict[str, int] = {queue.path: i for i, queue in enumerate(self.rows)}
         self.types: tuple[str, ...] = tuple(types)
         self.dims: tuple[str, ...] = ("gpu", "cpu", "mem", *(f"gpu:{t}" for t in types))
+        self._needs: dict[Shape, Vector] = {}
         self.line: list[list[int]] = [self._line(queue.path) for queue in self.rows]
         self.guaranteed: Vector = np.array([self._vector(q.guaranteed, 0) for q in self.rows], dtype=np.int64)
         self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
@@ -82,6 +83,12 @@ class QueueTree:
 
     def need(self, shape: Shape) -> Vector:
         """The quota vector of a shape. Devices of no stated type count only in the sum over types."""
+        known = self._needs.get(shape)
+        if known is None:
+            known = self._needs[shape] = self._need(shape)
+        return known
+
+    def _need(self, shape: Shape) -> Vector:
         vector = np.zeros(len(self.dims), dtype=np.int64)
         for slot in shape.slots:
             milli = slot.gpus * 1000 + slot.milli

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.asks import JobAsk, Slot
+from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.cells import Cells, forest_of, in_cell_order
 from rota.cluster.core.quota import QueueTree
 from rota.cluster.core.txn import Txn
@@ -23,6 +24,9 @@ from rota.spec.resources import Health, Node
 HEALTH_ROW: dict[Health, int] = {health: i for i, health in enumerate(Health)}
 LOST = len(HEALTH_ROW)
 """Row value of a node that left; it keeps its row as long as a job holds something there."""
+
+TENANT_LABEL = "rota.tenant"
+"""Node label: path of the queue that owns the node, for policies that keep tenants on their own nodes."""
 
 Phase = Literal["queued", "running", "stopping", "paused"]
 
@@ -63,6 +67,29 @@ class JobRow:
     back_at: float = 0.0
 
 
+class LineKey(NamedTuple):
+    """Waiting jobs with equal keys form one line: what holds for the first of them holds for all.
+
+    ``after`` is the time before which none of them may start, 0 for most.
+    """
+
+    queue: str
+    priority: int
+    user: str
+    after: float
+    preemptible: bool
+    pinned: str
+    shape: Shape
+
+
+def line_key(row: JobRow) -> LineKey:
+    """The line in which a job waits."""
+    ask = row.ask
+    return LineKey(
+        ask.queue, ask.priority, ask.user, max(ask.not_before, row.back_at), ask.preemptible, ask.pinned, ask.shape
+    )
+
+
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
@@ -77,6 +104,9 @@ class State:
         self.cells = Cells(forest_of(self.nodes))
         self.queues = QueueTree(queues, self.types)
         self.jobs: dict[JobId, JobRow] = {}
+        self.lines: dict[LineKey, list[tuple[float, JobId]]] = {}
+        self.fresh: dict[JobId, None] = {}
+        self.stopping: dict[JobId, None] = {}
         self.version = 0
         self._txn: Txn | None = None
         type_row = {name: i for i, name in enumerate(self.types)}
@@ -92,6 +122,7 @@ class State:
         self.cpu = np.array([round(node.cpus * 1000) for node in self.nodes], dtype=np.int64)
         self.mem = np.array([node.memory_bytes for node in self.nodes], dtype=np.int64)
         self.node_health = np.array([HEALTH_ROW[node.health] for node in self.nodes], dtype=np.int8)
+        self.tenant = np.array([self._tenant(node) for node in self.nodes], dtype=np.int32)
         self.free = np.zeros((len(self.nodes), len(self.types)), dtype=np.int32)
         for row in range(len(self.nodes)):
             self.free[row] = self._count_free(row)
@@ -124,6 +155,9 @@ class State:
         for job in sorted(self.jobs):
             h.update(repr(self.jobs[job]).encode())
         return h.hexdigest()[:16]
+
+    def _tenant(self, node: Node) -> int:
+        return self.queues.row.get(dict(node.labels).get(TENANT_LABEL, ""), -1)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
@@ -159,8 +193,45 @@ class State:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def put(self, txn: Txn, row: JobRow) -> None:
-        """Set the row of a job; what it holds must not change by this."""
-        txn.put(self.jobs, row.ask.id, row)
+        """Set the row of a job, and keep the lines of waiting jobs in step; what it holds must not change by this."""
+        job = row.ask.id
+        old = self.jobs.get(job)
+        txn.put(self.jobs, job, row)
+        self._index(txn, job, old, row)
+
+    def _index(self, txn: Txn, job: JobId, old: JobRow | None, new: JobRow | None) -> None:
+        before = line_key(old) if old is not None and old.phase == "queued" else None
+        after = line_key(new) if new is not None and new.phase == "queued" else None
+        if before != after or (old and new and old.ask.queued_at != new.ask.queued_at):
+            if before is not None and old is not None:
+                self._leave(txn, before, (old.ask.queued_at, job))
+            if after is not None and new is not None:
+                self._join(txn, after, (new.ask.queued_at, job))
+        for index, member in (
+            (self.fresh, after is not None and new is not None and new.wait is None),
+            (self.stopping, new is not None and new.phase == "stopping"),
+        ):
+            if member and job not in index:
+                txn.put(index, job, None)
+            elif not member and job in index:
+                txn.drop(index, job)
+
+    def _join(self, txn: Txn, key: LineKey, entry: tuple[float, JobId]) -> None:
+        self._into(key, entry)
+        txn.did(lambda: self._out_of(key, entry))
+
+    def _leave(self, txn: Txn, key: LineKey, entry: tuple[float, JobId]) -> None:
+        self._out_of(key, entry)
+        txn.did(lambda: self._into(key, entry))
+
+    def _into(self, key: LineKey, entry: tuple[float, JobId]) -> None:
+        insort(self.lines.setdefault(key, []), entry)
+
+    def _out_of(self, key: LineKey, entry: tuple[float, JobId]) -> None:
+        line = self.lines[key]
+        del line[bisect_left(line, entry)]
+        if not line:
+            del self.lines[key]
 
     def hold(self, txn: Txn, job: JobId, held: tuple[Held, ...], *, now: float) -> None:
         """Give a job its slots and start it."""
@@ -185,6 +256,7 @@ class State:
     def drop(self, txn: Txn, job: JobId) -> None:
         """Forget a job that ended, releasing what it held."""
         self.release(txn, job)
+        self._index(txn, job, self.jobs[job], None)
         txn.drop(self.jobs, job)
 
     def take(self, txn: Txn, held: Held, sign: int) -> None:
@@ -209,6 +281,13 @@ class State:
     def holding(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""
         return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
+
+    def level_of(self, held: Sequence[Held]) -> str:
+        """The smallest level that encloses a holding: device, node, rack or cluster."""
+        nodes = {slot.node for slot in held}
+        if len(nodes) == 1:
+            return "device" if sum(len(slot.devices) for slot in held) <= 1 else "node"
+        return "rack" if len({int(self.domain[node]) for node in nodes}) == 1 else "cluster"
 
     def with_cluster(self, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
         """The same jobs on another set of nodes and queues; holdings follow node ids and device indices.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,10 @@ class Txn:
         """Remove a key that must be there. Raises KeyError."""
         self._undo.append((mapping, key, mapping.pop(key)))
 
+    def did(self, undo: Callable[[], object]) -> None:
+        """Record a change made elsewhere, with what takes it back."""
+        self._undo.append((undo, None, None))
+
     def keep(self) -> None:
         """Keep the changes of the innermost open scope when it closes."""
         self._keep = True
@@ -75,6 +79,8 @@ class Txn:
             target, key, old = self._undo.pop()
             if isinstance(target, np.ndarray):
                 target[key] = old
+            elif callable(target):
+                target()
             elif old is _ABSENT:
                 del target[key]
             else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.placement import PREFERENCES, Manner, place
@@ -17,8 +17,10 @@ from rota.spec.reasons import Reason
 class ByArrival:
     """Highest priority first, then longest queued, then id."""
 
-    def candidates(self, state: State, now: float) -> Iterator[JobRow]:
-        yield from sorted(state.waiting(), key=lambda row: (-row.ask.priority, row.ask.queued_at, row.ask.id))
+    by_job = False
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        return (-row.ask.priority,)
 
 
 @dataclass(frozen=True, slots=True)

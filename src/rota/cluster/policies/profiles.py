@@ -7,9 +7,15 @@ from collections.abc import Callable
 
 from rota.cluster.core.plugins import Profile
 from rota.cluster.policies.fifo import fifo
+from rota.cluster.policies.pools import pool, pool_spread, private
 from rota.spec.errors import UnknownName
 
-PROFILES: dict[str, Callable[[], Profile]] = {"fifo": fifo}
+PROFILES: dict[str, Callable[[], Profile]] = {
+    "fifo": fifo,
+    "private": private,
+    "pool": pool,
+    "pool-spread": pool_spread,
+}
 
 
 def get_profile(name: str) -> Profile:

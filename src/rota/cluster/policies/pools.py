@@ -1,0 +1,57 @@
+"""Baselines: a private cluster for each tenant, and one pool where the quota counts devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rota.cluster.core.placement import PREFERENCES, Manner, place
+from rota.cluster.core.plugins import Profile
+from rota.cluster.core.quota import GPU
+from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.txn import Txn
+from rota.cluster.policies.fifo import ByArrival, Fit
+from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDevices:
+    """A tenant uses at most as many devices as it is guaranteed; nothing is borrowed."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        tree = state.queues
+        need = tree.need(row.ask.shape)[GPU]
+        for queue in tree.line_of(row.ask.queue):
+            guaranteed = tree.guaranteed[queue, GPU]
+            if row.ask.opportunistic or (guaranteed and state.used[queue, GPU] + need > guaranteed):
+                return Wait(
+                    reason=Reason.GUARANTEE_FULL_NO_BORROW,
+                    text=f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed gpus are in use.",
+                    fields={"queue": tree.rows[queue].path},
+                )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNodes:
+    """A tenant uses only the nodes that carry its label."""
+
+    manner: Manner = "pack"
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        mine = state.tenant == state.queues.row.get(row.ask.queue, -2)
+        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine)
+
+
+def private() -> Profile:
+    """Every tenant alone on its own nodes, first come first served: what a guarantee is measured against."""
+    return Profile(name="private", order=ByArrival(), division=OwnDevices(), placer=OwnNodes(), block="queue")
+
+
+def pool() -> Profile:
+    """One cluster, quotas in devices, best fit."""
+    return Profile(name="pool", order=ByArrival(), division=OwnDevices(), placer=Fit("pack"), block="queue")
+
+
+def pool_spread() -> Profile:
+    """One cluster, quotas in devices, emptiest node first: shows why a quota of devices is no guarantee."""
+    return Profile(name="pool-spread", order=ByArrival(), division=OwnDevices(), placer=Fit("spread"), block="queue")

@@ -1,0 +1,218 @@
+"""Waits, completion, use, fairness of one run; comparison of several."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+JOBS_SHOWN_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLine:
+    """One job of a finished run; times in seconds, None where it never came to that."""
+
+    job_id: str
+    vc: str
+    gpus: float
+    submit_s: float
+    first_start_s: float | None
+    end_s: float | None
+    attempts: int
+    preemptions: int
+    lost_gpu_s: float
+    used_gpu_s: float
+    level: str
+    state: str
+    guaranteed: bool
+    work_s: float
+    deadline_s: float | None = None
+
+    @property
+    def wait_s(self) -> float | None:
+        """From submission to the first start."""
+        return None if self.first_start_s is None else self.first_start_s - self.submit_s
+
+    @property
+    def jct_s(self) -> float | None:
+        """From submission to the end."""
+        return None if self.end_s is None else self.end_s - self.submit_s
+
+    def row(self) -> dict[str, Any]:
+        """The columns of the job table."""
+        return {
+            "job_id": self.job_id,
+            "vc": self.vc,
+            "gpus": self.gpus,
+            "submit_s": self.submit_s,
+            "first_start_s": self.first_start_s,
+            "end_s": self.end_s,
+            "wait_s": self.wait_s,
+            "jct_s": self.jct_s,
+            "attempts": self.attempts,
+            "preemptions": self.preemptions,
+            "lost_gpu_s": self.lost_gpu_s,
+            "level": self.level,
+            "state": self.state,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """Figures of a run as a whole."""
+
+    gpus: int
+    first_s: float
+    last_s: float
+    used_gpu_s: float
+    fragmentation: float
+    preemptions: int
+    migrations: int
+    decisions: int
+    violations: int
+    wall_s: float
+    decision_s: Sequence[float]
+    skipped: int
+
+
+def spread_of(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, 95th and 99th percentile and maximum; None of nothing."""
+    if not values:
+        return dict.fromkeys(("mean", "p50", "p95", "p99", "max"))
+    data = np.asarray(values, dtype=np.float64)
+    p50, p95, p99 = (float(v) for v in np.percentile(data, (50, 95, 99)))
+    return {"mean": float(data.mean()), "p50": p50, "p95": p95, "p99": p99, "max": float(data.max())}
+
+
+def jain(shares: Sequence[float]) -> float | None:
+    """Jain's index of fairness, ``(sum x)^2 / (n sum x^2)``: 1 when all are equal, 1/n when one has all."""
+    data = np.asarray(shares, dtype=np.float64)
+    square = float((data**2).sum())
+    return float(data.sum()) ** 2 / (len(data) * square) if square else None
+
+
+def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float]) -> dict[str, Any]:
+    """The ``summary`` of a run. ``entitled`` is the number of devices each tenant may count on."""
+    span = run.last_s - run.first_s
+    done = [job for job in jobs if job.jct_s is not None]
+    waits = [job.wait_s for job in jobs if job.wait_s is not None]
+    deadlines = [job for job in jobs if job.deadline_s is not None]
+    used: dict[str, float] = dict.fromkeys(entitled, 0.0)
+    for job in jobs:
+        used[job.vc] = used.get(job.vc, 0.0) + job.used_gpu_s
+    return {
+        "jobs": len(jobs),
+        "finished": len(done),
+        "skipped": run.skipped,
+        "unschedulable": sum(job.state == "UNSCHEDULABLE" for job in jobs),
+        "makespan_s": span,
+        "throughput_jobs_h": len(done) * 3600 / span if span else None,
+        "wait_s": spread_of(waits),
+        "response_s": spread_of(waits),
+        "jct_s": spread_of([job.jct_s for job in done if job.jct_s is not None]),
+        "slowdown": spread_of([(job.jct_s or 0) / max(job.work_s, 1.0) for job in done]),
+        "utilisation": run.used_gpu_s / (run.gpus * span) if span and run.gpus else None,
+        "fragmentation": run.fragmentation,
+        "fairness_jain": jain([used[vc] / entitled[vc] for vc in entitled if entitled[vc] > 0]),
+        "preemptions": run.preemptions,
+        "migrations": run.migrations,
+        "lost_gpu_s": sum(job.lost_gpu_s for job in jobs),
+        "deadline_hit": sum(job.end_s is not None and job.end_s <= (job.deadline_s or 0) for job in deadlines)
+        / len(deadlines)
+        if deadlines
+        else None,
+        "decisions": run.decisions,
+        "invariant_violations": run.violations,
+        "wall_s": run.wall_s,
+        "jobs_per_s": len(jobs) / run.wall_s if run.wall_s else None,
+        "decision_ms": {
+            "p50": float(np.percentile(run.decision_s, 50)) * 1000 if run.decision_s else None,
+            "p99": float(np.percentile(run.decision_s, 99)) * 1000 if run.decision_s else None,
+        },
+    }
+
+
+def per_tenant(jobs: Sequence[JobLine], borrowed: Mapping[str, float]) -> dict[str, Any]:
+    """Waits, completion and use of each tenant that has jobs."""
+    groups: dict[str, list[JobLine]] = {}
+    for job in jobs:
+        groups.setdefault(job.vc, []).append(job)
+    return {
+        vc: {
+            "jobs": len(mine),
+            "wait_s": spread_of([job.wait_s for job in mine if job.wait_s is not None]),
+            "jct_s": spread_of([job.jct_s for job in mine if job.jct_s is not None]),
+            "used_gpu_s": sum(job.used_gpu_s for job in mine),
+            "borrowed_gpu_s": borrowed.get(vc, 0.0),
+        }
+        for vc, mine in sorted(groups.items())
+    }
+
+
+def write_jobs(path: Path, jobs: Sequence[JobLine]) -> None:
+    """Write the job table as CSV."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(jobs[0].row()) if jobs else ["job_id"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(job.row() for job in jobs)
+
+
+def versus(base: Sequence[JobLine], other: Sequence[JobLine], tolerance_s: float) -> dict[str, Any]:
+    """How the jobs of a run did against the same jobs of a baseline; later = start > baseline start + tolerance.
+
+    A job that starts in the baseline only counts as later without a number of seconds.
+    """
+    baseline = {job.job_id: job for job in base}
+    later: list[JobLine] = []
+    extra: list[float] = []
+    earlier = 0
+    for job in other:
+        before, now = baseline[job.job_id].first_start_s, job.first_start_s
+        if before is None or now is None:
+            if before is not None:
+                later.append(job)
+            continue
+        if now > before + tolerance_s:
+            later.append(job)
+            extra.append(now - before)
+        elif now < before - tolerance_s:
+            earlier += 1
+    return {
+        "later_jobs": len(later),
+        "later_guaranteed": sum(job.guaranteed for job in later),
+        "extra_s": {
+            "mean": float(np.mean(extra)) if extra else 0.0,
+            "max": max(extra, default=0.0),
+        },
+        "earlier_jobs": earlier,
+        "wait_ratio_by_vc": _wait_ratios(base, other),
+        "jct_ratio": _ratio(_mean([j.jct_s for j in other]), _mean([j.jct_s for j in base])),
+    }
+
+
+def _wait_ratios(base: Sequence[JobLine], other: Sequence[JobLine]) -> dict[str, float | None]:
+    tenants = sorted({job.vc for job in base})
+    return {
+        vc: _ratio(
+            _mean([job.wait_s for job in other if job.vc == vc]), _mean([job.wait_s for job in base if job.vc == vc])
+        )
+        for vc in tenants
+    }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    if value is None or base is None:
+        return None
+    if base == 0:
+        return 1.0 if value == 0 else None
+    return value / base

@@ -1,0 +1,218 @@
+"""Read and generate job traces; read the nodes of each tenant."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from rota.runtime.chance import Chance
+from rota.spec.errors import BadInput
+
+ROWS_MAX = 5_000_000
+
+
+class TraceError(BadInput):
+    """A trace or tenant file that cannot be used; the message has file, line, field and rule."""
+
+    code = "TRACE_INVALID"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJob:
+    """One row of a trace; times in seconds. ``gang`` is (members, devices of each)."""
+
+    job_id: str
+    submit_s: float
+    duration_s: float
+    gpus: int
+    vc: str
+    gang: tuple[int, int]
+    user: str = ""
+    priority: int = 50
+    preemptible: bool = True
+    gpu_type: tuple[str, ...] = ()
+    milli_gpu: int = 0
+    cpu_milli: int = 0
+    mem_mib: int = 0
+    est_s: float | None = None
+    deadline_s: float | None = None
+    checkpoint_every_s: float | None = None
+    job_class: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """One row of a tenant file: its nodes, and what its queue is promised and allowed, in devices."""
+
+    vc: str
+    nodes: int
+    gpus_per_node: int = 8
+    gpu_type: str = "gpu"
+    guaranteed: float | None = None
+    limit: float | None = None
+    weight: float = 1.0
+    parent: str = ""
+    cpu_milli: int = 96_000
+    mem_mib: int = 2**20
+
+    def scaled(self, scale: float) -> Tenant:
+        """The tenant with ``max(1, round(nodes * scale))`` nodes, Python's ``round``."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return Tenant(**{**values, "nodes": max(1, round(self.nodes * scale))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Jobs in order of submission, then id; ``skipped`` counts rows of tenants that have no nodes."""
+
+    jobs: tuple[TraceJob, ...]
+    skipped: int = 0
+    name: str = field(default="")
+
+
+def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:
+    """Read a trace CSV (``.gz`` accepted). Rows may be unsorted; ids must be unique. Raises TraceError."""
+    per_node = {tenant.vc: tenant.gpus_per_node for tenant in tenants}
+    jobs: list[TraceJob] = []
+    seen: set[str] = set()
+    skipped = 0
+    for place, row in _rows(path, ("job_id", "submit_s", "duration_s", "gpus", "vc")):
+        if row["vc"] not in per_node:
+            skipped += 1
+            continue
+        job = _trace_job(place, row, per_node[row["vc"]])
+        if job.job_id in seen:
+            raise TraceError(f"{place}: job_id: {job.job_id!r} occurs twice; ids must be unique")
+        seen.add(job.job_id)
+        jobs.append(job)
+    jobs.sort(key=lambda job: (job.submit_s, job.job_id))
+    return Trace(jobs=tuple(jobs), skipped=skipped, name=path.name)
+
+
+def read_tenants(path: Path) -> tuple[Tenant, ...]:
+    """Read a tenant CSV: ``vc, nodes`` and optional columns. Raises TraceError."""
+    tenants: list[Tenant] = []
+    for place, row in _rows(path, ("vc", "nodes")):
+        values: dict[str, Any] = {"vc": row["vc"], "nodes": _number(place, row, "nodes", int)}
+        for name in ("gpus_per_node", "cpu_milli", "mem_mib"):
+            if row.get(name):
+                values[name] = _number(place, row, name, int)
+        for name in ("guaranteed", "limit", "weight"):
+            if row.get(name):
+                values[name] = _number(place, row, name, float)
+        for name in ("gpu_type", "parent"):
+            if row.get(name):
+                values[name] = row[name]
+        tenants.append(Tenant(**values))
+    if not tenants:
+        raise TraceError(f"{path}: no tenants; the file needs at least one row below its header")
+    return tuple(tenants)
+
+
+def _rows(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    try:
+        with _open(path) as file:
+            reader = csv.DictReader(file, skipinitialspace=True)
+            missing = [name for name in required if name not in (reader.fieldnames or ())]
+            if missing:
+                raise TraceError(f"{path}:1: the header lacks {', '.join(missing)}; it needs {', '.join(required)}")
+            for number, row in enumerate(reader, 2):
+                if number > ROWS_MAX:
+                    raise TraceError(f"{path}: more than {ROWS_MAX} rows")
+                yield f"{path}:{number}", row
+    except (OSError, UnicodeDecodeError, csv.Error, EOFError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _number(place: str, row: dict[str, str], name: str, kind: type, default: Any = None) -> Any:
+    text = (row.get(name) or "").strip()
+    if not text and default is not None:
+        return default
+    try:
+        value = kind(float(text)) if kind is int else kind(text)
+    except (ValueError, OverflowError):
+        raise TraceError(f"{place}: {name}: {text!r} is not a number") from None
+    if value < 0 and name != "priority":
+        raise TraceError(f"{place}: {name}: {text} is below 0")
+    return value
+
+
+def _trace_job(place: str, row: dict[str, str], per_node: int) -> TraceJob:
+    gpus = _number(place, row, "gpus", int)
+    optional: dict[str, Any] = {}
+    for name in ("est_s", "deadline_s", "checkpoint_every_s"):
+        if row.get(name):
+            optional[name] = _number(place, row, name, float)
+    for name in ("milli_gpu", "cpu_milli", "mem_mib", "priority"):
+        if row.get(name):
+            optional[name] = _number(place, row, name, int)
+    if row.get("preemptible"):
+        optional["preemptible"] = row["preemptible"].strip().lower() not in ("0", "false", "no")
+    if row.get("gpu_type"):
+        optional["gpu_type"] = tuple(row["gpu_type"].split("|"))
+    for name in ("user", "job_class"):
+        if row.get(name):
+            optional[name] = row[name]
+    gang = _gang(place, row.get("gang") or "", gpus, per_node)
+    return TraceJob(
+        job_id=row["job_id"],
+        submit_s=_number(place, row, "submit_s", float),
+        duration_s=_number(place, row, "duration_s", float),
+        gpus=gang[0] * gang[1],
+        vc=row["vc"],
+        gang=gang,
+        **optional,
+    )
+
+
+def _gang(place: str, text: str, gpus: int, per_node: int) -> tuple[int, int]:
+    """Members and devices of each: as given, else one node if it suffices, else whole nodes, rounded up."""
+    if text:
+        try:
+            members, each = (int(part) for part in text.lower().split("x"))
+        except ValueError:
+            raise TraceError(f"{place}: gang: {text!r} is not MEMBERSxDEVICES, for example 4x8") from None
+        return members, each
+    if gpus <= per_node:
+        return 1, gpus
+    return -(-gpus // per_node), per_node
+
+
+def generate(chance: Chance, tenants: Iterable[Tenant], *, jobs: int, load: float, mean_s: float = 3600.0) -> Trace:
+    """A random trace: Poisson arrivals, sizes 1/1/1/2/4/8 and some of several nodes, long-tailed durations.
+
+    ``load`` is the asked share of all devices on average; a load above 1 makes the queue grow without end.
+    """
+    rng = chance.rng()
+    known = tuple(tenants)
+    sizes = (1, 1, 1, 2, 4, 8, 16)
+    devices = sum(tenant.nodes * tenant.gpus_per_node for tenant in known)
+    rate = load * devices / (mean_s * sum(sizes) / len(sizes))
+    now = 0.0
+    made: list[TraceJob] = []
+    for i in range(jobs):
+        now += rng.expovariate(rate)
+        tenant = rng.choices(known, weights=[t.nodes for t in known])[0]
+        gpus = min(rng.choice(sizes), tenant.nodes * tenant.gpus_per_node)
+        gang = _gang("", "", gpus, tenant.gpus_per_node)
+        made.append(
+            TraceJob(
+                job_id=f"g{i}",
+                submit_s=round(now, 3),
+                duration_s=round(rng.lognormvariate(0, 1) * mean_s / 1.6487, 3),
+                gpus=gang[0] * gang[1],
+                vc=tenant.vc,
+                gang=gang,
+            )
+        )
+    return Trace(jobs=tuple(made), name="generated")

@@ -14,12 +14,13 @@ from rota.job.core.placement import requests_of
 from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock
 from rota.runtime.devices import LOCAL_HOST, local_node
+from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.sql_log import SqlLog
 from rota.service.auth import Auth, ensure_token
 from rota.service.config import LOOPBACK, Settings
-from rota.service.engine import Engine, NoEngine
+from rota.service.engine import Engine, GatewayEngine, NoEngine
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
@@ -82,7 +83,8 @@ def make_engine(settings: Settings, home: Home) -> Engine:
     """The gateway to Ray, or its stand-in where Ray is not installed. Imports nothing of Ray."""
     if importlib.util.find_spec("ray") is None:
         return NoEngine("Ray is not installed")
-    return NoEngine("no gateway")
+    cpus = sum(node.cpus for node in wanted_nodes(settings))
+    return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(host=LOCAL_HOST, cpus=cpus))
 
 
 def wanted_nodes(settings: Settings) -> tuple[Node, ...]:

@@ -1,11 +1,21 @@
-"""What the service asks of the engine, and what it does while there is none."""
+"""What the service asks of the engine: through the gateway, or of nobody where Ray is not installed."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rota.spec.errors import EngineUnavailable
+from rota.runtime.engine import EngineSettings, find_engine
+from rota.runtime.environ import Home
+from rota.runtime.gateway_client import RECORD, GatewayClient
+from rota.runtime.process import RunFolder
+from rota.runtime.redis_server import find_running
+from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
+
+MASTER_TARGET = "rota.job.master:Master"
+STATUS_TIMEOUT_S = 2.0
 
 
 class Engine(Protocol):
@@ -61,3 +71,64 @@ class NoEngine:
 
     async def close(self, *, stop_engine: bool) -> None:
         """Nothing to let go of."""
+
+
+class GatewayEngine:
+    """The engine behind the gateway of this home. Gateway and engine start with the first job that needs them."""
+
+    def __init__(self, home: Home, *, db_url: str, settings: EngineSettings) -> None:
+        self._home, self._db_url = home, db_url
+        self._client = GatewayClient(home.root, settings)
+        self._started = False
+
+    @property
+    def generation(self) -> int:
+        return self._client.generation
+
+    async def ensure_master(self, job: JobId) -> None:
+        self._started = True
+        args = {"job": job, "db_url": self._db_url, "home": str(self._home.root)}
+        log_path = str(self._home.job(job).root / "master.log")
+        try:
+            await self._client.ensure_master(job, MASTER_TARGET, args, log_path=log_path)
+        except (TimedOut, ValueError) as error:
+            raise EngineUnavailable(f"{job}: {error}") from error
+
+    async def sweep(self, job: JobId) -> None:
+        try:
+            await self._client.sweep(job)
+        except (TimedOut, ValueError) as error:
+            raise EngineUnavailable(f"{job}: {error}") from error
+
+    async def jobs(self) -> tuple[JobId, ...]:
+        if not self._started and find_engine(self._home.root) is None:
+            return ()
+        self._started = True
+        try:
+            return await self._client.list_jobs()
+        except (TimedOut, ValueError) as error:
+            raise EngineUnavailable(str(error)) from error
+
+    async def status(self) -> dict[str, Any]:
+        gateway = RunFolder(self._home.run).find_alive(RECORD)
+        registry = await asyncio.to_thread(find_running, self._home)
+        parts: dict[str, Any] = {
+            "gateway": {"state": "off" if gateway is None else "up", "pid": gateway.pid if gateway else None}
+            | {"restarts": max(0, self._client.restarts - 1)},
+            "engine": {"state": "off"},
+            "registry": {"state": "off" if registry is None else "up", "pid": registry.pid if registry else None},
+        }
+        if self._started:
+            parts |= await self._engine_part()
+        return parts
+
+    async def _engine_part(self) -> Mapping[str, Any]:
+        try:
+            return {"engine": await self._client.engine_status(timeout_s=STATUS_TIMEOUT_S)}
+        except (EngineUnavailable, TimedOut) as error:
+            return {"gateway": {"state": "down", "text": str(error)}, "engine": {"state": "unknown"}}
+
+    async def close(self, *, stop_engine: bool) -> None:
+        if stop_engine and self._started:
+            await self._client.stop_engine()
+        await self._client.close(stop_gateway=stop_engine)

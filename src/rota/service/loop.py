@@ -16,9 +16,9 @@ from rota.service.inspection import Refused, inspect_workloads
 from rota.service.views.installation import Installation
 from rota.service.views.story import JobStory
 from rota.spec.errors import EngineUnavailable, RotaError, SeqConflict, StoreUnavailable
-from rota.spec.events import Event, JobEnded, JobQueued, Record
+from rota.spec.events import EngineLost, EngineStateVolatile, Event, JobEnded, JobQueued, JobWaits, Record
 from rota.spec.ids import JobId
-from rota.spec.reasons import final_state
+from rota.spec.reasons import Reason, final_state
 from rota.spec.states import JobState
 
 PAGE = 10_000
@@ -57,6 +57,7 @@ class ServiceLoop:
         self._moved = asyncio.Condition()
         self._due_at: float | None = 0.0
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._engine_name = ""
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
         self.stopping = False
@@ -228,13 +229,36 @@ class ServiceLoop:
             try:
                 await self.engine.ensure_master(story.id)
             except EngineUnavailable as error:
-                _log.warning("master of %s: %s", story.id, error)
+                await self._tell_waiting(story, str(error))
                 if pause_s is None:
                     return
                 await self.clock.sleep(pause_s)
                 continue
             self._mastered[story.id] = (attempt, generation)
+            await self._note_engine()
             return
+
+    async def _tell_waiting(self, story: JobStory, text: str) -> None:
+        """Let people see that the job has devices and waits for the engine; once for each cause."""
+        _log.warning("master of %s: %s", story.id, text)
+        known = story.waits
+        if known is None or known.reason is not Reason.ENGINE_STARTING or known.text != text:
+            await self._append_if_current(story, JobWaits(reason=Reason.ENGINE_STARTING, text=text))
+
+    async def _note_engine(self) -> None:
+        """Record that the engine is another one, or that its state is not durable; once each."""
+        found = (await self.engine.status()).get("engine", {})
+        name = str(found.get("engine", ""))
+        if not name or name == self._engine_name:
+            return
+        events: list[Event] = []
+        if self._engine_name:
+            events.append(EngineLost(text=f"{self._engine_name} is gone, {name} is new"))
+        if found.get("volatile"):
+            events.append(EngineStateVolatile(text=f"{name} keeps its state in memory"))
+        self._engine_name = name
+        if events:
+            await asyncio.to_thread(self.log.append, events, writer=self.writer)
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
         return story.stop.reason, INFO[story.stop.reason].text
     if story.preempt is not None:
         return story.preempt.reason, INFO[story.preempt.reason].text
-    if story.state is JobState.QUEUED and story.waits is not None:
+    if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
         return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
     if story.state is JobState.RECOVERING and story.failures:
         cause = story.failures[-1].started

@@ -248,7 +248,7 @@ class JobStory:
     def _recovery(self, at: float, event: e.Event) -> None:
         match event:
             case e.MasterStarted():
-                self.master, self.master_at = event, at
+                self.master, self.master_at, self.waits = event, at, None
             case e.Committed():
                 self.commit, self.commit_at = event, at
             case e.CheckpointSaved():

@@ -274,9 +274,7 @@ class JobMaster:
         self.beats[str(beat.id)] = beat
         one = self.ctx.instances.get(beat.id)
         lost = beat.lost()
-        if (lost is not None and one is not None and one.epoch == lost.epoch and one.error is None) or (
-            lost is not None and one is not None and one.error is not None and one.error.epoch < lost.epoch
-        ):
+        if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
         table = self._table if self._table.version > beat.table_version else None
         return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
@@ -350,8 +348,8 @@ def _same(left: PeerTable, right: PeerTable) -> bool:
 class Master:
     """The master as the engine hosts it: detached, restarted by the engine, no user code, no torch.
 
-    ``db_url`` is the log, ``home`` the folder of the installation, ``launcher`` the import path of a function that opens
-    the launcher in this process and in the instances.
+    ``db_url`` is the log, ``home`` the folder of the installation, ``launcher`` the import path of what opens the
+    launcher in this process and in the instances.
     """
 
     def __init__(self, *, job: str, db_url: str, home: str, launcher: str = RAY_LAUNCHER) -> None:

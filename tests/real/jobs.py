@@ -1,0 +1,171 @@
+"""Run jobs through a real master on a real engine, as the service would: submit, admit, start the master, look.
+
+Ray reads its environment when it is imported, so nothing here imports it before the engine's fixture has run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rota.job.core.machine import initial, step
+from rota.runtime import process
+from rota.runtime.environ import Home
+from rota.runtime.launch import Handle
+from rota.runtime.log import INSTALL_SCOPE, Writer
+from rota.runtime.process import ProcessId
+from rota.runtime.sql_log import SqlLog
+from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobEnded, JobQueued, JobSubmitted, MasterStarted
+from rota.spec.ids import Epoch, JobId
+from rota.spec.job import JobSpec
+from rota.spec.states import JobState
+from tests.makers import placement
+
+if TYPE_CHECKING:
+    from rota.runtime.launch_ray import RayLauncher
+
+WORKLOADS = Path(__file__).resolve().parent / "workloads"
+WAIT_S = 60.0
+
+
+@dataclass
+class Run:
+    """One job under way."""
+
+    job: JobId
+    home: Home
+    log: SqlLog
+    launcher: RayLauncher
+    writer: Writer
+    spec: JobSpec
+    master: Handle | None = None
+    attempts: int = field(default=0)
+
+    @property
+    def output(self) -> Path:
+        return self.home.job(self.job).output
+
+    def events(self, *kinds: type) -> list[Any]:
+        records = self.log.read(job=self.job)
+        return [one.event for one in records if not kinds or isinstance(one.event, kinds)]
+
+    def context(self):
+        ctx = initial(self.job)
+        for record in self.log.read(job=self.job):
+            ctx, _ = step(ctx, record)
+        return ctx
+
+    def append(self, *events: Event) -> None:
+        self.log.append(events, writer=self.writer, job=self.job)
+
+    async def start(self) -> None:
+        self.append(JobSubmitted(spec=self.spec, workdir=str(WORKLOADS)), JobQueued())
+        await self.admit()
+
+    async def admit(self) -> None:
+        from rota.runtime.launch_ray import MasterStart
+
+        self.attempts += 1
+        grants = placement(self.spec, "here")
+        self.append(JobAdmitted(attempt=self.attempts, epoch=Epoch(self.attempts), placement=grants))
+        args = {"job": self.job, "db_url": self.home.db_url, "home": str(self.home.root)}
+        start = MasterStart(
+            job=self.job,
+            target="rota.job.master:Master",
+            args=args,
+            env={},
+            log_path=str(self.home.job(self.job).logs / "master-0.log"),
+        )
+        self.master = await self.launcher.start_master(start, timeout_s=WAIT_S)
+
+    async def until(self, what: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
+        """Look until ``what`` holds; its value. Raises with the story of the job when the limit is reached."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            found = what()
+            if found:
+                return found
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {limit_s} s\n{self.story()}")
+            await asyncio.sleep(0.03)
+
+    async def until_state(self, *states: JobState, limit_s: float = WAIT_S) -> Any:
+        return await self.until(lambda: (ctx := self.context()).state in states and ctx, limit_s)
+
+    async def until_committed(self, n: int, limit_s: float = WAIT_S) -> Any:
+        return await self.until(lambda: (ctx := self.context()).committed >= n and ctx, limit_s)
+
+    async def end(self, limit_s: float = WAIT_S) -> JobEnded:
+        ended = await self.until(lambda: self.events(JobEnded), limit_s)
+        return ended[0]
+
+    def story(self) -> str:
+        lines = [f"{one.seq:4} {one.at:.3f} {one.event}"[:600] for one in self.log.read(job=self.job)]
+        logs = [f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.home.job(self.job).logs.glob("*.log")]
+        return "\n".join(lines[2:] + logs)
+
+    def pids(self) -> dict[str, int]:
+        """The newest process of each instance."""
+        return {f"{one.role}/{one.rank}": one.pid for one in self.events(InstanceStarted)}
+
+    def starts(self, instance: str) -> int:
+        return sum(f"{one.role}/{one.rank}" == instance for one in self.events(InstanceStarted))
+
+    def kill(self, instance: str) -> int:
+        started = [one for one in self.events(InstanceStarted) if f"{one.role}/{one.rank}" == instance][-1]
+        assert process.send_signal(ProcessId(pid=started.pid, start_time=started.start_time), signal.SIGKILL)
+        return started.pid
+
+    def kill_master(self) -> int:
+        pid = self.events(MasterStarted)[-1].pid
+        found = process.identify(pid)
+        assert found is not None and process.send_signal(found, signal.SIGKILL)
+        return pid
+
+
+def run_job(engine, spec: JobSpec, body: Callable[[Run], Awaitable[None]], limit_s: float = 110.0) -> None:
+    """Run ``body`` over a started job; nothing of the job may be left in the engine afterwards."""
+
+    async def main() -> None:
+        job = JobId(f"t{os.getpid()}x{time.monotonic_ns() % 10**9}")
+        home = Home.of(engine.home).make()
+        home.job(job).make()
+        log = SqlLog(home.db_url, migrate=True)
+        launcher = engine.launcher()
+        run = Run(
+            job=job,
+            home=home,
+            log=log,
+            launcher=launcher,
+            writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)),
+            spec=spec,
+        )
+        try:
+            await run.start()
+            await asyncio.wait_for(body(run), limit_s)
+            if run.events(JobEnded):
+                assert (await launcher.find(job)).instances == ()
+                assert (await launcher.find(job)).reservations == ()
+        finally:
+            await sweep(run)
+            await launcher.close()
+            log.close()
+
+    asyncio.run(main())
+
+
+async def sweep(run: Run) -> None:
+    """End what is left of a job, the master first so that it starts nothing anew."""
+    if run.master is not None:
+        await run.launcher.stop(run.master, grace_s=0)
+    found = await run.launcher.find(run.job)
+    for handle in found.instances:
+        await run.launcher.stop(handle, grace_s=0)
+    for reservation in found.reservations:
+        await run.launcher.release(reservation)

@@ -1,0 +1,206 @@
+"""Whole jobs on real Ray through the real master: they end, and they survive kill -9 of every kind of process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from rota.job.inspect import inspect_workload
+from rota.spec.events import (
+    Committed,
+    FailoverStarted,
+    InstanceLost,
+    InstanceStarted,
+    MasterStarted,
+    Reattached,
+    RolledBack,
+    StopAsked,
+)
+from rota.spec.ids import RoleName
+from rota.spec.job import Fail, JobSpec, RoleSpec
+from rota.spec.reasons import Reason
+from rota.spec.resources import Res
+from rota.spec.states import JobState, Level
+from tests.real.jobs import WORKLOADS, Run, run_job
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+
+def role(name: str, workload: str, n: int = 1, **fields: Any) -> RoleSpec:
+    if str(WORKLOADS) not in sys.path:
+        sys.path.insert(0, str(WORKLOADS))
+    return RoleSpec(
+        name=RoleName(name),
+        workload=workload,
+        replicas_min=n,
+        replicas_max=n,
+        res=Res(cpus=0.5),
+        interface=inspect_workload(workload),
+        **fields,
+    )
+
+
+def job(*roles: RoleSpec, **env: str) -> JobSpec:
+    return JobSpec(name="real", roles=roles, env=tuple(env.items()), grace_s=5.0)
+
+
+def test_a_role_and_its_loop_run_to_success(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert (ended.state, ended.reason) == (JobState.SUCCEEDED, Reason.COMPLETED), run.story()
+        ctx = run.context()
+        assert ctx.committed == 5
+        assert ctx.metrics["sum"] == 56
+        assert set(ctx.metrics["pids"]) <= {run.pids()["doubler/0"], run.pids()["doubler/1"]}
+
+    run_job(engine, job(role("doubler", "basic:Doubler", 2), role("loop", "basic:doubling")), body)
+
+
+def doubling(*, pause_at: int = 2, steps: int = 5, **fields: Any) -> JobSpec:
+    """Two doublers and a loop that pauses after a commit until the file ``go`` exists, still calling them."""
+    roles = (role("doubler", "basic:Doubler", 2, **fields), role("loop", "basic:doubling"))
+    return job(*roles, STEPS=str(steps), PAUSE_AT=str(pause_at))
+
+
+async def succeed(run: Run) -> None:
+    (run.output / "go").touch()
+    ended = await run.end()
+    assert (ended.state, ended.reason) == (JobState.SUCCEEDED, Reason.COMPLETED), run.story()
+
+
+def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    return {name for name in after if after[name] != before.get(name)}
+
+
+def test_kill_9_of_a_stateless_instance_replaces_that_one_process_only(engine) -> None:
+    async def body(run: Run) -> None:
+        await run.until_committed(2)
+        before = run.pids()
+        run.kill("doubler/1")
+        await run.until(lambda: run.starts("doubler/1") == 2)
+        await succeed(run)
+        assert changed(before, run.pids()) == {"doubler/1"}
+        started, lost = run.events(FailoverStarted), run.events(InstanceLost)
+        assert [(one.level, one.reason, one.scope[0][:2]) for one in started] == [
+            (Level.PROCESS, Reason.SIGNALLED, ("doubler", 1))
+        ]
+        assert run.events(RolledBack) == [] or all(one.from_commit == one.to_commit for one in run.events(RolledBack))
+        assert len(lost) == 1
+
+    run_job(engine, doubling(), body)
+
+
+def test_kill_9_of_the_loop_enters_it_again_at_the_last_commit(engine) -> None:
+    async def body(run: Run) -> None:
+        await run.until_committed(2)
+        before = run.pids()
+        run.kill("loop/0")
+        await run.until(lambda: run.starts("loop/0") == 2)
+        await succeed(run)
+        assert changed(before, run.pids()) == {"loop/0"}
+        assert [one.n for one in run.events(Committed)] == [1, 2, 3, 4, 5], "no commit twice, none lost"
+
+    run_job(engine, doubling(), body)
+
+
+@pytest.mark.parametrize("moment", ["starting", "running", "failover"])
+def test_kill_9_of_the_master_replaces_no_instance(engine, moment: str) -> None:
+    async def body(run: Run) -> None:
+        if moment == "starting":
+            await run.until(lambda: run.events(InstanceStarted))
+            before = {f"{one.role}/{one.rank}": one.pid for one in run.events(InstanceStarted)}
+        else:
+            await run.until_committed(2)
+            before = run.pids()
+        expected: set[str] = set()
+        if moment == "failover":
+            run.kill("doubler/0")
+            await run.until(lambda: run.events(FailoverStarted))
+            expected = {"doubler/0"}
+        masters = len(run.events(MasterStarted))
+        run.kill_master()
+        await run.until(lambda: len(run.events(Reattached)) > masters)
+        await run.until_committed(2)
+        await succeed(run)
+        after = run.pids()
+        assert {name for name in before if after[name] != before[name]} == expected, run.story()
+        assert run.events(MasterStarted)[-1].master_epoch == run.events(MasterStarted)[0].master_epoch + 1
+
+    run_job(engine, doubling(), body)
+
+
+def test_an_operation_that_raises_once_costs_one_recovery_and_no_result(engine) -> None:
+    async def body(run: Run) -> None:
+        (run.output / "raise-doubler").write_text("1")
+        await succeed(run)
+        lost = run.events(InstanceLost)
+        assert [(one.reason, one.alive) for one in lost] == [(Reason.USER_ERROR, True)]
+        assert "planned failure on item" in lost[0].text
+        assert "basic.py" in lost[0].traceback
+        assert len(run.events(FailoverStarted)) == 1
+
+    run_job(engine, doubling(), body)
+
+
+def test_an_operation_that_always_raises_ends_the_job_after_its_limit(engine) -> None:
+    async def body(run: Run) -> None:
+        (run.output / "raise-doubler").write_text("1000")
+        ended = await run.end()
+        assert (ended.state, ended.reason) == (JobState.FAILED, Reason.USER_ERROR), run.story()
+        assert (ended.role, ended.rank) == ("doubler", 0)
+        assert "planned failure on item" in ended.traceback
+        assert len(run.events(InstanceLost)) == 3, "limit 2 is three runs"
+
+    spec = job(
+        role("doubler", "basic:Doubler", 1, fail=Fail(limit_n=2, then=("job",))), role("loop", "basic:doubling")
+    )
+    run_job(engine, spec, body)
+
+
+def test_setup_that_raises_ends_the_job_with_its_traceback(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert (ended.state, ended.role, ended.rank) == (JobState.FAILED, "broken", 0), run.story()
+        assert "setup is broken" in ended.traceback
+
+    spec = job(role("broken", "basic:NeverReady", 1, fail=Fail(limit_n=1, then=("job",))), role("loop", "basic:doubling"))
+    run_job(engine, spec, body)
+
+
+def test_a_never_operation_raises_to_the_loop_and_restarts_nothing(engine) -> None:
+    async def body(run: Run) -> None:
+        await succeed(run)
+        assert run.context().metrics == {"code": "CALL_FAILED", "role": "doubler", "has_trace": True}
+        assert run.events(InstanceLost) == []
+
+    run_job(engine, job(role("doubler", "basic:Doubler"), role("loop", "basic:catching")), body)
+
+
+def test_a_call_to_a_dead_role_ends_by_its_deadline_without_using_cpu(engine) -> None:
+    async def body(run: Run) -> None:
+        await run.until(lambda: run.context().state is JobState.RUNNING)
+        run.kill("doubler/0")
+        await run.until(lambda: run.events(FailoverStarted))
+        (run.output / "dead").touch()
+        found = json.loads((await run.until(lambda: (run.output / "healed").exists() and run.output / "found.json")).read_text())
+        assert found["raised"] == "ROLE_DOWN"
+        assert found["role"] == "doubler"
+        assert 1.9 < found["seconds"] < 3.0
+        assert found["cpu_s"] < 0.05 * found["seconds"] + 0.05, found
+
+    slow_back = Fail(backoff_s=30.0)
+    roles = (role("doubler", "basic:Doubler", 1, fail=slow_back), role("loop", "basic:asking_the_dead"))
+    run_job(engine, job(*roles), body)
+
+
+def test_stop_ends_everything_as_cancelled(engine) -> None:
+    async def body(run: Run) -> None:
+        await run.until_committed(2)
+        run.append(StopAsked(grace_s=2.0))
+        ended = await run.end()
+        assert (ended.state, ended.reason) == (JobState.CANCELLED, Reason.STOPPED_BY_USER)
+
+    run_job(engine, doubling(), body)

@@ -1,0 +1,104 @@
+"""Small workloads of the real tests: a stateless role and loops over it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import rota
+
+
+class Doubler(rota.Workload):
+    """Stateless; ``misbehave`` files in the output folder make it raise."""
+
+    def setup(self, ctx) -> None:
+        self.ctx = ctx
+
+    @rota.op(send=rota.Each)
+    def double(self, item: int) -> dict[str, int]:
+        if "torch" in sys.modules:
+            raise AssertionError("an instance imports torch only if its workload does")
+        trap = self.ctx.output_dir / f"raise-{self.ctx.role}"
+        if trap.exists():
+            left = int(trap.read_text())
+            if left > 0:
+                trap.write_text(str(left - 1))
+                raise RuntimeError(f"planned failure on item {item}")
+        return {"value": item * 2, "pid": os.getpid()}
+
+    @rota.op(deadline="2s")
+    def quick(self) -> str:
+        return "here"
+
+    @rota.op(retry="never")
+    def once(self) -> str:
+        raise ValueError("once is enough")
+
+
+class NeverReady(rota.Workload):
+    """Fails in setup while its trap exists."""
+
+    def setup(self, ctx) -> None:
+        raise RuntimeError("setup is broken")
+
+    @rota.op
+    def ping(self) -> str:
+        return "pong"
+
+
+def steps() -> int:
+    return int(os.environ.get("STEPS", "5"))
+
+
+async def doubling(f) -> None:
+    """Doubles numbers and commits; waits for the file ``go`` after each commit named in ``PAUSE_AT``."""
+    pause_at = int(os.environ.get("PAUSE_AT", "-1"))
+    for n in range(f.committed + 1, steps() + 1):
+        out = await f.roles.doubler.double(list(range(8)))
+        assert [each["value"] for each in out] == [2 * i for i in range(8)], out
+        await f.commit({"sum": sum(each["value"] for each in out), "pids": sorted({each["pid"] for each in out})})
+        while n == pause_at and not (f.output_dir / "go").exists():
+            await asyncio.sleep(0.02)
+            await f.roles.doubler.double([1, 2, 3, 4])
+
+
+async def catching(f) -> None:
+    """A never operation raises to the loop, which goes on."""
+    try:
+        await f.roles.doubler.once()
+    except rota_errors().CallFailed as error:
+        await f.commit({"code": error.code, "role": error.fields["role"], "has_trace": "once is enough" in str(error)})
+
+
+async def asking_the_dead(f) -> None:
+    """Calls a role that never becomes ready again and measures the wait."""
+    import resource
+    import time
+
+    while not (f.output_dir / "dead").exists():
+        await asyncio.sleep(0.02)
+    began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
+    try:
+        await f.roles.doubler.quick()
+        found = {"raised": ""}
+    except rota_errors().RoleDown as error:
+        found = {"raised": error.code, "cause": error.fields["cause"], "role": error.fields["role"]}
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    found |= {"seconds": time.monotonic() - began, "cpu_s": cpu_s}
+    (f.output_dir / "found.json").write_text(json.dumps(found))
+    (f.output_dir / "healed").write_text("")
+
+
+def plain(ctx) -> None:
+    """A plain function workload."""
+    Path(ctx.output_dir / "plain.txt").write_text(f"{ctx.role} {ctx.rank} {ctx.job}")
+
+
+def rota_errors():
+    import rota.spec.errors
+
+    return rota.spec.errors

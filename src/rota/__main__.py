@@ -1,0 +1,5 @@
+"""``python -m rota`` is the command ``rota``."""
+
+from rota.service.cli import main
+
+main()

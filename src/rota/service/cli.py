@@ -1,0 +1,172 @@
+"""rota: the table of verbs; nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from rota.service.problems import did_you_mean
+from rota.spec.errors import BadInput, RotaError
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+INTERRUPTED = 130
+BUG = 1
+GROUPS = ("Service", "Jobs", "Why", "Cluster", "Tools")
+
+VERBS: dict[str, tuple[str, str, str]] = {
+    "up": ("Service", "rota.service.verbs.service:up", "Start the service of this machine."),
+    "down": ("Service", "rota.service.verbs.service:down", "End it with everything it started."),
+    "status": ("Service", "rota.service.verbs.service:status", "Show whether it answers, and how its parts are."),
+    "token": ("Service", "rota.service.verbs.service:token", "Print the token, for programs that speak REST."),
+    "run": ("Jobs", "rota.service.verbs.run:run", "Run a job file, or a command."),
+    "ps": ("Jobs", "rota.service.verbs.jobs:ps", "List jobs, the newest first."),
+    "show": ("Jobs", "rota.service.verbs.jobs:show", "Show one job: every role, instance and attempt."),
+    "logs": ("Jobs", "rota.service.verbs.logs:logs", "Show the output of a job."),
+    "stop": ("Jobs", "rota.service.verbs.jobs:stop", "Ask jobs to end."),
+    "set": ("Jobs", "rota.service.verbs.jobs:set_", "Change priority, queue, time limit or labels."),
+    "explain": ("Why", "rota.service.verbs.reasons:explain", "Why a job waits, and what would let it start."),
+    "failures": ("Why", "rota.service.verbs.reasons:failures", "What failed first, and what was done about it."),
+    "why": ("Why", "rota.service.verbs.reasons:why", "Who waits for whom in a running job."),
+    "graph": ("Why", "rota.service.verbs.reasons:graph", "Roles, edges and sub-graphs of a job or job file."),
+    "events": ("Why", "rota.service.verbs.logs:events", "The facts of a job in order."),
+    "nodes": ("Cluster", "rota.service.verbs.cluster:nodes", "List nodes, or take one out of use and back."),
+    "queues": ("Cluster", "rota.service.verbs.cluster:queues", "Show the tree of queues, or replace it."),
+}
+"""Verb to (group, where it is, one line of help)."""
+
+SYNONYMS = {
+    "submit": "run",
+    "start": "run",
+    "exec": "run",
+    "create": "run",
+    "list": "ps",
+    "ls": "ps",
+    "jobs": "ps",
+    "cancel": "stop",
+    "kill": "stop",
+    "delete": "stop",
+    "describe": "show",
+    "get": "show",
+    "history": "events",
+}
+"""What other tools call our verbs; only for "did you mean"."""
+
+ABOUT = """Schedules, runs and heals deep-learning jobs of many roles.
+
+First steps: rota init ddp, rota run job.yaml, rota ps. Help on a verb: rota VERB --help."""
+
+_COMMON = {"--json": 0, "--no-color": 0, "--quiet": 0, "--server": 1, "--token": 1, "-o": 1, "--output": 1}
+"""Flags of every verb that may also stand before it, and how many words each takes."""
+
+
+def make_app(chosen: str = "") -> App:
+    """The command line as cyclopts knows it. ``chosen`` is loaded, with its examples; the others only listed."""
+    from cyclopts import App, Group, Parameter
+
+    app = App(
+        name="rota",
+        help=ABOUT,
+        version=_version,
+        default_parameter=Parameter(negative="", show_default=False),
+        help_format="plaintext",
+    )
+    groups = {name: Group(name, sort_key=index) for index, name in enumerate(GROUPS)}
+    for index, (verb, (group, target, words)) in enumerate(VERBS.items()):
+        if verb == chosen:
+            function = verb_function(verb)
+            about, _, examples = (inspect.getdoc(function) or "").partition("Examples\n--------\n")
+            epilogue = "Examples:\n\n" + examples
+            app.command(function, name=verb, group=groups[group], sort_key=index, help=about, help_epilogue=epilogue)
+        else:
+            app.command(target, name=verb, group=groups[group], sort_key=index, help=words)
+    return app
+
+
+def verb_function(verb: str) -> Callable[..., int]:
+    """The function behind a verb, imported now."""
+    module, _, name = VERBS[verb][1].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("rota")
+    except PackageNotFoundError:
+        return "0"
+
+
+def ordered(words: Sequence[str]) -> list[str]:
+    """Flags of every verb behind it, and what follows ``--`` as the words of a command: ``--argv=WORD`` each."""
+    head, tail = list(words), list[str]()
+    if "--" in head:
+        cut = head.index("--")
+        head, tail = head[:cut], head[cut + 1 :]
+    moved: list[str] = []
+    while head and head[0].partition("=")[0] in _COMMON:
+        flag = head.pop(0)
+        more = 0 if "=" in flag else _COMMON[flag]
+        moved += [flag, *head[:more]]
+        del head[:more]
+    if not head and moved:
+        return moved + [f"--argv={word}" for word in tail]
+    return head[:1] + moved + head[1:] + [f"--argv={word}" for word in tail]
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """True when the answer, a mistake included, is for a program."""
+    before = list(words)[: words.index("--")] if "--" in words else list(words)
+    form = (("-o", "json"), ("--output", "json"))
+    return "--json" in before or "--output=json" in before or any(pair in form for pair in pairwise(before))
+
+
+def call(words: Sequence[str]) -> int:
+    """Do what ``words`` ask; the exit status. Mistakes are told, never raised."""
+    from cyclopts import CycloptsError
+
+    from rota.service.terminal import terminal_for
+
+    terminal = terminal_for(as_json=wants_json(words), quiet=False, no_color="--no-color" in words)
+    given = ordered(words)
+    if given and not given[0].startswith("-") and given[0] not in VERBS:
+        near = did_you_mean(given[0], {**dict.fromkeys(VERBS), **SYNONYMS})
+        word = near.partition("'")[2].partition("'")[0]
+        hint = near.replace(word, SYNONYMS.get(word, word)) if near else "see: rota --help"
+        terminal.error(BadInput(f"unknown verb {given[0]!r}", hint=hint))
+        return BadInput.exit
+    try:
+        done = make_app(given[0] if given else "")(
+            given, exit_on_error=False, print_error=False, result_action="return_value"
+        )
+    except CycloptsError as exc:
+        terminal.error(BadInput(_plain(exc), hint=_hint(words)))
+        return BadInput.exit
+    except RotaError as exc:
+        terminal.error(exc)
+        return exc.exit
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return done if isinstance(done, int) else 0
+
+
+def _plain(exc: Any) -> str:
+    return " ".join(str(exc).split())
+
+
+def _hint(words: Sequence[str]) -> str:
+    verb = next((word for word in words if word in VERBS), "")
+    return f"see: rota {verb} --help" if verb else "see: rota --help"
+
+
+def main() -> None:
+    """Entry point of the command ``rota``."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # 'rota ps | head' ends as other tools do
+    sys.exit(call(sys.argv[1:]))

@@ -1,0 +1,283 @@
+"""Client: everything the REST interface answers, as documents; errors as the tree of spec/errors.py."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from time import monotonic, sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
+from typing import Any, Self
+
+import httpx
+
+from rota.service import calls
+from rota.service.async_client import AsyncClient as AsyncClient
+from rota.service.calls import Ask, Sse, SseReader
+from rota.service.wire import (
+    PAGE_MAX,
+    RETRIES_MAX,
+    STREAM_SILENCE_S,
+    TIMEOUT_S,
+    Document,
+    Wire,
+    source_of,
+    timed_out,
+)
+from rota.spec.states import JobState
+
+
+class Client(Wire):
+    """The REST interface in Python.
+
+    ``server`` and ``token`` default to ROTA_SERVER and ROTA_TOKEN, then to the service of this machine. Every method
+    gives the JSON document of the interface as a dict and raises the exceptions of ``rota.spec.errors``: NotReachable
+    when nobody answers, UnknownName for a job that does not exist, JobFileError with every problem of a job file.
+    """
+
+    def __init__(
+        self,
+        server: str = "",
+        token: str = "",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        super().__init__(server, token, timeout_s)
+        self._http = httpx.Client(
+            base_url=self.url, headers=self.headers, timeout=self.timeout, transport=transport, trust_env=False
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._http.close()
+
+    def ask(self, ask: Ask) -> Document:
+        """Send one request; ``safe`` ones again when the connection broke."""
+        for attempt in range(RETRIES_MAX + 1):
+            try:
+                answer = self._http.request(
+                    ask.method, ask.path, params=dict(ask.params), json=ask.body, headers=dict(ask.headers)
+                )
+            except httpx.TransportError as exc:
+                if not self.may_retry(ask, exc, attempt):
+                    raise self.unreachable(exc) from exc
+                sleep(self.wait_s(attempt))
+            else:
+                return self.read(answer)
+        raise AssertionError("the last attempt returns or raises")
+
+    def run(
+        self, job: Any, *, set: Mapping[str, Any] | Sequence[str] = (), workdir: str = "", key: str = ""
+    ) -> JobHandle:
+        """Submit a job (path, text, JobSpec or ``rota.Job``); durable when this returns."""
+        document = self.submit(source_of(job, sets=set, workdir=workdir), key=key)
+        return JobHandle(self, document)
+
+    def submit(self, body: Mapping[str, Any], *, key: str = "") -> Document:
+        """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
+        return self.ask(calls.submit(body, key=key or secrets.token_hex(16)))
+
+    def plan(self, body: Mapping[str, Any]) -> Document:
+        """``PlanReport``: what the job would become; nothing is started or kept."""
+        return self.ask(calls.plan(body))
+
+    def attach(self, job: str) -> JobHandle:
+        """The handle of a job that exists."""
+        return JobHandle(self, self.job(job))
+
+    def jobs(self, **filters: Any) -> Document:
+        """One page (``JobList``). Filters: all, state, queue, user, name, label, since_s, limit, cursor."""
+        return self.ask(calls.jobs(filters))
+
+    def all_jobs(self, **filters: Any) -> Iterator[Document]:
+        """Every job of the list, page by page."""
+        cursor = ""
+        while True:
+            page = self.jobs(**{**filters, "cursor": cursor, "limit": PAGE_MAX})
+            yield from page["items"]
+            cursor = page.get("next") or ""
+            if not cursor:
+                return
+
+    def job(self, job: str) -> Document:
+        """``Job``: state, roles, instances, attempts. ``job`` is an id or a unique beginning of one."""
+        return self.ask(calls.get(calls.job_path(job)))
+
+    def explain(self, job: str) -> Document:
+        """``Explanation``: why the job waits, what is ahead, what would help."""
+        return self.ask(calls.get(calls.job_path(job, "explain")))
+
+    def why(self, job: str) -> Document:
+        """``WaitGraph``: who waits for whom in a running job."""
+        return self.ask(calls.get(calls.job_path(job, "why")))
+
+    def failures(self, job: str, *, attempt: int | None = None) -> Document:
+        """``FailureList``: what failed first, and what was done about it."""
+        return self.ask(calls.get(calls.job_path(job, "failures"), attempt=attempt))
+
+    def graph(self, job: str) -> Document:
+        """``Graph``: roles, edges, sub-graphs, blast radius."""
+        return self.ask(calls.get(calls.job_path(job, "graph")))
+
+    def placement(self, job: str) -> Document:
+        """Which devices of which nodes the job holds."""
+        return self.ask(calls.get(calls.job_path(job, "placement")))
+
+    def spec(self, job: str) -> Document:
+        """The job as it was understood, with the text it came from."""
+        return self.ask(calls.get(calls.job_path(job, "spec")))
+
+    def stop(self, job: str, *, grace_s: float | None = None) -> Document:
+        """Ask a job to end; gives the ``Job`` document."""
+        return self.ask(calls.stop(job, grace_s=grace_s))
+
+    def change(self, job: str, changes: Mapping[str, Any]) -> Document:
+        """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
+        return self.ask(calls.change(job, changes))
+
+    def mark_node(self, node: str, action: str, *, reason: str = "", dry_run: bool = False) -> Document:
+        """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``."""
+        return self.ask(calls.mark_node(node, action, reason=reason, dry_run=dry_run))
+
+    def apply_queues(self, queues: list[Document], *, dry_run: bool = False) -> Document:
+        """``QueueDiff`` of putting this tree of queues in place of the present one."""
+        return self.ask(calls.apply_queues(queues, dry_run=dry_run))
+
+    def nodes(self) -> Document:
+        """``NodeList``."""
+        return self.ask(calls.get("/nodes"))
+
+    def queues(self) -> Document:
+        """``QueueTree``."""
+        return self.ask(calls.get("/queues"))
+
+    def status(self) -> Document:
+        """``Status`` of the service."""
+        return self.ask(calls.get("/status"))
+
+    def log_page(self, job: str, **filters: Any) -> Document:
+        """One page of log lines. Filters: instance, attempt, stream, since, until, tail, grep."""
+        return self.ask(calls.get(calls.job_path(job, "logs"), **filters))
+
+    def event_page(self, job: str, **filters: Any) -> Document:
+        """``EventList``: a page of a job's events. Filters: after, type, limit."""
+        return self.ask(calls.get(calls.job_path(job, "events"), **filters))
+
+    def logs(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+        """Log lines in the order of time; with ``follow`` until the job has ended."""
+        if not follow:
+            yield from self.log_page(job, **filters).get("items", [])
+            return
+        seen: dict[str, int] = {}
+        for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):
+            line = event.document()
+            # after a lost connection the service repeats the batch that was under way
+            if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
+                seen[line["instance"]] = line["offset"]
+                yield line
+
+    def events(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+        """Events of a job in order; with ``follow`` until the job has ended, without gap over lost connections."""
+        if not follow:
+            yield from self.event_page(job, **filters).get("items", [])
+            return
+        for event in self._stream(calls.job_path(job, "events"), {**filters, "follow": True}):
+            if event.event == "event":
+                yield event.document()
+
+    def _stream(self, path: str, params: Mapping[str, Any]) -> Iterator[Sse]:
+        ask, last, broken = calls.get(path, **params), "", 0
+        while True:
+            try:
+                for event in self._stream_once(ask, last):
+                    last, broken = event.id or last, 0
+                    yield event
+                    if event.event == "end":
+                        return
+            except httpx.TransportError as exc:
+                broken += 1
+                if broken > RETRIES_MAX:
+                    raise self.unreachable(exc) from exc
+                sleep(self.wait_s(broken))
+            else:
+                return  # the service closed the stream in order
+
+    def _stream_once(self, ask: Ask, last: str) -> Iterator[Sse]:
+        timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
+        headers = self.stream_headers(last)
+        with self._http.stream("GET", ask.path, params=dict(ask.params), headers=headers, timeout=timeout) as answer:
+            if answer.status_code >= 400:
+                answer.read()
+                raise calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
+            reader = SseReader()
+            for line in answer.iter_lines():
+                event = reader.line(line)
+                if event is not None:
+                    yield event
+
+    def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
+        """The ``Job`` document once the job has ended. Raises TimedOut; the job goes on then."""
+        deadline = None if timeout_s is None else monotonic() + timeout_s
+        while True:
+            document = self.job(job)
+            if JobState(document["state"]).terminal:
+                return document
+            if deadline is not None and monotonic() + poll_s > deadline:
+                raise timed_out(document, timeout_s or 0.0)
+            sleep(poll_s)
+
+
+class JobHandle:
+    """One job of a client. ``state``, ``reason`` and ``document`` are those of the last answer."""
+
+    def __init__(self, client: Client, document: Document) -> None:
+        self._client = client
+        self.document = document
+
+    @property
+    def id(self) -> str:
+        return str(self.document["id"])
+
+    @property
+    def state(self) -> JobState:
+        return JobState(self.document["state"])
+
+    @property
+    def reason(self) -> str:
+        return str(self.document.get("reason") or "")
+
+    def refresh(self) -> Self:
+        """Ask again."""
+        self.document = self._client.job(self.id)
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> Self:
+        """Until the job has ended. Raises TimedOut."""
+        self.document = self._client.wait(self.id, timeout_s=timeout_s)
+        return self
+
+    def logs(self, role: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+        """Log lines."""
+        return self._client.logs(self.id, follow=follow, role=role, **filters)
+
+    def events(self, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+        """Events."""
+        return self._client.events(self.id, follow=follow, **filters)
+
+    def explain(self) -> Document:
+        """Why it is where it is."""
+        return self._client.explain(self.id)
+
+    def failures(self) -> Document:
+        """What failed, and what was done."""
+        return self._client.failures(self.id)
+
+    def stop(self, *, grace_s: float | None = None) -> Self:
+        """Ask it to end."""
+        self._client.stop(self.id, grace_s=grace_s)
+        return self.refresh()

@@ -1,0 +1,74 @@
+"""What verbs do without a service: plan a job, draw its graph, run the scheduler in virtual time, search plans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rota.cluster.live import Scheduler
+    from rota.spec.resources import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NoLoop:
+    """The part of the service's loop that planning needs: a scheduler that knows the nodes, and no job."""
+
+    scheduler: Scheduler
+
+
+def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
+    """The ``PlanReport`` of a submission on this machine alone, or on a pretend cluster ``RACKSxNODESxDEVICES``.
+
+    Starts nothing but the child process that looks at the workloads. Raises what submitting would raise.
+    """
+    from rota.runtime.chance import SystemChance
+    from rota.runtime.clock import SystemClock
+    from rota.runtime.environ import Home
+    from rota.service.intake import Intake, Submission
+
+    loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
+    intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
+    given = Submission(**{**body, "sets": tuple(body.get("sets", ()))})
+    return {"api": "rota/v1", **asyncio.run(intake.plan(given))}
+
+
+def graph_of_file(path: Path) -> dict[str, Any]:
+    """The ``Graph`` document of a job file; workloads are looked at where they can be imported."""
+    from rota.service.inspection import Refused, inspect_workloads
+    from rota.service.jobfile import read_job
+    from rota.service.views.graph import graph_document
+    from rota.service.wire import read_file
+
+    spec = read_job(read_file(path), filename=str(path))
+    folder = path.absolute().parent / (spec.workdir or "")
+    completed = asyncio.run(inspect_workloads(spec, str(folder)))
+    return graph_document(spec if isinstance(completed, Refused) else completed)
+
+
+def _nodes(pretend: str) -> tuple[Node, ...]:
+    from rota.runtime.devices import LOCAL_HOST, local_node
+    from rota.spec.errors import BadInput
+    from rota.spec.resources import pretend_nodes
+
+    if not pretend:
+        return (local_node(),)
+    try:
+        return pretend_nodes(pretend, host=LOCAL_HOST)
+    except ValueError as exc:
+        raise BadInput(f"--pretend: {exc}") from None
+
+
+def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
+    from rota.cluster.live import Scheduler
+    from rota.cluster.policies.profiles import get_profile
+    from rota.job.core.placement import requests_of
+    from rota.spec.events import NodeJoined, Record
+
+    scheduler = Scheduler(get_profile("fifo"), requests_of)
+    for number, node in enumerate(nodes, 1):
+        scheduler.apply(Record(number=number, job=None, seq=number, at=0.0, event=NodeJoined(node=node)))
+    return scheduler

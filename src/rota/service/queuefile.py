@@ -1,0 +1,47 @@
+"""The file of rota queues apply: a list of queues, read as strictly as a job file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rota.service.fieldkinds import BAD, Bool, Field, ListOf, Number, OneOf, Record, Text
+from rota.service.jobschema import RESOURCES
+from rota.service.yamltree import Sink, read_tree
+from rota.spec import codec
+from rota.spec.queue import Queue
+from rota.spec.resources import Res
+
+QUEUE = Record(
+    what="a mapping such as {path: research/rl, guaranteed: {gpus: 8}}",
+    fields={
+        "path": Field(kind=Text(what="a path such as research/rl"), doc="where in the tree", required=True),
+        "guaranteed": Field(kind=RESOURCES, doc="promised to this queue"),
+        "limit": Field(kind=RESOURCES, doc="at most for this queue"),
+        "weight": Field(kind=Number(low=0, whole=False), doc="share of what is left over", default="1"),
+        "preemptible": Field(kind=Bool(), doc="may jobs of it be preempted", default="true"),
+        "state": Field(kind=OneOf(choices=("open", "closed", "draining")), doc="does it take jobs", default="open"),
+    },
+)
+FILE = Record(fields={"queues": Field(kind=ListOf(item=QUEUE), doc="a list of queues", required=True)})
+
+
+def read_queues(text: str, *, filename: str) -> list[dict[str, Any]]:
+    """The queues of the file in the form of the REST interface. Raises JobFileError with every mistake."""
+    sink = Sink(text, filename)
+    root = read_tree(text, sink)
+    found = FILE.fields["queues"].kind.read(root, "", sink) if root.kind == "list" else FILE.read(root, "", sink)
+    sink.raise_if_any()
+    if found is BAD:
+        raise sink.error()
+    return [_queue(fields) for fields in (found if isinstance(found, tuple) else found["queues"])]
+
+
+def _queue(fields: dict[str, Any]) -> dict[str, Any]:
+    made = {**fields, **{name: _res(fields[name]) for name in ("guaranteed", "limit") if name in fields}}
+    return codec.to_json_value(Queue(**made))
+
+
+def _res(fields: dict[str, Any]) -> Res:
+    renamed = {"memory": "memory_bytes"}
+    given = {renamed.get(name, name): value for name, value in fields.items()}
+    return Res(**{"cpus": 0.0, **given})

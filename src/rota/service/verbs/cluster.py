@@ -1,0 +1,133 @@
+"""rota nodes and queues: what there is, who holds it, and how to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
+from rota.service.verbs.words import age, amount, shortened, size
+from rota.spec.errors import BadInput
+
+ACTIONS = ("drain", "undrain", "cordon")
+
+
+def nodes(
+    action: Annotated[str, Parameter(help="drain, undrain or cordon; default: list.")] = "",
+    node: Annotated[str, Parameter(help="The node to act on.")] = "",
+    *,
+    reason: Annotated[str, Parameter(help="Told to people.")] = "",
+    dry_run: Annotated[bool, Parameter(help="Only say which jobs it touches.")] = False,
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """List nodes, or take one out of use for new work and back.
+
+    Examples
+    --------
+    rota nodes
+
+    rota nodes drain r0n1 --reason "new driver" --yes
+    """
+    terminal = flags.terminal()
+    if action and (action not in ACTIONS or not node):
+        raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
+    with flags.client() as client:
+        if not action:
+            document = client.nodes()
+            terminal.show(document, lambda term: _node_table(term, document["items"]))
+            return 0
+        plan = client.mark_node(node, action, reason=reason, dry_run=True)
+        if not dry_run:
+            if action == "drain" and plan["jobs"]:
+                confirm(f"drain {node} with {len(plan['jobs'])} jobs on it?", yes=yes)
+            plan = client.mark_node(node, action, reason=reason, dry_run=False)
+    terminal.show(plan, lambda term: _drain_table(term, plan))
+    return 0
+
+
+def _node_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+    term.table(
+        ["NODE", "STATE", "CELL", "GPUS", "TYPE", "CPUS", "MEMORY", "JOBS", "NOTE"],
+        [
+            (
+                node["id"],
+                node["state"],
+                "/".join(node["cells"]),
+                f"{node['gpus_used']}/{node['gpus']}" if node["gpus"] else "",
+                shortened(sorted({device["type"] for device in node["devices"]})),
+                f"{amount(node['cpus_used'])}/{amount(node['cpus'])}",
+                size(node["memory_bytes"]),
+                shortened(node["jobs"]),
+                node["text"],
+            )
+            for node in items
+        ],
+        empty="no nodes yet",
+    )
+
+
+def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
+    would = "would be" if plan["dry_run"] else "is"
+    term.line(f"{plan['node']} {would} {plan['action']}ed; state {plan['state']}".replace("draineded", "drained"))
+    for row in plan["jobs"]:
+        term.line(f"  {row['job']}: {row['effect']}")
+
+
+def queues(
+    action: Annotated[str, Parameter(help="apply; default: list.")] = "",
+    file: Annotated[str, Parameter(help="YAML or JSON: a list of queues.")] = "",
+    *,
+    dry_run: Annotated[bool, Parameter(help="Only say what would change.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show the tree of queues, or replace it.
+
+    Examples
+    --------
+    rota queues
+
+    rota queues apply queues.yaml --dry-run
+    """
+    terminal = flags.terminal()
+    if action and (action != "apply" or not file):
+        raise BadInput(f"rota queues {action}".rstrip() + ": not understood", hint="rota queues apply FILE")
+    with flags.client() as client:
+        if not action:
+            document = client.queues()
+            terminal.show(document, lambda term: _queue_table(term, document["items"]))
+            return 0
+        from rota.service.queuefile import read_queues
+        from rota.service.wire import read_file
+
+        diff = client.apply_queues(read_queues(read_file(Path(file)), filename=file), dry_run=dry_run)
+    terminal.show(
+        diff, lambda term: term.pairs((name, shortened(diff[name], 20)) for name in ("added", "changed", "removed"))
+    )
+    return 0
+
+
+def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+    term.table(
+        ["QUEUE", "STATE", "USED", "GUARANTEED", "LIMIT", "BORROWED", "RUNNING", "WAITING", "WANTED", "OLDEST"],
+        [
+            (
+                "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
+                queue["state"],
+                amount(queue["used_gpus"]),
+                amount(queue["guaranteed_gpus"]),
+                amount(queue["limit_gpus"]),
+                amount(queue["borrowed_gpus"]),
+                queue["running_jobs"],
+                queue["pending_jobs"],
+                amount(queue["pending_gpus"]),
+                age(queue["oldest_wait_since"]),
+            )
+            for queue in items
+        ],
+        empty="no queues",
+    )

@@ -1,0 +1,68 @@
+"""Flags that every verb has, and what they make: a terminal and a client."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from rota.service.terminal import Terminal, terminal_for
+from rota.spec.errors import BadInput
+
+if TYPE_CHECKING:
+    from rota.service.client import Client
+    from rota.service.config import Settings
+
+COMMON = Group("Every verb", sort_key=99)
+
+
+@Parameter(name="*", group=COMMON)
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags of every verb."""
+
+    json: Annotated[bool, Parameter(help="Print one JSON document and nothing else on stdout.")] = False
+    output: Annotated[str, Parameter(name=["-o", "--output"], help="table or json.")] = "table"
+    server: Annotated[str, Parameter(help="Address of the service; default: the one of this machine.")] = ""
+    token: Annotated[str, Parameter(help="Token; better in ROTA_TOKEN.")] = ""
+    no_color: Annotated[bool, Parameter(help="No colour; NO_COLOR does the same.")] = False
+    quiet: Annotated[bool, Parameter(help="No progress on stderr.")] = False
+
+    @property
+    def as_json(self) -> bool:
+        """True when the answer is for a program. Raises BadInput for an unknown ``-o``."""
+        if self.output not in ("table", "json"):
+            raise BadInput(f"-o {self.output}: not a form", hint="table or json")
+        return self.json or self.output == "json"
+
+    def terminal(self) -> Terminal:
+        """Where this verb prints."""
+        return terminal_for(as_json=self.as_json, quiet=self.quiet, no_color=self.no_color)
+
+    def client(self) -> Client:
+        """A client of the service."""
+        from rota.service.client import Client
+
+        return Client(self.server, self.token)
+
+    def settings(self, **more: Any) -> Settings:
+        """The settings of this process, flags first. Raises BadInput for one that cannot be."""
+        from rota.service.config import load_settings
+
+        return load_settings({"server": self.server, "token": self.token, **more})
+
+
+DEFAULT_FLAGS = Flags()
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on a terminal; elsewhere ``--yes`` must have been given. Raises BadInput when the answer is not yes."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise BadInput(f"{question} needs a yes", hint="add --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise BadInput("not confirmed")

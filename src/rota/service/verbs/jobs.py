@@ -1,0 +1,235 @@
+"""rota ps, show, stop, set: which jobs there are, one of them in full, and how to end or change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
+from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
+from rota.spec.errors import BadInput, RotaError
+
+SORTS = ("submitted", "name", "state", "priority", "queue")
+
+
+def ps(
+    *,
+    all_: Annotated[bool, Parameter(name=["-a", "--all"], help="Also jobs that have ended.")] = False,
+    state: Annotated[list[str] | None, Parameter(help="Only in this state; repeatable.")] = None,
+    queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Only of this queue and those below it.")] = "",
+    user: Annotated[str, Parameter(help="Only of this user.")] = "",
+    label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="Only with K=V; repeatable.")] = None,
+    since: Annotated[str, Parameter(help="Only jobs that live, or ended at most so long ago (7d).")] = "",
+    sort: Annotated[str, Parameter(help="submitted, name, state, priority or queue.")] = "submitted",
+    limit: Annotated[int, Parameter(help="At most so many.")] = 200,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """List jobs, the newest first.
+
+    Examples
+    --------
+    rota ps
+
+    rota ps -a -l team=vision --since 7d --json
+    """
+    if sort not in SORTS:
+        raise BadInput(f"--sort {sort}: unknown", hint=", ".join(SORTS))
+    if not 1 <= limit <= 10_000:
+        raise BadInput(f"--limit {limit}: from 1 to 10000")
+    terminal = flags.terminal()
+    filters = {
+        "all": all_ or bool(since),
+        "state": state,
+        "queue": queue,
+        "user": user,
+        "label": label,
+        "since_s": ago_s(since),
+    }
+    with flags.client() as client:
+        page = client.jobs(**filters, limit=min(limit, 200))
+        while len(page["items"]) < limit and page.get("next"):
+            more = client.jobs(**filters, limit=min(limit - len(page["items"]), 200), cursor=page["next"])
+            page = {**more, "items": page["items"] + more["items"]}
+    if sort != "submitted":
+        page["items"].sort(key=lambda job: (-job["priority"] if sort == "priority" else 0, str(job[sort])))
+    terminal.show(page, lambda term: _job_table(term, page["items"]))
+    return 0
+
+
+def _job_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+    term.table(
+        ["JOB", "STATE", "QUEUE", "PRIO", "READY", "GPUS", "AGE", "RAN", "WHY"],
+        [
+            (
+                job["id"],
+                job["state"],
+                job["queue"],
+                job["priority"],
+                f"{job['instances_ready']}/{job['instances_total']}",
+                amount(job["gpus"]),
+                age(job["submitted_at"]),
+                lasting(job["run_s"]) if job["run_s"] else "",
+                job.get("reason") or job.get("phase") or "",
+            )
+            for job in items
+        ],
+        empty="no jobs; 'rota run job.yaml' starts one, 'rota ps -a' shows those that ended",
+    )
+
+
+def show(
+    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    *,
+    spec: Annotated[bool, Parameter(help="Show the job as it was understood.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show one job: every role, instance and attempt.
+
+    Examples
+    --------
+    rota show hello-1
+
+    rota show hello-1 --spec --json
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.spec(job) if spec else client.job(job)
+    terminal.show(document, _spec_text(document) if spec else lambda term: _job_page(term, document))
+    return 0
+
+
+def _spec_text(document: Mapping[str, Any]) -> Any:
+    from rota.service.jobtext import job_text
+    from rota.spec.job import JobSpec
+
+    return lambda term: term.line(job_text(JobSpec.from_json(document["spec"])).rstrip())
+
+
+def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
+    progress = job.get("progress") or {}
+    term.pairs(
+        [
+            ("job", job["id"]),
+            ("state", f"{job['state']} for {age(job['since'])}" + (f" ({job['phase']})" if job.get("phase") else "")),
+            ("why", f"{job['reason']}: {job['text']}" if job.get("reason") else ""),
+            ("queue", f"{job['queue']}, priority {job['priority']}"),
+            ("user", job["user"]),
+            ("submitted", clock_time(job["submitted_at"])),
+            ("ran", lasting(job["run_s"]) if job["run_s"] else ""),
+            ("attempts", len(job["attempts"]) if len(job["attempts"]) > 1 else ""),
+            ("failures", f"{job['failovers']}, see: rota failures {job['id']}" if job["failovers"] else ""),
+            ("commit", f"{progress['commit']} at {clock_time(progress['at'])}" if progress else ""),
+            ("metrics", labels(progress.get("metrics") or {})),
+            ("labels", labels(job["labels"])),
+            ("nodes", shortened(job["nodes"], 8)),
+            ("workdir", job.get("workdir")),
+            ("page", job.get("url")),
+        ]
+    )
+    term.line()
+    each = {role["name"]: resources(role["resources"]) for role in job["roles"]}
+    term.table(
+        ["INSTANCE", "STATE", "NODE", "DEVICES", "PID", "EPOCH", "RESTARTS", "EACH", "LAST ERROR"],
+        [
+            (
+                one["instance"],
+                one["state"],
+                one["node"],
+                ",".join(map(str, one["devices"])),
+                one["pid"],
+                one["epoch"],
+                one["restarts"],
+                each.get(one["role"], ""),
+                f"{one['error']['reason']}: {one['error']['text']}"[:60] if one["error"] else "",
+            )
+            for one in job["instances"]
+        ],
+        empty="no instances yet",
+    )
+    error = job.get("error")
+    if error and error.get("traceback"):
+        term.line()
+        term.line(str(error["traceback"]).rstrip())
+
+
+def stop(
+    *job: Annotated[str, Parameter(help="Ids or unique beginnings.")],
+    label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="All live jobs with K=V.")] = None,
+    now: Annotated[bool, Parameter(help="Without grace.")] = False,
+    grace: Annotated[str, Parameter(help="From the notice to the kill; default 30s.")] = "",
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Ask jobs to end.
+
+    Examples
+    --------
+    rota stop hello-1
+
+    rota stop -l sweep=7 --yes
+    """
+    terminal = flags.terminal()
+    grace_s = 0.0 if now else ago_s(grace)
+    items: list[dict[str, Any]] = []
+    worst = 0
+    with flags.client() as client:
+        ids = list(job)
+        if label:
+            ids += [one["id"] for one in client.all_jobs(label=label)]
+            confirm(f"stop {len(ids)} jobs ({shortened(ids)})?", yes=yes)
+        if not ids and not label:
+            raise BadInput("which job?", hint="rota stop JOB, or -l K=V; 'rota ps' lists them")
+        for one in ids:
+            try:
+                document = client.stop(one, grace_s=grace_s)
+            except RotaError as exc:
+                if len(ids) == 1:
+                    raise
+                worst = max(worst, exc.exit)
+                items.append({"job": one, "done": False, "code": exc.code, "text": exc.message})
+            else:
+                items.append({"job": document["id"], "done": True, "state": document["state"], "text": ""})
+    answer = {"kind": "ActionList", "action": "stop", "items": items}
+    text = "\n".join(_action_text(item) for item in items) or "no such job"
+    terminal.show(answer, lambda term: term.line(text))
+    return worst
+
+
+def _action_text(item: Mapping[str, Any]) -> str:
+    return f"{item['job']} {item['state']}" if item["done"] else f"{item['job']} not stopped: {item['text']}"
+
+
+def set_(
+    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    *changes: Annotated[str, Parameter(help="priority=80, queue=prod, time_limit=2h, labels.k=v.")],
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Change priority, queue, time limit or labels of a job that has not ended.
+
+    Examples
+    --------
+    rota set hello-1 priority=80
+    """
+    if not changes:
+        raise BadInput("what shall change?", hint="rota set JOB priority=80")
+    wanted: dict[str, Any] = {}
+    for change in changes:
+        path, equals, value = change.partition("=")
+        if not equals:
+            raise BadInput(f"{change!r} is not FIELD=VALUE")
+        if path == "time_limit":
+            wanted["time_limit_s"] = ago_s(value)
+        elif path == "priority":
+            if not value.lstrip("-").isdigit():
+                raise BadInput(f"priority={value}: a whole number from -1 to 100")
+            wanted[path] = int(value)
+        else:
+            wanted[path] = value
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.change(job, wanted)
+    terminal.show(document, lambda term: _job_page(term, document))
+    return 0

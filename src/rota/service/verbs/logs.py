@@ -1,0 +1,126 @@
+"""rota logs and events: output and facts of a job, now or as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import clock_time, since_s
+from rota.spec.errors import BadInput
+from rota.spec.states import JobState
+
+if TYPE_CHECKING:
+    from rota.service.client import Client
+
+COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
+_NOT_SHOWN = ("kind", "number", "job", "seq", "at", "api")
+
+
+def logs(
+    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    instance: Annotated[str, Parameter(help="ROLE or ROLE/N; default: all, merged by time.")] = "",
+    *,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Go on until the job ends.")] = False,
+    since: Annotated[str, Parameter(help="A time, or so long ago (10m).")] = "",
+    until: Annotated[str, Parameter(help="A time, or so long ago.")] = "",
+    tail: Annotated[int | None, Parameter(help="Only the last N lines.")] = None,
+    grep: Annotated[str, Parameter(help="Only lines that hold this text.")] = "",
+    stream: Annotated[str, Parameter(help="out or err.")] = "",
+    attempt: Annotated[int | None, Parameter(help="Only of this attempt.")] = None,
+    no_prefix: Annotated[bool, Parameter(help="Only the text of each line.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show the output of a job.
+
+    Examples
+    --------
+    rota logs hello-1 trainer/0 --tail 20
+
+    rota logs -f hello-1 --grep loss
+    """
+    if stream not in ("", "out", "err"):
+        raise BadInput(f"--stream {stream}: out or err")
+    terminal = flags.terminal()
+    filters = {
+        "instance": instance,
+        "since": since_s(since),
+        "until": since_s(until),
+        "tail": tail,
+        "grep": grep,
+        "stream": stream,
+        "attempt": attempt,
+    }
+    with flags.client() as client:
+        lines = client.logs(job, follow=follow, **filters)
+        if terminal.json and not follow:
+            page = client.log_page(job, **filters)
+            terminal.show(page, lambda _: None)
+            return 0
+        for line in lines:
+            terminal.show_line(line, log_text(line, terminal, prefix=not no_prefix))
+        if follow:
+            _hint_failure(client, terminal, job)
+    return 0
+
+
+def _hint_failure(client: Client, terminal: Terminal, job: str) -> None:
+    """Logs that end without a word would hide how the job ended."""
+    document = client.job(job)
+    if JobState(document["state"]).terminal:
+        terminal.note(f"{document['id']} {document['state']}: {document.get('text') or ''}")
+
+
+def log_text(line: Mapping[str, Any], terminal: Terminal, *, prefix: bool = True) -> str:
+    """``role/rank | text``, the prefix in a colour of its own."""
+    if not prefix:
+        return str(line["text"])
+    mark = f"{line['instance']} |"
+    if terminal.colour:
+        mark = f"\x1b[{COLOURS[sum(map(ord, line['instance'])) % len(COLOURS)]}m{mark}\x1b[0m"
+    return f"{mark} {line['text']}"
+
+
+def follow_to_end(client: Client, terminal: Terminal, job: str) -> None:
+    """Print every line of a job until it has ended."""
+    for line in client.logs(job, follow=True):
+        terminal.line(log_text(line, terminal))
+
+
+def events(
+    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    *,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Go on until the job ends.")] = False,
+    type_: Annotated[str, Parameter(name="--type", help="Only events of this kind, for example InstanceLost.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show the facts of a job in order.
+
+    Examples
+    --------
+    rota events hello-1
+
+    rota events -f hello-1 --type Committed
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        if terminal.json and not follow:
+            terminal.show(client.event_page(job, type=type_), lambda _: None)
+            return 0
+        for event in client.events(job, follow=follow, type="" if follow else type_):
+            if not type_ or event["kind"] == type_:
+                terminal.show_line(event, event_text(event))
+    return 0
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """``12:00:01 InstanceReady role=actor rank=0`` on one line."""
+    shown = []
+    for name, value in event.items():
+        if name not in _NOT_SHOWN and value not in (None, "", [], {}):
+            text = " ".join(str(value).split())
+            shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
+    return f"{clock_time(event['at'])} {event['kind']} {' '.join(shown)}".rstrip()

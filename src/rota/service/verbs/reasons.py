@@ -1,0 +1,230 @@
+"""rota explain, failures, why, graph: why a job waits, what failed first, who waits for whom, how it hangs together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import age, amount, clock_time, lasting, shortened
+from rota.spec.errors import BadInput
+
+JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
+
+
+def explain(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Say why a job waits, what is ahead of it, and what would let it start now.
+
+    Examples
+    --------
+    rota explain big-1
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.explain(job)
+    terminal.show(document, lambda term: _explanation(term, document))
+    return 0
+
+
+def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
+    queue = doc["queue"]
+    why = doc.get("why") or {}
+    ahead = doc.get("ahead") or {}
+    placement = doc.get("placement") or {}
+    term.pairs(
+        [
+            ("job", f"{doc['job']}  {doc['state']} for {age(doc['since'])}"),
+            ("why", f"{why['code']}: {why['text']}" if why else ""),
+            ("queue", f"{queue['path']}: {amount(queue['used'])} devices used{_limits(queue)}"),
+            ("ahead", f"{ahead['jobs']} jobs, {amount(ahead['gpus'])} devices" if doc["waiting"] else ""),
+            ("estimate", _estimate(doc.get("estimate"))),
+            ("placed on", shortened(placement.get("nodes", []), 8)),
+        ]
+    )
+    for title, rows in (
+        ("nodes left after each rule", [f"{row['constraint']}: {row['nodes_left']}" for row in doc["tally"]]),
+        ("held by", [_blocker(row) for row in doc["blocked_by"]]),
+        ("would start now with", [_change(row) for row in doc["would_start_now_with"]]),
+        ("decisions", [_decision(row) for row in doc["decisions"]]),
+    ):
+        if rows:
+            term.line(f"\n{title}:")
+            for row in rows:
+                term.line(f"  {row}")
+    if doc.get("see"):
+        term.line(f"\nsee also: {doc['see']}")
+
+
+def _limits(queue: Mapping[str, Any]) -> str:
+    parts = [f", {name} {amount(queue[name])}" for name in ("guaranteed", "limit") if queue.get(name) is not None]
+    return "".join(parts)
+
+
+def _estimate(estimate: Mapping[str, Any] | None) -> str:
+    if not estimate:
+        return ""
+    return ", ".join(f"{name} {clock_time(estimate[name])}" for name in ("p50", "p90") if estimate.get(name)) + (
+        f" ({estimate['basis']})" if estimate.get("basis") else ""
+    )
+
+
+def _blocker(row: Mapping[str, Any]) -> str:
+    ends = f", ends {clock_time(row['ends'])}" if row.get("ends") else ""
+    return f"{row['job']}: {amount(row['gpus'])} devices, {amount(row.get('cpus'))} cores{ends}"
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    extra = row.get("cost") or row.get("needs") or row.get("text") or ""
+    return f"{row.get('change') or row.get('text')}" + (f"  ({extra})" if extra and row.get("change") else "")
+
+
+def _decision(row: Mapping[str, Any]) -> str:
+    detail = row.get("text") or row.get("reason") or ""
+    attempt = f" (attempt {row['attempt']})" if "attempt" in row else ""
+    return f"{clock_time(row['at'])}  {row['decision']}{attempt}  {detail}"
+
+
+def failures(
+    job: JOB,
+    *,
+    attempt: Annotated[int | None, Parameter(help="Only of this attempt.")] = None,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show what failed, the first instance first, and what was done about it.
+
+    Examples
+    --------
+    rota failures ppo-3
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.failures(job, attempt=attempt)
+    terminal.show(document, lambda term: _failures(term, document))
+    return 0
+
+
+def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.table(
+        ["#", "SEEN", "INSTANCE", "REASON", "LEVEL", "SCOPE", "DECIDED AFTER", "HEALED AFTER", "LOST COMMITS"],
+        [
+            (
+                item["n"],
+                clock_time(item["seen_at"]),
+                item["instance"],
+                item["reason"],
+                _level(item),
+                len(item["scope"]),
+                lasting(item["detect_to_decide_s"]),
+                lasting(item["seconds"]) if item["healed"] else "open",
+                item["lost_commits"],
+            )
+            for item in doc["items"]
+        ],
+        empty=f"{doc['job']}: nothing has failed",
+    )
+    first, end = doc.get("first"), doc.get("end")
+    if first:
+        term.line(f"\nfirst: {first['instance']} {first['reason']}: {first['text']}")
+        if first.get("traceback"):
+            term.line(str(first["traceback"]).rstrip())
+    if end:
+        term.line(f"\nend: {end['reason']}: {end['text']}")
+
+
+def _level(item: Mapping[str, Any]) -> str:
+    return f"{item['moved_from']} -> {item['level']}" if item.get("moved_from") else str(item["level"])
+
+
+def why(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Say who waits for whom in a running job.
+
+    Examples
+    --------
+    rota why ppo-3
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.why(job)
+    terminal.show(document, lambda term: _waits(term, document))
+    return 0
+
+
+def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
+    cause = doc.get("cause")
+    if cause:
+        term.line(f"open recovery ({cause['level']}) of {cause['instance']}: {cause['reason']}: {cause['text']}")
+    term.table(
+        ["INSTANCE", "STATE", "FOR"],
+        [(item["instance"], item["state"], age(item["since"])) for item in doc["items"]],
+        empty=f"{doc['job']} {doc['state']}: every instance is ready",
+    )
+    term.line(f"see also: {doc['see']}")
+
+
+def graph(
+    job: Annotated[str, Parameter(help="A job, or a job file.")],
+    *,
+    format_: Annotated[str, Parameter(name="--format", help="text, dot or json.")] = "text",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show roles, edges and sub-graphs of a job or of a job file.
+
+    Examples
+    --------
+    rota graph job.yaml
+
+    rota graph ppo-3 --format dot
+    """
+    if format_ not in ("text", "dot", "json"):
+        raise BadInput(f"--format {format_}: text, dot or json")
+    terminal = flags.terminal()
+    path = Path(job).expanduser()
+    if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
+        from rota.service.offline import graph_of_file
+
+        document = graph_of_file(path)
+    else:
+        with flags.client() as client:
+            document = client.graph(job)
+    if format_ == "dot" and not terminal.json:
+        terminal.line(dot_text(document))
+        return 0
+    if format_ == "json":
+        terminal = Flags(json=True).terminal()
+    terminal.show(document, lambda term: _graph(term, document))
+    return 0
+
+
+def _graph(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.table(
+        ["ROLE", "N", "RESTART", "STATE", "LOSING ONE"],
+        [
+            (
+                role["name"],
+                role["replicas"],
+                role["restart"],
+                "loop" if role["loop"] else "kept" if role["stateful"] else "none",
+                role["blast_radius"].partition(" ")[2].partition(" ")[2],
+            )
+            for role in doc["roles"]
+        ],
+    )
+    if doc["edges"]:
+        term.line()
+        term.table(["FROM", "TO", "KIND"], [(edge["source"], edge["target"], edge["kind"]) for edge in doc["edges"]])
+    term.line()
+    for index, members in enumerate(doc["subgraphs"]):
+        term.line(f"sub-graph {index}: {', '.join(members)}")
+
+
+def dot_text(doc: Mapping[str, Any]) -> str:
+    """Graphviz text: a box a role, an arrow an edge."""
+    lines = [f'digraph "{doc["name"]}" {{', "  rankdir=LR; node [shape=box];"]
+    lines += [f'  "{role["name"]}" [label="{role["name"]} x{role["replicas"]}"];' for role in doc["roles"]]
+    lines += [f'  "{stream["name"]}" [shape=cylinder];' for stream in doc["streams"]]
+    lines += [f'  "{edge["source"]}" -> "{edge["target"]}" [label="{edge["kind"]}"];' for edge in doc["edges"]]
+    return "\n".join([*lines, "}"])

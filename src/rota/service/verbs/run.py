@@ -1,0 +1,271 @@
+"""rota run: check, plan or submit a job, and follow it to its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import ago_s, amount, resources, shortened
+from rota.spec.errors import BadInput, NotReachable
+from rota.spec.states import JobState
+
+if TYPE_CHECKING:
+    from rota.service.client import Client
+
+INTERRUPTED = 130
+_NOT_JOB_FILES = (".py", ".sh", ".ipynb")
+
+
+def run(
+    file: Annotated[str, Parameter(help="Job file, YAML or JSON; '-' reads stdin.")] = "",
+    *,
+    argv: Annotated[list[str] | None, Parameter(show=False)] = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the file; repeatable.")] = None,
+    name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the job.")] = "",
+    queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Queue.")] = "",
+    priority: Annotated[int | None, Parameter(name=["-p", "--priority"], help="-1 to 100.")] = None,
+    time_limit: Annotated[str, Parameter(name=["-t", "--time"], help="Hard end, for example 2h.")] = "",
+    cpus: Annotated[str, Parameter(help="Cores of one instance, for a single role.")] = "",
+    gpus: Annotated[str, Parameter(help="Devices of one instance, for a single role.")] = "",
+    memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = "",
+    env: Annotated[list[str] | None, Parameter(name=["-e", "--env"], help="K=V; repeatable.")] = None,
+    workdir: Annotated[str, Parameter(help="Where relative paths and imports start; default: the file's folder.")] = "",
+    check: Annotated[bool, Parameter(help="Only read the file and report every mistake.")] = False,
+    dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
+    pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
+    detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
+    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
+    timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job goes on.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Run a job file, or a command.
+
+    On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job goes on. Elsewhere it
+    returns once the job is durable. The service of this machine is started if none answers.
+
+    Examples
+    --------
+    rota run job.yaml --set roles.trainer.replicas=4
+
+    rota run job.yaml --dry-run
+
+    rota run -n hello -- python -c "print('hello')"
+    """
+    changes = _changes(set_, name, queue, priority, time_limit, env)
+    body = _body(file, argv, changes, {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    terminal = flags.terminal()
+    if check:
+        return _check(terminal, body)
+    if dry_run:
+        return _plan(flags, terminal, body, pretend)
+    if pretend:
+        raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
+    _read(body)  # every mistake is told before anything is started
+    with _client(flags, terminal) as client:
+        handle = client.submit(body)
+        follow = terminal.live and not detach and not terminal.json and not wait
+        terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
+        if follow or wait:
+            return _to_the_end(client, terminal, handle["id"], follow=follow, timeout_s=ago_s(timeout))
+        terminal.show(handle, lambda term: term.line(handle["id"]))
+        return 0
+
+
+def _changes(
+    sets: list[str] | None, name: str, queue: str, priority: int | None, time_limit: str, env: list[str] | None
+) -> list[str]:
+    """The short flags as ``--set`` values, before the explicit ones."""
+    short = {
+        "name": name,
+        "queue": queue,
+        "priority": "" if priority is None else str(priority),
+        "time_limit": time_limit,
+    }
+    for pair in env or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise BadInput(f"-e {pair}: not K=V")
+        short[f"env.{key}"] = value
+    return [f"{path}={value}" for path, value in short.items() if value] + (sets or [])
+
+
+def _body(
+    file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str
+) -> dict[str, Any]:
+    if argv and file:
+        raise BadInput("give a job file or a command after '--', not both")
+    if not argv and not file:
+        raise BadInput("what shall run?", hint="rota run job.yaml, or rota run -- python train.py")
+    folder = str(Path(workdir).expanduser().absolute()) if workdir else ""
+    if argv:
+        return _command_body(argv, changes, res, folder)
+    if file == "-":
+        source, name, base = sys.stdin.read(), "stdin", Path.cwd()
+    else:
+        path = Path(file).expanduser()
+        if path.suffix in _NOT_JOB_FILES:
+            raise BadInput(f"{file} is not a job file", hint=f"rota run -- {_runner(path)} {file}")
+        from rota.service.wire import read_file
+
+        source, name, base = read_file(path), file, path.absolute().parent
+    given = [f"roles.{_only_role(source, name)}.resources.{key}={value}" for key, value in res.items() if value]
+    return {"source": source, "filename": name, "sets": changes + given, "workdir": folder or str(base)}
+
+
+def _runner(path: Path) -> str:
+    return "bash" if path.suffix == ".sh" else "python"
+
+
+def _command_body(argv: list[str], changes: list[str], res: Mapping[str, str], folder: str) -> dict[str, Any]:
+    """A job of one role from a command: the words as they came, no shell between."""
+    stem = Path(argv[0]).stem or "command"
+    name = "".join(char if char.isalnum() or char in "_.-" else "-" for char in stem)
+    role: dict[str, Any] = {"run": argv}
+    source = json.dumps({"name": name if name[0].isalpha() else f"run-{name}", "roles": {"main": role}}, indent=1)
+    given = [f"roles.main.resources.{key}={value}" for key, value in res.items() if value]
+    return {"source": source, "filename": "command", "sets": changes + given, "workdir": folder or str(Path.cwd())}
+
+
+def _only_role(source: str, name: str) -> str:
+    from rota.service.jobfile import read_job
+
+    roles = read_job(source, filename=name).roles
+    if len(roles) != 1:
+        raise BadInput(
+            f"{name} has {len(roles)} roles; --cpus, --gpus and --memory are for one",
+            hint="--set roles.NAME.resources.gpus=2",
+        )
+    return roles[0].name
+
+
+def _read(body: Mapping[str, Any]) -> Any:
+    from rota.service.jobfile import read_job
+
+    return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+
+
+def _client(flags: Flags, terminal: Terminal) -> Client:
+    """A client of a service that answers; the local one is started when it does not."""
+    client = flags.client()
+    try:
+        client.status()
+    except NotReachable:
+        client.close()
+        settings = flags.settings()
+        if settings.server:
+            raise
+        from rota.service.daemon import ensure_up
+
+        terminal.note("starting the service of this machine ...")
+        ensure_up(settings)
+        return flags.client()
+    return client
+
+
+def _check(terminal: Terminal, body: Mapping[str, Any]) -> int:
+    spec = _read(body)
+    counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
+    document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
+    words = f"{counts['roles']} roles, {counts['instances']} instances"
+    terminal.show(document, lambda term: term.line(f"{body['filename']}: {spec.name} is valid, {words}"))
+    return 0
+
+
+def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> int:
+    _read(body)
+    report: dict[str, Any] | None = None
+    if not pretend:
+        try:
+            with flags.client() as client:
+                report = client.plan(body)
+        except NotReachable:
+            if flags.server:
+                raise
+            terminal.note("no service answers; planned on this machine alone")
+    if report is None:
+        from rota.service.offline import plan_job
+
+        report = plan_job(body, pretend=pretend)
+    shown = report
+    terminal.show(shown, lambda term: _plan_table(term, shown))
+    return 0
+
+
+def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
+    starts = "starts now" if report.get("starts_now") else f"waits: {(report.get('why') or {}).get('text', '')}"
+    term.line(f"{report['name']}: {starts}")
+    where = _places(report)
+    term.table(
+        ["ROLE", "N", "EACH", "WHERE", "LOSING ONE"],
+        [
+            (
+                role["name"],
+                role["replicas"],
+                resources(role["resources"]),
+                shortened(where.get(role["name"], [])),
+                role["blast_radius"]["text"].removeprefix(f"losing {role['name']}/0 "),
+            )
+            for role in report["roles"]
+        ],
+    )
+    gangs = [f"{gang['gang']} ({len(gang['bundles'])} slots)" for gang in report["gangs"]]
+    term.line(f"gangs: {', '.join(gangs)}")
+
+
+def _places(report: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Nodes (with devices) of each role, from gangs and their grants."""
+    found: dict[str, list[str]] = {}
+    grants = {grant["gang"]: grant for grant in (report.get("placement") or {}).get("gangs", ())}
+    for gang in report["gangs"]:
+        grant = grants.get(gang["gang"])
+        for bundle, given in zip(gang["bundles"], grant["bundles"] if grant else [], strict=False):
+            devices = ",".join(str(device) for device in given["devices"])
+            place = f"{given['node']}[{devices}]" if devices else given["node"]
+            for member in bundle["members"]:
+                places = found.setdefault(member["role"], [])
+                if place not in places:
+                    places.append(place)
+    return found
+
+
+def _to_the_end(client: Client, terminal: Terminal, job: str, *, follow: bool, timeout_s: float | None) -> int:
+    try:
+        if follow:
+            from rota.service.verbs.logs import follow_to_end
+
+            follow_to_end(client, terminal, job)
+        document = client.wait(job, timeout_s=timeout_s)
+    except KeyboardInterrupt:
+        terminal.note(f"\ndetached; {job} goes on.  follow: rota logs -f {job}   stop: rota stop {job}")
+        return INTERRUPTED
+    show_end(client, terminal, document)
+    return 0 if document["state"] == JobState.SUCCEEDED else 1
+
+
+def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) -> None:
+    """How a job ended: the document, or a line on stderr with the first failing instance."""
+    if terminal.json:
+        terminal.show(document, lambda _: None)
+        return
+    healed = document.get("failovers") or 0
+    ran = f" after {amount(round(document.get('run_s') or 0, 1))} s"
+    extra = f", {healed} failures healed" if healed and document["state"] == JobState.SUCCEEDED else ""
+    terminal.note(f"{document['id']} {document['state']}{ran}{extra}: {document.get('text') or ''}")
+    if document["state"] != JobState.FAILED:
+        return
+    first = client.failures(document["id"]).get("first") or (document.get("error") or {})
+    place = first.get("instance") or "/".join(
+        str(first.get(key)) for key in ("role", "rank") if first.get(key) is not None
+    )
+    if place:
+        terminal.note(f"first failure: {place} {first.get('reason', '')}: {first.get('text', '')}")
+    if first.get("traceback"):
+        terminal.note(str(first["traceback"]).rstrip())
+    terminal.note(f"more: rota failures {document['id']}")

@@ -1,0 +1,171 @@
+"""rota up, down, status, token, doctor: the service of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import age
+from rota.spec.errors import BadInput, UnknownName
+
+DOWN = 3
+"""Exit status of ``status`` when nobody answers."""
+
+
+def up(
+    *,
+    host: Annotated[str, Parameter(help="Address to listen on; beyond this machine only if you say so.")] = "",
+    port: Annotated[int | None, Parameter(help="Port; default 7700, 0 takes a free one.")] = None,
+    db: Annotated[str, Parameter(help="Database URL; default: SQLite in $ROTA_HOME.")] = "",
+    redis: Annotated[str, Parameter(help="Registry URL; default: an embedded one.")] = "",
+    ray: Annotated[str, Parameter(help="Address of a Ray cluster; default: a local one with the first job.")] = "",
+    pretend: Annotated[str, Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes, for example 3x4x8.")] = "",
+    policy: Annotated[str, Parameter(help="Scheduling policy.")] = "",
+    foreground: Annotated[bool, Parameter(help="Stay here until Ctrl-C.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Start the service of this machine, or find the one that runs.
+
+    Examples
+    --------
+    rota up
+
+    rota up --pretend 3x4x8
+    """
+    given = {"host": host, "port": port, "db_url": db, "redis_url": redis, "ray_address": ray, "pretend": pretend}
+    settings = flags.settings(**given, profile=policy)
+    terminal = flags.terminal()
+    if foreground:
+        from rota.service.serve import run
+
+        terminal.note(f"serving {settings.home}; Ctrl-C ends it")
+        run(settings)
+        return 0
+    from rota.service.daemon import up as start
+
+    document = start(settings)
+    terminal.show(document, lambda term: _status(term, document))
+    return 0
+
+
+def down(
+    *,
+    force: Annotated[bool, Parameter(help="Ask nobody and wait for nothing.")] = False,
+    jobs: Annotated[str, Parameter(help="stop: end them first; leave: they go on at the next 'up'.")] = "stop",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """End the service of this machine with everything it started.
+
+    Examples
+    --------
+    rota down
+
+    rota down --jobs leave
+    """
+    if jobs not in ("stop", "leave"):
+        raise BadInput(f"--jobs {jobs}: stop or leave")
+    from rota.service.daemon import down as end
+
+    terminal = flags.terminal()
+    document = end(flags.settings(), jobs=jobs, force=force)
+    ended = ", ".join(document["ended"]) or "nothing was running"
+    terminal.show(document, lambda term: term.line(f"{document['state']}: {ended}"))
+    return 0 if document["state"] == "down" else 1
+
+
+def status(
+    *,
+    settings: Annotated[bool, Parameter(help="Show every setting and where it came from.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show whether the service answers, and how its parts are.
+
+    Exits with 3 when nobody answers.
+
+    Examples
+    --------
+    rota status --settings
+    """
+    terminal = flags.terminal()
+    known = flags.settings()
+    if settings:
+        document = _settings_document(known)
+        terminal.show(document, lambda term: _settings_table(term, document))
+        return 0
+    if known.server:
+        with flags.client() as client:
+            document = client.status()
+    else:
+        from rota.service.daemon import status as ask
+
+        document = ask(known)
+    terminal.show(document, lambda term: _status(term, document))
+    if document["state"] == "down":
+        terminal.note(f"no Rota service runs for {document['home']}; start it: rota up")
+        return DOWN
+    return 0
+
+
+def _settings_document(known: Any) -> dict[str, Any]:
+    hidden = {"token"} if known.token else set()
+    items = [
+        {"name": name, "value": "(set)" if name in hidden else getattr(known, name), "origin": origin}
+        for name, origin in sorted(known.origins.items())
+    ]
+    return {"kind": "SettingList", "items": items, "next": None}
+
+
+def _settings_table(term: Terminal, document: Mapping[str, Any]) -> None:
+    term.table(["SETTING", "VALUE", "FROM"], [(one["name"], one["value"], one["origin"]) for one in document["items"]])
+
+
+def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
+    cluster = doc.get("cluster") or {}
+    jobs = ", ".join(f"{count} {state}" for state, count in (cluster.get("jobs") or {}).items())
+    term.pairs(
+        [
+            ("service", doc["state"] + (f" for {age(doc['started_at'])}" if doc.get("started_at") else "")),
+            ("address", doc.get("url")),
+            ("page", doc.get("login")),
+            ("home", doc.get("home")),
+            ("version", doc.get("version")),
+            ("policy", doc.get("profile")),
+            ("nodes", _nodes(doc, cluster)),
+            ("jobs", jobs),
+            ("still running", ", ".join(map(str, doc.get("still_running", [])))),
+        ]
+    )
+    for name, part in (doc.get("parts") or {}).items():
+        if isinstance(part, dict):
+            term.line(f"  {name}: {part.get('state')}" + (f"  {part['text']}" if part.get("text") else ""))
+    for warning in doc.get("warnings", ()):
+        term.note(f"warning: {warning}")
+
+
+def _nodes(doc: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
+    if not cluster:
+        return ""
+    pretend = f", pretend {doc['pretend']}" if doc.get("pretend") else ""
+    return f"{cluster['nodes']}, {cluster['gpus_used']}/{cluster['gpus']} devices used{pretend}"
+
+
+def token(*, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Print the token of this machine's service, for programs that speak REST.
+
+    Examples
+    --------
+    curl -H "Authorization: Bearer $(rota token)" http://127.0.0.1:7700/api/v1/jobs
+    """
+    from rota.service.connect import find_service
+
+    address = find_service(flags.server, flags.token)
+    if not address.token:
+        raise UnknownName(f"there is no token in {address.home}", hint="'rota up' makes one")
+    terminal = flags.terminal()
+    document = {"kind": "Token", "token": address.token, "url": address.url}
+    terminal.show(document, lambda term: term.line(address.token))
+    return 0

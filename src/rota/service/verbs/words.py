@@ -1,0 +1,110 @@
+"""Times, amounts and lists as people read them in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from rota.spec.errors import BadInput
+from rota.spec.resources import format_size, parse_duration
+
+
+def now() -> datetime:
+    """The present time of this machine, with zone."""
+    return datetime.now(UTC)
+
+
+def moment(text: str | None) -> datetime | None:
+    """A time of a document; None stays None."""
+    return None if not text else datetime.fromisoformat(text)
+
+
+def clock_time(text: str | None) -> str:
+    """Local time: of today only the hour, else the date too."""
+    at = moment(text)
+    if at is None:
+        return ""
+    local = at.astimezone()
+    return local.strftime("%H:%M:%S" if local.date() == now().astimezone().date() else "%Y-%m-%d %H:%M")
+
+
+def age(text: str | None) -> str:
+    """How long ago: ``12s``, ``5m``, ``3h``, ``2d``."""
+    at = moment(text)
+    return "" if at is None else lasting((now() - at).total_seconds())
+
+
+def lasting(seconds: float | None) -> str:
+    """A duration with one or two units: ``0.3s``, ``12s``, ``5m10s``, ``3h05m``, ``2d04h``."""
+    if seconds is None:
+        return ""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f}s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def amount(value: float | None) -> str:
+    """A number without a needless ``.0``."""
+    return "" if value is None else f"{value:g}"
+
+
+def size(size_bytes: int | None) -> str:
+    """Bytes with a unit; nothing for none."""
+    return format_size(size_bytes) if size_bytes else ""
+
+
+def labels(raw: Mapping[str, Any]) -> str:
+    """``k=v, k=v``."""
+    return ", ".join(f"{key}={value}" for key, value in raw.items())
+
+
+def resources(raw: Mapping[str, Any]) -> str:
+    """``1 cpu, 2 gpu H100, 4GiB`` of a role."""
+    parts = [f"{amount(raw.get('cpus'))} cpu"]
+    if raw.get("gpus"):
+        parts.append(f"{amount(raw['gpus'])} gpu {raw.get('gpu_type') or ''}".rstrip())
+    if raw.get("memory_bytes"):
+        parts.append(size(raw["memory_bytes"]))
+    return ", ".join(parts)
+
+
+def since_s(text: str) -> float | None:
+    """Unix seconds of ``--since`` and ``--until``: a duration before now, or a time. Raises BadInput."""
+    if not text:
+        return None
+    try:
+        return (now() - timedelta(seconds=parse_duration(text))).timestamp()
+    except ValueError:
+        pass  # perhaps a time
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise BadInput(
+            f"{text!r} is neither a duration nor a time", hint="for example 10m or 2026-01-31T12:00"
+        ) from None
+    return (at if at.tzinfo else at.astimezone()).timestamp()
+
+
+def ago_s(text: str) -> float | None:
+    """Seconds of a duration flag such as ``--since 7d``. Raises BadInput."""
+    if not text:
+        return None
+    try:
+        return parse_duration(text)
+    except ValueError as exc:
+        raise BadInput(str(exc)) from None
+
+
+def shortened(values: Iterable[str], most: int = 4) -> str:
+    """The first few, and how many more."""
+    items = list(values)
+    more = f" +{len(items) - most}" if len(items) > most else ""
+    return ", ".join(items[:most]) + more

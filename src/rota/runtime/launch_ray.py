@@ -225,14 +225,15 @@ class RayLauncher:
 
     def _handle(self, name: str, begun: Begun) -> Handle:
         handle = handle_of(name, pid=begun.pid, start_time=begun.start_time, node=begun.node)
-        self._watch(handle)
+        if name != master_name(handle.job):
+            self._watch(handle)
         return handle
 
     async def find(self, job: JobId) -> Found:
         """See Launcher. The master is not among the instances. A stopped process is found by Ray's table."""
         groups = await self._blocking(lambda: self._groups(f"{job}/"))
         names = [name for name in await self.list_names() if name.startswith(f"{job}/") and name != master_name(job)]
-        handles = await asyncio.gather(*(self._identify(name) for name in names))
+        handles = await asyncio.gather(*(self.find_one(name) for name in names))
         reservations = [_reservation_of(name) for name in sorted(groups)]
         return Found(
             reservations=tuple(reservations),
@@ -248,7 +249,8 @@ class RayLauncher:
         """All reservations of the namespace, sorted by name."""
         return tuple(_reservation_of(name) for name in sorted(await self._blocking(lambda: self._groups(""))))
 
-    async def _identify(self, name: str) -> Handle | None:
+    async def find_one(self, name: str) -> Handle | None:
+        """The living process of that name, instance or master, or None."""
         try:
             actor = await self._lookup(name)
             begun: Begun = await _answer(actor.begin.remote(), _FIND_S)
@@ -264,7 +266,7 @@ class RayLauncher:
             actor = await self._lookup(handle.name)
         except ProcessGone:
             return
-        known = handle if handle.pid else await self._identify(handle.name)
+        known = handle if handle.pid else await self.find_one(handle.name)
         if grace_s > 0:
             with contextlib.suppress(CallTimeout, RayActorError):  # deaf, or gone already: force it
                 await _answer(actor.end.remote(), grace_s)
@@ -357,13 +359,10 @@ class RayLauncher:
     async def _until_end(self, handle: Handle) -> None:
         exits = ExitWatch(ProcessId(pid=handle.pid, start_time=handle.start_time))
         try:
-            text = await self._death_of(handle)
+            text = await self.wait_end(handle.name)
             status = await self._blocking(lambda: _exit_status(exits))
         finally:
             exits.close()
-        self._actors.pop(handle.name, None)
-        if handle.name == master_name(handle.job):
-            return
         if "node" in text and "died" in text:
             self._queue(handle.job).put_nowait(NodeDied(node=handle.node, text=text))
         died = ProcessDied(
@@ -377,15 +376,22 @@ class RayLauncher:
         )
         self._queue(handle.job).put_nowait(died)
 
-    async def _death_of(self, handle: Handle) -> str:
-        """Hold one call that never answers; its failure is the news. An unreachable actor is asked again."""
-        actor = self._actors[handle.name]
+    async def wait_end(self, name: str) -> str:
+        """Wait until the process of that name is gone for good; returns how it ended.
+
+        One pending call that never answers; its failure is the news. An unreachable actor, or a master that Ray is
+        starting again, is asked again.
+        """
         while True:
             try:
+                actor = await self._lookup(name)
                 await _answer(actor.until_end.remote(), None)
+            except ProcessGone as error:
+                return str(error)
             except ActorUnavailableError:
                 await asyncio.sleep(_POLL_S)
             except RayActorError as error:
+                self._actors.pop(name, None)
                 return death_text(str(error))
 
     async def close(self) -> None:

@@ -1,0 +1,234 @@
+"""The service's only client of Ray: a supervised child behind a unix socket; it has no truth of its own.
+
+It imports Ray when the first request needs an engine, with the engine's token in the environment by then. When the
+engine it is attached to is gone it ends (exit status 75) and is started again, because one process cannot change from
+one Ray cluster to another; Ray itself may also abort it while the GCS is away. Both are harmless: every operation is
+idempotent by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rota.runtime import process
+from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine, stop_engine
+from rota.runtime.gateway_client import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, GatewayFiles, encode, read_message
+from rota.spec.errors import EngineUnavailable
+
+if TYPE_CHECKING:
+    from rota.runtime.gateway_ops import GatewayOps
+
+ANSWERS_MAX = 4096
+ENGINE_LOST = 75
+_ENGINE_CHECK_S = 1.0
+
+
+class Gateway:
+    """Answers requests; one per ``$ROTA_HOME``."""
+
+    def __init__(self, home: Path, settings: EngineSettings, namespace: str) -> None:
+        self._home, self._settings, self._namespace = home, settings, namespace
+        self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
+        self._tasks = set[asyncio.Task[Any]]()
+        self._attaching: asyncio.Future[GatewayOps] | None = None
+        self._ops: GatewayOps | None = None
+        self._engine = ""
+        self._raylet: process.ProcessId | None = None
+        self._leaving = asyncio.Event()
+        self.exit_status = 0
+
+    async def run(self, socket_path: Path) -> int:
+        """Serve until SIGTERM, ``stop_engine``, or the loss of the engine; returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._leaving.set)
+        socket_path.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._serve, str(socket_path), limit=2 * MESSAGE_BYTES_MAX)
+        socket_path.chmod(0o600)
+        watch = loop.create_task(self._watch_engine())
+        await self._leaving.wait()
+        watch.cancel()
+        server.close()
+        if self._ops is not None:
+            await self._ops.close()
+        return self.exit_status
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode(self._stamped({"request_id": ""})))
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
+            while True:
+                message = await read_message(reader)
+                task = asyncio.get_running_loop().create_task(self._reply(message, writer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        writer.close()
+
+    async def _reply(self, message: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        identity = str(message.get("request_id", ""))
+        reply = await asyncio.shield(self._answer_once(identity, message))
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            writer.write(encode(self._stamped({"request_id": identity, **reply})))
+            await writer.drain()
+        if message.get("op") == "stop_engine" and "error" not in reply:
+            self._leaving.set()
+
+    def _answer_once(self, identity: str, message: Mapping[str, Any]) -> asyncio.Future[dict[str, Any]]:
+        """The answer to this request id, the first one again when it is repeated."""
+        known = self._answers.get(identity)
+        if known is None:
+            open_count = sum(not answer.done() for answer in self._answers.values())
+            work = self._answer(message) if open_count < IN_FLIGHT_MAX else _busy()
+            known = asyncio.ensure_future(work)
+            self._answers[identity] = known
+            while len(self._answers) > ANSWERS_MAX:
+                self._answers.popitem(last=False)
+        return known
+
+    async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            limit_s = float(message.get("deadline_s", 60.0))
+            async with asyncio.timeout(limit_s):
+                return {"result": await self._perform(str(message.get("op")), dict(message.get("args") or {}))}
+        except TimeoutError as error:
+            return _error("TIMED_OUT", f"{message.get('op')}: {error or 'time is up'}")
+        except (ValueError, TypeError, KeyError) as error:
+            return _error("BAD_REQUEST", f"{message.get('op')}: {type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - the edge of a process: whatever Ray raises goes to the asker
+            return _error("ENGINE_UNAVAILABLE", f"{message.get('op')}: {type(error).__name__}: {error}")
+
+    async def _perform(self, op: str, args: dict[str, Any]) -> Any:
+        match op:
+            case "ping":
+                return {"pid": os.getpid(), "engine": self._engine}
+            case "engine_status":
+                return self._status()
+            case "start_engine":
+                await self._attached()
+                return self._status()
+            case "stop_engine":
+                left = await self._stop_engine()
+                if left:
+                    raise EngineUnavailable(f"processes of the engine do not end: {[each.pid for each in left]}")
+                return None
+            case "ensure_master":
+                return await (await self._attached()).ensure_master(**args)
+            case "find" | "kill_master" | "sweep" | "list_jobs":
+                ops = await self._attached() if find_engine(self._home) is not None else None
+                return _NOTHING[op] if ops is None else await getattr(ops, op)(**args)
+            case _:
+                raise ValueError("no such operation")
+
+    async def _attached(self) -> GatewayOps:
+        """Operations on the living engine, which is started or adopted first; one attempt for all who wait."""
+        if self._attaching is None or (self._attaching.done() and self._attaching.exception() is not None):
+            self._attaching = asyncio.ensure_future(self._attach())
+        return await asyncio.shield(self._attaching)
+
+    async def _attach(self) -> GatewayOps:
+        state = await asyncio.to_thread(start_engine, self._home, self._settings)
+        for name, value in client_environment(state.token_path, state.folder).items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
+        ops: GatewayOps = await asyncio.to_thread(module.connect, state, self._namespace)
+        self._ops, self._engine, self._raylet = ops, state.engine, state.raylet
+        return ops
+
+    async def _stop_engine(self) -> tuple[process.ProcessId, ...]:
+        self._raylet = None
+        if self._ops is not None:
+            await self._ops.close()
+        return await asyncio.to_thread(stop_engine, self._home)
+
+    def _status(self) -> dict[str, Any]:
+        head = find_engine(self._home)
+        if head is None:
+            return {"state": "off", "engine": ""}
+        recovering = head.gcs is None or not process.is_alive(head.gcs)
+        return {
+            "state": "recovering" if recovering else "running",
+            "engine": head.engine,
+            "address": head.address,
+            "storage": head.storage,
+            "volatile": head.volatile,
+            "gcs_restarts": head.gcs_restarts,
+            "gcs_pid": head.gcs.pid if head.gcs else 0,
+            "raylet_pid": head.raylet.pid,
+            "hosts": [state.host for state in EngineFiles(self._home).states()],
+        }
+
+    async def _watch_engine(self) -> None:
+        """Leave when the engine is gone; put a watcher over it again when that died."""
+        while True:
+            await asyncio.sleep(_ENGINE_CHECK_S)
+            process.reap_adopted()
+            if self._raylet is None:
+                continue
+            if not process.is_alive(self._raylet):
+                self.exit_status = ENGINE_LOST
+                self._leaving.set()
+                return
+            if find_engine(self._home) is not None:
+                await asyncio.to_thread(start_engine, self._home, self._settings)
+
+    def _stamped(self, message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, "gateway": os.getpid(), "engine": self._engine}
+
+
+_NOTHING: Mapping[str, Any] = {
+    "find": {"master": None, "instances": [], "reservations": []},
+    "kill_master": None,
+    "sweep": {"instances": [], "reservations": []},
+    "list_jobs": [],
+}
+
+
+async def _busy() -> dict[str, Any]:
+    return _error("ENGINE_UNAVAILABLE", f"{IN_FLIGHT_MAX} requests are in flight")
+
+
+def _error(code: str, text: str) -> dict[str, Any]:
+    return {"error": {"code": code, "text": text[:4000]}}
+
+
+async def _serve_and_exit(gateway: Gateway, socket_path: Path) -> None:
+    status = await gateway.run(socket_path)
+    sys.stdout.flush()
+    # Ray's threads would hold up a normal exit for as long as the GCS is away.
+    os._exit(status)
+
+
+def main(arguments: list[str]) -> int:
+    """``--home DIR --engine JSON [--namespace NAME]``; 0 when asked to end or when another gateway serves this home."""
+    parser = argparse.ArgumentParser(prog="python -m rota.runtime.gateway")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--engine", default="{}")
+    parser.add_argument("--namespace", default="rota/local")
+    given = parser.parse_args(arguments)
+    files = GatewayFiles(given.home)
+    with files.lock.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        process.become_subreaper()
+        gateway = Gateway(given.home, EngineSettings(**json.loads(given.engine)), given.namespace)
+        asyncio.run(_serve_and_exit(gateway, files.socket))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,330 @@
+"""The service's way to the engine: start, watch and ask the gateway; imports nothing of Ray.
+
+The wire is a unix socket of mode 0600; a message is four bytes of length (big endian) and that much JSON: a request
+``{request_id, op, args, deadline_s}``, its reply ``{request_id, result}`` or ``{request_id, error: {code, text}}``.
+``deadline_s`` is how long the asker will wait, from now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rota.runtime import process
+from rota.runtime.chance import Chance, SystemChance
+from rota.runtime.engine import EngineSettings
+from rota.runtime.process import RunFolder, Spawn
+from rota.spec.errors import EngineUnavailable, TimedOut
+from rota.spec.ids import JobId
+
+LENGTH = struct.Struct(">I")
+MESSAGE_BYTES_MAX = 1 << 20
+IN_FLIGHT_MAX = 1000
+RECORD = "gateway"
+_BACKOFF_S = (0.2, 5.0)
+_CONNECT_S = 10.0
+_DEAF_S = 5.0
+
+
+class UnknownResult(EngineUnavailable):
+    """The gateway died with the request in flight: it may or may not have had its effect; ``fields`` has request_id."""
+
+
+class GatewayFiles:
+    """Where the gateway of one ``$ROTA_HOME`` listens and writes."""
+
+    def __init__(self, home: Path) -> None:
+        self.run = RunFolder(home / "run")
+        self.socket = self.run.path / "gateway.sock"
+        self.lock = self.run.path / "gateway.lock"
+        self.log = self.run.path / "gateway.log"
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One message for the wire. Raises ValueError when it is over 1 MiB."""
+    body = json.dumps(message).encode()
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message of {len(body)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+    return LENGTH.pack(len(body)) + body
+
+
+async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message. Raises IncompleteReadError at the end of the stream, ValueError for what is no message."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > MESSAGE_BYTES_MAX:
+        raise ValueError(f"a message of {length} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+    message = json.loads(await reader.readexactly(length))
+    if not isinstance(message, dict):
+        raise ValueError("a message must be an object")
+    return message
+
+
+def command_of(home: Path, settings: EngineSettings) -> tuple[str, ...]:
+    """The command that starts a gateway."""
+    return (sys.executable, "-m", "rota.runtime.gateway", "--home", str(home), "--engine", json.dumps(asdict(settings)))
+
+
+class GatewayClient:
+    """Keeps one gateway alive and asks it; belongs to one event loop.
+
+    A living gateway is adopted; a dead one is started again at once, then after 0.2 s, doubling up to 5 s. ``request``
+    raises UnknownResult when the gateway dies meanwhile; the named operations, all idempotent, are repeated then. What
+    is asked while there is no gateway waits for it until its own time is up.
+    """
+
+    def __init__(self, home: Path, settings: EngineSettings, *, chance: Chance | None = None) -> None:
+        self._home, self._settings = home, settings
+        self._files = GatewayFiles(home)
+        self._chance = chance or SystemChance()
+        self._writer: asyncio.StreamWriter | None = None
+        self._connected = asyncio.Event()
+        self._parted = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._waiting = dict[str, asyncio.Future[Any]]()
+        self._generation = 0
+        self._seen: tuple[object, object] = (None, None)
+        self.restarts = 0
+
+    @property
+    def generation(self) -> int:
+        """Rises each time the gateway or the engine behind it is another one: masters must be asked for again."""
+        return self._generation
+
+    @property
+    def connected(self) -> bool:
+        """True while a gateway answers."""
+        return self._connected.is_set()
+
+    async def start(self) -> None:
+        """Start or adopt the gateway and keep it alive from now on; harmless when it was started before."""
+        if self._keeper is None:
+            self._keeper = asyncio.get_running_loop().create_task(self._keep(), name="gateway-keeper")
+
+    # -- what can be asked ----------------------------------------------------------------------------------------
+
+    async def ping(self, *, timeout_s: float = 5.0) -> dict[str, Any]:
+        """Proof of life: the gateway's pid and the engine it is attached to."""
+        return await self._ask("ping", {}, timeout_s=timeout_s)
+
+    async def engine_status(self, *, timeout_s: float = 10.0) -> dict[str, Any]:
+        """State of the engine (``off``, ``running``, ``recovering``) with pids and storage; starts nothing."""
+        return await self._ask("engine_status", {}, timeout_s=timeout_s)
+
+    async def start_engine(self, *, timeout_s: float = 90.0) -> dict[str, Any]:
+        """Start the engine, or adopt the living one; returns its status."""
+        return await self._ask("start_engine", {}, timeout_s=timeout_s)
+
+    async def ensure_master(
+        self,
+        job: JobId,
+        target: str,
+        args: Mapping[str, Any],
+        *,
+        env: Mapping[str, str] | None = None,
+        log_path: str = "",
+        timeout_s: float = 120.0,
+    ) -> dict[str, Any]:
+        """Start the master of a job unless it lives, and keep it alive until ``kill_master`` or ``sweep``.
+
+        Starts the engine when there is none. Returns its ``name`` and ``pid``.
+        """
+        wanted = {"job": job, "target": target, "args": args, "env": dict(env or {}), "log_path": log_path}
+        return await self._ask("ensure_master", wanted, timeout_s=timeout_s)
+
+    async def find(self, job: JobId, *, timeout_s: float = 30.0) -> dict[str, Any]:
+        """``master`` (or null), ``instances`` and ``reservations`` of a job that exist in the engine."""
+        return await self._ask("find", {"job": job}, timeout_s=timeout_s)
+
+    async def kill_master(self, job: JobId, *, timeout_s: float = 30.0) -> None:
+        """End the master of a job for good; its instances stay."""
+        await self._ask("kill_master", {"job": job}, timeout_s=timeout_s)
+
+    async def sweep(self, job: JobId, *, grace_s: float = 0.0, timeout_s: float = 60.0) -> dict[str, Any]:
+        """End the master, every instance and every reservation of a job that is over; returns what was ended."""
+        return await self._ask("sweep", {"job": job, "grace_s": grace_s}, timeout_s=timeout_s)
+
+    async def list_jobs(self, *, timeout_s: float = 30.0) -> tuple[JobId, ...]:
+        """Jobs of which anything exists in the engine, sorted."""
+        return tuple(JobId(job) for job in await self._ask("list_jobs", {}, timeout_s=timeout_s))
+
+    async def stop_engine(self, *, timeout_s: float = 60.0) -> None:
+        """End the engine with everything in it. The gateway ends too and comes back without an engine."""
+        await self._ask("stop_engine", {}, timeout_s=timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._parted.wait()
+
+    async def _ask(self, op: str, args: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Ask, and repeat under the same id when the gateway died meanwhile: every operation is idempotent."""
+        identity, deadline = self._chance.fresh(), time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                return await self.request(op, args, timeout_s=left_s, request_id=identity)
+            except UnknownResult:
+                if time.monotonic() > deadline:
+                    raise
+
+    async def request(
+        self, op: str, args: Mapping[str, Any], *, timeout_s: float, request_id: str | None = None
+    ) -> Any:
+        """Ask once. Repeating a ``request_id`` gets the first answer again.
+
+        Raises UnknownResult, EngineUnavailable, TimedOut; ValueError for an op or argument the gateway does not know.
+        """
+        await self.start()
+        identity = request_id or self._chance.fresh()
+        deadline = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
+        except TimeoutError:
+            raise EngineUnavailable(f"no gateway within {timeout_s:g} s", hint=f"see {self._files.log}") from None
+        if len(self._waiting) >= IN_FLIGHT_MAX:
+            raise EngineUnavailable(f"{IN_FLIGHT_MAX} requests are in flight", hint="try again later")
+        return await self._exchange(identity, op, args, deadline - time.monotonic())
+
+    async def _exchange(self, identity: str, op: str, args: Mapping[str, Any], left_s: float) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[identity] = future
+        assert self._writer is not None
+        try:
+            self._writer.write(encode({"request_id": identity, "op": op, "args": args, "deadline_s": left_s}))
+            async with asyncio.timeout(left_s):
+                return await future
+        except TimeoutError:
+            raise TimedOut(f"the gateway gave no answer to {op} in time", op=op, request_id=identity) from None
+        finally:
+            self._waiting.pop(identity, None)
+
+    async def close(self, *, stop_gateway: bool = False) -> None:
+        """Stop keeping the gateway; with ``stop_gateway`` end it too (the engine goes on)."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+            self._keeper = None
+        if self._writer is not None:
+            self._writer.close()
+        if stop_gateway:
+            await asyncio.to_thread(stop_gateway_of, self._home)
+            if self._child is not None:
+                self._child.poll()
+
+    # -- keeping the gateway alive ------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        pause_s, pause_max_s = _BACKOFF_S
+        while True:
+            opened = await self._open()
+            if opened is None:
+                await asyncio.sleep(pause_s * (0.5 + self._chance.rng().random() / 2))
+                pause_s = min(pause_s * 2, pause_max_s)
+                continue
+            pause_s = _BACKOFF_S[0]
+            reader, self._writer = opened
+            self._parted.clear()
+            self._connected.set()
+            try:
+                await self._read_replies(reader)
+            finally:
+                self._lost()
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        if self._child is not None:
+            self._child.poll()  # reap
+        with contextlib.suppress(OSError):
+            return await asyncio.open_unix_connection(str(self._files.socket), limit=2 * MESSAGE_BYTES_MAX)
+        record = self._files.run.find_alive(RECORD)
+        if record is None:
+            self._spawn()
+        deadline = time.monotonic() + (_CONNECT_S if record is None else _DEAF_S)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                return await asyncio.open_unix_connection(str(self._files.socket), limit=2 * MESSAGE_BYTES_MAX)
+            if self._child is not None and self._child.poll() is not None:
+                return None
+            await asyncio.sleep(0.02)
+        if record is not None:  # alive but deaf
+            await asyncio.to_thread(process.stop, record.id, grace_s=0.0)
+        return None
+
+    def _spawn(self) -> None:
+        what = Spawn(command=command_of(self._home, self._settings), env={}, log=self._files.log)
+        self._child = process.spawn(what, name=RECORD, run=self._files.run)
+        self.restarts += 1
+
+    async def _read_replies(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
+            while True:
+                message = await read_message(reader)
+                self._see(message)
+                future = self._waiting.get(message.get("request_id", ""))
+                if future is None or future.done():
+                    continue
+                if "error" in message:
+                    future.set_exception(_error_of(message["error"]))
+                else:
+                    future.set_result(message.get("result"))
+
+    def _see(self, message: Mapping[str, Any]) -> None:
+        gateway, engine = message.get("gateway"), message.get("engine")
+        if gateway != self._seen[0] or (self._seen[1] and engine != self._seen[1]):
+            self._generation += 1
+        self._seen = (gateway, engine)
+
+    def _lost(self) -> None:
+        self._connected.clear()
+        self._parted.set()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for identity, future in self._waiting.items():
+            if not future.done():
+                future.set_exception(UnknownResult("the gateway ended with the request in flight", request_id=identity))
+
+
+def _error_of(raw: Mapping[str, str]) -> Exception:
+    kinds: dict[str, type[Exception]] = {"BAD_REQUEST": ValueError, "TIMED_OUT": TimedOut}
+    return kinds.get(raw["code"], EngineUnavailable)(raw["text"])
+
+
+def ask_once(home: Path, op: str, args: Mapping[str, Any], *, timeout_s: float = 30.0) -> Any:
+    """Ask a gateway that runs already, without an event loop. Raises EngineUnavailable when there is none."""
+    request = {"request_id": SystemChance().fresh(), "op": op, "args": args, "deadline_s": timeout_s}
+    try:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.settimeout(timeout_s)
+            door.connect(str(GatewayFiles(home).socket))
+            door.sendall(encode(request))
+            with door.makefile("rb") as stream:
+                while True:
+                    (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+                    message = json.loads(stream.read(length))
+                    if message.get("request_id") == request["request_id"]:
+                        break
+    except (OSError, struct.error) as error:
+        raise EngineUnavailable(f"the gateway does not answer: {error}") from error
+    if "error" in message:
+        raise _error_of(message["error"])
+    return message.get("result")
+
+
+def stop_gateway_of(home: Path) -> bool:
+    """End the gateway of this home; True when none runs any more."""
+    files = GatewayFiles(home)
+    record = files.run.find_alive(RECORD)
+    gone = record is None or process.stop(record.id, grace_s=3.0)
+    if gone:
+        files.run.forget(RECORD)
+        files.socket.unlink(missing_ok=True)
+    return gone

@@ -1,0 +1,121 @@
+"""What the gateway does in Ray: masters kept alive, names listed, the remains of a job ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from rota.runtime.engine import EngineState
+from rota.runtime.launch import Handle, master_name
+from rota.runtime.launch_ray import MasterStart, RayLauncher, handle_of
+from rota.spec.ids import JobId
+
+_BACKOFF_S = (0.2, 5.0)
+_START_S = 60.0
+
+
+def connect(state: EngineState, namespace: str) -> GatewayOps:
+    """Become a client of the engine; its environment must be set already. Blocks. Raises ConnectionError."""
+    ray.init(state.address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+    return GatewayOps(namespace)
+
+
+class GatewayOps:
+    """One method an operation; arguments and results are JSON."""
+
+    def __init__(self, namespace: str) -> None:
+        self._launcher = RayLauncher(namespace)
+        self._kept = dict[JobId, asyncio.Task[None]]()
+        self._locks = dict[JobId, asyncio.Lock]()
+
+    async def ensure_master(
+        self, job: str, target: str, args: Mapping[str, Any], env: Mapping[str, str], log_path: str
+    ) -> dict[str, Any]:
+        """Start the master or find it alive; from now on start it again whenever it is dead for good."""
+        wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path)
+        async with self._locks.setdefault(wanted.job, asyncio.Lock()):
+            handle = await self._launcher.start_master(wanted, timeout_s=_START_S)
+            if wanted.job not in self._kept:
+                self._kept[wanted.job] = asyncio.get_running_loop().create_task(self._keep(wanted))
+        return {"name": handle.name, "pid": handle.pid, "start_time": handle.start_time}
+
+    async def _keep(self, wanted: MasterStart) -> None:
+        pause_s, pause_max_s = _BACKOFF_S
+        while True:
+            cause = await self._launcher.wait_end(master_name(wanted.job))
+            await asyncio.sleep(pause_s)
+            try:
+                await self._launcher.start_master(wanted, timeout_s=_START_S)
+                pause_s = _BACKOFF_S[0]
+            except Exception as error:  # noqa: BLE001 - a constructor may raise anything; it is tried again, more slowly
+                _say(f"master of {wanted.job} ended ({cause}) and does not start: {type(error).__name__}: {error}")
+                pause_s = min(pause_s * 2, pause_max_s)
+
+    async def find(self, job: str) -> dict[str, Any]:
+        """Master, instances and reservations of a job."""
+        found = await self._launcher.find(JobId(job))
+        master = await self._launcher.find_one(master_name(JobId(job)))
+        return {
+            "master": None if master is None else _plain(master),
+            "instances": [_plain(handle) for handle in found.instances],
+            "reservations": [asdict(reservation) for reservation in found.reservations],
+        }
+
+    async def kill_master(self, job: str) -> None:
+        """End the master and stop keeping it."""
+        await self._let_go(JobId(job))
+        await self._launcher.stop(_master(job), grace_s=0.0)
+
+    async def sweep(self, job: str, grace_s: float = 0.0) -> dict[str, Any]:
+        """End everything of a job: the master first, so that it starts nothing meanwhile."""
+        await self.kill_master(job)
+        found = await self._launcher.find(JobId(job))
+        await asyncio.gather(*(self._launcher.stop(handle, grace_s=grace_s) for handle in found.instances))
+        await asyncio.gather(*(self._launcher.release(reservation) for reservation in found.reservations))
+        return {
+            "instances": [handle.name for handle in found.instances],
+            "reservations": [reservation.name for reservation in found.reservations],
+        }
+
+    async def list_jobs(self) -> list[str]:
+        """Jobs of which an actor or a reservation exists."""
+        names, reservations = await asyncio.gather(self._launcher.list_names(), self._launcher.list_reservations())
+        return sorted({name.partition("/")[0] for name in names} | {str(each.job) for each in reservations})
+
+    async def close(self) -> None:
+        """Keep no master any more; everything in the engine stays."""
+        for job in tuple(self._kept):
+            await self._let_go(job)
+        await self._launcher.close()
+
+    async def _let_go(self, job: JobId) -> None:
+        task = self._kept.pop(job, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _master(job: str) -> Handle:
+    return handle_of(master_name(JobId(job)), pid=0, start_time=0.0, node="")
+
+
+def _plain(handle: Handle) -> dict[str, Any]:
+    return {
+        "name": handle.name,
+        "role": handle.instance.role,
+        "rank": handle.instance.rank,
+        "epoch": handle.epoch,
+        "node": handle.node,
+        "pid": handle.pid,
+        "start_time": handle.start_time,
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the log of the gateway

@@ -1,0 +1,147 @@
+"""Processes are named by pid and start time, ended exactly, and found again by record or mark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rota.runtime import process
+from rota.runtime.process import ExitWatch, ProcessId, RunFolder, Spawn
+
+SLEEP = ("/bin/sleep", "600")
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def sleeper():
+    child = subprocess.Popen(SLEEP)
+    yield child
+    child.kill()
+    child.wait()
+
+
+def identity(child: subprocess.Popen) -> ProcessId:
+    found = process.identify(child.pid)
+    assert found is not None
+    return found
+
+
+def test_a_pid_with_another_start_time_is_another_process(sleeper) -> None:
+    own = identity(sleeper)
+    other = ProcessId(pid=own.pid, start_time=own.start_time - 1.0)
+    assert process.is_alive(own) and not process.is_alive(other)
+    assert not process.send_signal(other, signal.SIGKILL)
+    assert process.is_alive(own)
+    assert process.send_signal(own, signal.SIGKILL)
+    assert process.wait_gone((own, other), WAIT_S) == ()
+
+
+def test_a_zombie_is_not_alive(sleeper) -> None:
+    own = identity(sleeper)
+    sleeper.kill()
+    assert process.wait_gone((own,), WAIT_S) == ()
+    assert process.start_time_of(own.pid) is not None and process.identify(own.pid) is None
+
+
+def test_waiting_ends_with_the_limit_and_tells_who_is_left(sleeper) -> None:
+    since = time.monotonic()
+    assert process.wait_gone((identity(sleeper),), 0.1) == (identity(sleeper),)
+    assert 0.1 <= time.monotonic() - since < 2.0
+
+
+def test_stop_forces_what_ignores_sigterm() -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        assert process.stop(identity(child), grace_s=0.1)
+        assert child.wait() == -signal.SIGKILL
+
+
+def test_stop_tree_ends_children_that_left_the_process_group() -> None:
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid, flush=True)\n"
+    with subprocess.Popen([sys.executable, "-c", code + "input()"], stdout=-1, stdin=-1) as child:
+        assert child.stdout is not None
+        grandchild = process.identify(int(child.stdout.readline()))
+        assert grandchild is not None and grandchild in process.descendants(identity(child))
+        assert process.stop_tree(identity(child), grace_s=0) == ()
+        assert not process.is_alive(grandchild)
+
+
+def test_a_spawned_child_is_recorded_and_adopted_by_whoever_reads_the_folder(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    child = process.spawn(Spawn(command=SLEEP, env={"MARK": "x", "HOME": None}), name="sleeper", run=run)
+    record = RunFolder(tmp_path / "run").find_alive("sleeper")
+    assert record is not None and record.id == identity(child) and record.command == SLEEP
+    assert record.boot_id == process.boot_id() and run.alive() == (record,)
+    assert os.getsid(child.pid) == child.pid
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "run" / "sleeper.json").stat().st_mode & 0o777 == 0o600
+    environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    assert b"MARK=x" in environment and not any(entry.startswith(b"HOME=") for entry in environment)
+    child.kill()
+    child.wait()
+    assert run.find_alive("sleeper") is None and run.read("sleeper") == record
+    run.forget("sleeper")
+    assert run.read("sleeper") is None
+
+
+def test_a_record_of_another_boot_is_not_alive(tmp_path: Path, sleeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunFolder(tmp_path)
+    run.write("sleeper", identity(sleeper), SLEEP)
+    assert run.find_alive("sleeper") is not None
+    monkeypatch.setattr(process, "boot_id", lambda: "another boot")
+    assert run.find_alive("sleeper") is None
+
+
+def test_marked_processes_are_found_and_killed_whoever_their_parent_is(tmp_path: Path) -> None:
+    mark = f"ROTA_TEST_MARK={os.getpid()}-{time.monotonic_ns()}"
+    name, _, value = mark.partition("=")
+    code = "import os, time\nif os.fork() == 0: os.setsid()\ntime.sleep(600)"
+    child = process.spawn(Spawn(command=(sys.executable, "-c", code), env={name: value}), name="forker")
+    deadline = time.monotonic() + WAIT_S
+    while len(process.marked(mark)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(process.marked(mark)) == 2
+    assert process.kill_marked(mark) == () == process.marked(mark)
+    child.wait()
+
+
+def test_a_subreaper_takes_in_and_reaps_orphans() -> None:
+    code = """
+import os, subprocess, time
+from rota.runtime import process
+process.become_subreaper()
+orphan = int(subprocess.check_output(["sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!"]))
+assert process.is_child(orphan), "not adopted"
+identity = process.identify(orphan)
+process.send_signal(identity, 9)
+process.wait_gone([identity], 5)
+assert process.reap_adopted() == [orphan]
+assert process.start_time_of(orphan) is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize(("command", "status"), [(("sh", "-c", "exit 7"), 7), (("sh", "-c", "kill -11 $$"), -11)])
+def test_an_exit_watch_tells_how_a_process_ended(command: tuple[str, ...], status: int) -> None:
+    child = subprocess.Popen(("sh", "-c", f"read x; {command[2]}"), stdin=subprocess.PIPE)
+    watch = ExitWatch(identity(child))
+    assert watch.status() is None
+    child.communicate(b"\n")
+    if watch.status() is None and tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 15):
+        pytest.skip("the kernel does not tell")
+    assert watch.status() == status
+    watch.close()
+    assert watch.status() is None
+
+
+def test_usage_is_measured_for_exactly_this_process(sleeper) -> None:
+    usage = process.usage_of(identity(sleeper))
+    assert usage is not None and usage.rss_bytes > 0 and usage.threads == 1
+    assert process.usage_of(ProcessId(pid=sleeper.pid, start_time=0.0)) is None

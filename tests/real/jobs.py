@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.makers import placement
+
 from rota.job.core.machine import initial, step
 from rota.runtime import process
 from rota.runtime.environ import Home
@@ -25,7 +27,6 @@ from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobEnded, JobQ
 from rota.spec.ids import Epoch, JobId
 from rota.spec.job import JobSpec
 from rota.spec.states import JobState
-from tests.makers import placement
 
 if TYPE_CHECKING:
     from rota.runtime.launch_ray import RayLauncher

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from tests.real.jobs import WORKLOADS, Run, run_job
 
 from rota.job.inspect import inspect_workload
 from rota.spec.events import (
@@ -24,7 +25,6 @@ from rota.spec.job import Fail, JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
 from rota.spec.states import JobState, Level
-from tests.real.jobs import WORKLOADS, Run, run_job
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -154,9 +154,7 @@ def test_an_operation_that_always_raises_ends_the_job_after_its_limit(engine) ->
         assert "planned failure on item" in ended.traceback
         assert len(run.events(InstanceLost)) == 3, "limit 2 is three runs"
 
-    spec = job(
-        role("doubler", "basic:Doubler", 1, fail=Fail(limit_n=2, then=("job",))), role("loop", "basic:doubling")
-    )
+    spec = job(role("doubler", "basic:Doubler", 1, fail=Fail(limit_n=2, then=("job",))), role("loop", "basic:doubling"))
     run_job(engine, spec, body)
 
 
@@ -166,7 +164,9 @@ def test_setup_that_raises_ends_the_job_with_its_traceback(engine) -> None:
         assert (ended.state, ended.role, ended.rank) == (JobState.FAILED, "broken", 0), run.story()
         assert "setup is broken" in ended.traceback
 
-    spec = job(role("broken", "basic:NeverReady", 1, fail=Fail(limit_n=1, then=("job",))), role("loop", "basic:doubling"))
+    spec = job(
+        role("broken", "basic:NeverReady", 1, fail=Fail(limit_n=1, then=("job",))), role("loop", "basic:doubling")
+    )
     run_job(engine, spec, body)
 
 
@@ -182,18 +182,18 @@ def test_a_never_operation_raises_to_the_loop_and_restarts_nothing(engine) -> No
 def test_a_call_to_a_dead_role_ends_by_its_deadline_without_using_cpu(engine) -> None:
     async def body(run: Run) -> None:
         await run.until(lambda: run.context().state is JobState.RUNNING)
-        run.kill("doubler/0")
-        await run.until(lambda: run.events(FailoverStarted))
         (run.output / "dead").touch()
-        found = json.loads((await run.until(lambda: (run.output / "healed").exists() and run.output / "found.json")).read_text())
+        run.kill("healing/0")
+        await run.until(lambda: run.starts("healing/0") == 2)
+        (run.output / "ask").touch()
+        await run.until(lambda: (run.output / "healed").exists())
+        found = json.loads((run.output / "found.json").read_text())
         assert found["raised"] == "ROLE_DOWN"
-        assert found["role"] == "doubler"
+        assert found["role"] == "healing"
         assert 1.9 < found["seconds"] < 3.0
         assert found["cpu_s"] < 0.05 * found["seconds"] + 0.05, found
 
-    slow_back = Fail(backoff_s=30.0)
-    roles = (role("doubler", "basic:Doubler", 1, fail=slow_back), role("loop", "basic:asking_the_dead"))
-    run_job(engine, job(*roles), body)
+    run_job(engine, job(role("healing", "basic:Healing"), role("loop", "basic:asking_the_dead")), body)
 
 
 def test_stop_ends_everything_as_cancelled(engine) -> None:

@@ -102,6 +102,8 @@ class Executor:
     report: Callable[[JobEvent], None]
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     handles: dict[str, Handle] = field(default_factory=dict[str, Handle])
+    stopping: set[str] = field(default_factory=set[str])
+    """Names of processes that end because they were told to: their deaths are no news."""
 
     def launch(self, command: Command, ctx: JobContext) -> None:
         """Start carrying out a command."""
@@ -234,6 +236,7 @@ class Executor:
 
     async def _stop(self, command: StopInstance) -> JobEvent:
         handle = self.handle(command.instance, command.started_epoch)
+        self.stopping.add(handle.name)
         await self.launcher.stop(handle, grace_s=command.grace_s)
         self.handles.pop(handle.name, None)
         return InstanceStopped(role=command.instance.role, rank=command.instance.rank, epoch=command.started_epoch)

@@ -223,7 +223,10 @@ class JobMaster:
         deaths = self._launcher.events(self._job)
         watching.set()
         async for event in deaths:
-            if isinstance(event, ProcessDied):
+            if not isinstance(event, ProcessDied):
+                continue
+            expected = self._executor is not None and event.name in self._executor.stopping
+            if not expected:
                 self.report(death_event(event))
 
     async def _watch_silences(self) -> None:

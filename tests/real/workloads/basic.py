@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import sys
+import time
 from pathlib import Path
 
 import rota
@@ -29,13 +31,21 @@ class Doubler(rota.Workload):
                 raise RuntimeError(f"planned failure on item {item}")
         return {"value": item * 2, "pid": os.getpid()}
 
-    @rota.op(deadline="2s")
-    def quick(self) -> str:
-        return "here"
-
     @rota.op(retry="never")
     def once(self) -> str:
         raise ValueError("once is enough")
+
+
+class Healing(rota.Workload):
+    """Its setup waits while the file ``dead`` exists and ``healed`` does not."""
+
+    def setup(self, ctx) -> None:
+        while (ctx.output_dir / "dead").exists() and not (ctx.output_dir / "healed").exists():
+            time.sleep(0.05)
+
+    @rota.op(deadline="2s")
+    def quick(self) -> str:
+        return "here"
 
 
 class NeverReady(rota.Workload):
@@ -75,14 +85,11 @@ async def catching(f) -> None:
 
 async def asking_the_dead(f) -> None:
     """Calls a role that never becomes ready again and measures the wait."""
-    import resource
-    import time
-
-    while not (f.output_dir / "dead").exists():
+    while not (f.output_dir / "ask").exists():
         await asyncio.sleep(0.02)
     began, used = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF)
     try:
-        await f.roles.doubler.quick()
+        await f.roles.healing.quick()
         found = {"raised": ""}
     except rota_errors().RoleDown as error:
         found = {"raised": error.code, "cause": error.fields["cause"], "role": error.fields["role"]}

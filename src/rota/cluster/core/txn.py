@@ -31,6 +31,11 @@ class Txn:
         self._undo.append((array, index, old.copy() if hasattr(old, "copy") else old))
         array[index] = value
 
+    def set_item(self, items: list[Any], index: int, value: Any) -> None:
+        """``items[index] = value`` for a plain list."""
+        self._undo.append((items, index, items[index]))
+        items[index] = value
+
     def add(self, array: NDArray[Any], index: Any, delta: Any) -> None:
         """``array[index] += delta`` for an index without repeated elements."""
         self.set(array, index, array[index] + delta)
@@ -77,7 +82,7 @@ class Txn:
         """Take back, newest first, every write after ``mark``."""
         while len(self._undo) > mark:
             target, key, old = self._undo.pop()
-            if isinstance(target, np.ndarray):
+            if isinstance(target, np.ndarray | list):
                 target[key] = old
             elif callable(target):
                 target()

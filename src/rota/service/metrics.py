@@ -91,12 +91,12 @@ class Metrics(Collector):
             case e.PreemptAsked(reason=reason):
                 self._preemptions[(story.queue, reason)] += 1
                 self._decisions["preempt"] += 1
-            case e.InstanceStarted(role=role, rank=rank):
-                self._restarts[story.queue] += story.instances[(role, rank)].processes > 1
+            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in story.instances:
+                self._restarts[story.queue] += story.instances[(role, rank)].restarts > 0
             case e.FailoverStarted(level=level, reason=reason):
                 self._failovers[(level, reason)] += 1
             case e.FailoverEnded(seconds=seconds) if story.failures:
-                self._failover[story.failures[-1].started.level].observe(seconds)
+                self._failover[story.failures[-1].level].observe(seconds)
             case e.RolledBack(from_commit=old, to_commit=new):
                 self._steps_lost += max(0, old - new)
             case e.FencedWrite(count=count):

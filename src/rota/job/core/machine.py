@@ -69,16 +69,23 @@ def step(ctx: JobContext, record: Record) -> tuple[JobContext, tuple[Command, ..
 
     Raises ValueError for a record of another job or one that leaves a gap: the caller must read the log again.
     """
+    moved = fold(ctx, record)
+    if moved is ctx:
+        return ctx, ()
+    before = {command.id for command in wanted(ctx)}
+    return moved, tuple(command for command in wanted(moved) if command.id not in before)
+
+
+def fold(ctx: JobContext, record: Record) -> JobContext:
+    """The context after a record, for those who look on and command nothing. Raises ValueError as ``step`` does."""
     if record.job != ctx.job:
         raise ValueError(f"record {record.number} is of {record.job}, not of {ctx.job}")
     if record.seq <= ctx.seq:
-        return ctx, ()
+        return ctx
     if record.seq != ctx.seq + 1:
         raise ValueError(f"{ctx.job}: record {record.seq} after {ctx.seq}, some are missing")
     now = replace(ctx, seq=record.seq, at_s=max(ctx.at_s, record.at))
-    moved = settle(apply(now, record.event))
-    before = {command.id for command in wanted(ctx)}
-    return moved, tuple(command for command in wanted(moved) if command.id not in before)
+    return settle(apply(now, record.event))
 
 
 def replay(job: JobId, records: tuple[Record, ...], snapshot: JobContext | None = None) -> JobContext:

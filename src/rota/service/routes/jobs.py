@@ -182,9 +182,9 @@ async def placement(job: str, doors: Parts, caller: Asker) -> Document:
     story = doors.loop.installation.find(job)
     rows = []
     for one in story.instances.values():
-        bundle = story.bundle_of(one.role, one.rank)
+        bundle = story.bundle_of(one.id.role, one.id.rank)
         if bundle is not None:
-            rows.append({"instance": f"{one.role}/{one.rank}", **codec.to_json_value(bundle)})
+            rows.append({"instance": str(one.id), **codec.to_json_value(bundle)})
     return {
         "api": API,
         "kind": "Placement",
@@ -225,7 +225,7 @@ async def why(job: str, doors: Parts, caller: Asker) -> Document:
     story = doors.loop.installation.find(job)
     open_failover = next((one for one in reversed(story.failures) if one.ended_at is None), None)
     waits = [
-        {"instance": f"{one.role}/{one.rank}", "state": one.state.value, "since": when(one.since)}
+        {"instance": str(one.id), "state": one.state.value, "since": when(one.since)}
         for one in story.instances.values()
         if one.state.value not in ("READY", "GONE")
     ]

@@ -29,23 +29,23 @@ def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, An
 
 
 def _item(n: int, one: Failure) -> dict[str, Any]:
-    started = one.started
+    cause = one.cause
     return {
         "n": n,
-        "failover": started.failover,
+        "failover": one.number,
         "attempt": one.attempt,
-        "level": started.level.value,
-        "moved_from": None if started.moved_from is None else started.moved_from.value,
-        "move_reason": started.move_reason,
-        "reason": started.reason,
-        "fault": INFO[started.reason].fault,
-        "text": started.text or INFO[started.reason].text,
-        "role": started.role,
-        "rank": started.rank,
-        "instance": f"{started.role}/{started.rank}",
-        "traceback": started.traceback,
-        "scope": [{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in started.scope],
-        "restore": started.restore,
+        "level": one.level.value,
+        "moved_from": None if one.moved_from is None else one.moved_from.value,
+        "move_reason": one.move_reason,
+        "reason": cause.reason,
+        "fault": INFO[cause.reason].fault,
+        "text": cause.text or INFO[cause.reason].text,
+        "role": cause.role,
+        "rank": cause.rank,
+        "instance": f"{cause.role}/{cause.rank}",
+        "traceback": cause.traceback,
+        "scope": [{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in one.scope],
+        "restore": one.restore,
         "lost_commits": one.lost_commits,
         "seen_at": when(one.seen_at),
         "decided_at": when(one.decided_at),

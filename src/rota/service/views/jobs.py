@@ -37,7 +37,7 @@ def phase(story: JobStory) -> str:
         case JobState.STARTING:
             return f"ready {ready}/{len(story.instances)}"
         case JobState.RECOVERING if story.failures:
-            return f"{story.failures[-1].started.level} restart, ready {ready}/{len(story.instances)}"
+            return f"{story.failures[-1].level} level, ready {ready}/{len(story.instances)}"
         case _:
             return ""
 
@@ -53,7 +53,7 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
     if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
         return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
     if story.state is JobState.RECOVERING and story.failures:
-        cause = story.failures[-1].started
+        cause = story.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text
     return None, ""
 
@@ -114,17 +114,17 @@ def instance_document(story: JobStory, one: Instance) -> dict[str, Any]:
     """One instance."""
     loss = one.error
     return {
-        "instance": f"{one.role}/{one.rank}",
-        "role": one.role,
-        "rank": one.rank,
+        "instance": str(one.id),
+        "role": one.id.role,
+        "rank": one.id.rank,
         "state": one.state.value,
         "since": when(one.since),
         "node": one.node,
         "pid": one.pid or None,
-        "epoch": one.epoch,
+        "epoch": one.now.epoch,
         "restarts": one.restarts,
         "devices": _devices(story, one),
-        "restored": one.restored,
+        "restored": one.now.restored,
         "progress": _progress(story),
         "error": None
         if loss is None
@@ -141,7 +141,7 @@ def instance_document(story: JobStory, one: Instance) -> dict[str, Any]:
 
 
 def _devices(story: JobStory, one: Instance) -> list[int]:
-    bundle = story.bundle_of(one.role, one.rank)
+    bundle = story.bundle_of(one.id.role, one.id.rank)
     return list(bundle.devices) if bundle is not None else []
 
 
@@ -157,7 +157,7 @@ def _run_s(story: JobStory, now: float) -> float:
 
 def _role(story: JobStory, name: str) -> dict[str, Any]:
     role = story.spec.role(name)
-    members = [one for one in story.instances.values() if one.role == name]
+    members = [one for one in story.instances.values() if one.id.role == name]
     return {
         "name": name,
         "workload": role.workload,

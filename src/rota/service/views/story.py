@@ -1,10 +1,13 @@
-"""The story of one job: what its events say of its state, its instances, its attempts and its failures."""
+"""The story of one job: the context its master works from, and what people ask beyond it: when, where, what it cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rota.job.core.placement import requests_of
+from rota.job.core import context
+from rota.job.core.context import JobContext, Loss
+from rota.job.core.machine import fold, initial
+from rota.job.core.placement import bindings
 from rota.spec import events as e
 from rota.spec.events import Record
 from rota.spec.gang import BundleGrant
@@ -15,29 +18,28 @@ from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
 Key = tuple[str, int]
-NO_EPOCH = Epoch(0)
 
 
 @dataclass(slots=True, kw_only=True)
 class Instance:
-    """One member of a role as the log knows it. ``restarts`` counts its processes after the first of the job."""
+    """One member of a role: what the context says of it, with its last process, its last error and their times."""
 
-    role: str
-    rank: int
-    state: InstanceState = InstanceState.PLANNED
-    epoch: Epoch = NO_EPOCH
+    id: InstanceId
+    now: context.Instance
+    since: float = 0.0
     node: str = ""
     pid: int = 0
     start_time: float = 0.0
-    processes: int = 0
-    since: float = 0.0
-    restored: int = 0
     error: e.InstanceLost | None = None
     error_at: float = 0.0
 
     @property
+    def state(self) -> InstanceState:
+        return self.now.state
+
+    @property
     def restarts(self) -> int:
-        return max(0, self.processes - 1)
+        return self.now.restarts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,13 +58,22 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class Failure:
-    """One recovery: what was seen, what was decided, when it was over. ``ended_at`` is None while it is open."""
+    """One recovery: what was seen, what was decided, when it was over. ``ended_at`` is None while it is open.
 
-    started: e.FailoverStarted
+    ``number`` is that of the failover inside an attempt, None for a restart of the whole job.
+    """
+
+    number: int | None
     attempt: int
+    level: Level
+    cause: e.InstanceLost
     seen_at: float
     decided_at: float
     losses: tuple[tuple[float, e.InstanceLost], ...]
+    scope: tuple[tuple[str, int, int], ...] = ()
+    restore: int = 0
+    moved_from: Level | None = None
+    move_reason: Reason | None = None
     ended_at: float | None = None
     joined_by: int | None = None
     lost_commits: int = 0
@@ -75,10 +86,8 @@ class JobStory:
     id: JobId
     submitted: e.JobSubmitted
     submitted_at: float
-    spec: JobSpec
-    seq: int = 0
+    ctx: JobContext
     last_number: int = 0
-    state: JobState = JobState.SUBMITTED
     since: float = 0.0
     queued_at: float | None = None
     waits: e.JobWaits | None = None
@@ -91,13 +100,34 @@ class JobStory:
     master_at: float = 0.0
     commit: e.Committed | None = None
     commit_at: float = 0.0
-    checkpoint: e.CheckpointSaved | None = None
     stop: e.StopAsked | None = None
     preempt: e.PreemptAsked | None = None
     changes: list[tuple[float, e.JobChanged]] = field(default_factory=list)
     fenced_writes: int = 0
     ended: e.JobEnded | None = None
     ended_at: float | None = None
+
+    @property
+    def state(self) -> JobState:
+        return self.ctx.state
+
+    @property
+    def seq(self) -> int:
+        """Number of the last record inside the job."""
+        return self.ctx.seq
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job as it is now: completed by inspection, with every change applied."""
+        return self.ctx.spec or self.submitted.spec
+
+    @property
+    def queue(self) -> str:
+        return self.spec.queue
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
 
     @property
     def placement(self) -> Placement | None:
@@ -110,18 +140,6 @@ class JobStory:
         return next((attempt.running_at for attempt in self.attempts if attempt.running_at is not None), None)
 
     @property
-    def priority(self) -> int:
-        """The priority now: that of the spec unless it was changed."""
-        changed = [change.changes["priority"] for _, change in self.changes if "priority" in change.changes]
-        return int(changed[-1]) if changed else self.spec.priority
-
-    @property
-    def queue(self) -> str:
-        """The queue now: that of the spec unless it was changed."""
-        changed = [change.changes["queue"] for _, change in self.changes if "queue" in change.changes]
-        return str(changed[-1]) if changed else self.spec.queue
-
-    @property
     def master_is_current(self) -> bool:
         """True when a master took the present attempt."""
         return bool(self.attempts) and self.master is not None and self.master_at >= self.attempts[-1].admitted_at
@@ -130,166 +148,168 @@ class JobStory:
         """Where the present or last attempt has put an instance."""
         if self.placement is None:
             return None
-        wanted = InstanceId(RoleName(role), rank)
-        for request in requests_of(self.spec):
-            for bundle in request.bundles:
-                if wanted in bundle.members:
-                    grant = next((one for one in self.placement.gangs if one.gang == request.gang), None)
-                    return None if grant is None else grant.bundles[bundle.index]
-        return None
+        found = bindings(self.spec, self.placement).get(InstanceId(RoleName(role), rank))
+        return None if found is None else found[1]
 
     def apply(self, record: Record) -> None:
         """Take in one record of this job, in order. A record that was applied before changes nothing."""
         if record.seq <= self.seq:
             return
-        self.seq, self.last_number = record.seq, record.number
-        if self.ended is None:
-            self._scheduling(record.at, record.event)
-            self._instances(record.at, record.event)
-            self._recovery(record.at, record.event)
+        before, ended = self.ctx, self.ended is not None
+        self.ctx, self.last_number = fold(self.ctx, record), record.number
+        if ended:
+            return
+        if self.ctx.state is not before.state:
+            self.since = record.at
+        self._note(record.at, record.event)
+        self._follow_instances(record.at, before, record.event)
+        self._follow_attempts(record.at, record.event)
+        self._follow_recovery(record.at, before, record.event)
 
-    def _move(self, state: JobState, at: float) -> None:
-        if state is not self.state:
-            self.state, self.since = state, at
-
-    def _scheduling(self, at: float, event: e.Event) -> None:
+    def _note(self, at: float, event: e.Event) -> None:
         match event:
             case e.JobQueued():
-                self.spec = event.spec or self.spec
-                self.queued_at = at
-                self._move(JobState.QUEUED, at)
+                self.queued_at = self.queued_at or at
             case e.JobWaits():
                 self.waits, self.waits_at = event, at
-            case e.JobAdmitted():
-                self._admitted(at, event)
             case e.StopAsked():
                 self.stop = event
-                if self.state.holds_devices:
-                    self._move(JobState.STOPPING, at)
             case e.PreemptAsked():
                 self.preempt = event
-                self._move(JobState.PREEMPTING, at)
             case e.JobChanged():
                 self.changes.append((at, event))
-            case e.JobRequeued():
-                self._close_attempt(at, event.reason)
-                self.preempt = None
-                self._move(JobState.QUEUED, at)
-            case e.JobEnded():
-                self._close_attempt(at, event.reason)
-                self.ended, self.ended_at = event, at
-                self._move(event.state, at)
+            case e.MasterStarted():
+                self.master, self.master_at, self.waits = event, at, None
+            case e.Committed() if event.n == self.ctx.committed:
+                self.commit, self.commit_at = event, at
+            case e.FencedWrite():
+                self.fenced_writes += event.count
             case _:
                 pass
 
-    def _admitted(self, at: float, event: e.JobAdmitted) -> None:
-        attempt = Attempt(
-            attempt=event.attempt, epoch=event.epoch, admitted_at=at, placement=event.placement, why=dict(event.why)
-        )
-        self.attempts.append(attempt)
-        self.waits = None
-        self._move(JobState.ADMITTED, at)
-        for role in self.spec.roles:
-            for rank in range(role.replicas_min):
-                known = self.instances.setdefault((role.name, rank), Instance(role=role.name, rank=rank))
-                known.state, known.since, known.node, known.pid = InstanceState.PLANNED, at, "", 0
+    def _follow_instances(self, at: float, before: JobContext, event: e.Event) -> None:
+        if self.ctx.instances is before.instances:
+            return
+        for one in self.ctx.instances.values():
+            key = (one.id.role, one.id.rank)
+            known = self.instances.setdefault(key, Instance(id=one.id, now=one, since=at))
+            old, known.now = known.now, one
+            if one.state is not old.state:
+                known.since = at
+            if one.process is not None and one.process.pid:
+                process = one.process
+                known.node, known.pid, known.start_time = process.node, process.pid, process.start_time
+            if one.error is not None and one.error is not old.error:
+                known.error, known.error_at = _as_event(one.error, event), at
+                self.unclaimed.append((at, known.error))
+        for key in self.instances.keys() - {(one.role, one.rank) for one in self.ctx.instances}:
+            del self.instances[key]
+
+    def _follow_attempts(self, at: float, event: e.Event) -> None:
+        match event:
+            case e.JobAdmitted(attempt=attempt) if attempt == len(self.attempts) + 1:
+                self.attempts.append(
+                    Attempt(
+                        attempt=attempt,
+                        epoch=event.epoch,
+                        admitted_at=at,
+                        placement=event.placement,
+                        why=dict(event.why),
+                    )
+                )
+                self.waits = None
+            case e.JobRequeued(reason=reason):
+                self._close_attempt(at, reason)
+                self._restarted(at, event)
+                self.preempt = None
+            case e.JobEnded(reason=reason):
+                self._close_attempt(at, reason)
+                self.ended, self.ended_at = event, at
+            case _:
+                pass
+        if self.state is JobState.RUNNING and self.attempts and self.attempts[-1].running_at is None:
+            self.attempts[-1].running_at = at
 
     def _close_attempt(self, at: float, reason: Reason) -> None:
         if self.attempts and self.attempts[-1].ended_at is None:
             self.attempts[-1].ended_at, self.attempts[-1].reason = at, reason
 
-    def _instances(self, at: float, event: e.Event) -> None:
-        match event:
-            case e.GangReserved() if self.state is JobState.ADMITTED:
-                self._move(JobState.STARTING, at)
-            case e.InstanceStarted():
-                if instance := self._current(event.role, event.rank, event.epoch):
-                    instance.node, instance.pid, instance.start_time = event.node, event.pid, event.start_time
-                    instance.processes += 1
-                    self._turn(instance, InstanceState.STALE, at)
-                if self.state is JobState.ADMITTED:
-                    self._move(JobState.STARTING, at)
-            case e.InstanceReady():
-                if instance := self._current(event.role, event.rank, event.epoch):
-                    instance.restored = event.restored
-                    self._turn(instance, InstanceState.READY, at)
-                self._maybe_running(at)
-            case e.InstanceLost():
-                if instance := self._current(event.role, event.rank, event.epoch):
-                    instance.error, instance.error_at = event, at
-                    self._turn(instance, InstanceState.STALE if event.alive else InstanceState.LOST, at)
-                    self.unclaimed.append((at, event))
-            case e.InstanceEnded() | e.InstanceStopped():
-                if instance := self._current(event.role, event.rank, event.epoch):
-                    self._turn(instance, InstanceState.GONE, at)
-            case e.ProgressStalled():
-                if instance := self._current(event.role, event.rank, event.epoch):
-                    self._turn(instance, InstanceState.SUSPECT, at)
-            case _:
-                pass
-
-    def _current(self, role: str, rank: int, epoch: Epoch) -> Instance | None:
-        """The instance, unless ``epoch`` is an older one of it; a newer one is taken over."""
-        instance = self.instances.setdefault((role, rank), Instance(role=role, rank=rank))
-        if epoch < instance.epoch:
-            return None
-        instance.epoch = epoch
-        return instance
-
-    def _turn(self, instance: Instance, state: InstanceState, at: float) -> None:
-        instance.state, instance.since = state, at
-
-    def _maybe_running(self, at: float) -> None:
-        settled = (InstanceState.READY, InstanceState.GONE)
-        if self.state is JobState.STARTING and all(i.state in settled for i in self.instances.values()):
-            self.attempts[-1].running_at = at
-            self._move(JobState.RUNNING, at)
-
-    def _recovery(self, at: float, event: e.Event) -> None:
-        match event:
-            case e.MasterStarted():
-                self.master, self.master_at, self.waits = event, at, None
-            case e.Committed():
-                self.commit, self.commit_at = event, at
-            case e.CheckpointSaved():
-                self.checkpoint = event
-            case e.FencedWrite():
-                self.fenced_writes += event.count
-            case e.FailoverStarted():
-                self._failover_started(at, event)
-            case e.RolledBack() if self.failures:
-                self.failures[-1].lost_commits += max(0, event.from_commit - event.to_commit)
-            case e.FailoverEnded():
-                for failure in self.failures:
-                    if failure.ended_at is None and failure.started.failover <= event.failover:
-                        failure.ended_at = at
-                if self.state is JobState.RECOVERING:
-                    self._move(JobState.RUNNING, at)
-            case _:
-                pass
-
-    def _failover_started(self, at: float, event: e.FailoverStarted) -> None:
-        for failure in self.failures:
-            if failure.ended_at is None and failure.joined_by is None:
-                failure.joined_by = event.failover
-        seen_at = self.unclaimed[0][0] if self.unclaimed else at
-        self.failures.append(
+    def _restarted(self, at: float, event: e.JobRequeued) -> None:
+        """The attempt ended by failures and the job waits for its next one: a recovery at the level of the job."""
+        if not self.unclaimed:
+            return
+        self._open(
             Failure(
-                started=event,
-                attempt=self.attempts[-1].attempt if self.attempts else 0,
-                seen_at=seen_at,
+                number=None,
+                attempt=event.attempt,
+                level=Level.JOB,
+                cause=self.unclaimed[0][1],
+                seen_at=self.unclaimed[0][0],
                 decided_at=at,
                 losses=tuple(self.unclaimed),
+                scope=tuple((role, rank, one.now.epoch) for (role, rank), one in self.instances.items()),
+                restore=self.ctx.committed,
             )
         )
+
+    def _follow_recovery(self, at: float, before: JobContext, event: e.Event) -> None:
+        match event:
+            case e.FailoverStarted() if self.ctx.open_failover == event.failover != before.open_failover:
+                self._open(_failure(at, event, self.unclaimed, attempt=self.ctx.attempt))
+            case e.RolledBack(from_commit=old, to_commit=new) if self.failures:
+                self.failures[-1].lost_commits += max(0, old - new)
+            case _:
+                pass
+        if self.state is JobState.RUNNING and before.state is not JobState.RUNNING:
+            for failure in self.failures:
+                failure.ended_at = failure.ended_at or at
+
+    def _open(self, failure: Failure) -> None:
+        for earlier in self.failures:
+            if earlier.ended_at is None and earlier.joined_by is None:
+                earlier.joined_by = len(self.failures) + 1
+        self.failures.append(failure)
         self.unclaimed.clear()
-        if event.level is not Level.JOB and self.state in (JobState.RUNNING, JobState.STARTING):
-            self._move(JobState.RECOVERING, at)
-        for role, rank, epoch in event.scope:
-            instance = self.instances.setdefault((role, rank), Instance(role=role, rank=rank))
-            alive = instance.state not in (InstanceState.LOST, InstanceState.GONE)
-            instance.epoch = epoch
-            self._turn(instance, InstanceState.STALE if alive else InstanceState.STARTING, at)
+
+
+def _failure(
+    at: float, event: e.FailoverStarted, losses: list[tuple[float, e.InstanceLost]], *, attempt: int
+) -> Failure:
+    cause = e.InstanceLost(
+        role=event.role,
+        rank=event.rank,
+        epoch=losses[0][1].epoch if losses else Epoch(0),
+        reason=event.reason,
+        text=event.text,
+        traceback=event.traceback,
+    )
+    return Failure(
+        number=event.failover,
+        attempt=attempt,
+        level=event.level,
+        cause=cause,
+        seen_at=losses[0][0] if losses else at,
+        decided_at=at,
+        losses=tuple(losses),
+        scope=event.scope,
+        restore=event.restore,
+        moved_from=event.moved_from,
+        move_reason=event.move_reason,
+    )
+
+
+def _as_event(loss: Loss, event: e.Event) -> e.InstanceLost:
+    """The loss with everything that was reported of it (exit code, signal), when a report was what told of it."""
+    if isinstance(event, e.InstanceLost) and (event.role, event.rank) == (loss.instance.role, loss.instance.rank):
+        return event
+    return e.InstanceLost(
+        role=loss.instance.role,
+        rank=loss.instance.rank,
+        epoch=loss.epoch,
+        reason=loss.reason,
+        text=loss.text,
+        traceback=loss.traceback,
+    )
 
 
 def begin_story(record: Record) -> JobStory:
@@ -301,8 +321,7 @@ def begin_story(record: Record) -> JobStory:
         id=record.job,
         submitted=event,
         submitted_at=record.at,
-        spec=event.spec,
-        seq=record.seq,
+        ctx=fold(initial(record.job), record),
         last_number=record.number,
         since=record.at,
     )

@@ -38,6 +38,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "events": ("Why", "rota.service.verbs.logs:events", "The facts of a job in order."),
     "nodes": ("Cluster", "rota.service.verbs.cluster:nodes", "List nodes, or take one out of use and back."),
     "queues": ("Cluster", "rota.service.verbs.cluster:queues", "Show the tree of queues, or replace it."),
+    "plan": ("Tools", "rota.service.verbs.plan:plan", "Search, validate, show and explain parallel plans."),
 }
 """Verb to (group, where it is, one line of help)."""
 
@@ -79,18 +80,22 @@ def make_app(chosen: str = "") -> App:
     )
     groups = {name: Group(name, sort_key=index) for index, name in enumerate(GROUPS)}
     for index, (verb, (group, target, words)) in enumerate(VERBS.items()):
-        if verb == chosen:
-            function = verb_function(verb)
+        function = verb_function(verb) if verb == chosen else None
+        if isinstance(function, App):
+            function.group, function.sort_key = (groups[group],), index
+            app.command(function, name=verb)
+        elif function is not None:
             about, _, examples = (inspect.getdoc(function) or "").partition("Examples\n--------\n")
-            epilogue = "Examples:\n\n" + examples
-            app.command(function, name=verb, group=groups[group], sort_key=index, help=about, help_epilogue=epilogue)
+            about = "\n\n".join(" ".join(part.split()) for part in about.split("\n\n"))
+            more = {"help": about, "help_epilogue": f"Examples:\n\n{examples}"}
+            app.command(function, name=verb, group=groups[group], sort_key=index, **more)
         else:
             app.command(target, name=verb, group=groups[group], sort_key=index, help=words)
     return app
 
 
-def verb_function(verb: str) -> Callable[..., int]:
-    """The function behind a verb, imported now."""
+def verb_function(verb: str) -> Callable[..., int] | App:
+    """The function behind a verb, or the app of a family of verbs, imported now."""
     module, _, name = VERBS[verb][1].partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -12,6 +12,9 @@ from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Found, Scored, binds, predicted, score, search
 from rota.train.plan.space import Question
 
+WORTH_TELLING = 0.01
+"""A part of a step is named when it makes up at least this share of the difference."""
+
 
 def parse_degrees(text: str) -> dict[str, int]:
     """``tp=8,pp=1`` as pins. Raises BadInput for another form."""
@@ -149,7 +152,9 @@ def because(other: Scored, best: Scored) -> list[str]:
     """The parts of a step that cost more, largest first, and the difference in all."""
     difference_s = other.step.total_s - best.step.total_s
     grown = {name: seconds - best.step.breakdown_s[name] for name, seconds in other.step.breakdown_s.items()}
-    worse = sorted((name for name in grown if grown[name] > 1e-12), key=lambda name: -grown[name])
+    worse = sorted(
+        (name for name in grown if grown[name] > WORTH_TELLING * difference_s), key=lambda name: -grown[name]
+    )
     sentences = [
         f"{name} takes {other.step.breakdown_s[name]:.3g} s instead of {best.step.breakdown_s[name]:.3g} s"
         for name in worse[:3]

@@ -1,0 +1,147 @@
+"""What the plan verbs do, without a service: read files, ask the planner, give documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rota.runtime.clock import SystemClock
+from rota.spec import codec
+from rota.spec.errors import BadInput
+from rota.train.plan.exchange import model_from_json
+from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
+from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
+from rota.train.plan.memory import GIB
+from rota.train.plan.model import ParallelPlan
+from rota.train.plan.search import Found, Scored, found_to_json, score, search
+from rota.train.plan.space import Question
+from rota.train.plan.validate import validate
+
+GPUS_TRIED_MAX = 65_536
+
+
+def read_json(path: Path, what: str) -> Any:
+    """The content of a JSON file. Raises BadInput with path, line and column."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}", hint=f"give the path of a {what} file") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: byte {error.start} is no UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise BadInput(f"{path}:{error.lineno}:{error.colno}: {error.msg}") from error
+
+
+def find_hardware(name_or_path: str) -> Hardware:
+    """A shipped description by name, or one from a file. Raises BadInput naming the known ones."""
+    if name_or_path in SHIPPED:
+        return SHIPPED[name_or_path]
+    path = Path(name_or_path)
+    if not path.exists():
+        raise BadInput(f"hardware: {name_or_path!r} is no file and not shipped", hint=f"shipped: {', '.join(SHIPPED)}")
+    return hardware_from_json(read_json(path, "hardware"))
+
+
+def search_document(
+    *,
+    model: Path,
+    hardware: str,
+    gpus: int,
+    memory_gib: float,
+    batch: int,
+    pins: str,
+    top: int,
+    limit_s: float,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The ``PlanSearch`` document and warnings. ``plan`` is None when nothing fits."""
+    shape, warnings = model_from_json(read_json(model, "model"))
+    question = Question(
+        model=shape,
+        hardware=find_hardware(hardware),
+        gpus=gpus,
+        memory_gib=memory_gib,
+        batch=batch,
+        pins=parse_degrees(pins) if pins else {},
+    )
+    if top < 1:
+        raise BadInput(f"--top: {top} is below 1")
+    clock = SystemClock()
+    began_s = clock.monotonic_s()
+    found = search(question, top=top, stop=lambda: limit_s > 0 and clock.monotonic_s() - began_s > limit_s)
+    document = codec.to_json_value(found_to_json(found, question))
+    if not found.best:
+        document |= _closest(question)
+    asked = {"model": codec.to_json_value(shape), "hardware": codec.to_json_value(question.hardware)}
+    asked |= {"gpus": gpus, "memory_gib": memory_gib, "batch": batch}
+    return {**document, "question": asked, "elapsed_s": round(clock.monotonic_s() - began_s, 3)}, warnings
+
+
+def _closest(question: Question) -> dict[str, Any]:
+    """What would help: the plan that needs least memory, and the fewest devices on which something fits."""
+    enough = search(replace(question, memory_gib=1e9), top=1).best
+    closest = None
+    if enough:
+        least = least_memory(question)
+        closest = {"plan": codec.to_json_value(least.plan), "needs_gib": least.memory_bytes / GIB}
+    gpus = question.gpus * 2
+    while gpus <= GPUS_TRIED_MAX:
+        if search(replace(question, gpus=gpus, batch=max(question.batch, gpus)), top=1).best:
+            return {
+                "closest": closest,
+                "smallest_gpus": gpus,
+                "helps": [f"{gpus} devices", "a device with more memory"],
+            }
+        gpus *= 2
+    return {"closest": closest, "smallest_gpus": None, "helps": ["a device with more memory"]}
+
+
+def validate_document(tables: Path, table: str) -> dict[str, Any]:
+    """The ``PlanValidation`` document of one table of a file."""
+    raw = read_json(tables, "table")
+    rows = raw.get("tables") if isinstance(raw, Mapping) else raw
+    if not isinstance(rows, list):
+        raise BadInput(f"{tables}: expected a list of tables, or an object with the key 'tables'")
+    return validate(rows, table)
+
+
+def load_plan(path: Path) -> tuple[ParallelPlan, Mapping[str, Any]]:
+    """A plan from a plan file or a search result, and the whole content."""
+    raw = read_json(path, "plan")
+    inner = raw.get("plan", raw) if isinstance(raw, Mapping) else raw
+    if inner is None:
+        raise BadInput(f"{path}: the search found no plan")
+    return ParallelPlan.from_json(json.dumps(inner)), raw if isinstance(raw, Mapping) else {}
+
+
+def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: str) -> dict[str, Any]:
+    """The ``PlanExplanation`` document; ``degrees`` (``tp=8,pp=1``) adds ``why_not``."""
+    plan, raw = load_plan(path)
+    question = _question(plan, raw.get("question"), model, hardware)
+    found: Found | None = search(question) if raw.get("question") else None
+    document = explain(plan, question, found=found)
+    if degrees:
+        best: Scored = score(plan, question)
+        document["why_not"] = why_not(parse_degrees(degrees), best, question)
+    return codec.to_json_value(document)
+
+
+def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str) -> Question:
+    if model is None and not isinstance(asked, Mapping):
+        raise BadInput("--model: a bare plan does not say which model it is for", hint="give --model and --hardware")
+    source = read_json(model, "model") if model else asked["model"]
+    shape, _ = model_from_json(source)
+    described = find_hardware(hardware) if hardware else None
+    if described is None:
+        described = hardware_from_json(asked["hardware"]) if isinstance(asked, Mapping) else find_hardware("")
+    known: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {}
+    return Question(
+        model=shape,
+        hardware=described,
+        gpus=known.get("gpus", plan.mesh.world),
+        memory_gib=known.get("memory_gib", described.device.memory_gib),
+        batch=known.get("batch", plan.global_batch),
+        dtype=plan.dtype,
+    )

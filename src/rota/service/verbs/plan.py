@@ -1,0 +1,188 @@
+"""rota plan: search, validate, show and explain parallel plans; needs no service, no torch and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+
+NOTHING_FITS = 4
+BAR_WIDTH = 30
+
+plan = App(name="plan", help="Search, validate, show and explain parallel plans.")
+
+
+@plan.command
+def search(
+    *,
+    model: Annotated[Path, Parameter(help="Model file: native, Hugging Face config.json or Calculon.")],
+    hardware: Annotated[str, Parameter(help="Shipped name or hardware file.")] = "a100-80g-dgx",
+    gpus: Annotated[int, Parameter(help="Devices.")],
+    memory: Annotated[float, Parameter(help="GiB of one device.")],
+    batch: Annotated[int, Parameter(help="Sequences of one step.")],
+    pin: Annotated[str, Parameter(help="Degrees to keep, for example tp=8,zero=1.")] = "",
+    top: Annotated[int, Parameter(help="How many of the best plans.")] = 5,
+    limit_s: Annotated[float, Parameter(help="Stop after so many seconds; 0: when proven.")] = 0.0,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Find the best plan of a model on given devices, with a proof. Exit status 4 when nothing fits.
+
+    Examples
+    --------
+    rota plan search --model llama-7b.json --gpus 8 --memory 36 --batch 16
+    """
+    from rota.service.plans import search_document
+
+    terminal = flags.terminal()
+    document, warnings = search_document(
+        model=model,
+        hardware=hardware,
+        gpus=gpus,
+        memory_gib=memory,
+        batch=batch,
+        pins=pin,
+        top=top,
+        limit_s=limit_s,
+    )
+    for warning in warnings:
+        terminal.note(f"warning: {warning}")
+    terminal.show(document, lambda term: _found(term, document, memory))
+    return 0 if document["plan"] is not None else NOTHING_FITS
+
+
+def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
+    proof = doc["certificate"]
+    if doc["plan"] is None:
+        term.line(f"no plan fits in {memory_gib} GiB a device")
+        if doc.get("closest"):
+            term.line(f"the closest needs {doc['closest']['needs_gib']:.3g} GiB")
+        term.line(f"what would help: {', '.join(doc['helps'])}")
+        return
+    predicted = doc["predicted"]
+    rows = [(_axes(doc["plan"]), f"{predicted['iteration_s']:.4g}", "")]
+    rows += [(_axes(one["plan"]), f"{one['iteration_s']:.4g}", one["why"]) for one in doc["runner_ups"]]
+    term.table(["plan", "step s", "why slower"], rows)
+    used = predicted["memory_gib"]
+    filled = min(BAR_WIDTH, round(BAR_WIDTH * used / memory_gib))
+    term.line(f"memory  [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {used:.3g} of {memory_gib:.3g} GiB")
+    term.line(
+        f"{predicted['samples_per_s']:.4g} sequences/s, {predicted['mfu_pct']:.3g} % of peak; binds: {doc['binds']}"
+    )
+    state = "complete" if proof["complete"] else "stopped by its limit"
+    term.line(
+        f"proof: bound {proof['lower_bound_s']:.4g} s, gap {proof['gap_pct']:.3g} %, {proof['scored']} of "
+        f"{proof['enumerated']} settings scored, {state}, {doc['elapsed_s']} s"
+    )
+
+
+def _axes(plan_json: Mapping[str, Any]) -> str:
+    mesh = plan_json["mesh"]
+    dp = mesh["dp_replicate"] * mesh["dp_shard"]
+    layer = plan_json["layers"][0]
+    sizes = " ".join(f"{name}{size}" for name, size in (("pp", mesh["pp"]), ("dp", dp), ("tp", mesh["tp"])))
+    recompute = "+".join(sorted({one["recompute"] for one in plan_json["layers"]}))
+    return f"{sizes} zero{layer['zero']} {plan_json['schedule']} mb{plan_json['micro_batch']} recompute {recompute}"
+
+
+@plan.command(name="validate")
+def validate_(
+    tables: Annotated[Path, Parameter(help="JSON file with published tables.")],
+    *,
+    table: Annotated[str, Parameter(help="Which table.")],
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Hold the cost model against a published table.
+
+    Examples
+    --------
+    rota plan validate tables.json --table megatron_seqpar_table5
+    """
+    from rota.service.plans import validate_document
+
+    document = validate_document(tables, table)
+    flags.terminal().show(document, lambda term: _validation(term, document))
+    return 0
+
+
+def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.table(
+        ["row", "quantity", "published", "predicted", "error %"],
+        [
+            (row["row"], row["quantity"], row["published"], f"{row['predicted']:.5g}", f"{row['error_pct']:+.2f}")
+            for row in doc["rows"]
+        ],
+    )
+    if doc["mean_pct"] is not None:
+        term.line(f"mean {doc['mean_pct']:.2f} %, max {doc['max_pct']:.2f} %")
+
+
+@plan.command
+def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Print a plan: mesh, stages, runs of layers. With --json the canonical plan.
+
+    Examples
+    --------
+    rota plan show plan.json
+    """
+    import json
+
+    from rota.service.plans import load_plan
+
+    loaded, _ = load_plan(file)
+    terminal = flags.terminal()
+    if terminal.json:
+        terminal.line(loaded.to_json())
+        return 0
+    raw = json.loads(loaded.to_json())
+    terminal.line(f"plan {loaded.id}: {_axes(raw)}")
+    for stage in raw["stages"]:
+        ends = " ".join(name for name in ("embed", "head") if stage[name])
+        terminal.line(
+            f"  stage layers {stage['layers'][0]}..{stage['layers'][1]} chunk {stage['chunk']} {ends}".rstrip()
+        )
+    for layer in raw["layers"]:
+        terminal.line(
+            f"  {layer['count']} layers: tp {layer['tp']}, sp {layer['sp']}, zero {layer['zero']}, "
+            f"recompute {layer['recompute']}, offload {layer['offload']}"
+        )
+    return 0
+
+
+@plan.command(name="explain")
+def explain_(
+    file: Annotated[Path, Parameter(help="Result of plan search, or a plan.")],
+    *,
+    model: Annotated[Path | None, Parameter(help="Model file, for a bare plan.")] = None,
+    hardware: Annotated[str, Parameter(help="Shipped name or hardware file, for a bare plan.")] = "",
+    why_not: Annotated[str, Parameter(help="Degrees to compare with, for example tp=8,pp=1.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Say what binds, where time and memory go, and why not another choice.
+
+    Examples
+    --------
+    rota plan explain found.json --why-not tp=8,pp=1
+    """
+    from rota.service.plans import explain_document
+
+    document = explain_document(file, model=model, hardware=hardware, degrees=why_not)
+    flags.terminal().show(document, lambda term: _explained(term, document))
+    return 0
+
+
+def _explained(term: Terminal, doc: Mapping[str, Any]) -> None:
+    for sentence in doc["summary"]:
+        term.line(sentence)
+    term.line(f"binds: {doc['binds']}")
+    total_s = sum(doc["breakdown_s"].values())
+    rows = [(name, f"{s:.4g}", f"{100 * s / total_s:.1f}") for name, s in doc["breakdown_s"].items()]
+    term.table(["part", "s", "%"], rows)
+    term.table(["memory", "GiB"], [(name, f"{gib:.4g}") for name, gib in doc["memory_gib_by_class"].items()])
+    if "why_not" in doc:
+        answer = doc["why_not"]
+        term.line(f"why not: {answer['verdict'].replace('_', ' ')}: {'; '.join(answer['because'])}")

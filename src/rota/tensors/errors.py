@@ -1,0 +1,150 @@
+"""What the tensor plane raises; each message carries the names and numbers that say what to do.
+
+::
+
+    TensorError
+    +-- NotFound              no such name (the hint has the nearest names)
+    |   +-- VersionGone       that version or step was reclaimed
+    +-- WaitTimeout           nothing new enough came in ``wait_s``
+    +-- PublishRefused
+    |   +-- LostRace          a newer version of the same epoch and step won
+    |   +-- StaleStep         a lower step in the same epoch
+    |   +-- StaleEpoch        an older epoch, or a fenced label (also a spec.errors.Fenced)
+    |   +-- Aborted           the pending version was swept or given up
+    |   +-- PublishBlocked    another process stands inside the lock of the name
+    +-- OutOfMemory           neither free, nor trimmed, nor evicted bytes suffice
+    |   +-- QuotaExceeded     the namespace's ``bytes_max``
+    +-- BackPressure          readers are too far behind
+    +-- UnsupportedTensor     sparse, quantised, unknown dtype or layout
+    +-- Corrupt               a header or a record contradicts itself
+    |   +-- TornRead          payload CRC differs at the first read
+    |   +-- WrittenByReader   payload CRC differs at release
+    +-- EpochChanged          the registry was rebuilt (caught and retried inside)
+    +-- ForkedClient          a forked child used its parent's plane
+    +-- ClosedPlane           the plane was closed
+    +-- ProtocolBreach        a rule of a backend was broken
+"""
+
+from __future__ import annotations
+
+from rota.spec.errors import Fenced, TensorError
+
+
+class NotFound(TensorError):
+    """No such name; ``hint`` has the nearest names."""
+
+    code, http, exit = "TENSOR_NOT_FOUND", 404, 2
+
+
+class VersionGone(NotFound):
+    """The name exists, but that version or step of it was reclaimed; fields: name, wanted, kept."""
+
+    code = "TENSOR_VERSION_GONE"
+
+
+class WaitTimeout(TensorError):
+    """Nothing new enough came in ``wait_s``; fields: name, step (the newest there is), owner."""
+
+    code, http, exit = "TENSOR_WAIT_TIMEOUT", 504, 5
+
+
+class PublishRefused(TensorError):
+    """A publish did not become visible; nothing of it remains."""
+
+    code, http = "TENSOR_PUBLISH_REFUSED", 409
+
+
+class LostRace(PublishRefused):
+    """A newer version with the same epoch and step became current first."""
+
+    code = "TENSOR_LOST_RACE"
+
+
+class StaleStep(PublishRefused):
+    """The step is lower than the current one of the same epoch; fields: name, step, current."""
+
+    code = "TENSOR_STALE_STEP"
+
+
+class StaleEpoch(PublishRefused, Fenced):
+    """The writer's epoch is older than the current version's or its label's fence; fields: name, epoch, current."""
+
+    code = "TENSOR_FENCED"
+
+
+class Aborted(PublishRefused):
+    """The pending version was swept or given up before its commit."""
+
+    code = "TENSOR_ABORTED"
+
+
+class PublishBlocked(PublishRefused):
+    """Another process has stood inside the lock of this name for too long; fields: name, pid."""
+
+    code, http = "TENSOR_PUBLISH_BLOCKED", 503
+
+
+class OutOfMemory(TensorError):
+    """The shared memory is full and nothing can be freed; fields: bytes, holders."""
+
+    code, http = "TENSOR_OUT_OF_MEMORY", 507
+
+
+class QuotaExceeded(OutOfMemory):
+    """The namespace's ``bytes_max`` would be exceeded; fields: bytes, used, bytes_max."""
+
+    code = "TENSOR_QUOTA_EXCEEDED"
+
+
+class BackPressure(TensorError):
+    """Readers or consumers are too far behind; fields say who."""
+
+    code, http = "TENSOR_BACK_PRESSURE", 429
+
+
+class UnsupportedTensor(TensorError):
+    """A layout or dtype the plane cannot share; fields: dtype, layout."""
+
+    code, http, exit = "TENSOR_UNSUPPORTED", 422, 2
+
+
+class Corrupt(TensorError):
+    """A segment header contradicts itself or its registry record; fields: file, field."""
+
+    code = "TENSOR_CORRUPT"
+
+
+class TornRead(Corrupt):
+    """The payload's CRC differs from the one written; fields: name, version."""
+
+    code = "TENSOR_TORN_READ"
+
+
+class WrittenByReader(Corrupt):
+    """The payload changed while it was leased; fields: name, client."""
+
+    code = "TENSOR_WRITTEN_BY_READER"
+
+
+class EpochChanged(TensorError):
+    """The registry was rebuilt since this client joined; the plane joins again and retries by itself."""
+
+    code = "TENSOR_EPOCH_CHANGED"
+
+
+class ForkedClient(TensorError):
+    """A forked child may not use its parent's plane; call ``rota.tensors.connect()`` in the child."""
+
+    code = "TENSOR_FORKED_CLIENT"
+
+
+class ClosedPlane(TensorError):
+    """The plane was closed; call ``rota.tensors.connect()`` again."""
+
+    code = "TENSOR_CLOSED_PLANE"
+
+
+class ProtocolBreach(TensorError):
+    """A rule that keeps memory safe was broken; fields: rule."""
+
+    code = "TENSOR_PROTOCOL_BREACH"

@@ -1,0 +1,75 @@
+"""Values a caller gets: Version, Snapshot, TensorRef, Pin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """One published value of a name. ``ready`` is False for a part of a group step that is not complete yet."""
+
+    name: str
+    id: int
+    epoch: int
+    step: int
+    bytes: int
+    ready: bool = True
+    received: int = 1
+
+
+class Snapshot(dict[str, Any]):
+    """Name -> tensor, all of one moment.
+
+    For a group: ``step``, ``epoch``, ``id`` of that step, and ``meta``, the JSON value its publisher gave (for a step
+    of several parts the list of their values, by part). ``versions`` is name -> version id.
+    """
+
+    __slots__ = ("epoch", "id", "meta", "step", "versions")
+
+    def __init__(
+        self, tensors: Mapping[str, Any], *, id: int, step: int, epoch: int, meta: Any, versions: Mapping[str, int]
+    ) -> None:
+        super().__init__(tensors)
+        self.id, self.step, self.epoch, self.meta, self.versions = id, step, epoch, meta, dict(versions)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One version of a name, by value: picklable, small, valid while somebody leases it (the sender, or a pin)."""
+
+    namespace: str
+    name: str
+    version: int
+
+    def get(self) -> Any:
+        """The tensor of exactly this version, from the plane of this process. Raises VersionGone when it is gone."""
+        from rota.tensors import connect  # noqa: PLC0415  # the plane stands above; a ref finds it where it arrives
+
+        return connect(namespace=self.namespace).get(self.name, version=self.version)
+
+
+class Pin:
+    """A lease that no process holds: the version stays until ``close()`` or until its label's job ends.
+
+    Not to be mixed up with pinned (page-locked) host memory.
+    """
+
+    def __init__(self, holder: str, name: str, version: int, close: Callable[[str], None]) -> None:
+        self.holder, self.name, self.version = holder, name, version
+        self._close = close
+
+    def close(self) -> None:
+        """End the pin; harmless when it ended before."""
+        self._close(self.holder)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

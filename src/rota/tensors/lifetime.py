@@ -1,0 +1,169 @@
+"""Views whose lease ends with the last of them.
+
+A leased version has one holder a block: a ctypes array over the mapping, or a read-only mmap of its own in sealed mode.
+Every numpy array and torch tensor of that block keeps the holder alive. When the last holder dies, its weak reference
+appends the lease to a deque, nothing more: a finalizer may run in the middle of anything, so it takes no lock and calls
+nobody. ``drain`` hands the ended leases to the thread that tells the registry.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.registry import Block
+from rota.tensors.segments import Header, Segments
+
+_PAGE: Final = mmap.ALLOCATIONGRANULARITY
+
+
+class Mirror(Protocol):
+    """Where a client notes its leases for the time the registry is lost."""
+
+    def add(self, version: int) -> int:
+        """Note a version; its place."""
+        ...
+
+    def clear(self, place: int) -> None:
+        """Strike a place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One block in this process: the object to build views on, and where the block begins in it."""
+
+    holder: Any
+    base: int
+
+
+class _Lease:
+    """One version this process leases: its newest sequence number and how many holders must still end."""
+
+    __slots__ = ("alive", "bases", "mirror", "open", "refs", "seq", "version")
+
+    def __init__(self, version: int, seq: int, mirror: int) -> None:
+        self.version, self.seq, self.mirror = version, seq, mirror
+        self.alive = 0
+        self.refs: dict[int, weakref.ref[Any]] = {}
+        self.bases: dict[int, int] = {}
+        self.open: list[tuple[weakref.ref[Any], int]] = []
+
+
+class Leases:
+    """The leases of one process in one namespace; thread-safe."""
+
+    def __init__(self, segments: Segments, mirror: Mirror) -> None:
+        self._segments = segments
+        self._mirror = mirror
+        self._lock = threading.Lock()
+        self._table: dict[int, _Lease] = {}
+        self._ended: deque[tuple[_Lease, weakref.ref[Any]]] = deque()
+        self._seq = 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def ended(self) -> int:
+        """Holders that ended and were not drained yet."""
+        return len(self._ended)
+
+    def next_seq(self) -> int:
+        """A sequence number above all before it."""
+        with self._lock:
+            self._seq += 1
+            return self._seq
+
+    def hold(self, version: int, seq: int, blocks: Sequence[Block], *, sealed: bool) -> list[Held]:
+        """Holders of a version the registry just leased to ``seq``; an open one that still lives is used again."""
+        with self._lock:
+            lease = self._table.get(version)
+            if lease is None:
+                lease = self._table[version] = _Lease(version, seq, self._mirror.add(version))
+            lease.seq = max(lease.seq, seq)
+            if not sealed and lease.open:
+                held = [Held(ref(), base) for ref, base in lease.open]
+                if all(each.holder is not None for each in held):
+                    return held
+            try:
+                held = [self._map(block, sealed) for block in blocks]
+            except BaseException:
+                if lease.alive == 0:
+                    self._mirror.clear(self._table.pop(version).mirror)
+                raise
+            refs = [self._watch(lease, each) for each in held]
+            if not sealed:
+                lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]
+            return held
+
+    def drain(self) -> list[tuple[int, int, int]]:
+        """Leases that ended since the last call, as (version, seq, mirror place); the caller tells the registry first
+        and clears the places then."""
+        out: list[tuple[int, int, int]] = []
+        with self._lock:
+            while self._ended:
+                lease, ref = self._ended.popleft()
+                lease.refs.pop(id(ref), None)
+                lease.bases.pop(id(ref), None)
+                lease.alive -= 1
+                if lease.alive == 0:
+                    del self._table[lease.version]
+                    out.append((lease.version, lease.seq, lease.mirror))
+        return out
+
+    def has(self, version: int) -> bool:
+        """True while this process leases the version."""
+        return version in self._table
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """Name and version of the block that an address of this process lies in."""
+        with self._lock:
+            for lease in self._table.values():
+                for ref in lease.refs.values():
+                    holder = ref()
+                    if holder is None:
+                        continue
+                    raw = np.frombuffer(holder, np.uint8)
+                    start = raw.__array_interface__["data"][0]
+                    if start <= address < start + raw.nbytes:
+                        base = lease.bases.get(id(ref), 0)
+                        header = Header.unpack(raw[base : base + HEADER_BYTES].tobytes(), "a leased block")
+                        return header.name, lease.version
+        return None
+
+    def live(self) -> list[tuple[int, int]]:
+        """(version, seq) of every lease this process still has."""
+        with self._lock:
+            return [(lease.version, lease.seq) for lease in self._table.values()]
+
+    def _map(self, block: Block, sealed: bool) -> Held:
+        mapping = self._segments.open(block.seg)
+        if not sealed:
+            array = (ctypes.c_ubyte * block.bytes).from_buffer(mapping.map, block.offset)
+            return Held(array, 0)
+        start = block.offset // _PAGE * _PAGE
+        base = block.offset - start
+        fd = os.open(self._segments.path(block.seg), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return Held(mmap.mmap(fd, base + block.bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=start), base)
+        finally:
+            os.close(fd)
+
+    def _watch(self, lease: _Lease, held: Held) -> weakref.ref[Any]:
+        ended = self._ended
+        ref = weakref.ref(held.holder, lambda ref: ended.append((lease, ref)))
+        lease.bases[id(ref)] = held.base
+        lease.refs[id(ref)] = ref
+        lease.alive += 1
+        return ref

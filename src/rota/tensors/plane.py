@@ -1,0 +1,415 @@
+"""connect() and Plane: the public calls of the tensor plane."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rota.runtime import environ, redis_server
+from rota.runtime.chance import Chance, SystemChance
+from rota.runtime.clock import Clock, SystemClock
+from rota.spec.errors import BadInput
+from rota.tensors import errors, reports
+from rota.tensors.arrays import address_of, dtype_name, source_of, view_of
+from rota.tensors.core import names
+from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
+from rota.tensors.liveness import PIN_MARK, sweep_client
+from rota.tensors.reader import selector_of
+from rota.tensors.registry import Refused, Row
+from rota.tensors.session import Session, remove_root, shm_root
+from rota.tensors.writer import Life, Order, lay_out
+
+DEFAULT_NAMESPACE: Final = "default"
+NAMESPACE: Final = "ROTA_TENSORS_NAMESPACE"
+SEALED: Final = "ROTA_TENSORS_SEALED"
+
+_planes: dict[tuple[int, str, str], Plane] = {}
+_planes_lock = threading.Lock()
+
+
+def connect(
+    url: str | None = None,
+    *,
+    namespace: str | None = None,
+    bytes_max: int | None = None,
+    label: str | None = None,
+    epoch: int | None = None,
+    sealed: bool | None = None,
+    home: str | Path | None = None,
+    keep: bool = False,
+) -> Plane:
+    """The plane of this process in a namespace; started or joined at the first call, the same one afterwards.
+
+    ``url`` (or ``ROTA_REDIS_URL``) names a registry server; without one the server of ``home`` (``ROTA_HOME``) is
+    joined or started, and ends with its last client unless ``keep``. ``label`` says who publishes (default: the job
+    and instance of the environment) and ``epoch`` its epoch; both may be set on the plane later. ``sealed`` maps every
+    read read-only. ``bytes_max`` limits the bytes of the namespace. Raises RegistryUnavailable, BadInput.
+    """
+    space = names.check_namespace(namespace or environ.get(NAMESPACE) or DEFAULT_NAMESPACE)
+    where = environ.Home.of(home) if home is not None else environ.Home.find()
+    given = url or environ.get(environ.REDIS_URL)
+    key = (os.getpid(), given or str(where.root), space)
+    with _planes_lock:
+        plane = _planes.get(key)
+        if plane is None or plane.closed:
+            plane = _planes[key] = Plane.join(where, given, space, sealed=sealed, keep=keep)
+    if bytes_max is not None:
+        plane.limit(bytes_max)
+    if label is not None:
+        plane.label = names.check_label(label)
+    if epoch is not None:
+        plane.epoch = epoch
+    return plane
+
+
+def down(home: str | Path | None = None) -> bool:
+    """End the registry server of a home and give all its shared memory back; True when there was one."""
+    where = environ.Home.of(home) if home is not None else environ.Home.find()
+    with redis_server.registry_lock(where):
+        roots = {shm_root(redis_server.Address(path=str(redis_server.socket_path(where))).url)}
+        running = redis_server.find_running(where)
+        if running is not None:
+            roots.add(shm_root(running.address.url))
+        ended = redis_server.end_running(where)
+        for root in roots:
+            remove_root(root)
+    return ended
+
+
+def own_label() -> str:
+    """Who this process publishes as: ``job/role/rank`` inside an instance, else nothing."""
+    return "/".join(word for word in (environ.get(environ.JOB), environ.get(environ.INSTANCE)) if word)
+
+
+class Plane:
+    """Named tensors of one namespace. Thread-safe; a forked child must call ``connect()`` itself."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._space = session.space
+        self._reader, self._writer = session.reader, session.writer
+        self._cache, self._words = session.reader.cache, session.reader.words
+        self.label = own_label()
+        self.epoch = int(environ.get(environ.EPOCH) or 0)
+
+    @classmethod
+    def join(cls, home: environ.Home, url: str, namespace: str, *, sealed: bool | None, keep: bool) -> Plane:
+        """Join (or start) the registry and become one of its clients."""
+        clock: Clock = SystemClock()
+        chance: Chance = SystemChance()
+        always = environ.get(SEALED) == "1" if sealed is None else sealed
+        with redis_server.registry_lock(home):
+            server = redis_server.find_or_start(home, url=url, keep=keep)
+            session = Session(home, server, namespace, clock=clock, chance=chance, sealed=always)
+        session.start()
+        return cls(session)
+
+    def put(
+        self,
+        name: str,
+        tensor: Any,
+        *,
+        step: int | None = None,
+        orphan: str = "keep",
+        retain: int = 1,
+        mutable: bool = False,
+        evictable: bool = False,
+        label: str | None = None,
+        epoch: int | None = None,
+    ) -> Version:
+        """Publish a tensor or array under a name; readers see it whole from then on. One copy, into shared memory.
+
+        ``step`` orders publishes of one epoch (default: one after the last). ``retain`` newest versions stay readable
+        by ``get(version=)``. ``orphan="drop"``: the name goes when this process dies. ``mutable``: one memory, written
+        in place. ``evictable``: may be dropped when memory is short. Raises UnsupportedTensor, StaleEpoch, StaleStep,
+        LostRace, OutOfMemory, QuotaExceeded.
+        """
+        names.check_name(name)
+        order = self._order(step, label, epoch)
+        life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
+        return self._writer.publish(name, "t", {name: source_of(tensor)}, order, life, None)
+
+    @contextlib.contextmanager
+    def create(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: Any,
+        *,
+        step: int | None = None,
+        orphan: str = "keep",
+        retain: int = 1,
+        mutable: bool = False,
+        evictable: bool = False,
+        as_: str = "torch",
+    ) -> Iterator[Any]:
+        """Write a tensor in place: yields uninitialised shared memory, published at the end, given up on an exception.
+
+        Afterwards the tensor is a leased view like any reader's. Costs the same for any size when memory is warm.
+        """
+        names.check_name(name)
+        order, life = self._order(step, None, None), Life(
+            orphan=orphan, retain=retain, mutable=mutable, evictable=evictable
+        )  # fmt: skip
+        draft = lay_out([(name, dtype_name(dtype), tuple(shape))], order, life, None)
+        pending = self._writer.reserve(name, "t", draft, order, life)
+        try:
+            space, seq = self._space, self._space.leases.next_seq()
+            wanted = [(name, f"v{pending.reserved.version}")]
+            leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
+            held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
+            tensor = view_of(draft.tensors[0], held.holder, held.base, as_)
+            del held
+            yield tensor
+            self._writer.commit(pending)
+        except BaseException:
+            self._writer.abort(pending)
+            raise
+
+    def publish_group(
+        self,
+        group: str,
+        tensors: Mapping[str, Any],
+        *,
+        step: int | None = None,
+        part: tuple[int, int] = (0, 1),
+        retain: int = 1,
+        meta: Any = None,
+        orphan: str = "keep",
+        label: str | None = None,
+        epoch: int | None = None,
+    ) -> Version:
+        """Publish many tensors as one step of a group: readers see all of them or none.
+
+        With ``part=(rank, world)`` each of ``world`` writers brings its own, and the step is visible with the last
+        (``ready`` of the result). ``meta`` is a JSON value. A higher epoch may publish a lower step: steps that it
+        takes back are dropped, those below it stay among the ``retain`` kept. Blocks for the copy alone. Raises as
+        ``put``.
+        """
+        names.check_name(group)
+        sources = {str(key): source_of(value) for key, value in tensors.items()}
+        life = Life(orphan=orphan, retain=retain, part=part)
+        return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta)
+
+    def get(
+        self,
+        name: str,
+        *,
+        wait_s: float = 0.0,
+        min_version: int | None = None,
+        min_step: int | None = None,
+        version: int | None = None,
+        sealed: bool | None = None,
+        as_: str | None = None,
+    ) -> Any:
+        """The current tensor of a name (or an exact ``version``), the same bytes without a copy.
+
+        The bytes stay valid as long as any view of them lives. Waits up to ``wait_s`` for the name, or for a version or
+        step at least the given one. Raises NotFound, VersionGone, WaitTimeout.
+        """
+        entry = self._cache.get(name)
+        if (
+            entry is not None
+            and self._words[entry.word] == entry.version
+            and (as_ is None and sealed is None and version is None and min_version is None)
+            and (min_step is None or entry.step >= min_step)
+        ):
+            entry.used = True
+            return entry.value
+        shut = self._reader.sealed if sealed is None else sealed
+        selector = selector_of(version=version, min_step=min_step, min_version=min_version)
+        if not selector and (cached := self._reader.find_cached((name, as_ or "torch", shut))) is not None:
+            return cached.value
+        return self._reader.get(name, selector, wait_s=wait_s, sealed=shut, as_=as_ or "torch")
+
+    def get_many(
+        self,
+        wanted: Iterable[str] | None = None,
+        *,
+        prefix: str | None = None,
+        wait_s: float = 0.0,
+        sealed: bool | None = None,
+        as_: str = "torch",
+    ) -> Snapshot:
+        """Many names as of one moment: those given, or all single names that begin with ``prefix``."""
+        if (wanted is None) == (prefix is None):
+            raise BadInput("get_many: give the names, or prefix=")
+        chosen = list(wanted) if wanted is not None else self._singles(prefix or "")
+        shut = self._reader.sealed if sealed is None else sealed
+        cached = [self._reader.find_cached((name, as_, shut)) for name in chosen]
+        if chosen and all(entry is not None for entry in cached):
+            found = {name: entry for name, entry in zip(chosen, cached, strict=True) if entry is not None}
+            if all(self._words[entry.word] == entry.version for entry in found.values()):  # one moment for all
+                versions = {name: entry.version for name, entry in found.items()}
+                steps = max(entry.step for entry in found.values())
+                tensors = {name: entry.value for name, entry in found.items()}
+                return Snapshot(tensors, id=max(versions.values()), step=steps, epoch=0, meta=None, versions=versions)
+        if not chosen:
+            return Snapshot({}, id=0, step=0, epoch=0, meta=None, versions={})
+        return self._reader.get_many(chosen, wait_s=wait_s, sealed=shut, as_=as_)
+
+    def get_group(
+        self,
+        group: str,
+        *,
+        step: int | None = None,
+        min_step: int | None = None,
+        wait_s: float = 0.0,
+        sealed: bool | None = None,
+        as_: str = "torch",
+    ) -> Snapshot:
+        """All tensors of a group's current step, of exactly ``step``, or of the current one if at least ``min_step``.
+
+        Waits up to ``wait_s``. Raises NotFound, VersionGone, WaitTimeout.
+        """
+        shut = self._reader.sealed if sealed is None else sealed
+        entry = self._reader.find_cached((group, as_, shut, "group"))
+        if entry is not None and (step is None or step == entry.step) and (min_step is None or min_step <= entry.step):
+            return entry.value
+        selector = selector_of(step=step, min_step=min_step)
+        return self._reader.get_group(group, selector, wait_s=wait_s, sealed=shut, as_=as_)
+
+    def delete(self, name: str, *, missing_ok: bool = False) -> None:
+        """Take a name or group away at once; readers keep their bytes. Raises NotFound unless ``missing_ok``."""
+        gone = self._space.retry(lambda: self._space.delete(name))
+        self._reader.forget(name)
+        if not gone and not missing_ok:
+            raise errors.NotFound(f"no tensor is named {name!r}", name=name)
+
+    def drop_label(self, label: str) -> int:
+        """Delete every name that ``label``, or a label below it, published last, end its pins, and give free memory
+        back: what ends a job. Returns how many names went. Leases that living processes still hold end with them.
+        """
+        rows = [row for row in self._rows() if names.label_covers(label, row.label)]
+        for row in rows:
+            self.delete(row.name, missing_ok=True)
+        for holder in self._space.registry.members("clients"):
+            if holder.startswith(PIN_MARK) and names.label_covers(label, holder.split(":")[1]):
+                sweep_client(self._space, holder)
+        self._session.sweep()
+        self._writer.free_room()
+        return len(rows)
+
+    def release(self, name: str) -> None:
+        """Drop the cache's view of a name; the caller's own views keep their lease."""
+        self._reader.forget(name)
+
+    def pin(self, name: str, *, label: str | None = None) -> Pin:
+        """Keep the current version of a name or group whatever happens to processes, until closed or its label ends."""
+        holder = f"{PIN_MARK}{names.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
+        space = self._space
+        space.retry(lambda: space.registry.join(holder, ""))
+        try:
+            leased = space.retry(lambda: space.registry.get(holder, 1, [(name, "")]))[0]
+        except Refused as refused:
+            sweep_client(space, holder)
+            raise errors.NotFound(f"no tensor is named {name!r}", name=name) from refused
+        return Pin(holder, name, leased.version, lambda which: sweep_client(space, which))
+
+    def fence(self, label: str, epoch: int) -> int:
+        """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence that now stands."""
+        return self._space.retry(lambda: self._space.registry.fence(names.check_label(label), epoch))
+
+    def ref(self, tensor: Any) -> TensorRef:
+        """A small, picklable reference to the version a view belongs to; valid while somebody leases it."""
+        found = self.find_version(tensor)
+        if found is None:
+            raise errors.NotFound("this tensor is no view of the plane")
+        return TensorRef(namespace=self._space.namespace, name=found[0], version=found[1])
+
+    def find_version(self, tensor: Any) -> tuple[str, int] | None:
+        """Name and version whose bytes a view shows, or None for a tensor of other memory."""
+        return self._space.leases.find(address_of(tensor))
+
+    def ls(self, prefix: str = "") -> list[Row]:
+        """Every published name with that prefix, in order."""
+        return [row for row in self._rows(prefix) if row.version]
+
+    def info(self, name: str) -> Row:
+        """What the registry knows of a name. Raises NotFound."""
+        row = self._space.retry(lambda: self._space.find_row(name))
+        if row is None:
+            raise errors.NotFound(f"no tensor is named {name!r}", name=name)
+        return row
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes, leases and counts of the namespace and of this process."""
+        return self._space.retry(lambda: reports.stats(self._space))
+
+    def fsck(self, *, repair: bool = False) -> dict[str, Any]:
+        """Check invariants I1 to I7: the document of ``rota tensors fsck``."""
+        return reports.fsck(self._session, repair=repair)
+
+    def gc(self, *, dry_run: bool = False) -> dict[str, Any]:
+        """Sweep the dead and give all free memory back: the document of ``rota tensors gc``."""
+        return reports.gc(self._session, dry_run=dry_run)
+
+    def recover(self) -> dict[str, Any]:
+        """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""
+        return reports.recover(self._session)
+
+    def limit(self, bytes_max: int) -> None:
+        """Set how many bytes the files of the namespace may take; 0 lifts the limit."""
+        self._space.retry(lambda: self._space.registry.configure(quota=bytes_max or 1 << 62))
+
+    async def aput(self, name: str, tensor: Any, **how: Any) -> Version:
+        """``put`` without blocking the event loop."""
+        return await asyncio.to_thread(self.put, name, tensor, **how)
+
+    async def aget(self, name: str, **how: Any) -> Any:
+        """``get`` without blocking the event loop."""
+        return await asyncio.to_thread(self.get, name, **how)
+
+    async def apublish_group(self, group: str, tensors: Mapping[str, Any], **how: Any) -> Version:
+        """``publish_group`` without blocking the event loop."""
+        return await asyncio.to_thread(self.publish_group, group, tensors, **how)
+
+    async def aget_group(self, group: str, **how: Any) -> Snapshot:
+        """``get_group`` without blocking the event loop."""
+        return await asyncio.to_thread(self.get_group, group, **how)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of this plane."""
+        return self._space.namespace
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close()``."""
+        return self._space.closed or self._space.forked
+
+    def close(self) -> None:
+        """Leave the namespace; views that still live keep their bytes. The last client ends a server not kept."""
+        self._session.close(at_exit=False)
+
+    def __enter__(self) -> Plane:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _order(self, step: int | None, label: str | None, epoch: int | None) -> Order:
+        return Order(
+            label=self.label if label is None else names.check_label(label),
+            epoch=self.epoch if epoch is None else epoch,
+            step=step,
+        )
+
+    def _rows(self, prefix: str = "") -> list[Row]:
+        return self._space.retry(lambda: self._space.registry.ls_all(prefix))
+
+    def _singles(self, prefix: str) -> list[str]:
+        return [row.name for row in self._rows(prefix) if row.version and row.kind == "t"]
+
+
+@atexit.register
+def _close_all() -> None:
+    for (pid, _, _), plane in list(_planes.items()):
+        if pid == os.getpid():
+            plane._session.close(at_exit=True)

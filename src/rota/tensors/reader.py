@@ -1,0 +1,229 @@
+"""Read tensors: lease, map, view; an unchanged name is answered from a cache by one load from shared memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+from rota.runtime.clock import blocking_sleep
+from rota.tensors import errors, faults
+from rota.tensors.arrays import Layout, view_of
+from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.core.names import nearest
+from rota.tensors.handle import Snapshot
+from rota.tensors.lifetime import Held
+from rota.tensors.registry import Leased, Refused
+from rota.tensors.segments import Header
+from rota.tensors.space import Space
+
+CACHE_MAX: Final = 4096
+_POLL_FIRST_S: Final = 0.00005
+_POLL_MAX_S: Final = 0.002
+_POLL_LONG_S: Final = 0.005
+_POLL_SHORT_FOR_S: Final = 0.05
+_RECHECK_S: Final = 1.0
+_NEAREST_OF_MAX: Final = 500
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One cached answer: ``value`` is right while ``words[word] == version``. ``used`` is aged by the housekeeper."""
+
+    word: int
+    version: int
+    step: int
+    value: Any
+    used: bool = True
+
+
+class Reader:
+    """The read path of one namespace. ``cache`` and ``words`` are read by the plane's own fast path."""
+
+    def __init__(self, space: Space, *, sealed: bool) -> None:
+        self._space = space
+        self.sealed = sealed
+        self.words = space.table.words
+        self.cache: dict[Any, Entry] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Any:
+        """One tensor of a single name, leased by its views. Raises NotFound, VersionGone, WaitTimeout."""
+        (leased,), values = self._read([(name, selector)], wait_s, sealed, as_)
+        tensors, _ = values[0]
+        if len(tensors) != 1 or name not in tensors:
+            raise errors.NotFound(f"{name} is a group", hint=f"get_group({name!r})", name=name)
+        if leased.version == leased.current:
+            self._remember((name, as_, sealed), leased, tensors[name])
+        return tensors[name]
+
+    def get_group(self, group: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Snapshot:
+        """All tensors of one step of a group."""
+        (leased,), values = self._read([(group, selector)], wait_s, sealed, as_)
+        tensors, metas = values[0]
+        snapshot = Snapshot(
+            tensors,
+            id=leased.version,
+            step=leased.step,
+            epoch=leased.epoch,
+            meta=metas[0] if len(metas) == 1 else metas,
+            versions=dict.fromkeys(tensors, leased.version),
+        )
+        if leased.version == leased.current:
+            self._remember((group, as_, sealed, "group"), leased, snapshot)
+        return snapshot
+
+    def get_many(self, names: Sequence[str], *, wait_s: float, sealed: bool, as_: str) -> Snapshot:
+        """One tensor a name, all as of one moment; those unchanged since the last call are not mapped again."""
+        leased, values = self._read([(name, "") for name in names], wait_s, sealed, as_)
+        tensors: dict[str, Any] = {}
+        for name, one, (found, _) in zip(names, leased, values, strict=True):
+            tensors |= {name: found[name]} if set(found) == {name} else {f"{name}/{key}": t for key, t in found.items()}
+            if set(found) == {name} and one.version == one.current:
+                self._remember((name, as_, sealed), one, found[name])
+        return Snapshot(
+            tensors,
+            id=max((one.version for one in leased), default=0),
+            step=max((one.step for one in leased), default=0),
+            epoch=max((one.epoch for one in leased), default=0),
+            meta=None,
+            versions={name: one.version for name, one in zip(names, leased, strict=True)},
+        )
+
+    def find_cached(self, key: Any) -> Entry | None:
+        """The cached answer if it still is the newest."""
+        entry = self.cache.get(key)
+        if entry is None or self.words[entry.word] != entry.version:
+            return None
+        entry.used = True
+        return entry
+
+    def age(self, linger: bool) -> None:
+        """Drop cached answers that are no longer the newest and, when ``linger`` is over, those not used since."""
+        for key, entry in list(self.cache.items()):
+            if self.words[entry.word] != entry.version or (linger and not entry.used):
+                self.cache.pop(key, None)
+            elif linger:
+                entry.used = False
+
+    def forget(self, name: str | None = None) -> None:
+        """Drop the cached answers of a name, or all."""
+        for key in list(self.cache):
+            if name is None or key == name or (isinstance(key, tuple) and key[0] == name):
+                self.cache.pop(key, None)
+
+    def _remember(self, key: Any, leased: Leased, value: Any) -> None:
+        if len(self.cache) >= CACHE_MAX:
+            self.age(linger=True)
+        if len(self.cache) < CACHE_MAX:
+            entry = Entry(2 * leased.slot, leased.version, leased.step, value)
+            self.cache[key] = entry
+            if len(key) == 3 and key[1] == "torch" and key[2] == self.sealed:
+                self.cache[key[0]] = entry
+
+    def _read(
+        self, wanted: Sequence[tuple[str, str]], wait_s: float, sealed: bool, as_: str
+    ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
+        """Lease and view; wait for what is not there yet. A refusal means that nothing was leased."""
+        deadline_s = self._space.clock.monotonic_s() + wait_s
+        while True:
+            seen = self._space.table.creations
+            try:
+                return self._space.retry(lambda: self._lease(wanted, sealed, as_))
+            except Refused as refused:
+                left_s = deadline_s - self._space.clock.monotonic_s()
+                if refused.code not in ("NOTFOUND", "BEHIND") or left_s <= 0:
+                    self._raise(refused, wanted, wait_s)
+                self._wait(refused, seen, min(left_s, _RECHECK_S))
+
+    def _lease(
+        self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
+    ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
+        space = self._space
+        epoch = space.table.epoch
+        seq = space.leases.next_seq()
+        leased = space.registry.get(space.client, seq, wanted)
+        faults.point("leased")
+        try:
+            held = [space.leases.hold(one.version, seq, one.blocks, sealed=sealed) for one in leased]
+        except BaseException:
+            unheld = [(one.version, seq) for one in leased if not space.leases.has(one.version)]
+            space.registry.release(space.client, unheld)
+            raise
+        if space.table.epoch != epoch:  # the registry was rebuilt meanwhile and may not know of these leases
+            raise errors.EpochChanged("the registry was rebuilt during a get")
+        space.counters["gets"] += len(leased)
+        faults.point("mapped")
+        return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
+
+    def _views(self, leased: Leased, held: list[Held], as_: str) -> tuple[dict[str, Any], list[Any]]:
+        parts: list[tuple[int, dict[str, Any], Any]] = []
+        for block, each in zip(leased.blocks, held, strict=True):
+            raw = memoryview(each.holder)
+            header = Header.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg)
+            if header.version != block.version:
+                where = f"{block.seg}+{block.offset}"
+                text = f"{where}: holds version {header.version}, the registry says {block.version}"
+                raise errors.Corrupt(text, file=where, field="version")
+            start = each.base + HEADER_BYTES
+            manifest = json.loads(bytes(raw[start : start + header.manifest_bytes]))
+            tensors: dict[str, Any] = {}
+            for name, dtype, shape, offset, size in manifest["tensors"]:
+                layout = Layout(name, dtype, tuple(shape), header.offset + offset, size)
+                tensors[name] = view_of(layout, each.holder, each.base, as_)
+            parts.append((header.part, tensors, manifest["meta"]))
+        parts.sort(key=lambda part: part[0])
+        return {name: t for _, tensors, _ in parts for name, t in tensors.items()}, [meta for *_, meta in parts]
+
+    def _wait(self, refused: Refused, creations: int, limit_s: float) -> None:
+        """Wait until the name may have changed: its slot, or for an unknown name the word of creations."""
+        table, clock = self._space.table, self._space.clock
+        slot = int(refused.words[3]) if refused.code == "BEHIND" else 0
+        before = int(refused.words[1]) if slot else creations
+        start_s, delay_s = clock.monotonic_s(), _POLL_FIRST_S
+        while (now_s := clock.monotonic_s()) < start_s + limit_s:
+            self._space.check()
+            if (table.current(slot) if slot else table.creations) != before:
+                if slot and table.current(slot) == 0:  # inside a publish, or a dead publisher's: the registry knows
+                    blocking_sleep(_POLL_MAX_S)
+                return
+            blocking_sleep(min(delay_s, max(start_s + limit_s - now_s, 0)))
+            delay_s = min(2 * delay_s, _POLL_MAX_S if now_s - start_s < _POLL_SHORT_FOR_S else _POLL_LONG_S)
+
+    def _raise(self, refused: Refused, wanted: Sequence[tuple[str, str]], wait_s: float) -> NoReturn:
+        space = self._space
+        name, selector = wanted[(int(refused.words[0]) - 5) // 2] if refused.words else wanted[0]
+        match refused.code:
+            case "NOTFOUND" if wait_s > 0:
+                raise errors.WaitTimeout(f"{name}: nothing was published in {wait_s:g} s", name=name, step=None)
+            case "NOTFOUND":
+                rows = space.retry(lambda: space.registry.ls(n_max=_NEAREST_OF_MAX))
+                near = nearest(name, [row.name for row in rows if row.version])
+                hint = f"nearest: {', '.join(near)}" if near else ""
+                raise errors.NotFound(f"no tensor is named {name!r}", hint=hint, name=name)
+            case "BEHIND":
+                text = f"{name}: the newest step is {refused.words[2]}, wanted {_wanted(selector)}; waited {wait_s:g} s"
+                raise errors.WaitTimeout(text, name=name, step=int(refused.words[2]))
+            case "GONE":
+                text = f"{name}: {_wanted(selector)} is gone; the newest step is {refused.words[2]}"
+                raise errors.VersionGone(text, name=name, wanted=selector[1:], newest=int(refused.words[2]))
+            case _:
+                raise errors.TensorError(f"{name}: the registry refused: {refused}", name=name) from refused
+
+
+def _wanted(selector: str) -> str:
+    words = {"s": "step", "m": "step >=", "v": "version", "w": "version >="}
+    return f"{words.get(selector[:1], '')} {selector[1:]}".strip()
+
+
+def selector_of(
+    *, version: int | None = None, step: int | None = None, min_step: int | None = None, min_version: int | None = None
+) -> str:
+    """The selector for get.lua of at most one of these. Raises ValueError for more."""
+    given = {"v": version, "s": step, "m": min_step, "w": min_version}
+    chosen = [f"{letter}{value}" for letter, value in given.items() if value is not None]
+    if len(chosen) > 1:
+        raise ValueError("give one of version, step, min_step, min_version")
+    return chosen[0] if chosen else ""

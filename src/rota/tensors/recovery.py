@@ -1,0 +1,308 @@
+"""Rebuild a lost registry from segment headers and client files; check the invariants; collect what nobody owns."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rota.runtime.clock import blocking_sleep
+from rota.tensors import errors
+from rota.tensors.clientfile import clients_in, read_file, take_if_dead
+from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
+from rota.tensors.registry import RedisMachine
+from rota.tensors.segments import PREPARED, READY, Header, Segments
+from rota.tensors.space import Space
+
+_SETTLE_S: Final = 0.01
+_VERSION_GAP: Final = 1 << 20
+_COMMANDS_MAX: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One block on disk and what its header says (None: never written, or unreadable)."""
+
+    seg: str
+    offset: int
+    block: int
+    header: Header | None
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a recovery found."""
+
+    epoch: int = 0
+    names: int = 0
+    leases: int = 0
+    promoted: int = 0
+    quarantined: list[str] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def blocks_of(seg: str, file_bytes: int) -> tuple[int, int]:
+    """Block size and number of blocks of a segment file, from its name and size."""
+    block = int(seg.split("-")[1])
+    return block, 1 if file_bytes < 2 * block else min(max(2, SLAB_BYTES // block), SLAB_BLOCKS_MAX)
+
+
+def scan(segments: Segments) -> Iterator[Found]:
+    """Every block of every segment file; a header with a bad checksum is told from one never written."""
+    for seg, size in segments.files():
+        block, count = blocks_of(seg, size)
+        with segments.path(seg).open("rb") as file:
+            for index in range(count):
+                raw = os.pread(file.fileno(), HEADER_BYTES, index * block)
+                if not raw.strip(b"\0"):
+                    yield Found(seg, index * block, block, None)
+                    continue
+                try:
+                    yield Found(seg, index * block, block, Header.unpack(raw, seg))
+                except errors.Corrupt:
+                    yield Found(seg, index * block, -block, None)
+
+
+def live_clients(space: Space) -> dict[str, list[int]]:
+    """Client files whose lock is held, with the versions they lease."""
+    live: dict[str, list[int]] = {}
+    for client in clients_in(space.clients):
+        if client != space.client:
+            fd = take_if_dead(space.clients, client)
+            if fd is not None:
+                os.close(fd)
+                continue
+        live[client] = read_file(space.clients, client)[1]
+    return live
+
+
+def rebuild(space: Space, machine: RedisMachine) -> Recovered:
+    """Fill an empty registry from what lies on disk; the caller holds the recovery lock.
+
+    (1) a new epoch, every slot says ask; (2) headers: the newest ready version of each slot wins; (3) leases from the
+    files of the living; (4) all other blocks are free; (5) open the namespace.
+    """
+    began_s = space.clock.monotonic_s()
+    epoch = max(space.table.epoch, machine.epoch) + 1
+    space.table.lose_all(epoch)
+    blocking_sleep(_SETTLE_S)  # a get that read the old epoch has noted its lease by now, or sees the new one
+    plan = _Plan(space)
+    plan.take_headers(list(scan(space.segments)))
+    plan.take_leases(live_clients(space))
+    machine.wipe()
+    commands = plan.commands(machine.prefix)
+    for at in range(0, len(commands), _COMMANDS_MAX):
+        machine.client.pipeline(commands[at : at + _COMMANDS_MAX])
+    machine.epoch = epoch
+    machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot)
+    for name, slot, version in plan.currents():
+        with space.table.changing(slot, name):
+            space.table.store(slot, version)
+    space.counters["recovered"] += 1
+    done = plan.report
+    done.epoch, done.seconds = epoch, space.clock.monotonic_s() - began_s
+    return done
+
+
+class _Plan:
+    """The registry content that follows from headers and files."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self.report = Recovered()
+        self.newest = 0
+        self.top_slot = 0
+        self.slots_max = len(space.table.words) // 2 - 1
+        self._found: dict[int, Found] = {}
+        self._blocks: list[Found] = []
+        self._versions: dict[int, dict[str, Any]] = {}
+        self._names: dict[str, dict[str, Any]] = {}
+        self._parts: dict[str, dict[str, int]] = defaultdict(dict)
+        self._leases: dict[str, list[int]] = {}
+
+    def take_headers(self, found: list[Found]) -> None:
+        """Decide which headers stand for versions."""
+        self._blocks = found
+        slots: dict[int, list[Header]] = defaultdict(list)
+        for each in found:
+            if each.header is None:
+                if each.block < 0:
+                    self.report.quarantined.append(f"{each.seg}+{each.offset}")
+                continue
+            self._found[each.header.version] = each
+            self.newest = max(self.newest, each.header.version)
+            slots[each.header.slot].append(each.header)
+        for slot, headers in slots.items():
+            self.top_slot = max(self.top_slot, slot)
+            self._take_slot(slot, sorted(headers, key=lambda header: -header.version))
+
+    def _take_slot(self, slot: int, headers: list[Header]) -> None:
+        table = self._space.table
+        floor = table.last(slot) + (1 if table.deleted(slot) else 0)
+        fresh = [header for header in headers if header.version >= floor]
+        head = next((header for header in fresh if header.state == READY), None)
+        if head is None:
+            head = next((h for h in fresh if h.state == PREPARED and h.world == 1 and not self._alive(h.owner)), None)
+            self.report.promoted += head is not None
+        if head is not None and self._take_step(head, headers):
+            kept = [h for v in head.kept for h in headers if h.version == v and self._take_step(h, headers)]
+            self._name(head, current=head.version, kept=[h.version for h in kept])
+            self.report.names += 1
+        above = head.version if head is not None else 0
+        for header in fresh:
+            if header.version > above or header.version not in self._versions:
+                self._take_pending(header)
+
+    def _take_step(self, head: Header, headers: list[Header]) -> bool:
+        """Take a version, or a group step if all its parts are there."""
+        same = [h for h in headers if (h.epoch, h.step, h.world) == (head.epoch, head.step, head.world)]
+        newest = {h.part: h for h in reversed(same) if h.state >= PREPARED and h.version <= head.version}
+        newest[head.part] = head
+        if len(newest) < head.world:
+            return False
+        parts = [h.version for h in newest.values() if h.version != head.version]
+        self._version(head, "r", parts=" ".join(map(str, parts)))
+        for header in newest.values():
+            if header.version != head.version:
+                self._version(header, "r", head=str(head.version))
+        return True
+
+    def _take_pending(self, header: Header) -> None:
+        """A publish on its way: that of a living writer, or a complete part of an incomplete step."""
+        if header.version in self._versions or header.state == READY:
+            return
+        is_part = header.state == PREPARED and header.world > 1
+        if not is_part and not self._alive(header.owner):
+            return
+        self._version(header, "q" if is_part else "p")
+        name = self._name(header)
+        name["pend"] += 1
+        if is_part:
+            field_name = f"{header.epoch}:{header.step}:{header.part}"
+            self._parts[header.name][field_name] = header.version
+            name["pe"] = max(name.get("pe", 0), header.epoch)
+
+    def take_leases(self, live: dict[str, list[int]]) -> None:
+        """Leases of the living; a version that is no longer current stays, doomed, for them."""
+        for client, versions in live.items():
+            kept = self._leases.setdefault(client, [])
+            for version in versions:
+                if version not in self._versions:
+                    found = self._found.get(version)
+                    if found is None or found.header is None:
+                        self.report.lost.append(version)
+                        continue
+                    self._version(found.header, "d")
+                self._versions[version]["refs"] += 1
+                kept.append(version)
+                self.report.leases += 1
+
+    def currents(self) -> Iterator[tuple[str, int, int]]:
+        """Name, slot and version for the generation table."""
+        for name, fields in self._names.items():
+            if fields["v"]:
+                yield name, fields["slot"], fields["v"]
+
+    def commands(self, prefix: str) -> list[tuple[Any, ...]]:
+        """The commands that write all of it."""
+        out: list[tuple[Any, ...]] = []
+        for version, fields in self._versions.items():
+            out.append(("HSET", f"{prefix}v:{version}", *_flat(fields)))
+            if fields["st"] == "p":
+                out.append(("HSET", f"{prefix}c:{fields['owner']}:o", version, "recovered"))
+        for name, fields in self._names.items():
+            if fields.pop("evict", 0):
+                out.append(("ZADD", f"{prefix}evict", 0, name))
+            out.append(("HSET", f"{prefix}n:{name}", *_flat(fields)))
+            out.append(("ZADD", f"{prefix}names", 0, name))
+        for name, parts in self._parts.items():
+            out.append(("HSET", f"{prefix}p:{name}", *_flat(parts)))
+        for client, versions in self._leases.items():
+            out.append(("SADD", f"{prefix}clients", client))
+            out.append(("HSET", f"{prefix}c:{client}", "id", "{}"))
+            if versions:
+                out.append(("HSET", f"{prefix}c:{client}:l", *[word for v in versions for word in (v, 0)]))
+        taken = {fields["slot"] for fields in self._names.values()}
+        free = [slot for slot in range(1, self.top_slot + 1) if slot not in taken]
+        if free:
+            out.append(("RPUSH", f"{prefix}slotfree", *free))
+        return out + self._memory(prefix)
+
+    def _memory(self, prefix: str) -> list[tuple[Any, ...]]:
+        taken = {(fields["seg"], fields["off"]): int(fields["blk"]) for fields in self._versions.values()}
+        segs: dict[str, int] = defaultdict(int)
+        out: list[tuple[Any, ...]] = []
+        for each in self._blocks:
+            if (each.seg, each.offset) in taken:
+                segs[each.seg] += 1
+            else:
+                segs[each.seg] += 0
+                out.append(("RPUSH", f"{prefix}free:{abs(each.block)}", f"{each.seg} {each.offset}"))
+        files = dict(self._space.segments.files())
+        now_ms = int(self._space.clock.wall_s() * 1000)
+        for seg, used in segs.items():
+            size = files.get(seg, 0)
+            block, count = blocks_of(seg, size)
+            facts = {"blk": block, "count": count, "file": size, "next": count, "used": used}
+            out.append(("HSET", f"{prefix}s:{seg}", *_flat(facts)))
+            out.append(("SADD", f"{prefix}segs", seg))
+            if not used:
+                out.append(("ZADD", f"{prefix}idle", now_ms, seg))
+        total = sum(files.get(seg, 0) for seg in segs)
+        out.append(("HSET", f"{prefix}bytes", "files", total, "used", sum(taken.values())))
+        return out
+
+    def _alive(self, client: str) -> bool:
+        if client == self._space.client:
+            return True
+        fd = take_if_dead(self._space.clients, client)
+        if fd is not None:
+            os.close(fd)
+            return False
+        return (self._space.clients / client).exists()
+
+    def _name(self, header: Header, *, current: int = 0, kept: list[int] | None = None) -> dict[str, Any]:
+        fresh = {
+            "v": 0,
+            "e": 0,
+            "s": 0,
+            "slot": header.slot,
+            "kind": "g" if header.group else "t",
+            "hist": "",
+            "pend": 0,
+        }
+        fields = self._names.setdefault(header.name, {**fresh, "label": ""})
+        if current:
+            hist = " ".join(map(str, kept or []))
+            label = self._versions[current]["label"]
+            fields |= {"v": current, "e": header.epoch, "s": header.step, "hist": hist, "label": label}
+            if self._versions[current]["evict"]:
+                fields["evict"] = 1
+        return fields
+
+    def _version(self, header: Header, state: str, **more: str) -> None:
+        found = self._found[header.version]
+        with self._space.segments.path(found.seg).open("rb") as file:
+            raw = os.pread(file.fileno(), header.manifest_bytes, found.offset + HEADER_BYTES)
+        try:
+            manifest = json.loads(raw)
+        except ValueError:
+            manifest = {"tensors": [], "label": "", "retain": 1, "orphan": "keep"}
+            self.report.quarantined.append(f"{found.seg}+{found.offset}: manifest")
+        rows = manifest["tensors"]
+        desc = {"dtype": rows[0][1], "shape": rows[0][2]} if len(rows) == 1 else {"tensors": len(rows)}
+        self._versions[header.version] = {
+            "st": state, "name": header.name, "refs": 0, "owner": header.owner, "label": manifest["label"],
+            "e": header.epoch, "s": header.step, "seg": found.seg, "off": found.offset, "blk": header.block,
+            "len": header.bytes, "desc": json.dumps(desc), "orphan": manifest["orphan"], "retain": manifest["retain"],
+            "mut": int(manifest.get("mutable", False)), "evict": int(manifest.get("evictable", False)),
+            "part": header.part, "world": header.world, "auto": 0, "at": header.ctime_ns // 1_000_000, **more,
+        }  # fmt: skip
+
+
+def _flat(fields: dict[str, Any]) -> list[Any]:
+    return [word for item in fields.items() for word in item]

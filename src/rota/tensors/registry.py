@@ -1,0 +1,361 @@
+"""Call the scripts, one method each; every call may be repeated after a lost reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from rota.runtime.clock import Clock
+from rota.runtime.redis_client import Address, Argument, RedisClient, ReplyError, Script
+from rota.tensors import errors
+
+_FOLDER = Path(__file__).parent / "scripts"
+_NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
+_SMALL = ("dump", "begin", "members", "strike", "config", "lru")
+SCRIPTS = {name: Script.load(_FOLDER, name) for name in (*_NAMES, *_SMALL)}
+SLOTS_MAX = 65_535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a publisher asks for: who it is, the name, its order, its size and how long it shall live."""
+
+    name: str
+    kind: str
+    epoch: int
+    step: int | None
+    label: str
+    block: int
+    count: int
+    file: int
+    payload: int
+    desc: str
+    orphan: str = "keep"
+    retain: int = 1
+    mutable: bool = False
+    evictable: bool = False
+    part: int = 0
+    world: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """A pending version and the block it may be written to."""
+
+    version: int
+    slot: int
+    seg: str
+    offset: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What a commit did: the version that became current, or how many parts of the step have come.
+
+    ``current`` is the current version of the name afterwards: what the generation table must say.
+    """
+
+    ready: bool
+    version: int
+    slot: int
+    first: bool
+    kept: tuple[int, ...]
+    current: int
+    received: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Where one part of a version lies."""
+
+    version: int
+    seg: str
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """One leased version: its slot and order, the name's current version then, its blocks (one a part)."""
+
+    version: int
+    slot: int
+    epoch: int
+    step: int
+    current: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """What a slice of a sweep did, and the names to delete because their owner is gone."""
+
+    left: int
+    leases: int
+    aborted: int
+    drops: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One name as ``ls`` shows it; version 0 means that nothing of it is published yet."""
+
+    name: str
+    version: int
+    slot: int
+    kind: str
+    kept: tuple[int, ...]
+    pending: int
+    label: str
+    epoch: int
+    step: int
+    state: str
+    refs: int
+    owner: str
+    block: int
+    payload: int
+    desc: str
+    at_ms: int
+    parts: int
+    mutable: bool
+    evictable: bool
+
+
+class Refused(Exception):
+    """A script said no; ``code`` and ``words`` as it gave them."""
+
+    def __init__(self, code: str, words: Sequence[str] = ()) -> None:
+        super().__init__(" ".join([code, *words]))
+        self.code, self.words = code, list(words)
+
+
+class Machine(Protocol):
+    """One namespace of a registry: the Redis scripts, or ``core/protocol.py`` in memory; both answer alike."""
+
+    def run(self, name: str, *args: Argument) -> Any:
+        """Run one script with its arguments behind epoch and wall clock. Raises Refused."""
+        ...
+
+
+class RedisMachine:
+    """The scripts on a Redis server."""
+
+    def __init__(self, address: Address, namespace: str, clock: Clock) -> None:
+        self.client = RedisClient(address)
+        self.prefix = f"{{{namespace}}}:"
+        self.epoch = 0
+        self._clock = clock
+
+    def run(self, name: str, *args: Argument) -> Any:
+        """Run one script. Raises Refused, or RegistryUnavailable when the server cannot be reached."""
+        now_ms = int(self._clock.wall_s() * 1000)
+        try:
+            return self.client.run(SCRIPTS[name], self.prefix, self.epoch, now_ms, *args)
+        except ReplyError as error:
+            raise Refused(error.code, error.words) from None
+
+    def find_epoch(self) -> int:
+        """The epoch the registry stands at, 0 when the namespace is unknown to it."""
+        return int(self.client.call("HGET", self.prefix + "cfg", "epoch") or 0)
+
+    def wipe(self) -> None:
+        """Forget everything of this namespace."""
+        cursor = b"0"
+        while True:
+            cursor, keys = self.client.call("SCAN", cursor, "MATCH", self.prefix + "*", "COUNT", 1000)
+            if keys:
+                self.client.call("UNLINK", *keys)
+            if cursor == b"0":
+                return
+
+
+class Registry:
+    """The scripts as typed methods. A refusal is raised as ``Refused``; ``refusal`` turns it into the public error."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def join(self, client: str, identity: str, leases: Iterable[tuple[int, int]] = ()) -> list[int]:
+        """Register a client (its file is locked by now); its leases become exactly these. Returns the lost ones."""
+        words = [word for lease in leases for word in lease]
+        return [int(v) for v in self.machine.run("join", client, identity, *words)]
+
+    def reserve(self, client: str, request: str, ask: Ask) -> Reserved:
+        """A pending version with a block."""
+        reply = self.machine.run(
+            "reserve", client, request, ask.name, ask.kind, ask.epoch, "" if ask.step is None else ask.step, ask.label,
+            ask.block, ask.count, ask.file, ask.payload, ask.desc, ask.orphan, ask.retain, int(ask.mutable),
+            int(ask.evictable), ask.part, ask.world,
+        )  # fmt: skip
+        version, slot, seg, offset, step = reply
+        return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
+
+    def commit(self, client: str, version: int) -> Committed:
+        """Make a pending version current, or hand in a part."""
+        kind, value, slot, first, kept, current = self.machine.run("commit", client, version)
+        ready = _text(kind) == "ready"
+        return Committed(
+            ready=ready,
+            version=int(value) if ready else version,
+            slot=int(slot),
+            first=int(first) == 1,
+            kept=tuple(int(v) for v in _text(kept).split()),
+            current=int(current),
+            received=0 if ready else int(value),
+        )
+
+    def abort(self, client: str, version: int) -> bool:
+        """Undo a pending version; False when it is gone or was committed."""
+        return self.machine.run("abort", client, version) == 1
+
+    def get(self, client: str, seq: int, wanted: Sequence[tuple[str, str]]) -> list[Leased]:
+        """Lease one version of each name as of one moment; see get.lua for the selectors."""
+        reply = self.machine.run("get", client, seq, *[word for pair in wanted for word in pair])
+        return [_leased(row) for row in reply]
+
+    def release(self, client: str, leases: Iterable[tuple[int, int]]) -> int:
+        """End leases whose sequence number is still the stored one; how many did end."""
+        return self.machine.run("release", client, *[word for lease in leases for word in lease])
+
+    def delete(self, name: str, *, expected: int | None = None, idle: bool = False) -> tuple[int, int]:
+        """Take a name away; its last version and its slot."""
+        version, slot = self.machine.run("delete", name, "" if expected is None else expected, int(idle))
+        return int(version), int(slot)
+
+    def sweep(self, client: str, n_max: int = 1000) -> Swept:
+        """One slice of undoing what a client has."""
+        left, leases, aborted, *drops = self.machine.run("sweep", client, n_max)
+        pairs = tuple((int(drops[i]), _text(drops[i + 1])) for i in range(0, len(drops), 2))
+        return Swept(left=left, leases=leases, aborted=aborted, drops=pairs)
+
+    def hold(self, client: str, holder: str) -> int:
+        """Let ``holder`` lease all that ``client`` leases; how many."""
+        return self.machine.run("hold", client, holder)
+
+    def fence(self, label: str, epoch: int) -> int:
+        """Refuse older writers of a label from now on; the fence that now stands."""
+        return self.machine.run("fence", label, epoch)
+
+    def trim(self, before_ms: int, n_max: int = 256) -> list[str]:
+        """Files taken out of the registry, to be unlinked by the caller."""
+        return [_text(seg) for seg in self.machine.run("trim", before_ms, n_max)]
+
+    def ls(self, prefix: str = "", after: str = "", n_max: int = 500) -> list[Row]:
+        """A page of names."""
+        return [_row(row) for row in self.machine.run("ls", prefix, after, n_max)]
+
+    def ls_all(self, prefix: str = "") -> list[Row]:
+        """Every name with that prefix, page by page."""
+        rows: list[Row] = []
+        while page := self.ls(prefix, rows[-1].name if rows else ""):
+            rows += [row for row in page if row.name.startswith(prefix)]
+            if not page[-1].name.startswith(prefix):
+                break
+        return rows
+
+    def dump(self) -> dict[str, Any]:
+        """Everything the namespace holds, by key: hashes and sorted sets as dicts, lists, sets, strings."""
+        return {_text(key): _shaped(_text(kind), row) for key, kind, row in self.machine.run("dump")}
+
+    def members(self, key: str) -> set[str]:
+        """The members of a set: ``clients``, ``segs``, ``trash``."""
+        return {_text(member) for member in self.machine.run("members", key)}
+
+    def strike(self, segs: Iterable[str]) -> None:
+        """Take unlinked files from the trash."""
+        self.machine.run("strike", *segs)
+
+    def evictable(self) -> list[str]:
+        """Names that may be dropped for room, the least recently used first."""
+        return [_text(name) for name in self.machine.run("lru")]
+
+    def configure(self, **settings: int) -> dict[str, str]:
+        """Set the settings given; all that stand now."""
+        words = self.machine.run("config", *[word for item in settings.items() for word in item])
+        return _shaped("hash", words)
+
+    def begin(self, epoch: int, *, version_min: int = 0, slots: int = 0) -> int:
+        """Open an empty namespace; the epoch that now stands (another may have been first)."""
+        return int(self.machine.run("begin", epoch, SLOTS_MAX, version_min, slots))
+
+
+def refusal(refused: Refused, name: str, *, epoch: int = 0, step: int | None = None) -> NoReturn:
+    """Raise the public error for a refusal of an operation on ``name``."""
+    code, words = refused.code, refused.words
+    first = words[0] if words else ""
+    match code:
+        case "FENCED":
+            text = f"{name}: epoch {epoch} is older than {first}"
+            raise errors.StaleEpoch(text, hint="a newer writer took over; stop", name=name, epoch=epoch, current=first)
+        case "STALE":
+            text = f"{name}: step {step} is lower than the current step {first} of this epoch"
+            raise errors.StaleStep(text, name=name, step=step, current=int(first))
+        case "LOST":
+            raise errors.LostRace(f"{name}: a newer version became current first (step {first})", name=name)
+        case "ABORTED":
+            raise errors.Aborted(f"{name}: the pending version was swept or given up", name=name)
+        case "KIND":
+            kinds = {"t": "a single tensor", "g": "a group"}
+            raise errors.ProtocolBreach(f"{name} already is {kinds.get(first, first)}", rule="kind", name=name)
+        case "QUOTA":
+            text = f"{name}: the namespace holds {first} of at most {words[1]} bytes"
+            raise errors.QuotaExceeded(text, name=name, used=int(first), bytes_max=int(words[1]))
+        case "SLOTS":
+            raise errors.OutOfMemory(f"{name}: the namespace holds {SLOTS_MAX} names already", name=name)
+        case _:
+            raise errors.TensorError(f"{name}: the registry refused: {refused}", name=name) from refused
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _leased(row: Sequence[Any]) -> Leased:
+    blocks = tuple(
+        Block(version=int(row[i]), seg=_text(row[i + 1]), offset=int(row[i + 2]), bytes=int(row[i + 3]))
+        for i in range(5, len(row), 4)
+    )
+    version, slot, epoch, step, current = (int(word) for word in row[:5])
+    return Leased(version=version, slot=slot, epoch=epoch, step=step, current=current, blocks=blocks)
+
+
+def _row(row: Sequence[Any]) -> Row:
+    text = ["" if word is None else _text(word) for word in row]
+    number = [int(word) if word and word.lstrip("-").isdigit() else 0 for word in text]
+    return Row(
+        name=text[0],
+        version=number[1],
+        slot=number[2],
+        kind=text[3],
+        kept=tuple(int(v) for v in text[4].split()),
+        pending=number[5],
+        label=text[6],
+        epoch=number[7],
+        step=number[8],
+        state={"r": "ready", "": "pending"}.get(text[9], text[9]),
+        refs=number[10],
+        owner=text[11],
+        block=number[12],
+        payload=number[13],
+        desc=text[14],
+        at_ms=number[15],
+        parts=len(text[16].split()) + 1,
+        mutable=text[17] == "1",
+        evictable=text[18] == "1",
+    )
+
+
+def _shaped(kind: str, row: Sequence[Any]) -> Any:
+    words = [_text(word) for word in row]
+    match kind:
+        case "hash" | "zset":
+            return dict(zip(words[::2], words[1::2], strict=True))
+        case "set":
+            return set(words)
+        case "string":
+            return words[0]
+        case _:
+            return words

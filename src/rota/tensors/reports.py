@@ -1,0 +1,223 @@
+"""Documents about a namespace: stats, fsck, gc, recover, and the rows of ``rota tensors ls``."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rota.tensors.clientfile import clients_in, read_file
+from rota.tensors.recovery import blocks_of
+from rota.tensors.registry import Row
+from rota.tensors.session import Session
+from rota.tensors.space import Space
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken invariant: its rule (I1 to I7), the object, what is wrong, whether it was mended."""
+
+    rule: str
+    object: str
+    detail: str
+    repaired: bool = False
+
+
+def row_document(row: Row, now_s: float) -> dict[str, Any]:
+    """One item of ``TensorList``."""
+    shape = json.loads(row.desc) if row.desc else {}
+    return {
+        "name": row.name, "version": row.version, "step": row.step, "epoch": row.epoch,
+        "kind": "group" if row.kind == "g" else "tensor", "dtype": shape.get("dtype"), "shape": shape.get("shape"),
+        "tensors": shape.get("tensors", 1), "device": "cpu", "bytes": row.payload, "leases": row.refs,
+        "owner": row.owner, "label": row.label, "state": row.state, "age_s": round(max(now_s - row.at_ms / 1000, 0), 3),
+    }  # fmt: skip
+
+
+def stats(space: Space) -> dict[str, Any]:
+    """Bytes and counts: ``bytes`` of versions, ``free_bytes`` warm, ``file_bytes`` on the file system."""
+    dump = space.registry.dump()
+    sizes = dump.get("bytes", {})
+    files, used = int(sizes.get("files", 0)), int(sizes.get("used", 0))
+    leases = {key[2:-2]: len(value) for key, value in dump.items() if key.startswith("c:") and key.endswith(":l")}
+    states: dict[str, int] = defaultdict(int)
+    for key, value in dump.items():
+        if key.startswith("v:"):
+            states[{"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}[value["st"]]] += 1
+    return {
+        "namespace": space.namespace, "names": sum(key.startswith("n:") for key in dump), "versions": dict(states),
+        "leases": sum(leases.values()), "clients": len(dump.get("clients", ())), "bytes": used,
+        "free_bytes": files - used, "file_bytes": files, "segments": len(dump.get("segs", ())),
+        "registry_epoch": space.table.epoch, "process": dict(space.counters) | {"leases": len(space.leases)},
+    }  # fmt: skip
+
+
+def fsck(session: Session, *, repair: bool = False) -> dict[str, Any]:
+    """Check I1 to I7 as of one moment."""
+    space = session.space
+    dump = space.retry(space.registry.dump)
+    found = list(check(dump)) + _check_files(space, dump) + _check_table(space, dump)
+    if repair and found:
+        session.recover()
+        found = [Violation(**{**asdict(each), "repaired": True}) for each in found]
+    files = dict(space.segments.files())
+    return {
+        "checked": sum(key.startswith(("v:", "n:", "s:")) for key in dump),
+        "violations": [asdict(each) for each in found],
+        "registry_bytes": int(dump.get("bytes", {}).get("files", 0)),
+        "disk_bytes": sum(size for seg, size in files.items() if seg in dump.get("segs", ())),
+    }
+
+
+def check(dump: dict[str, Any]) -> list[Violation]:
+    """The invariants that the registry's content alone shows (I1, I2, I4, I6 and the counters)."""
+    versions = {key[2:]: value for key, value in dump.items() if key.startswith("v:")}
+    found: list[Violation] = []
+    refs: dict[str, int] = defaultdict(int)
+    for key, value in dump.items():
+        if key.startswith("c:") and key.endswith(":l"):
+            for v in value:
+                refs[v] += 1
+                if v not in versions:
+                    found.append(Violation(rule="I1", object=key, detail=f"leases version {v}, which is gone"))
+    for v, fields in versions.items():
+        if int(fields["refs"]) != refs[v]:
+            text = f"refs {fields['refs']}, leases {refs[v]}"
+            found.append(Violation(rule="I1", object=f"{fields['name']} v{v}", detail=text))
+        if fields["st"] == "d" and refs[v] == 0:
+            found.append(
+                Violation(rule="I1", object=f"{fields['name']} v{v}", detail="doomed, unleased, not reclaimed")
+            )
+    found += _check_blocks(dump, versions) + _check_names(dump, versions)
+    used = sum(int(fields["blk"]) for fields in versions.values())
+    if used != int(dump.get("bytes", {}).get("used", 0)):
+        text = f"{dump.get('bytes', {}).get('used', 0)} counted, {used} in versions"
+        found.append(Violation(rule="I7", object="used bytes", detail=text))
+    return found
+
+
+def _check_blocks(dump: dict[str, Any], versions: dict[str, Any]) -> list[Violation]:
+    found: list[Violation] = []
+    holders: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for v, fields in versions.items():
+        holders[fields["seg"], int(fields["off"])].append(f"version {v}")
+    for key, value in dump.items():
+        if key.startswith("free:"):
+            for item in value:
+                seg, off = item.split(" ")
+                holders[seg, int(off)].append(key)
+    for seg in dump.get("segs", ()):
+        facts = dump.get(f"s:{seg}", {})
+        block, count = int(facts.get("blk", 0)), int(facts.get("next", 0))
+        in_use = 0
+        for index in range(count):
+            who = holders.pop((seg, index * block), [])
+            in_use += any(each.startswith("version") for each in who)
+            if len(who) != 1:
+                text = f"is in {', '.join(who) or 'nothing'}"
+                found.append(Violation(rule="I2", object=f"{seg}+{index * block}", detail=text))
+        if in_use != int(facts.get("used", 0)):
+            found.append(Violation(rule="I2", object=seg, detail=f"used {facts.get('used')}, versions {in_use}"))
+    for (seg, off), who in holders.items():
+        found.append(Violation(rule="I2", object=f"{seg}+{off}", detail=f"unknown block in {', '.join(who)}"))
+    return found
+
+
+def _check_names(dump: dict[str, Any], versions: dict[str, Any]) -> list[Violation]:
+    found: list[Violation] = []
+    reachable: set[str] = set()
+    pending: dict[str, int] = defaultdict(int)
+    for v, fields in versions.items():
+        pending[fields["name"]] += fields["st"] in "pq"
+        if fields["st"] == "r" and "head" in fields and fields["head"] not in versions:
+            found.append(Violation(rule="I6", object=f"{fields['name']} v{v}", detail="a part without its step"))
+    slots: dict[str, str] = {}
+    for key, fields in dump.items():
+        if not key.startswith("n:"):
+            continue
+        name = key[2:]
+        for v in [fields["v"], *fields.get("hist", "").split()]:
+            if v != "0":
+                reachable.add(v)
+                if v not in versions or versions[v]["st"] != "r":
+                    found.append(Violation(rule="I3", object=name, detail=f"version {v} is not ready"))
+        if int(fields["pend"]) != pending[name]:
+            text = f"pend {fields['pend']}, pending versions {pending[name]}"
+            found.append(Violation(rule="I2", object=name, detail=text))
+        other = slots.setdefault(fields["slot"], name)
+        if other != name:
+            found.append(Violation(rule="I3", object=name, detail=f"shares slot {fields['slot']} with {other}"))
+    for v, fields in versions.items():
+        if fields["st"] == "r" and v not in reachable and fields.get("head", v) == v:
+            found.append(Violation(rule="I2", object=f"{fields['name']} v{v}", detail="ready, but under no name"))
+    return found
+
+
+def _check_files(space: Space, dump: dict[str, Any]) -> list[Violation]:
+    found: list[Violation] = []
+    files = dict(space.segments.files())
+    known: set[str] = dump.get("segs", set())
+    for seg, size in files.items():
+        if seg not in known and seg not in dump.get("trash", ()):
+            found.append(Violation(rule="I5", object=seg, detail=f"{size} bytes the registry does not know"))
+    for seg in known:
+        want = int(dump.get(f"s:{seg}", {}).get("file", 0))
+        if seg not in files and int(dump[f"s:{seg}"]["used"]) > 0:
+            found.append(Violation(rule="I7", object=seg, detail="the file is missing"))
+        elif seg in files and files[seg] != want:
+            found.append(Violation(rule="I7", object=seg, detail=f"{files[seg]} bytes on disk, {want} registered"))
+        elif seg in files and blocks_of(seg, files[seg])[1] != int(dump[f"s:{seg}"]["count"]):
+            found.append(Violation(rule="I7", object=seg, detail="another number of blocks than its size says"))
+    return found
+
+
+def _check_table(space: Space, dump: dict[str, Any]) -> list[Violation]:
+    found: list[Violation] = []
+    for key, fields in dump.items():
+        if key.startswith("n:") and fields["v"] != "0":
+            shown = space.table.current(int(fields["slot"]))
+            now = space.find_row(key[2:])
+            if shown not in (0, int(fields["v"])) and now is not None and now.version != shown:
+                text = f"the table says {shown}, the registry {fields['v']}"
+                found.append(Violation(rule="I3", object=key[2:], detail=text))
+    return found
+
+
+def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
+    """Sweep, then give free files back; ``dropped`` lists what went and why."""
+    space = session.space
+    before = space.retry(lambda: stats(space))
+    if dry_run:
+        return {"swept": 0, "trimmed_bytes": before["free_bytes"], "dropped": [], "dry_run": True}
+    session.release_ended()
+    swept = session.sweep()
+    trimmed = session.writer.free_room()
+    dropped = [{"what": client, "why": "its process is dead", "bytes": 0} for client in swept]
+    known = space.registry.members("segs")
+    for seg, size in list(space.segments.files()):
+        if seg not in known and seg in space.registry.members("trash"):
+            space.segments.unlink(seg)
+            space.registry.strike([seg])
+            dropped.append({"what": seg, "why": "trimmed by a process that died", "bytes": size})
+    return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
+
+
+def recover(session: Session) -> dict[str, Any]:
+    """Rebuild the registry."""
+    done = session.recover()
+    return {
+        "epoch": done.epoch, "names": done.names, "leases": done.leases, "promoted": done.promoted,
+        "quarantined": done.quarantined, "lost": done.lost, "seconds": round(done.seconds, 4),
+    }  # fmt: skip
+
+
+def holders(space: Space, version: int) -> list[dict[str, Any]]:
+    """Who leases a version: client, pid and since when it has been a client."""
+    dump = space.registry.dump()
+    out: list[dict[str, Any]] = []
+    for client in sorted(dump.get("clients", ())):
+        if str(version) in dump.get(f"c:{client}:l", {}):
+            identity = read_file(space.clients, client)[0] if client in clients_in(space.clients) else {}
+            out.append({"client": client, "pid": identity.get("pid"), "since_s": identity.get("joined_s")})
+    return out

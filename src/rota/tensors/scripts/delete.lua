@@ -1,0 +1,23 @@
+-- delete name expected idle: take the name away; readers keep their bytes. `expected` is a version id or '' (any),
+-- `idle` 1 refuses while any lease exists. Prepared parts go too; a pending publish may still create the name anew.
+if stale() then return refuse('EPOCH') end
+local name, expected = ARGV[3], ARGV[4]
+local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist', 'slot', 's')
+local parts = call('HVALS', P .. 'p:' .. name)
+if not n[1] or (n[1] == '0' and #parts == 0) then return refuse('NOTFOUND') end
+if expected ~= '' and n[1] ~= expected then return refuse('CHANGED', n[1]) end
+local all = words(n[2])
+if n[1] ~= '0' then table.insert(all, 1, n[1]) end
+if ARGV[5] == '1' then
+  for _, id in ipairs(all) do
+    if call('HGET', P .. 'v:' .. id, 'refs') ~= '0' then return refuse('LEASED') end
+  end
+end
+call('HSET', P .. 'n:' .. name, 'v', 0, 'e', 0, 's', 0, 'hist', '')
+call('HDEL', P .. 'n:' .. name, 'pe')
+call('ZREM', P .. 'evict', name)
+for _, id in ipairs(all) do doom(id) end
+for _, id in ipairs(parts) do abort(id) end
+event('deleted', name, n[1], n[4])
+forget_if_empty(name)
+return {n[1], n[3]}

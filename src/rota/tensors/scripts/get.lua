@@ -1,0 +1,45 @@
+-- get client seq [name selector]...: lease one version of each name, all or none, as of one moment.
+-- Selector: '' current, v<id> exactly, s<step> the one with that step, m<step> / w<id> current if at least that.
+-- Returns for each {version, slot, epoch, step, current, [part version, segment, offset, block]...}.
+if stale() then return refuse('EPOCH') end
+local client, seq, found, rows = ARGV[3], ARGV[4], {}, {}
+if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
+for i = 5, #ARGV, 2 do
+  local name, mode, arg = ARGV[i], string.sub(ARGV[i + 1], 1, 1), tonumber(string.sub(ARGV[i + 1], 2))
+  local n = call('HMGET', P .. 'n:' .. name, 'v', 's', 'slot', 'hist', 'evict')
+  local pick = nil
+  if mode == 'v' then
+    local id = string.sub(ARGV[i + 1], 2)
+    local f = call('HMGET', P .. 'v:' .. id, 'st', 'owner', 'name', 'refs')
+    local alive = f[1] == 'r' or (f[1] == 'd' and f[4] ~= '0') or (f[1] == 'p' and f[2] == client)
+    if not alive or f[3] ~= name then return refuse('GONE', i, n[1] or '0', n[2] or '0') end
+    pick = id
+  elseif not n[1] or n[1] == '0' then
+    return refuse('NOTFOUND', i)
+  elseif mode == 's' then
+    for _, id in ipairs(words(n[1] .. ' ' .. n[4])) do
+      if not pick and tonumber(call('HGET', P .. 'v:' .. id, 's')) == arg then pick = id end
+    end
+    if not pick then return refuse(tonumber(n[2]) < arg and 'BEHIND' or 'GONE', i, n[1], n[2], n[3]) end
+  else
+    if (mode == 'm' and tonumber(n[2]) < arg) or (mode == 'w' and tonumber(n[1]) < arg) then
+      return refuse('BEHIND', i, n[1], n[2], n[3])
+    end
+    pick = n[1]
+  end
+  found[#found + 1] = {name, pick, n[3] or '0', n[1] or '0'}
+end
+for i, row in ipairs(found) do
+  local v = row[2]
+  lease(client, v, seq)
+  local f = call('HMGET', P .. 'v:' .. v, 'e', 's', 'seg', 'off', 'blk', 'parts', 'evict')
+  local out = {v, row[3], f[1], f[2], row[4], v, f[3], f[4], f[5]}
+  for _, part in ipairs(words(f[6])) do
+    local b = call('HMGET', P .. 'v:' .. part, 'seg', 'off', 'blk')
+    out[#out + 1] = part
+    for k = 1, 3 do out[#out + 1] = b[k] end
+  end
+  if f[7] == '1' then call('ZADD', P .. 'evict', 'XX', NOW, row[1]) end
+  rows[i] = out
+end
+return rows

@@ -1,0 +1,93 @@
+-- Shared by all scripts. KEYS[1] is "{namespace}:", ARGV[1] the registry epoch the caller joined, ARGV[2] its wall
+-- clock in milliseconds. A script first decides whether to refuse, then changes; nothing is changed before a refusal
+-- but the abort of the caller's own pending version.
+local P, EPOCH, NOW = KEYS[1], ARGV[1], ARGV[2]
+local call = redis.call
+
+local function refuse(...) return redis.error_reply(table.concat({...}, ' ')) end
+
+local function stale() return call('HGET', P .. 'cfg', 'epoch') ~= EPOCH end
+
+local function event(kind, name, v, step)
+  call('XADD', P .. 'ev', 'MAXLEN', '~', 10000, '*', 'kind', kind, 'name', name, 'version', v, 'step', step, 'at', NOW)
+end
+
+local function words(text)
+  local out = {}
+  for word in string.gmatch(text or '', '%S+') do out[#out + 1] = word end
+  return out
+end
+
+-- A block goes back to the free list of its size, the newest freed is used first: its pages are still in memory.
+local function give_back(seg, off, blk)
+  call('RPUSH', P .. 'free:' .. blk, seg .. ' ' .. off)
+  call('HINCRBY', P .. 'bytes', 'used', -tonumber(blk))
+  if call('HINCRBY', P .. 's:' .. seg, 'used', -1) == 0 then call('ZADD', P .. 'idle', NOW, seg) end
+end
+
+-- Forget a version whose last lease ended; the parts of a group step go with their head.
+local function reclaim(v)
+  local f = call('HMGET', P .. 'v:' .. v, 'seg', 'off', 'blk', 'name', 's', 'parts', 'owner', 'orphan')
+  if not f[1] then return end
+  call('DEL', P .. 'v:' .. v)
+  if f[8] == 'drop' then call('HDEL', P .. 'c:' .. f[7] .. ':d', v) end
+  give_back(f[1], f[2], f[3])
+  for _, part in ipairs(words(f[6])) do reclaim(part) end
+  event('reclaimed', f[4], v, f[5])
+end
+
+-- No new reader gets this version any more; its bytes stay until the last lease ends.
+local function doom(v)
+  if call('EXISTS', P .. 'v:' .. v) == 0 then return end
+  call('HSET', P .. 'v:' .. v, 'st', 'd')
+  if tonumber(call('HGET', P .. 'v:' .. v, 'refs')) == 0 then reclaim(v) end
+end
+
+local function unlease(client, v)
+  call('HDEL', P .. 'c:' .. client .. ':l', v)
+  if call('HINCRBY', P .. 'v:' .. v, 'refs', -1) == 0 and call('HGET', P .. 'v:' .. v, 'st') == 'd' then reclaim(v) end
+end
+
+local function lease(client, v, seq)
+  local key = P .. 'c:' .. client .. ':l'
+  local old = call('HGET', key, v)
+  if not old then call('HINCRBY', P .. 'v:' .. v, 'refs', 1) end
+  if not old or tonumber(old) < tonumber(seq) then call('HSET', key, v, seq) end
+end
+
+-- A name without a version and without anything on the way gives its slot back.
+local function forget_if_empty(name)
+  local n = call('HMGET', P .. 'n:' .. name, 'v', 'pend', 'slot')
+  if n[1] == '0' and n[2] == '0' then
+    call('DEL', P .. 'n:' .. name)
+    call('ZREM', P .. 'names', name)
+    call('ZREM', P .. 'evict', name)
+    call('RPUSH', P .. 'slotfree', n[3])
+  end
+end
+
+-- Undo a pending or prepared version.
+local function abort(v)
+  local f = call('HMGET', P .. 'v:' .. v, 'name', 'owner', 'part', 'e', 's', 'st')
+  if not f[1] then return end
+  call('HDEL', P .. 'c:' .. f[2] .. ':o', v)
+  if f[6] == 'q' then
+    local field = f[4] .. ':' .. f[5] .. ':' .. f[3]
+    if call('HGET', P .. 'p:' .. f[1], field) == v then call('HDEL', P .. 'p:' .. f[1], field) end
+  end
+  call('HINCRBY', P .. 'n:' .. f[1], 'pend', -1)
+  doom(v)
+  forget_if_empty(f[1])
+end
+
+-- The highest fence on a label or on one of its ancestors ("job" fences "job/actor/0"), or -1.
+local function fence_of(label)
+  local top, upto = -1, string.len(label)
+  while upto > 0 do
+    local fence = call('HGET', P .. 'fence', string.sub(label, 1, upto))
+    if fence and tonumber(fence) > top then top = tonumber(fence) end
+    upto = upto - 1
+    while upto > 0 and string.sub(label, upto + 1, upto + 1) ~= '/' do upto = upto - 1 end
+  end
+  return top
+end

@@ -1,0 +1,185 @@
+"""Segment header, open, map, allocate: files of shared memory that hold the bytes of tensors.
+
+Before each payload stands a header of 512 bytes and a manifest (JSON): what is needed to rebuild a lost registry. A
+header is ``pending`` while bytes are copied, ``prepared`` when they are complete, ``ready`` after the commit.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from rota.tensors import errors
+from rota.tensors.core.arena import HEADER_BYTES
+
+MAGIC: Final = b"ROTATSR1"
+FORMAT: Final = 1
+PENDING, PREPARED, READY = 1, 2, 3
+KEPT_MAX: Final = 8
+_FIELDS: Final = struct.Struct("<8sIHBBQIIQqHHIQQIQQ32s8QHH")
+_CRC_AT: Final = 8
+_NAME_AT: Final = _FIELDS.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a block says of itself. ``kept`` are the older versions of the name that were still kept at its commit."""
+
+    state: int
+    version: int
+    slot: int
+    epoch: int
+    step: int
+    name: str
+    owner: str
+    offset: int
+    bytes: int
+    manifest_bytes: int
+    block: int
+    ctime_ns: int
+    head: int = 0
+    part: int = 0
+    world: int = 1
+    payload_crc: int = 0
+    group: bool = False
+    kept: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        """The 512 bytes, little-endian, with their own CRC."""
+        name = self.name.encode()
+        kept = (*self.kept, *([0] * KEPT_MAX))[:KEPT_MAX]
+        fields = _FIELDS.pack(
+            MAGIC, 0, FORMAT, self.state, int(self.group), self.version, self.slot, self.epoch, self.head, self.step,
+            self.part, self.world, self.manifest_bytes, self.offset, self.bytes, self.payload_crc, self.block,
+            self.ctime_ns, self.owner.encode(), *kept, len(name), 0,
+        )  # fmt: skip
+        raw = bytearray((fields + name).ljust(HEADER_BYTES, b"\0"))
+        raw[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(raw))
+        return bytes(raw)
+
+    @staticmethod
+    def unpack(raw: bytes | memoryview, where: str) -> Header:
+        """Read a header. Raises Corrupt, naming file and field."""
+        data = bytearray(raw[:HEADER_BYTES])
+        if len(data) < HEADER_BYTES or bytes(data[:8]) != MAGIC:
+            raise errors.Corrupt(f"{where}: no tensor header", file=where, field="magic")
+        (crc,) = struct.unpack_from("<I", data, _CRC_AT)
+        data[_CRC_AT : _CRC_AT + 4] = b"\0\0\0\0"
+        if zlib.crc32(data) != crc:
+            raise errors.Corrupt(f"{where}: the header's checksum does not match", file=where, field="crc32")
+        found = _FIELDS.unpack_from(data)
+        if found[2] != FORMAT:
+            raise errors.Corrupt(f"{where}: header format {found[2]}, this is {FORMAT}", file=where, field="format")
+        kept, name_bytes = found[19:27], found[27]
+        return Header(
+            state=found[3], group=bool(found[4]), version=found[5], slot=found[6], epoch=found[7], head=found[8],
+            step=found[9], part=found[10], world=found[11], manifest_bytes=found[12], offset=found[13],
+            bytes=found[14], payload_crc=found[15], block=found[16], ctime_ns=found[17],
+            owner=found[18].rstrip(b"\0").decode(), kept=tuple(v for v in kept if v),
+            name=bytes(data[_NAME_AT : _NAME_AT + name_bytes]).decode(),
+        )  # fmt: skip
+
+    def with_state(self, state: int, **changes: int | tuple[int, ...]) -> Header:
+        """The same header in another state."""
+        return replace(self, state=state, **changes)  # type: ignore[arg-type]  # callers pass fields of their type
+
+
+class Mapping:
+    """One segment file mapped into this process, writable and shared."""
+
+    __slots__ = ("array", "map", "seg")
+
+    def __init__(self, seg: str, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.map = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(fd)
+        self.seg = seg
+        self.array = np.frombuffer(self.map, np.uint8)
+
+
+class Segments:
+    """The segment files of one namespace, in one directory; each is mapped at most once in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: dict[str, Mapping] = {}
+        self._lock = threading.Lock()
+
+    def path(self, seg: str) -> Path:
+        """The file of a segment."""
+        return self.folder / seg
+
+    def ensure(self, seg: str, file_bytes: int) -> None:
+        """Make the file and its memory exist; harmless when they do. Raises OutOfMemory when the file system is full.
+
+        ``posix_fallocate`` and not ``ftruncate``: a hole in a full tmpfs would kill the writer by SIGBUS later.
+        """
+        if seg in self._maps:
+            return
+        fd = os.open(self.path(seg), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size < file_bytes:
+                os.posix_fallocate(fd, 0, file_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+                raise
+            text = f"{self.folder}: no room for {file_bytes} bytes ({os.strerror(error.errno)})"
+            raise errors.OutOfMemory(text, hint="free names, or raise the size of /dev/shm", bytes=file_bytes) from None
+        finally:
+            os.close(fd)
+
+    def open(self, seg: str) -> Mapping:
+        """The mapping of a segment. Raises Corrupt when its file is missing."""
+        found = self._maps.get(seg)
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._maps.get(seg)
+            if found is None:
+                try:
+                    found = self._maps[seg] = Mapping(seg, self.path(seg))
+                except (FileNotFoundError, ValueError) as error:
+                    where = str(self.path(seg))
+                    raise errors.Corrupt(f"{where} is missing or empty", file=where, field="file") from error
+            return found
+
+    def is_open(self, seg: str) -> bool:
+        """True when this process has the segment mapped."""
+        return seg in self._maps
+
+    def forget_gone(self) -> None:
+        """Unmap, once their last view dies, segments whose files were unlinked."""
+        with self._lock:
+            for seg in [seg for seg in self._maps if not self.path(seg).exists()]:
+                del self._maps[seg]
+
+    def forget_all(self) -> None:
+        """Drop every mapping that no view holds."""
+        with self._lock:
+            self._maps.clear()
+
+    def unlink(self, seg: str) -> None:
+        """Give a segment's memory back; views that still map it keep it until they die."""
+        with self._lock:
+            self._maps.pop(seg, None)
+        self.path(seg).unlink(missing_ok=True)
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Every segment file with its bytes."""
+        for path in sorted(self.folder.glob("seg-*")):
+            try:
+                yield path.name, path.stat().st_size
+            except FileNotFoundError:
+                continue

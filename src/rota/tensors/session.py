@@ -1,0 +1,320 @@
+"""Join a namespace, stay in it, leave it: server, folder, client file, housekeeping thread, forks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from rota.runtime import environ, process, redis_server
+from rota.runtime.chance import Chance
+from rota.runtime.clock import Clock
+from rota.spec.errors import RegistryUnavailable, TensorError
+from rota.tensors import faults
+from rota.tensors.clientfile import ClientFile, clients_in, make_fork_hold, take_if_dead
+from rota.tensors.generation import GenerationTable
+from rota.tensors.lifetime import Leases
+from rota.tensors.liveness import PIN_MARK, sweep_client, sweep_dead, sweep_unfiled, sweeping
+from rota.tensors.reader import Reader
+from rota.tensors.recovery import Recovered, rebuild
+from rota.tensors.registry import RedisMachine, Refused, Registry
+from rota.tensors.segments import Segments
+from rota.tensors.space import Space
+from rota.tensors.writer import Writer
+
+SHM_DIR: Final = "ROTA_SHM_DIR"
+_TICK_BUSY_S: Final = 0.005
+_TICK_IDLE_S: Final = 0.02
+_AGE_S: Final = 0.04
+_LINGER_S: Final = 1.0
+_SWEEP_S: Final = 0.25
+_TRIM_S: Final = 5.0
+_TRIM_IDLE_MS: Final = 30_000
+_JITTER: Final = 0.2
+
+
+def shm_root(address_url: str) -> Path:
+    """Where the segments of one registry's namespaces lie: ``ROTA_SHM_DIR``, else a private folder of ``/dev/shm``."""
+    base = Path(environ.get(SHM_DIR) or f"/dev/shm/rota-{os.getuid()}")
+    return base / hashlib.sha256(address_url.encode()).hexdigest()[:12]
+
+
+def remove_root(root: Path) -> None:
+    """Give all shared memory of a registry's namespaces back."""
+    shutil.rmtree(root, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other registries of this user still have theirs beside it
+        root.parent.rmdir()
+
+
+class Session:
+    """One process in one namespace, from join to leave."""
+
+    def __init__(
+        self,
+        home: environ.Home,
+        server: redis_server.Server,
+        namespace: str,
+        *,
+        clock: Clock,
+        chance: Chance,
+        sealed: bool,
+    ) -> None:
+        self.home, self.server, self.clock, self._chance = home, server, clock, chance
+        self.pid = os.getpid()
+        self.root = shm_root(server.address.url)
+        folder = self.root / namespace
+        (folder / "c").mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+        self.root.parent.chmod(environ.PRIVATE_DIR)
+        _wipe_after_reboot(folder)
+        self.machine = RedisMachine(server.address, namespace, clock)
+        client = chance.fresh(96)
+        identity = self._identity(client)
+        file = ClientFile(folder / "c", client, identity)
+        faults.point("joining")
+        segments = Segments(folder)
+        leases = Leases(segments, file)
+        table = GenerationTable(folder / "gen", clock)
+        self.space = Space(
+            namespace=namespace, folder=folder, client=client, clock=clock, registry=Registry(self.machine),
+            table=table, segments=segments, leases=leases, file=file, rejoin=self.rejoin,
+        )  # fmt: skip
+        self._identity_text = identity
+        self.reader = Reader(self.space, sealed=sealed)
+        self.writer = Writer(self.space, chance)
+        self._sweeper_fd = _open_lock(folder / "sweeper.lock")
+        self._recover_fd = _open_lock(folder / "recover.lock")
+        self._recover_gate = threading.Lock()
+        self._gone = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._forks = 0
+        self._fork_fds: list[int] = []
+        self.last_recovery: Recovered | None = None
+        self.rejoin()
+
+    def start(self) -> None:
+        """Start the housekeeping thread."""
+        name = f"rota-tensors-{self.space.namespace}"
+        self._thread = threading.Thread(target=self._keep_house, name=name, daemon=True)
+        self._thread.start()
+        _sessions.add(self)
+
+    def rejoin(self) -> None:
+        """Reach the registry, rebuild it if it is lost, and say which leases this process has. One at a time."""
+        with self._recover_gate:
+            try:
+                epoch = self.machine.find_epoch()
+            except RegistryUnavailable:
+                self._restart_server()
+                epoch = 0
+            if epoch == 0 or epoch != self.space.table.epoch:
+                with _locked(self._recover_fd):
+                    epoch = self.machine.find_epoch()
+                    if epoch == 0 or epoch != self.space.table.epoch:
+                        self.last_recovery = rebuild(self.space, self.machine)
+            self.machine.epoch = self.space.table.epoch
+            self._join()
+
+    def recover(self) -> Recovered:
+        """Rebuild the registry now, lost or not."""
+        with self._recover_gate, _locked(self._recover_fd):
+            self.last_recovery = rebuild(self.space, self.machine)
+            self._join()
+            return self.last_recovery
+
+    def release_ended(self) -> int:
+        """Tell the registry of leases whose views died; how many."""
+        ended = self.space.leases.drain()
+        if ended:
+            faults.point("releasing")
+            try:
+                pairs = [(version, seq) for version, seq, _ in ended]
+                self.space.registry.release(self.space.client, pairs)
+            except Refused:  # a new epoch: joining again states the leases that are left
+                self.rejoin()
+            faults.point("released")
+            for *_, place in ended:
+                self.space.file.clear(place)
+        return len(ended)
+
+    def sweep(self) -> list[str]:
+        """Undo what dead clients had, if nobody else is at it; the clients swept."""
+        with sweeping(self.space, self._sweeper_fd) as mine:
+            return sweep_dead(self.space) + sweep_unfiled(self.space) if mine else []
+
+    def close(self, *, at_exit: bool) -> None:
+        """Leave. Views that still live keep their leases, and this client, until the last of them dies or the exit."""
+        if self.pid != os.getpid() or self._gone.is_set():
+            return
+        self.reader.forget()
+        self.space.closed = True
+        if at_exit or not self._thread:
+            self._leave()
+        elif threading.current_thread() is not self._thread:
+            self._thread.join(timeout=0 if self._busy() else 2.0)
+
+    def _busy(self) -> bool:
+        with contextlib.suppress(TensorError, RegistryUnavailable, Refused):
+            self.release_ended()
+        return len(self.space.leases) > 0
+
+    def _leave(self) -> None:
+        if self._gone.is_set():
+            return
+        self._gone.set()
+        _sessions.discard(self)
+        locked = redis_server.registry_lock(self.home) if self.server.ours else contextlib.nullcontext()
+        with locked:
+            with contextlib.suppress(TensorError, RegistryUnavailable, Refused):
+                self.space.closed = False
+                sweep_client(self.space, self.space.client)
+            self.space.closed = True
+            last = self._is_last()
+            self.space.file.close()
+            if last:
+                redis_server.end_running(self.home)
+                remove_root(self.root)
+        self.machine.client.close()
+
+    def _is_last(self) -> bool:
+        """True when the server goes with this client: ours, not kept, no living client, no pin in any namespace."""
+        server = redis_server.find_running(self.home) if self.server.ours else None
+        if server is None or server.kept or server.address != self.server.address:
+            return False
+        for folder in self.root.glob("*/c"):
+            for client in clients_in(folder):
+                if client != self.space.client and not _is_dead(folder, client):
+                    return False
+        with contextlib.suppress(RegistryUnavailable, Refused):
+            return not any(c.startswith(PIN_MARK) for c in self.space.registry.members("clients"))
+        return True
+
+    def _join(self) -> None:
+        leases = self.space.leases.live()
+        self.space.registry.join(self.space.client, _line(self._identity_text), leases)
+        faults.point("joined")
+
+    def _restart_server(self) -> None:
+        if not self.server.ours:
+            raise RegistryUnavailable(f"tensor registry at {self.server.address.url} is away")
+        with redis_server.registry_lock(self.home):
+            found = redis_server.find_or_start(self.home, keep=self.server.kept)
+        if found.address != self.server.address:
+            raise RegistryUnavailable(f"the registry moved to {found.address.url}", hint="connect() again")
+
+    def _keep_house(self) -> None:
+        rng = self._chance.rng()
+        next_age_s = next_linger_s = next_sweep_s = next_trim_s = 0.0
+        while not self._gone.wait(_TICK_BUSY_S if self.space.leases.ended else _TICK_IDLE_S):
+            if self.pid != os.getpid():
+                return
+            now_s = self.clock.monotonic_s()
+            with contextlib.suppress(RegistryUnavailable, Refused, TensorError, OSError, ConnectionError):
+                self.release_ended()
+                if now_s >= next_age_s:
+                    linger, next_age_s = now_s >= next_linger_s, now_s + _AGE_S
+                    next_linger_s = now_s + _LINGER_S if linger else next_linger_s
+                    self.reader.age(linger)
+                if now_s >= next_sweep_s:
+                    next_sweep_s = now_s + _SWEEP_S * (1 + rng.uniform(-_JITTER, _JITTER))
+                    self.sweep()
+                if now_s >= next_trim_s and next_trim_s:
+                    self._trim()
+                next_trim_s = now_s + _TRIM_S if now_s >= next_trim_s else next_trim_s
+            if self.space.closed and not len(self.space.leases):
+                self._leave()
+
+    def _trim(self) -> None:
+        with sweeping(self.space, self._sweeper_fd) as mine:
+            if mine:
+                self.writer.free_room(idle_ms=_TRIM_IDLE_MS)
+        self.space.segments.forget_gone()
+
+    def _identity(self, client: str) -> dict[str, Any]:
+        own = process.own_id()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+        facts = {"client": client, "pid": own.pid, "start_time": own.start_time, "boot": process.boot_id()}
+        return {**facts, "pid_namespace": namespace, "label": "", "joined_s": self.clock.wall_s()}
+
+    def before_fork(self) -> None:
+        """Give what this process leases to a hold that lives as long as the child."""
+        versions = [version for version, _ in self.space.leases.live()]
+        if not versions or self.space.forked:
+            return
+        self._forks += 1
+        holder, fd = make_fork_hold(self.space.clients, self.space.client, self._forks, versions)
+        self._fork_fds.append(fd)
+        self.space.retry(lambda: self.space.registry.hold(self.space.client, holder))
+
+    def after_fork_in_parent(self) -> None:
+        """The child alone keeps the hold."""
+        while self._fork_fds:
+            os.close(self._fork_fds.pop())
+
+    def after_fork_in_child(self) -> None:
+        """This plane is the parent's; every call raises ForkedClient."""
+        self.space.forked = True
+        self._gone.set()
+        self.reader.cache.clear()
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for session in list(_sessions):
+        session.before_fork()
+
+
+def _after_in_parent() -> None:
+    for session in list(_sessions):
+        session.after_fork_in_parent()
+
+
+def _after_in_child() -> None:
+    for session in list(_sessions):
+        session.after_fork_in_child()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
+
+
+def _line(identity: dict[str, Any]) -> str:
+    """An identity as one line for the registry."""
+    return " ".join(f"{key}={value}" for key, value in identity.items())
+
+
+def _is_dead(folder: Path, client: str) -> bool:
+    fd = take_if_dead(folder, client)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+
+
+@contextlib.contextmanager
+def _locked(fd: int) -> Iterator[None]:
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+def _wipe_after_reboot(folder: Path) -> None:
+    """What an earlier boot left in a folder on disk is no shared memory of ours."""
+    mark, boot = folder / "boot", process.boot_id()
+    if mark.exists() and mark.read_text() != boot:
+        for path in [*folder.glob("seg-*"), folder / "gen", *(folder / "c").iterdir()]:
+            path.unlink(missing_ok=True)
+    if not mark.exists() or mark.read_text() != boot:
+        process.write_private(mark, boot)

@@ -1,0 +1,103 @@
+"""One namespace as this process has it open: registry, generation table, segments, leases, and its own client file."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+from rota.runtime.clock import Clock, blocking_sleep
+from rota.spec.errors import RegistryUnavailable
+from rota.tensors import errors
+from rota.tensors.clientfile import ClientFile
+from rota.tensors.generation import GenerationTable
+from rota.tensors.lifetime import Leases
+from rota.tensors.registry import Refused, Registry, Row
+from rota.tensors.segments import Segments
+
+_T = TypeVar("_T")
+_RETRIES_MAX: Final = 5
+_RETRY_S: Final = 0.02
+
+
+@dataclass(slots=True, kw_only=True)
+class Space:
+    """What every operation needs. ``rejoin`` is called when the registry is lost or was rebuilt."""
+
+    namespace: str
+    folder: Path
+    client: str
+    clock: Clock
+    registry: Registry
+    table: GenerationTable
+    segments: Segments
+    leases: Leases
+    file: ClientFile
+    rejoin: Callable[[], None]
+    forked: bool = False
+    closed: bool = False
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("gets", "puts", "swept", "recovered"), 0))
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def clients(self) -> Path:
+        """Where the client files lie."""
+        return self.folder / "c"
+
+    def retry(self, action: Callable[[], _T]) -> _T:
+        """Do a repeatable action; when the registry was lost, rebuild or join it again and repeat.
+
+        Raises ForkedClient in a forked child, ClosedPlane after close, RegistryUnavailable when it stays away.
+        """
+        for attempt in range(_RETRIES_MAX):
+            self.check()
+            try:
+                return action()
+            except Refused as refused:
+                if refused.code not in ("EPOCH", "UNJOINED"):
+                    raise
+            except errors.EpochChanged:
+                pass
+            except RegistryUnavailable:
+                if attempt == _RETRIES_MAX - 1:
+                    raise
+            self.rejoin()
+            if attempt:
+                blocking_sleep(_RETRY_S * attempt)
+        raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt again and again")
+
+    def check(self) -> None:
+        """Raise ForkedClient or ClosedPlane when this process must not use the plane."""
+        if self.forked:
+            raise errors.ForkedClient(
+                "a forked child cannot use its parent's plane", hint="call rota.tensors.connect()"
+            )
+        if self.closed:
+            raise errors.ClosedPlane("this plane was closed", hint="call rota.tensors.connect()")
+
+    def find_row(self, name: str) -> Row | None:
+        """The registry's row of exactly this name."""
+        rows = self.registry.ls(name, n_max=1)
+        return rows[0] if rows and rows[0].name == name else None
+
+    def delete(self, name: str, *, expected: int | None = None, idle: bool = False) -> bool:
+        """Take a name away under its slot's lock; False when it is not there, is another version, or (idle) leased."""
+        row = self.find_row(name)
+        if row is None:
+            return False
+        with self.table.changing(row.slot, name):
+            try:
+                version, slot = self.registry.delete(name, expected=expected, idle=idle)
+            except Refused as refused:
+                if refused.code not in ("NOTFOUND", "CHANGED", "LEASED"):
+                    raise
+                version, slot = row.version if refused.code == "LEASED" else 0, row.slot
+                current = int(refused.words[0]) if refused.code == "CHANGED" else version
+                if current:
+                    self.table.store(row.slot, current)
+                return False
+            if slot == row.slot:
+                self.table.store_deleted(slot, version)
+            return True

@@ -1,0 +1,268 @@
+"""Publish tensors: reserve a block, copy, commit; nothing of it is visible before, nothing of it remains on failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from rota.runtime.chance import Chance
+from rota.spec.errors import BadInput
+from rota.tensors import errors, faults
+from rota.tensors.arrays import Layout, Source
+from rota.tensors.core import arena
+from rota.tensors.core.names import payload_bytes, short_dtype
+from rota.tensors.handle import Version
+from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
+from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, Header
+from rota.tensors.space import Space
+
+_PWRITE_BYTES_MAX: Final = 1 << 30
+_MANIFEST_BYTES_MAX: Final = 256 << 20
+_ROOM_TRIES_MAX: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Who publishes, and where in the order of publishes: ``label``, ``epoch``, ``step`` (None: one after the last)."""
+
+    label: str
+    epoch: int
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """How long a version lives, and which part of a step it is."""
+
+    orphan: str = "keep"
+    retain: int = 1
+    mutable: bool = False
+    evictable: bool = False
+    part: tuple[int, int] = (0, 1)
+
+    def __post_init__(self) -> None:
+        if self.orphan not in ("keep", "drop"):
+            raise BadInput(f"orphan={self.orphan!r}: keep or drop")
+        if not 1 <= self.retain <= KEPT_MAX:
+            raise BadInput(f"retain={self.retain}: 1 to {KEPT_MAX}")
+        if not 0 <= self.part[0] < self.part[1]:
+            raise BadInput(f"part={self.part}: (rank, world) with 0 <= rank < world")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The shape of a payload before any memory is taken."""
+
+    tensors: tuple[Layout, ...]
+    manifest: bytes
+    front: int
+    payload: int
+
+    @property
+    def start(self) -> int:
+        """Where the payload begins in its block."""
+        return arena.payload_offset(self.front, self.payload)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A reserved version whose bytes are being written."""
+
+    name: str
+    ask: Ask
+    draft: Draft
+    reserved: Reserved
+    header: Header
+
+
+class Writer:
+    """The write path of one namespace."""
+
+    def __init__(self, space: Space, chance: Chance) -> None:
+        self._space = space
+        self._chance = chance
+
+    def publish(self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Any) -> Version:
+        """Publish tensors as one version of ``name``: (1) lay out, (2) reserve, (3) copy, (4) commit.
+
+        Raises StaleEpoch, StaleStep, LostRace, Aborted, PublishBlocked, OutOfMemory, QuotaExceeded; then nothing of it
+        is kept.
+        """
+        draft = lay_out([(key, each.dtype, each.shape) for key, each in sources.items()], order, life, meta)
+        pending = self.reserve(name, kind, draft, order, life)
+        try:
+            self.copy(pending, [each.data for each in sources.values()])
+            return self.commit(pending)
+        except BaseException:
+            self.abort(pending)
+            raise
+
+    def reserve(self, name: str, kind: str, draft: Draft, order: Order, life: Life) -> Pending:
+        """A pending version with its block, header written. Memory is recorded before it is taken."""
+        cls = arena.size_class(draft.front, draft.payload)
+        ask = Ask(
+            name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
+            count=cls.count, file=cls.file, payload=draft.payload, desc=_describe(draft), orphan=life.orphan,
+            retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
+        )  # fmt: skip
+        request = self._chance.fresh(48)
+        reserved = self._reserve_with_room(ask, request)
+        faults.point("reserved")
+        header = Header(
+            state=PENDING, version=reserved.version, slot=reserved.slot, epoch=order.epoch, step=reserved.step,
+            name=name, owner=self._space.client, offset=draft.start, bytes=draft.payload, group=kind == "g",
+            manifest_bytes=len(draft.manifest), block=cls.block, part=ask.part, world=ask.world,
+            ctime_ns=int(self._space.clock.wall_s() * 1e9),
+        )  # fmt: skip
+        pending = Pending(name, ask, draft, reserved, header)
+        try:
+            self._space.segments.ensure(reserved.seg, cls.file)
+            faults.point("allocated")
+            self._write(pending, 0, header.pack() + draft.manifest)
+        except BaseException:
+            self.abort(pending)
+            raise
+        return pending
+
+    def copy(self, pending: Pending, data: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
+        """Copy the tensors' bytes to their places."""
+        faults.point("copying")
+        for layout, array in zip(pending.draft.tensors, data, strict=True):
+            if array.nbytes:
+                self._write(pending, layout.offset, array)
+        faults.point("copied")
+
+    def commit(self, pending: Pending) -> Version:
+        """Make it visible, under the lock of its slot; the header says so after the registry does."""
+        space, reserved = self._space, pending.reserved
+        self._stamp(pending, pending.header.with_state(PREPARED))
+        with space.table.changing(reserved.slot, pending.name):
+            done = self._commit(pending)
+            faults.point("committed")
+            if done.ready:
+                kept = done.kept[:KEPT_MAX]
+                self._stamp(pending, pending.header.with_state(READY, head=done.version, kept=kept))
+            if done.current:
+                space.table.store(reserved.slot, done.current)
+            faults.point("slot-stored")
+        if done.first:
+            space.table.created(done.version)
+        space.counters["puts"] += 1
+        return Version(
+            name=pending.name, id=reserved.version, epoch=pending.ask.epoch, step=reserved.step,
+            bytes=pending.draft.payload, ready=done.ready, received=done.received or pending.ask.world,
+        )  # fmt: skip
+
+    def abort(self, pending: Pending) -> None:
+        """Undo a pending version; what cannot be undone now, the sweep undoes."""
+        with contextlib.suppress(errors.TensorError, Refused):
+            self._space.retry(lambda: self._space.registry.abort(self._space.client, pending.reserved.version))
+
+    def free_room(self, *, idle_ms: int = 0) -> int:
+        """Unlink files that have been wholly free for that long; bytes given back."""
+        space, freed = self._space, 0
+        before_ms = int(space.clock.wall_s() * 1000) - idle_ms
+        while segs := space.retry(lambda: space.registry.trim(before_ms)):
+            for seg in segs:
+                path = space.segments.path(seg)
+                freed += path.stat().st_size if path.exists() else 0
+                space.segments.unlink(seg)
+            space.registry.strike(segs)
+        return freed
+
+    def evict(self, bytes_wanted: int) -> int:
+        """Delete the least recently used evictable names that nobody leases; bytes that were freed."""
+        freed = 0
+        for name in self._space.registry.evictable():
+            if freed >= bytes_wanted:
+                break
+            row = self._space.find_row(name)
+            if row is not None and self._space.delete(name, expected=row.version, idle=True):
+                freed += row.block
+        return freed
+
+    def _reserve_with_room(self, ask: Ask, request: str) -> Reserved:
+        space = self._space
+        for attempt in range(_ROOM_TRIES_MAX):
+            try:
+                return space.retry(lambda: space.registry.reserve(space.client, request, ask))
+            except Refused as refused:
+                made_room = refused.code == "QUOTA" and (
+                    self.free_room() or (self.evict(ask.file) and self.free_room())
+                )
+                if not made_room or attempt == _ROOM_TRIES_MAX - 1:
+                    self._refuse(refused, ask)
+        raise AssertionError("unreachable")
+
+    def _commit(self, pending: Pending) -> Committed:
+        space = self._space
+        try:
+            return space.retry(lambda: space.registry.commit(space.client, pending.reserved.version))
+        except Refused as refused:
+            row = space.find_row(pending.name)
+            if row is not None and row.version and row.slot == pending.reserved.slot:
+                space.table.store(row.slot, row.version)
+            self._refuse(refused, pending.ask)
+
+    def _refuse(self, refused: Refused, ask: Ask) -> NoReturn:
+        refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
+
+    def _stamp(self, pending: Pending, header: Header) -> None:
+        pending.header = header
+        self._write(pending, 0, header.pack())
+
+    def _write(self, pending: Pending, at: int, data: bytes | np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Copy into the block: through the mapping when there is one, else by pwrite, which is faster on new pages."""
+        segments, offset = self._space.segments, pending.reserved.offset + at
+        size = len(data)
+        if segments.is_open(pending.reserved.seg) or size < arena.SMALL_BYTES_MAX:
+            view = segments.open(pending.reserved.seg).array
+            source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
+            view[offset : offset + size] = source
+            return
+        fd = os.open(segments.path(pending.reserved.seg), os.O_RDWR | os.O_CLOEXEC)
+        try:
+            view = memoryview(data)  # pyright: ignore[reportArgumentType]  # numpy arrays are buffers, the stub forgets
+            done = 0
+            while done < size:
+                done += os.pwrite(fd, view[done : done + _PWRITE_BYTES_MAX], offset + done)
+        finally:
+            os.close(fd)
+
+
+def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, life: Life, meta: Any) -> Draft:
+    """Places of tensors (name, dtype, shape) in one block, and the manifest that describes them.
+
+    Raises BadInput when ``meta`` is no JSON value.
+    """
+    sizes = [payload_bytes(dtype, shape) for _, dtype, shape in tensors]
+    offsets, payload = arena.pack(sizes)
+    rows = [[*each, offset, size] for each, offset, size in zip(tensors, offsets, sizes, strict=True)]
+    facts = {"tensors": rows, "label": order.label, "retain": life.retain, "orphan": life.orphan}
+    flags = {"mutable": life.mutable, "evictable": life.evictable}
+    try:
+        manifest = json.dumps({**facts, **flags, "meta": meta}, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"meta is no JSON value: {error}") from None
+    if len(manifest) > _MANIFEST_BYTES_MAX:
+        raise BadInput(f"names and meta take {len(manifest)} bytes, the limit is {_MANIFEST_BYTES_MAX}")
+    front = arena.HEADER_BYTES + len(manifest)
+    start = arena.payload_offset(front, payload)
+    layouts = tuple(
+        Layout(name, dtype, shape, start + offset, size)
+        for (name, dtype, shape), offset, size in zip(tensors, offsets, sizes, strict=True)
+    )
+    return Draft(layouts, manifest, front, payload)
+
+
+def _describe(draft: Draft) -> str:
+    if len(draft.tensors) == 1:
+        (only,) = draft.tensors
+        return json.dumps({"dtype": short_dtype(only.dtype), "shape": list(only.shape)})
+    return json.dumps({"tensors": len(draft.tensors)})

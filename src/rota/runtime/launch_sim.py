@@ -34,7 +34,7 @@ class SimFaults:
     """How unreliable the engine is. Probabilities are per attempt, times in seconds (mean of an exponential).
 
     ``hang_p``: a process stops answering for ever right after a call began. ``late_p``: an answer comes ``late_s``
-    later. ``lost_p``: the call had its effect, but the caller is told that the process is gone.
+    later.
     """
 
     start_s: float = 0.5
@@ -44,7 +44,6 @@ class SimFaults:
     slow_start_s: float = 60.0
     late_p: float = 0.0
     late_s: float = 5.0
-    lost_p: float = 0.0
     hang_p: float = 0.0
     seen_after_s: float = 0.05
 
@@ -104,7 +103,7 @@ class SimEngine:
         self.capacity = capacity
         self.processes: dict[str, SimProcess] = {}
         self.reservations: dict[str, tuple[Reservation, tuple[BundleGrant, ...]]] = {}
-        self.services: dict[str, Any] = {}
+        self.services: dict[str, SimProcess] = {}
         self.violations: list[str] = []
         self.started = 0
         self._starting: dict[str, asyncio.Task[SimProcess]] = {}
@@ -262,34 +261,24 @@ class SimEngine:
 
     async def call(self, to: Handle, call: Call) -> Any:
         """Call a method of a process, or of a service such as a master. Raises as the protocol says."""
-        work = self._serve(to.name, call) if to.name in self.services else self._call(to.name, call)
         try:
             async with asyncio.timeout(call.timeout_s):
-                return await work
+                return await self._call(to.name, call)
         except TimeoutError:
             raise CallTimeout(f"{to.name}.{call.method}: no answer within {call.timeout_s} s") from None
 
-    async def _serve(self, name: str, call: Call) -> Any:
-        await self._pause(0.002)
-        service = self.services.get(name)
-        if service is None:
-            raise ProcessGone(f"{name} does not exist", started=False)
-        return await getattr(service, call.method)(*call.args, **call.kwargs)
-
     async def _call(self, name: str, call: Call) -> Any:
         await self._pause(0.002)
-        process = self.processes.get(name)
+        process = self.services.get(name) or self.processes.get(name)
         if process is None:
             raise ProcessGone(f"{name} does not exist", started=False)
-        if self._chance(self.faults.hang_p):
+        if name in self.processes and self._chance(self.faults.hang_p):
             self.hang(name)
         if process.hung:
             await process.gone.wait()
             raise ProcessGone(f"{name} is gone")
         work = process.spawn(getattr(process.body, call.method)(*call.args, **call.kwargs))
         await self._until(process, work)
-        if self._chance(self.faults.lost_p):
-            raise ProcessGone(f"{name}: connection lost")
         if self._chance(self.faults.late_p):
             await self._pause(self.faults.late_s)
         return work.result()
@@ -301,6 +290,21 @@ class SimEngine:
             if process.alive:
                 await process.gone.wait()
             raise ProcessGone(f"{process.handle.name} is gone")
+
+    def host(self, handle: Handle, body: Any) -> SimProcess:
+        """A service such as a master: it answers calls under its name, and takes the place of an older one."""
+        process = SimProcess(handle=handle, reservation="", bundle=0, body=body)
+        self.services[handle.name] = process
+        return process
+
+    def end_service(self, process: SimProcess) -> None:
+        """kill -9 of a service."""
+        if self.services.get(process.handle.name) is process:
+            del self.services[process.handle.name]
+        process.alive = False
+        process.gone.set()
+        for task in list(process.tasks):
+            task.cancel()
 
     # -- watching ---------------------------------------------------------------------------------------------------
 

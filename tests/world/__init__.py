@@ -1,0 +1,1 @@
+"""The whole system in one process: virtual clock, in-memory log, scripted instances, seeded faults."""

@@ -1,0 +1,185 @@
+"""What runs inside simulated instances: services, loops that commit, commands that end or fail."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rota.job.peers import master_handle
+from rota.runtime.clock import Clock
+from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
+from rota.runtime.launch_sim import SimProcess
+from rota.spec.ids import JobId
+from rota.spec.job import JobSpec, RoleSpec
+
+BEAT_S = 10.0
+GIVE_UP_S = 75.0
+RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How the code of a role behaves. Times in seconds; probabilities per try, until ``calm_after_s``."""
+
+    setup_s: float = 0.5
+    step_s: float = 2.0
+    steps: int = 5
+    run_s: float = 10.0
+    setup_fails_p: float = 0.0
+    run_fails_p: float = 0.0
+    ignores_stop: bool = False
+    always_fails: bool = False
+    calm_after_s: float = 100.0
+
+
+@dataclass(slots=True)
+class Store:
+    """Where loops leave the effects of commits that were acknowledged: (job, n, loop epoch), in order."""
+
+    acknowledged: list[tuple[JobId, int, int]] = field(default_factory=list[tuple[JobId, int, int]])
+
+
+class SimInstance:
+    """One instance as a script; it answers the same calls as the real one."""
+
+    def __init__(
+        self,
+        *,
+        job: JobId,
+        spec: JobSpec,
+        process: SimProcess,
+        launcher: Launcher,
+        clock: Clock,
+        rng: random.Random,
+        script: Script,
+        store: Store,
+        leave: Any,
+    ) -> None:
+        self.id = process.handle.instance
+        self.role: RoleSpec = spec.role(self.id.role)
+        self.epoch = 0
+        self._job, self._process, self._launcher, self._clock = job, process, launcher, clock
+        self._rng, self._script, self._store, self._leave = rng, script, store, leave
+        self._forming: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
+        self.failure: dict[str, Any] | None = None
+        process.spawn(self._beats())
+
+    # -- control ----------------------------------------------------------------------------------------------------
+
+    async def assemble(self, *, epoch: int, world: int, restore: int, **more: Any) -> dict[str, Any]:
+        if epoch < self.epoch:
+            return {"answer": "stale"}
+        if epoch > self.epoch:
+            for task in (*self._forming.values(), *self._running.values()):
+                task.cancel()
+            self.epoch, self.failure = epoch, None
+        if epoch not in self._forming:
+            self._forming[epoch] = self._process.spawn(self._form(epoch, world))
+        return await _answer(self._forming[epoch])
+
+    async def _form(self, epoch: int, world: int) -> dict[str, Any]:
+        await self._work(self._script.setup_s)
+        if self._fails(self._script.setup_fails_p) or (self._script.always_fails and not self.role.finite):
+            return self._failed(epoch, "setup raised")
+        if world > 1 and await self._meet(epoch, world) is None:
+            return {"answer": "stale"}
+        return {"answer": "done"}
+
+    async def _meet(self, epoch: int, world: int) -> Any:
+        fields = {"role": self.id.role, "rank": self.id.rank, "epoch": epoch, "world": world, "address": "a"}
+        while True:
+            try:
+                return await self._launcher.call(master_handle(self._job), Call(method="meet", kwargs=fields))
+            except (ProcessGone, CallTimeout):
+                await self._clock.sleep(RETRY_S)
+
+    async def run(self, *, epoch: int, committed: int, **more: Any) -> dict[str, Any]:
+        if epoch != self.epoch:
+            return {"answer": "stale"}
+        if epoch not in self._running:
+            self._running[epoch] = self._process.spawn(self._body(epoch, committed))
+        return await _answer(self._running[epoch])
+
+    async def _body(self, epoch: int, committed: int) -> dict[str, Any]:
+        if self._script.always_fails:
+            await self._work(self._script.step_s)
+            return self._failed(epoch, "always fails")
+        if self.role.is_loop:
+            return await self._loop(epoch, committed)
+        await self._work(self._script.run_s)
+        if self._fails(self._script.run_fails_p):
+            return self._failed(epoch, "exit 1")
+        return {"answer": "done"}
+
+    async def _loop(self, epoch: int, committed: int) -> dict[str, Any]:
+        for n in range(committed + 1, self._script.steps + 1):
+            await self._work(self._script.step_s)
+            if self._fails(self._script.run_fails_p):
+                return self._failed(epoch, "the loop raised")
+            if not await self._commit(n, epoch):
+                return {"answer": "stale"}
+            self._store.acknowledged.append((self._job, n, epoch))
+        return {"answer": "done"}
+
+    async def _commit(self, n: int, epoch: int) -> bool:
+        fields: dict[str, Any] = {"n": n, "loop_epoch": epoch, "versions": {}, "metrics": {}}
+        call = Call(method="commit", kwargs=fields, timeout_s=30.0)
+        while True:
+            try:
+                answer = await self._launcher.call(master_handle(self._job), call)
+            except (ProcessGone, CallTimeout):
+                await self._clock.sleep(RETRY_S)
+                continue
+            return answer["answer"] == "done"
+
+    async def peers(self, table: Mapping[str, Any]) -> None:
+        return None
+
+    async def stacks(self) -> str:
+        return "a stack"
+
+    async def stop(self, *more: Any) -> None:
+        if not self._script.ignores_stop:
+            await self._work(0.1)
+            self._leave(self._process)
+
+    # -- beats ------------------------------------------------------------------------------------------------------
+
+    async def _beats(self) -> None:
+        heard_s = self._clock.monotonic_s()
+        while self._clock.monotonic_s() - heard_s < GIVE_UP_S:
+            await self._clock.sleep(BEAT_S)
+            beat = {
+                "role": self.id.role,
+                "rank": self.id.rank,
+                "epoch": self.epoch,
+                "started_epoch": self._process.handle.epoch,
+                "pid": self._process.handle.pid,
+                "failure": self.failure,
+            }
+            try:
+                await self._launcher.call(master_handle(self._job), Call(method="beat", args=(beat,), timeout_s=5.0))
+                heard_s = self._clock.monotonic_s()
+            except (ProcessGone, CallTimeout):
+                continue
+        self._leave(self._process)
+
+    def _failed(self, epoch: int, text: str) -> dict[str, Any]:
+        self.failure = {"epoch": epoch, "reason": "USER_ERROR", "text": text, "traceback": f"Traceback: {text}"}
+        return {"answer": "failed", "failure": self.failure}
+
+    def _fails(self, p: float) -> bool:
+        return self._clock.monotonic_s() < self._script.calm_after_s and p > 0 and self._rng.random() < p
+
+    async def _work(self, mean_s: float) -> None:
+        await self._clock.sleep(mean_s * self._rng.uniform(0.5, 1.5))
+
+
+async def _answer(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+    """The answer of work that others may wait for too; stale when a newer epoch cancelled it."""
+    await asyncio.wait([task])
+    return {"answer": "stale"} if task.cancelled() else task.result()

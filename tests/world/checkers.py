@@ -1,0 +1,159 @@
+"""What must hold after every record of the log, and at the end of a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from rota.job.core.context import JobContext
+from rota.job.core.machine import accepts_commit, initial, step
+from rota.spec.events import (
+    Committed,
+    FailoverStarted,
+    InstanceReady,
+    JobAdmitted,
+    JobEnded,
+    JobRequeued,
+    MasterStarted,
+    Record,
+    RolledBack,
+)
+from rota.spec.ids import Epoch, JobId, NodeId
+from rota.spec.placement import Placement
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+@dataclass(slots=True)
+class Checkers:
+    """Sees every record as it is written; keeps a shadow context of each job, replayed from the log alone."""
+
+    capacity: dict[NodeId, float]
+    shadows: dict[JobId, JobContext] = field(default_factory=dict[JobId, JobContext])
+    snapshots: dict[JobId, dict[str, Any]] = field(default_factory=dict[JobId, dict[str, Any]])
+    holding: dict[JobId, Placement] = field(default_factory=dict[JobId, Placement])
+    commits: dict[JobId, int] = field(default_factory=lambda: defaultdict(int))
+    committed: set[tuple[JobId, int, int]] = field(default_factory=set[tuple[JobId, int, int]])
+    masters: dict[JobId, Epoch] = field(default_factory=dict[JobId, Epoch])
+    ended: set[JobId] = field(default_factory=set[JobId])
+    restarts: dict[tuple[JobId, int, str], int] = field(default_factory=lambda: defaultdict(int))
+
+    def see(self, record: Record, *, snapshot: bool = False) -> None:
+        """Check one record against everything before it."""
+        job = record.job
+        if job is None:
+            return
+        before = self.shadows.get(job) or initial(job)
+        self._order(job, record)
+        self._placements(job, record)
+        self._commits(job, record, before)
+        self._budgets(job, record, before)
+        after, _ = step(before, record)
+        self.shadows[job] = after
+        self._readiness(record, before, after)
+        if snapshot:
+            self.snapshots[job] = after.to_json()
+
+    def _order(self, job: JobId, record: Record) -> None:
+        if job in self.ended:
+            raise Violation(f"{job}: {type(record.event).__name__} after its end")
+        match record.event:
+            case JobEnded():
+                self.ended.add(job)
+                self.holding.pop(job, None)
+            case MasterStarted(master_epoch=epoch):
+                if epoch < self.masters.get(job, 0):  # a repeat is the same append after a lost answer
+                    raise Violation(f"{job}: master epoch {epoch} after {self.masters[job]}")
+                self.masters[job] = epoch
+            case _:
+                pass
+
+    def _placements(self, job: JobId, record: Record) -> None:
+        match record.event:
+            case JobRequeued():
+                self.holding.pop(job, None)
+            case JobAdmitted(placement=placement):
+                self.holding[job] = placement
+                self._capacity(job)
+            case _:
+                pass
+
+    def _capacity(self, job: JobId) -> None:
+        devices: set[tuple[NodeId, int]] = set()
+        cpus: dict[NodeId, float] = defaultdict(float)
+        for holder, placement in self.holding.items():
+            for bundle in placement.bundles:
+                cpus[bundle.node] += bundle.res.cpus
+                for device in bundle.devices:
+                    if (bundle.node, device) in devices:
+                        raise Violation(f"{holder}: device {device} of {bundle.node} placed twice when {job} came")
+                    devices.add((bundle.node, device))
+        for node, used in cpus.items():
+            if used > self.capacity[node] + 1e-9:
+                raise Violation(f"{node}: {used} of {self.capacity[node]} CPUs placed when {job} came")
+
+    def _commits(self, job: JobId, record: Record, before: JobContext) -> None:
+        match record.event:
+            case Committed(n=n, loop_epoch=epoch):
+                if not accepts_commit(before, n, epoch):
+                    raise Violation(f"{job}: commit {n} of loop epoch {epoch} recorded at {before.committed}")
+                if n != self.commits[job] + 1:
+                    raise Violation(f"{job}: commit {n} after {self.commits[job]}")
+                self.commits[job] = n
+                self.committed.add((job, n, int(epoch)))
+            case RolledBack(to_commit=n):
+                if n > self.commits[job]:
+                    raise Violation(f"{job}: rolled back to {n}, which was never made")
+                self.commits[job] = n
+            case _:
+                pass
+
+    def _budgets(self, job: JobId, record: Record, before: JobContext) -> None:
+        """Count restarts from the log alone: more than the limit in one window is a budget that was forgotten."""
+        match record.event:
+            case FailoverStarted(role=role, level=level, failover=n) if level in ("process", "role"):
+                if n != before.failover_count + 1 or before.spec is None:
+                    return
+                fail = before.spec.role(role).fail
+                key = (job, before.attempt, f"{role} {level}")
+                self.restarts[key] += 1
+                if fail.limit_window_s >= 3600 and self.restarts[key] > fail.limit_n:
+                    raise Violation(f"{job}: restart {self.restarts[key]} of {role}, its limit is {fail.limit_n}")
+            case _:
+                pass
+
+    def _readiness(self, record: Record, before: JobContext, after: JobContext) -> None:
+        """A report of an epoch that is over must change nothing."""
+        match record.event:
+            case InstanceReady(role=role, rank=rank, epoch=epoch):
+                for one in before.instances.values():
+                    stale = one.id.role == role and one.id.rank == rank and one.epoch != epoch
+                    if stale and after.instances != before.instances:
+                        raise Violation(f"{after.job}: readiness of {one.id} under {epoch} counted at {one.epoch}")
+            case _:
+                pass
+
+    def live(self, ctx: JobContext) -> None:
+        """The context in the memory of a master is the one that the log gives."""
+        shadow = self.shadows.get(ctx.job)
+        if shadow is not None and shadow.seq == ctx.seq and shadow != ctx:
+            raise Violation(f"{ctx.job}: the live context at {ctx.seq} is not what the log gives")
+
+    def at_end(self, records: tuple[Record, ...], acknowledged: list[tuple[JobId, int, int]]) -> None:
+        """Acknowledged commits are in the log; a snapshot with the tail gives the same as the whole log."""
+        for job, n, epoch in acknowledged:
+            if (job, n, epoch) not in self.committed:
+                raise Violation(f"{job}: commit {n} of loop epoch {epoch} was acknowledged and is not in the log")
+        for job, raw in self.snapshots.items():
+            ctx = JobContext.from_json(raw)
+            for record in records:
+                if record.job == job:
+                    ctx, _ = step(ctx, record)
+            if ctx != self.shadows[job]:
+                raise Violation(f"{job}: snapshot and tail differ from the whole log")
+        for job, ctx in self.shadows.items():
+            if not ctx.state.terminal:
+                raise Violation(f"{job}: still {ctx.state} at the end")

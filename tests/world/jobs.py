@@ -1,0 +1,113 @@
+"""Random jobs of every shape that the core knows, each with the script of its roles."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from rota.spec.job import Fail, JobSpec, RoleSpec
+from rota.spec.resources import Res
+from tests.makers import command, loop, mesh, op, service, spec
+from tests.world.bodies import Script
+
+Scripts = dict[str, Script]
+
+
+def random_job(rng: random.Random, name: str, *, failing: bool, calm_after_s: float) -> tuple[JobSpec, Scripts]:
+    """A job and how its roles behave; with ``failing`` its code raises now and then until ``calm_after_s``."""
+    shape = rng.choice((_reinforcement, _spmd, _commands, _servers_first, _pipeline))
+    job, scripts = shape(rng)
+    if failing:
+        scripts = {role: _fragile(rng, script) for role, script in scripts.items()}
+    scripts = {role: replace(script, calm_after_s=calm_after_s) for role, script in scripts.items()}
+    if any(script.always_fails for script in scripts.values()):
+        job = replace(job, roles=tuple(_never_forgetting(role) for role in job.roles))
+    limited = rng.random() < 0.15
+    return replace(
+        job,
+        name=name,
+        retry=rng.choice((0, 0, 1, 3)),
+        gang=rng.choice(("all", "all", "subgraph")),
+        grace_s=rng.choice((1.0, 5.0, 30.0)),
+        time_limit_s=rng.choice((20.0, 60.0, 300.0)) if limited else None,
+    ), scripts
+
+
+def _never_forgetting(role: RoleSpec) -> RoleSpec:
+    """With a short window a role that always fails would be restarted for ever, as its contract says."""
+    return replace(role, fail=replace(role.fail, limit_window_s=86400.0))
+
+
+def _fragile(rng: random.Random, script: Script) -> Script:
+    if rng.random() < 0.05:
+        return replace(script, always_fails=True)
+    return replace(
+        script,
+        setup_fails_p=rng.choice((0.0, 0.1)),
+        run_fails_p=rng.choice((0.0, 0.05, 0.2)),
+        ignores_stop=rng.random() < 0.1,
+    )
+
+
+def _fail(rng: random.Random) -> Fail:
+    return Fail(
+        restart=rng.choice((None, "process", "role")),
+        limit_n=rng.choice((0, 1, 3, 8)),
+        limit_window_s=rng.choice((60.0, 86400.0)),
+        backoff_s=rng.choice((0.0, 0.0, 2.0)),
+        then=rng.choice((("node", "job"), ("job",), ("role", "job"))),
+    )
+
+
+def _res(rng: random.Random) -> Res:
+    return Res(cpus=rng.choice((0.5, 1.0)), gpus=rng.choice((0.0, 0.0, 1.0)))
+
+
+def _script(rng: random.Random) -> Script:
+    return Script(
+        setup_s=rng.choice((0.1, 1.0)),
+        step_s=rng.choice((0.5, 2.0)),
+        steps=rng.randint(2, 8),
+        run_s=rng.choice((2.0, 10.0, 30.0)),
+    )
+
+
+def _reinforcement(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    roles = [
+        mesh("actor", rng.randint(1, 3), fail=_fail(rng), res=_res(rng)),
+        service("reward", rng.randint(1, 3), op("score"), fail=_fail(rng)),
+        loop(fail=_fail(rng)),
+    ]
+    if rng.random() < 0.5:
+        roles.append(mesh("critic", 2, fail=_fail(rng)))
+    return spec(*roles), {role.name: _script(rng) for role in roles}
+
+
+def _spmd(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    n = rng.randint(2, 4)
+    role = command("train", n, mesh=(("dp", n),), fail=_fail(rng), res=_res(rng))
+    return spec(role), {"train": _script(rng)}
+
+
+def _commands(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    roles = [command(f"task{i}", rng.randint(1, 2), fail=_fail(rng)) for i in range(rng.randint(1, 3))]
+    success = rng.choice((None, "all", ("task0",)))
+    return spec(*roles, success_when=success), {role.name: _script(rng) for role in roles}
+
+
+def _servers_first(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    roles = [
+        command("server", 1, fail=_fail(rng)),
+        command("worker", rng.randint(1, 3), fail=_fail(rng), start_after=("server",)),
+        service("log", 1, start_after=("worker",)),
+    ]
+    return spec(*roles, success_when=("worker",)), {role.name: _script(rng) for role in roles}
+
+
+def _pipeline(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    roles = [
+        service("feat", 2, op("map"), fail=_fail(rng)),
+        mesh("train", 2, fail=_fail(rng), res=_res(rng)),
+        command("driver", 1, fail=_fail(rng), start_after=("feat", "train")),
+    ]
+    return spec(*roles), {role.name: _script(rng) for role in roles}

@@ -1,0 +1,447 @@
+"""One installation in virtual time: service, masters, instances, and a seed that draws what goes wrong.
+
+Phase 1 has faults, and safety is checked after each record. In phase 2 nothing fails any more, and every job must end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rota.cluster.live import Scheduler
+from rota.cluster.policies.fifo import fifo
+from rota.job import master as master_module
+from rota.job.core.placement import requests_of
+from rota.job.executor import JobPlace
+from rota.job.master import JobMaster
+from rota.job.peers import master_handle
+from rota.runtime.clock import VirtualClock
+from rota.runtime.launch import InstanceSpec
+from rota.runtime.launch_sim import NO_FAULTS, SimEngine, SimFaults, SimLauncher, SimProcess
+from rota.runtime.log import INSTALL_SCOPE, MemoryLog, Writer
+from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
+from rota.spec.events import (
+    Event,
+    JobAdmitted,
+    JobEnded,
+    JobQueued,
+    JobSubmitted,
+    NodeJoined,
+    PreemptAsked,
+    Record,
+    StopAsked,
+)
+from rota.spec.ids import Epoch, JobId, NodeId
+from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason, final_state
+from rota.spec.resources import Device, Node
+from tests.world.bodies import SimInstance, Store
+from tests.world.checkers import Checkers, Violation
+from tests.world.jobs import Scripts, random_job
+
+QUIET_MAX_S = 7200.0
+"""Longest time that jobs may take to end once nothing fails any more."""
+TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swarm:
+    """Which faults a seed draws, and how often: mean seconds between two of a kind, or a probability per try."""
+
+    faults_s: float = 90.0
+    jobs: int = 2
+    failing_code: bool = False
+    kill_instance_s: float | None = None
+    hang_instance_s: float | None = None
+    kill_master_s: float | None = None
+    second_master_s: float | None = None
+    restart_service_s: float | None = None
+    stop_job_s: float | None = None
+    preempt_job_s: float | None = None
+    crash_before_append_p: float = 0.0
+    crash_after_append_p: float = 0.0
+    store_error_p: float = 0.0
+    engine: SimFaults = NO_FAULTS
+
+    @staticmethod
+    def draw(rng: random.Random) -> Swarm:
+        """A random subset of the faults."""
+
+        def maybe(*values: Any, p: float = 0.4) -> Any:
+            return rng.choice(values) if rng.random() < p else None
+
+        return Swarm(
+            faults_s=rng.choice((30.0, 90.0, 150.0)),
+            jobs=rng.choice((1, 2, 3)),
+            failing_code=rng.random() < 0.4,
+            kill_instance_s=maybe(3.0, 15.0, 40.0, p=0.6),
+            hang_instance_s=maybe(40.0, p=0.2),
+            kill_master_s=maybe(2.0, 10.0, 30.0),
+            second_master_s=maybe(20.0, p=0.2),
+            restart_service_s=maybe(10.0, 40.0, p=0.2),
+            stop_job_s=maybe(30.0, 80.0, p=0.3),
+            preempt_job_s=maybe(20.0, 60.0, p=0.3),
+            crash_before_append_p=maybe(0.02, 0.1, p=0.3) or 0.0,
+            crash_after_append_p=maybe(0.02, 0.1, p=0.3) or 0.0,
+            store_error_p=maybe(0.05, 0.2, p=0.2) or 0.0,
+            engine=SimFaults(
+                start_fails_p=maybe(0.05, 0.3, p=0.2) or 0.0,
+                reserve_fails_p=maybe(0.2, p=0.15) or 0.0,
+                slow_start_p=maybe(0.1, p=0.2) or 0.0,
+                late_p=maybe(0.05, 0.3, p=0.3) or 0.0,
+                seen_after_s=rng.choice((0.02, 0.5, 3.0)),
+            ),
+        )
+
+
+class ClientLog:
+    """The log as one client sees it; ``plan`` may let the client die around an append, or the store fail."""
+
+    def __init__(self, world: World, die: Callable[[], None]) -> None:
+        self._world, self._die = world, die
+        self._cut = False
+
+    def cut(self) -> None:
+        """The process of this client died."""
+        self._cut = True
+
+    def take_epoch(self, scope: str, *, expected: Epoch | None = None) -> Epoch:
+        self._reach()
+        return self._world.log.take_epoch(scope, expected=expected)
+
+    def fence(self, scope: str) -> Epoch:
+        self._reach()
+        return self._world.log.fence(scope)
+
+    def append(
+        self, events: Sequence[Event], *, writer: Writer, job: JobId | None = None, expected_seq: int | None = None
+    ) -> tuple[Record, ...]:
+        self._reach()
+        swarm, rng = self._world.swarm, self._world.rng
+        if rng.random() < swarm.crash_before_append_p:
+            self._crash()
+        records = self._world.write(events, writer=writer, job=job, expected_seq=expected_seq)
+        if rng.random() < swarm.crash_after_append_p:
+            self._crash()
+        if rng.random() < swarm.store_error_p:
+            raise StoreUnavailable("the answer of the store was lost")
+        return records
+
+    def read(
+        self, *, after: int = 0, job: JobId | None = None, limit: int = 10_000, cluster: bool = False
+    ) -> tuple[Record, ...]:
+        self._reach()
+        return self._world.log.read(after=after, job=job, limit=limit, cluster=cluster)
+
+    def last_number(self) -> int:
+        self._reach()
+        return self._world.log.last_number()
+
+    def _reach(self) -> None:
+        if self._cut:
+            raise asyncio.CancelledError("this client is dead")
+        if self._world.rng.random() < self._world.swarm.store_error_p:
+            raise StoreUnavailable("the store is away")
+
+    def _crash(self) -> None:
+        self._die()
+        raise asyncio.CancelledError("died around an append")
+
+
+@dataclass(slots=True, eq=False)
+class MasterProcess:
+    """A running master."""
+
+    master: JobMaster
+    process: SimProcess
+    log: ClientLog
+    launcher: SimLauncher
+
+
+class World:
+    """Everything of one run."""
+
+    def __init__(self, seed: int, clock: VirtualClock, swarm: Swarm | None = None) -> None:
+        self.seed, self.clock = seed, clock
+        self.rng = random.Random(seed)
+        self.swarm = swarm or Swarm.draw(self.rng)
+        self.log = MemoryLog(clock)
+        self.store = Store()
+        self.nodes = [
+            Node(
+                id=NodeId(f"n{i}"),
+                host="h0",
+                cpus=self.rng.choice((6.0, 10.0)),
+                memory_bytes=2**36,
+                devices=tuple(Device(index=d, type="SIM") for d in range(4)),
+            )
+            for i in range(self.rng.randint(1, 3))
+        ]
+        capacity = {node.id: node.cpus for node in self.nodes}
+        self.checkers = Checkers(capacity=capacity)
+        self.engine = SimEngine(
+            clock=clock, rng=self.rng, make_body=self._body, faults=self.swarm.engine, capacity=capacity
+        )
+        self.specs: dict[JobId, JobSpec] = {}
+        self.scripts: dict[JobId, Scripts] = {}
+        self.masters: dict[JobId, list[MasterProcess]] = {}
+        self.mastered: set[JobId] = set()
+        self.trace = hashlib.sha256()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # -- main path ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Both phases and the checks at the end. Raises Violation."""
+        asyncio.get_running_loop().set_exception_handler(self._unheard)
+        self._write_nodes()
+        service = self.own(self._service_for_ever())
+        chaos = [self.own(self._chaos(kind, mean_s)) for kind, mean_s in self._kinds()]
+        await self._submit_all()
+        await self._until(self.clock.monotonic_s() + self.swarm.faults_s, lambda: False)
+        # 2 nothing fails any more
+        for task in chaos:
+            task.cancel()
+        self.engine.faults = replace(NO_FAULTS, start_s=self.swarm.engine.start_s)
+        self.swarm = Swarm(jobs=self.swarm.jobs)
+        await self._until(self.clock.monotonic_s() + QUIET_MAX_S, self._all_ended)
+        await self._until(self.clock.monotonic_s() + 200.0, self._nothing_left)
+        service.cancel()
+        self._check_end()
+
+    def _check_end(self) -> None:
+        self.checkers.at_end(self.log.read(limit=10**9), self.store.acknowledged)
+        if not self._nothing_left():
+            left = [*self.engine.processes, *self.engine.reservations]
+            raise Violation(f"left behind: {', '.join(left)}")
+
+    async def _until(self, deadline_s: float, done: Callable[[], bool]) -> None:
+        while self.clock.monotonic_s() < deadline_s and not done():
+            await self.clock.sleep(TICK_S)
+            self._safe()
+
+    def _safe(self) -> None:
+        if self.engine.violations:
+            raise Violation("; ".join(self.engine.violations))
+        for task in list(self._tasks):
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        for masters in self.masters.values():
+            for one in masters:
+                if one.process.alive:
+                    self.checkers.live(one.master.ctx)
+
+    def _all_ended(self) -> bool:
+        return self.checkers.ended >= set(self.specs)
+
+    def _nothing_left(self) -> bool:
+        return not self.engine.processes and not self.engine.reservations
+
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception that nobody looked at."""
+        self.engine.violations.append(f"{context['message']}: {context.get('exception')!r} in {context.get('future')}")
+
+    def own(self, work: Any) -> asyncio.Task[Any]:
+        """A task that the world watches: an exception in it ends the run."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        return task
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def write(
+        self, events: Sequence[Event], *, writer: Writer, job: JobId | None = None, expected_seq: int | None = None
+    ) -> tuple[Record, ...]:
+        """Every append of everybody comes through here, and is checked."""
+        records = self.log.append(events, writer=writer, job=job, expected_seq=expected_seq)
+        for record in records:
+            self.trace.update(f"{record.number} {record.job} {record.at:.6f} {record.event}".encode())
+            self.checkers.see(record, snapshot=self.rng.random() < 0.01)
+        return records
+
+    def _write_nodes(self) -> None:
+        epoch = self.log.take_epoch(INSTALL_SCOPE)
+        for node in self.nodes:
+            self.write([NodeJoined(node=node)], writer=Writer(scope=INSTALL_SCOPE, epoch=epoch))
+
+    async def _submit_all(self) -> None:
+        for i in range(self.swarm.jobs):
+            job = JobId(f"j{i}")
+            spec, scripts = random_job(self.rng, job, failing=self.swarm.failing_code, calm_after_s=self.swarm.faults_s)
+            self.specs[job], self.scripts[job] = spec, scripts
+            self._append(job, JobSubmitted(spec=spec))
+            self._append(job, JobQueued())
+            await self.clock.sleep(self.rng.expovariate(1 / 5.0))
+
+    def _append(self, job: JobId, event: Event, seq: int | None = None) -> None:
+        writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
+        self.write([event], writer=writer, job=job, expected_seq=seq)
+
+    # -- the service --------------------------------------------------------------------------------------------------
+
+    async def _service_for_ever(self) -> None:
+        while True:
+            self.restart_service = asyncio.Event()
+            life = asyncio.get_running_loop().create_task(self._service())
+            await asyncio.wait(
+                [life, asyncio.ensure_future(self.restart_service.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
+            if life.done():
+                life.result()
+            life.cancel()
+            await self.clock.sleep(1.0)
+
+    async def _service(self) -> None:
+        self.log.take_epoch(INSTALL_SCOPE)
+        scheduler, seen = Scheduler(fifo(), requests_of), 0
+        seqs: dict[JobId, int] = {}
+        while True:
+            for record in self.log.read(after=seen):
+                seen = record.number
+                scheduler.apply(record)
+                if record.job is not None:
+                    seqs[record.job] = record.seq
+                    self._follow(record.job, record.event)
+            for job, event in scheduler.decide(self.clock.wall_s()).events:
+                try:
+                    self._append(job, event, seqs[job])
+                except SeqConflict:
+                    break
+                seqs[job] += 1
+            await self._ensure_masters()
+            await self.clock.sleep(TICK_S)
+
+    def _follow(self, job: JobId, event: Event) -> None:
+        if isinstance(event, JobAdmitted) and job not in self.mastered:
+            self.mastered.add(job)
+        if isinstance(event, StopAsked) and job not in self.mastered and job not in self.checkers.ended:
+            self._append(job, JobEnded(state=final_state(event.reason), reason=event.reason))
+
+    async def _ensure_masters(self) -> None:
+        for job in sorted(self.mastered):
+            alive = any(one.process.alive for one in self.masters.get(job, ()))
+            if job not in self.checkers.ended and not alive:
+                self.start_master(job)
+            if job in self.checkers.ended:
+                await self._sweep(job)
+
+    async def _sweep(self, job: JobId) -> None:
+        found = self.engine.found(job)
+        for handle in found.instances:
+            self.own(self.engine.stop(handle, grace_s=0.0))
+        if not found.instances:
+            for reservation in found.reservations:
+                await self.engine.release(reservation)
+
+    # -- masters ------------------------------------------------------------------------------------------------------
+
+    def start_master(self, job: JobId) -> None:
+        """A new master; an older one that still runs finds out by its next append."""
+        launcher = SimLauncher(self.engine)
+        log = ClientLog(self, lambda: self.kill_master(running))
+        jm = JobMaster(
+            job=job,
+            place=lambda workdir: JobPlace(home="/h", job=job, workdir=workdir, launcher="sim"),
+            log=log,
+            launcher=launcher,
+            clock=self.clock,
+            offload=self._offload,
+        )
+        process = self.engine.host(master_handle(job), jm)
+        running = MasterProcess(jm, process, log, launcher)
+        self.masters.setdefault(job, []).append(running)
+        self.own(self._live(running, process.spawn(jm.run())))
+
+    async def _live(self, running: MasterProcess, run: asyncio.Task[Any]) -> None:
+        await asyncio.wait([run])
+        if not run.cancelled() and (error := run.exception()) is not None and not isinstance(error, Fenced):
+            raise error
+        self.kill_master(running)
+
+    def kill_master(self, running: MasterProcess) -> None:
+        """kill -9; the service starts another one."""
+        running.log.cut()
+        running.launcher.cut()
+        self.engine.end_service(running.process)
+
+    async def _offload(self, question: Callable[[], Any]) -> Any:
+        await self.clock.sleep(self.rng.expovariate(1 / 0.003))
+        return question()
+
+    # -- what goes wrong ----------------------------------------------------------------------------------------------
+
+    def _kinds(self) -> list[tuple[Callable[[], None], float]]:
+        swarm = self.swarm
+        kinds = [
+            (self._kill_instance, swarm.kill_instance_s),
+            (self._hang_instance, swarm.hang_instance_s),
+            (self._kill_a_master, swarm.kill_master_s),
+            (self._second_master, swarm.second_master_s),
+            (self._restart_the_service, swarm.restart_service_s),
+            (self._stop_a_job, swarm.stop_job_s),
+            (self._preempt_a_job, swarm.preempt_job_s),
+        ]
+        return [(kind, mean_s) for kind, mean_s in kinds if mean_s is not None]
+
+    async def _chaos(self, kind: Callable[[], None], mean_s: float) -> None:
+        while True:
+            await self.clock.sleep(self.rng.expovariate(1 / mean_s))
+            kind()
+
+    def _kill_instance(self) -> None:
+        if self.engine.processes:
+            self.engine.kill(self.rng.choice(sorted(self.engine.processes)))
+
+    def _hang_instance(self) -> None:
+        if self.engine.processes:
+            self.engine.hang(self.rng.choice(sorted(self.engine.processes)))
+
+    def _running_masters(self) -> list[MasterProcess]:
+        return [one for job in sorted(self.masters) for one in self.masters[job] if one.process.alive]
+
+    def _kill_a_master(self) -> None:
+        if running := self._running_masters():
+            self.kill_master(self.rng.choice(running))
+
+    def _second_master(self) -> None:
+        jobs = sorted(self.mastered - self.checkers.ended)
+        if jobs:
+            self.start_master(self.rng.choice(jobs))
+
+    def _restart_the_service(self) -> None:
+        self.restart_service.set()
+
+    def _live_jobs(self) -> list[JobId]:
+        return sorted(set(self.specs) - self.checkers.ended)
+
+    def _stop_a_job(self) -> None:
+        if jobs := self._live_jobs():
+            self._append(self.rng.choice(jobs), StopAsked(grace_s=self.rng.choice((0.0, 1.0, 10.0))))
+
+    def _preempt_a_job(self) -> None:
+        holding = [job for job in self._live_jobs() if self.checkers.shadows[job].state.holds_devices]
+        if holding:
+            self._append(self.rng.choice(holding), PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=2.0))
+
+    def _body(self, spec: InstanceSpec, process: SimProcess) -> SimInstance:
+        return SimInstance(
+            job=spec.job,
+            spec=self.specs[spec.job],
+            process=process,
+            launcher=SimLauncher(self.engine),
+            clock=self.clock,
+            rng=self.rng,
+            script=self.scripts[spec.job][spec.instance.role],
+            store=self.store,
+            leave=self.engine.exit,
+        )
+
+
+def calm_polling() -> None:
+    """Masters look into the log less often than live: virtual hours would otherwise be spent on it."""
+    master_module.POLL_S = 0.5
+    master_module.WATCH_S = 5.0

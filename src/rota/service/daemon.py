@@ -36,7 +36,7 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]
     """
     home = Home.of(settings.home).make()
     with _alone(home):
-        record = find_service(home)
+        record = _wait_answer(home, timeout_s)
         started = record is None
         if record is None:
             record = _start(settings, home, timeout_s)
@@ -143,6 +143,19 @@ def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
     child.kill()
     child.wait()
     raise TimedOut(f"the service was not ready within {timeout_s:.0f} s", hint=f"see {home.service_log}")
+
+
+def _wait_answer(home: Home, timeout_s: float) -> dict[str, Any] | None:
+    """The record of a service that answers; None once there is none (one that was just killed may still be going)."""
+    clock: Clock = SystemClock()
+    until_s = clock.monotonic_s() + timeout_s
+    while (record := find_service(home)) is not None:
+        if _ready(home):
+            return record
+        if clock.monotonic_s() > until_s:
+            raise TimedOut(f"process {record['pid']} serves {home.root} but does not answer", hint="rota down --force")
+        blocking_sleep(POLL_S)
+    return None
 
 
 def _ready(home: Home) -> bool:

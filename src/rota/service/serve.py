@@ -11,12 +11,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import uvicorn
 
+from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, rota_version, wanted_nodes
@@ -26,6 +27,7 @@ from rota.service.routes.doors import Doors
 from rota.spec.errors import Conflict, NotReachable, RotaError
 
 SHUTDOWN_S = 3
+PREDECESSOR_S = 1.5
 FAILED = "rota serve failed: "
 """Before the JSON of the error that kept the service from starting, on a line of its log."""
 
@@ -50,7 +52,7 @@ def only_one(home: Home) -> Iterator[None]:
     home.make()
     with home.service_lock.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _patiently(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise Conflict(f"another process serves {home.root}", hint="see: rota status") from None
         yield
@@ -62,7 +64,8 @@ def bind(settings: Settings) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        _patiently(lambda: listener.bind((settings.host, settings.port)))
+        listener.listen(128)
     except OSError as error:
         listener.close()
         raise NotReachable(
@@ -70,8 +73,20 @@ def bind(settings: Settings) -> socket.socket:
             hint="stop what uses it, or choose another: rota up --port N",
             port=settings.port,
         ) from None
-    listener.listen(128)
     return listener
+
+
+def _patiently(take: Callable[[], None]) -> None:
+    """Take what a killed predecessor may hold for a moment longer: its threads end after it is known dead."""
+    clock = SystemClock()
+    until_s = clock.monotonic_s() + PREDECESSOR_S
+    while True:
+        try:
+            return take()
+        except OSError:
+            if clock.monotonic_s() > until_s:
+                raise
+            blocking_sleep(0.02)
 
 
 async def serve(settings: Settings, listener: socket.socket) -> None:

@@ -5,7 +5,8 @@ Fixture ``engine`` (session): an ``Engine`` with ``home`` (a fresh ``$ROTA_HOME`
 client of the engine; import Ray (and ``rota.runtime.launch_ray``) only after asking for it, never at the top of a file.
 
 Fixture ``engine_home`` (function): an empty ``$ROTA_HOME`` with a short path; whatever engine a test starts there is
-stopped at its end, and a process left behind fails that test.
+stopped at its end, and a process left behind fails that test. ``short_home`` is the same as a context manager, for
+fixtures of a wider scope.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def apply_environment(state: EngineState) -> None:
 
 
 @contextlib.contextmanager
-def short_home() -> Iterator[Path]:
+def made_short_home() -> Iterator[Path]:
     """An empty home under a short path; its engine is stopped at the end and must leave nothing."""
     home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     try:
@@ -69,15 +70,20 @@ def short_home() -> Iterator[Path]:
         assert not left and not left_over, f"processes left behind: {left} {left_over}"
 
 
+@pytest.fixture(scope="session")
+def short_home():
+    return made_short_home
+
+
 @pytest.fixture
 def engine_home() -> Iterator[Path]:
-    with short_home() as home:
+    with made_short_home() as home:
         yield home
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    with short_home() as home:
+    with made_short_home() as home:
         state = start_engine(home, EngineSettings(host=HOST, cpus=64))
         apply_environment(state)
         import ray

@@ -39,7 +39,7 @@ Health = Literal["fast", "normal", "slow"]
 
 HOST_LABEL = "rota-host"
 _SOCKET_PATH_MAX = 107
-_SOCKET_TAIL = len("/s/sockets/plasma_store_00")
+_SOCKET_TAIL = len("/r/s/sockets/plasma_store_00")
 _PORTS = range(20_000, 32_000)
 _ROCKSDB_START_S = 15.0
 _GCS_DEATHS_MAX = 5
@@ -72,7 +72,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """One started node of an engine. ``gcs`` is None but for the head; ``folder`` is Ray's private directory."""
+    """One started node of an engine. ``gcs`` is None but for the head; ``folder`` is Ray's directory in a private one.
+
+    ``environment`` is what a restarted GCS must find again, down to the same storage.
+    """
 
     engine: str
     host: str
@@ -81,6 +84,7 @@ class EngineState:
     token_path: str
     storage: Storage
     raylet: ProcessId
+    environment: Mapping[str, str | None]
     gcs: ProcessId | None = None
     gcs_command: tuple[str, ...] = ()
     gcs_restarts: int = 0
@@ -251,7 +255,7 @@ def stop_node(home: Path, host: str) -> tuple[ProcessId, ...]:
 def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
     states = files.states()
     left = tuple(process for state in reversed(states) for process in _end_node(files, state))
-    for folder in {state.folder for state in states}:
+    for folder in {Path(state.folder).parent for state in states}:
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(files.storage, ignore_errors=True)
     return left
@@ -285,6 +289,7 @@ def _start_node(
         "engine": engine,
         "token_path": str(files.token),
         "state_path": str(state_path),
+        "environment": environment,
         **asdict(settings),
     }
     command = (sys.executable, "-m", "rota.runtime.ray_engine", json.dumps(plan))
@@ -316,9 +321,8 @@ def _ensure_watched(files: EngineFiles, head: EngineState) -> None:
         if state.engine != head.engine or files.run.find_alive(files.record_name(state.host)) is not None:
             continue
         command = (sys.executable, "-m", "rota.runtime.engine", "watch", str(files.state_path(state.host)))
-        environment: dict[str, str | None] = {"ROTA_ENGINE": state.mark.partition("=")[2]}
         name = files.record_name(state.host)
-        process.spawn(Spawn(command=command, env=environment, log=files.log), name=name, run=files.run)
+        process.spawn(Spawn(command=command, env=state.environment, log=files.log), name=name, run=files.run)
 
 
 @contextmanager
@@ -329,13 +333,16 @@ def _start_lock(files: EngineFiles) -> Iterator[None]:
 
 
 def _short_folder(files: EngineFiles) -> Path:
-    """Ray's private directory: inside the home if its sockets fit into 107 bytes there, else a temporary one."""
+    """Where Ray may put its directory: inside the home if its sockets fit into 107 bytes there, else a temporary one.
+
+    Ray opens its own directory to everybody, so it is the child of a private one.
+    """
     inside = files.run.path / "ray"
-    if len(os.fsencode(inside)) + _SOCKET_TAIL <= _SOCKET_PATH_MAX:
-        shutil.rmtree(inside, ignore_errors=True)
-        inside.mkdir(mode=0o700)
-        return inside
-    return Path(tempfile.mkdtemp(prefix="rota-"))
+    if len(os.fsencode(inside)) + _SOCKET_TAIL > _SOCKET_PATH_MAX:
+        return Path(tempfile.mkdtemp(prefix="rota-")) / "r"
+    shutil.rmtree(inside, ignore_errors=True)
+    inside.mkdir(mode=0o700)
+    return inside / "r"
 
 
 def _set_aside(storage: Path) -> None:

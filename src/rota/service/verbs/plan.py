@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
@@ -14,10 +14,7 @@ from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 NOTHING_FITS = 4
 BAR_WIDTH = 30
 
-plan = App(name="plan", help="Search, validate, show and explain parallel plans.")
 
-
-@plan.command
 def search(
     *,
     model: Annotated[Path, Parameter(help="Model file: native, Hugging Face config.json or Calculon.")],
@@ -89,8 +86,7 @@ def _axes(plan_json: Mapping[str, Any]) -> str:
     return f"{sizes} zero{layer['zero']} {plan_json['schedule']} mb{plan_json['micro_batch']} recompute {recompute}"
 
 
-@plan.command(name="validate")
-def validate_(
+def validate(
     tables: Annotated[Path, Parameter(help="JSON file with published tables.")],
     *,
     table: Annotated[str, Parameter(help="Which table.")],
@@ -121,7 +117,6 @@ def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.line(f"mean {doc['mean_pct']:.2f} %, max {doc['max_pct']:.2f} %")
 
 
-@plan.command
 def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
     """Print a plan: mesh, stages, runs of layers. With --json the canonical plan.
 
@@ -153,8 +148,7 @@ def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
     return 0
 
 
-@plan.command(name="explain")
-def explain_(
+def explain(
     file: Annotated[Path, Parameter(help="Result of plan search, or a plan.")],
     *,
     model: Annotated[Path | None, Parameter(help="Model file, for a bare plan.")] = None,

@@ -38,9 +38,25 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "events": ("Why", "rota.service.verbs.logs:events", "The facts of a job in order."),
     "nodes": ("Cluster", "rota.service.verbs.cluster:nodes", "List nodes, or take one out of use and back."),
     "queues": ("Cluster", "rota.service.verbs.cluster:queues", "Show the tree of queues, or replace it."),
-    "plan": ("Tools", "rota.service.verbs.plan:plan", "Search, validate, show and explain parallel plans."),
+    "plan search": ("Tools", "rota.service.verbs.plan:search", "Find the best parallel plan, with a proof."),
+    "plan show": ("Tools", "rota.service.verbs.plan:show", "Print a plan."),
+    "plan explain": ("Tools", "rota.service.verbs.plan:explain", "What binds, and why not another plan."),
+    "plan validate": ("Tools", "rota.service.verbs.plan:validate", "Hold the cost model against a published table."),
+    "sim run": ("Tools", "rota.service.verbs.sim:run", "Play a trace of jobs under a scheduling profile."),
+    "sim compare": ("Tools", "rota.service.verbs.sim:compare", "Compare scheduling profiles on a trace."),
+    "sim cases": ("Tools", "rota.service.verbs.sim:cases", "Replay recorded scheduling cases."),
+    "tensors ls": ("Tools", "rota.service.verbs.tensors:ls", "List the named tensors of this machine."),
+    "tensors stat": ("Tools", "rota.service.verbs.tensors:stat", "Show one tensor."),
+    "tensors gc": ("Tools", "rota.service.verbs.tensors:gc", "Sweep what dead processes left."),
+    "tensors fsck": ("Tools", "rota.service.verbs.tensors:fsck", "Check registry and shared memory."),
+    "tensors recover": ("Tools", "rota.service.verbs.tensors:recover", "Build the registry again."),
 }
-"""Verb to (group, where it is, one line of help)."""
+"""Verb to (group, where it is, one line of help); two words for a verb below another."""
+FAMILIES = {
+    "sim": "The scheduler in virtual time: run, compare, cases.",
+    "plan": "Parallel plans: search, show, explain, validate.",
+    "tensors": "Named tensors: ls, stat, gc, fsck, recover.",
+}
 
 SYNONYMS = {
     "submit": "run",
@@ -79,23 +95,29 @@ def make_app(chosen: str = "") -> App:
         help_format="plaintext",
     )
     groups = {name: Group(name, sort_key=index) for index, name in enumerate(GROUPS)}
+    parents = {name: App(name=name, help=words, group=groups["Tools"]) for name, words in FAMILIES.items()}
+    for parent in parents.values():
+        app.command(parent)
     for index, (verb, (group, target, words)) in enumerate(VERBS.items()):
-        function = verb_function(verb) if verb == chosen else None
-        if isinstance(function, App):
-            function.group, function.sort_key = (groups[group],), index
-            app.command(function, name=verb)
-        elif function is not None:
-            about, _, examples = (inspect.getdoc(function) or "").partition("Examples\n--------\n")
-            about = "\n\n".join(" ".join(part.split()) for part in about.split("\n\n"))
-            more = {"help": about, "help_epilogue": f"Examples:\n\n{examples}"}
-            app.command(function, name=verb, group=groups[group], sort_key=index, **more)
+        family, _, last = verb.rpartition(" ")
+        owner = parents.get(family, app)
+        where: dict[str, Any] = {"name": last, "sort_key": index} | ({} if family else {"group": groups[group]})
+        if verb == chosen:
+            owner.command(verb_function(verb), **where, **_help_page(verb))
         else:
-            app.command(target, name=verb, group=groups[group], sort_key=index, help=words)
+            owner.command(target, **where, help=words)
     return app
 
 
-def verb_function(verb: str) -> Callable[..., int] | App:
-    """The function behind a verb, or the app of a family of verbs, imported now."""
+def _help_page(verb: str) -> dict[str, str]:
+    """What the docstring of a verb says, its examples apart."""
+    about, _, examples = (inspect.getdoc(verb_function(verb)) or "").partition("Examples\n--------\n")
+    paragraphs = [" ".join(part.split()) for part in about.split("\n\n")]
+    return {"help": "\n\n".join(paragraphs), "help_epilogue": f"Examples:\n\n{examples}"}
+
+
+def verb_function(verb: str) -> Callable[..., int]:
+    """The function behind a verb, imported now."""
     module, _, name = VERBS[verb][1].partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -116,14 +138,18 @@ def ordered(words: Sequence[str]) -> list[str]:
         cut = head.index("--")
         head, tail = head[:cut], head[cut + 1 :]
     moved: list[str] = []
-    while head and head[0].partition("=")[0] in _COMMON:
-        flag = head.pop(0)
-        more = 0 if "=" in flag else _COMMON[flag]
-        moved += [flag, *head[:more]]
-        del head[:more]
-    if not head and moved:
-        return moved + [f"--argv={word}" for word in tail]
-    return head[:1] + moved + head[1:] + [f"--argv={word}" for word in tail]
+    verb: list[str] = []
+    while head:
+        more = _COMMON.get(head[0].partition("=")[0])
+        if more is not None:
+            more = 0 if "=" in head[0] else more
+            moved += head[: more + 1]
+            del head[: more + 1]
+        elif not verb or (verb[0] in FAMILIES and len(verb) == 1):
+            verb.append(head.pop(0))
+        else:
+            break
+    return verb + head + moved + [f"--argv={word}" for word in tail]
 
 
 def wants_json(words: Sequence[str]) -> bool:
@@ -141,8 +167,8 @@ def call(words: Sequence[str]) -> int:
 
     terminal = terminal_for(as_json=wants_json(words), quiet=False, no_color="--no-color" in words)
     given = ordered(words)
-    if given and not given[0].startswith("-") and given[0] not in VERBS:
-        near = did_you_mean(given[0], {**dict.fromkeys(VERBS), **SYNONYMS})
+    if given and not given[0].startswith("-") and given[0] not in VERBS and given[0] not in FAMILIES:
+        near = did_you_mean(given[0], {*VERBS, *FAMILIES, *SYNONYMS})
         word = near.partition("'")[2].partition("'")[0]
         hint = near.replace(word, SYNONYMS.get(word, word)) if near else "see: rota --help"
         terminal.error(BadInput(f"unknown verb {given[0]!r}", hint=hint))
@@ -162,12 +188,17 @@ def call(words: Sequence[str]) -> int:
     return done if isinstance(done, int) else 0
 
 
+def _chosen(given: Sequence[str]) -> str:
+    """The verb that ``given`` asks for, or nothing."""
+    return next((verb for verb in (" ".join(given[:2]), *given[:1]) if verb in VERBS), "")
+
+
 def _plain(exc: Any) -> str:
     return " ".join(str(exc).split())
 
 
 def _hint(words: Sequence[str]) -> str:
-    verb = next((word for word in words if word in VERBS), "")
+    verb = next((word for word in words if word in VERBS or word in FAMILIES), "")
     return f"see: rota {verb} --help" if verb else "see: rota --help"
 
 

@@ -72,3 +72,37 @@ def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
     for number, node in enumerate(nodes, 1):
         scheduler.apply(Record(number=number, job=None, seq=number, at=0.0, event=NodeJoined(node=node)))
     return scheduler
+
+
+def sim_run(
+    trace: Path, vcs: Path, profile: str, *, scale: float, seed: int, out_jobs: Path | None, all_jobs: bool
+) -> dict[str, Any]:
+    """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
+    from rota.cluster.sim import run_sim
+
+    given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs)
+    return {"api": "rota/v1", "kind": "SimRun", **given}
+
+
+def sim_compare(
+    trace: Path, vcs: Path, profiles: list[str], *, scale: float, seed: int, tolerance_s: float
+) -> dict[str, Any]:
+    """``SimCompare``: the same trace under several profiles, the first being the baseline."""
+    from rota.cluster.sim import compare
+
+    given = compare(trace, vcs, profiles, scale=scale, seed=seed, tolerance_s=tolerance_s)
+    return {"api": "rota/v1", "kind": "SimCompare", **given}
+
+
+def sim_cases(file: Path, profile: str) -> dict[str, Any]:
+    """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form."""
+    from rota.cluster.cases import run_cases
+
+    return {"api": "rota/v1", "kind": "SimCases", **run_cases(file, profile)}
+
+
+def scheduling_profiles() -> list[str]:
+    """Names of the scheduling profiles."""
+    from rota.cluster.policies.profiles import PROFILES
+
+    return list(PROFILES)

@@ -1,0 +1,57 @@
+"""Documents about the named tensors of one namespace, for rota tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rota.runtime import environ, redis_server
+from rota.runtime.clock import SystemClock
+from rota.spec.errors import BadInput
+from rota.tensors.plane import Plane, connect
+from rota.tensors.reports import row_document
+
+API = "rota/v1"
+
+
+def tensor_list(prefix: str, *, namespace: str) -> dict[str, Any]:
+    """``TensorList``: every name with that prefix; empty when no registry runs."""
+    plane = _join(namespace)
+    rows = [] if plane is None else plane.ls(prefix)
+    now_s = SystemClock().wall_s()
+    items = [row_document(row, now_s) for row in rows]
+    return {"api": API, "kind": "TensorList", "items": items, "next": None}
+
+
+def tensor(name: str, *, namespace: str) -> dict[str, Any]:
+    """``Tensor``: one name. Raises NotFound."""
+    plane = _need(namespace)
+    return {"api": API, "kind": "Tensor", **row_document(plane.info(name), SystemClock().wall_s())}
+
+
+def tensor_gc(*, namespace: str, dry_run: bool) -> dict[str, Any]:
+    """``TensorGc``: what was swept and given back."""
+    return {"api": API, "kind": "TensorGc", **_need(namespace).gc(dry_run=dry_run)}
+
+
+def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:
+    """``TensorFsck``: broken invariants, mended with ``repair``."""
+    return {"api": API, "kind": "TensorFsck", **_need(namespace).fsck(repair=repair)}
+
+
+def tensor_recover(*, namespace: str) -> dict[str, Any]:
+    """``TensorRecover``: the registry built again from what lies in memory."""
+    return {"api": API, "kind": "TensorRecover", **_need(namespace).recover()}
+
+
+def _join(namespace: str) -> Plane | None:
+    """The plane of the registry that runs, or None; nothing is started to look at nothing."""
+    if not environ.get(environ.REDIS_URL) and redis_server.find_running(environ.Home.find()) is None:
+        return None
+    return connect(namespace=namespace or None)
+
+
+def _need(namespace: str) -> Plane:
+    plane = _join(namespace)
+    if plane is None:
+        raise BadInput("no tensor registry runs here", hint="it starts with the first job or rota.tensors.connect()")
+    return plane

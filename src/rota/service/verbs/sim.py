@@ -1,0 +1,167 @@
+"""rota sim run, compare, cases: the scheduler in virtual time, without a service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import amount, lasting
+from rota.spec.errors import BadInput
+
+TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_s, gpus, vc.")]
+VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
+SCALE = Annotated[float, Parameter(help="Multiplies the nodes of every tenant.")]
+SEED = Annotated[int, Parameter(help="Seed of everything random.")]
+
+
+def run(
+    *,
+    trace: TRACE,
+    vcs: VCS,
+    profile: Annotated[str, Parameter(help="Scheduling profile.")] = "fifo",
+    scale: SCALE = 1.0,
+    seed: SEED = 0,
+    out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
+    jobs: Annotated[bool, Parameter(help="Show every job, however many.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Play a trace of jobs under a scheduling profile.
+
+    Examples
+    --------
+    rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
+    """
+    from rota.service.offline import sim_run
+
+    terminal = flags.terminal()
+    _positive(scale)
+    document = sim_run(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=jobs)
+    terminal.show(document, lambda term: _run(term, document))
+    return 0
+
+
+def compare(
+    *,
+    trace: TRACE,
+    vcs: VCS,
+    profiles: Annotated[str, Parameter(help="Names with commas between; the first is the baseline.")],
+    scale: SCALE = 1.0,
+    seed: SEED = 0,
+    tolerance: Annotated[float, Parameter(help="Seconds a start may be later without counting as later.")] = 0.0,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Play a trace under several profiles and compare them with the first.
+
+    Examples
+    --------
+    rota sim compare --trace jobs.csv --vcs tenants.csv --profiles private,pool
+    """
+    from rota.service.offline import sim_compare
+
+    names = [name.strip() for name in profiles.split(",") if name.strip()]
+    if not names:
+        raise BadInput("--profiles names none", hint="for example private,pool")
+    _positive(scale)
+    terminal = flags.terminal()
+    document = sim_compare(trace, vcs, names, scale=scale, seed=seed, tolerance_s=tolerance)
+    terminal.show(document, lambda term: _compare(term, document))
+    return 0
+
+
+def cases(
+    file: Annotated[Path, Parameter(help="JSON file of recorded cases.")],
+    *,
+    profile: Annotated[str, Parameter(help="auto picks by the form of the file.")] = "auto",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Replay recorded scheduling cases; exits with 1 when some fail.
+
+    Examples
+    --------
+    rota sim cases hived.json --json
+    """
+    from rota.service.offline import sim_cases
+
+    terminal = flags.terminal()
+    document = sim_cases(file, profile)
+    terminal.show(document, lambda term: _cases(term, document))
+    return 1 if document["failed"] else 0
+
+
+def _positive(scale: float) -> None:
+    if not 0 < scale <= 10_000:
+        raise BadInput(f"--scale {scale:g}: above 0, at most 10000")
+
+
+def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
+    summary = doc["summary"]
+    term.pairs(
+        [
+            ("trace", f"{doc['trace']} under {doc['profile']}, scale {amount(doc['scale'])}, seed {doc['seed']}"),
+            ("cluster", f"{doc['cluster']['nodes']} nodes, {doc['cluster']['gpus']} devices"),
+            ("jobs", f"{summary['finished']} of {summary['jobs']} finished, {summary['skipped']} skipped"),
+            ("makespan", lasting(summary["makespan_s"])),
+            ("utilisation", _percent(summary["utilisation"])),
+            ("preemptions", summary["preemptions"]),
+            ("broken rules", summary["invariant_violations"]),
+            ("took", f"{summary['wall_s']:.2f} s"),
+        ]
+    )
+    term.line()
+    names = ("mean", "p50", "p95", "p99", "max")
+    rows = [(name[:-2], *(_seconds(summary[name], one) for one in names)) for name in ("wait_s", "response_s", "jct_s")]
+    term.table(["", *(name.upper() for name in names)], rows)
+    term.line()
+    term.table(
+        ["TENANT", "JOBS", "WAIT", "JCT", "DEVICE HOURS", "BORROWED HOURS"],
+        [
+            (
+                name,
+                one["jobs"],
+                _seconds(one["wait_s"], "mean"),
+                _seconds(one["jct_s"], "mean"),
+                f"{one['used_gpu_s'] / 3600:.1f}",
+                f"{one['borrowed_gpu_s'] / 3600:.1f}",
+            )
+            for name, one in doc["vcs"].items()
+        ],
+    )
+
+
+def _seconds(spread: Mapping[str, Any], name: str) -> str:
+    return lasting(spread.get(name)) if spread.get(name) is not None else ""
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.1f}%"
+
+
+def _compare(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.table(
+        ["PROFILE", "WAIT MEAN", "WAIT P99", "JCT MEAN", "UTILISATION", "LATER", "LATER GUARANTEED", "EARLIER"],
+        [
+            (
+                f"{name} (baseline)" if name == doc["baseline"] else name,
+                _seconds(one["summary"]["wait_s"], "mean"),
+                _seconds(one["summary"]["wait_s"], "p99"),
+                _seconds(one["summary"]["jct_s"], "mean"),
+                _percent(one["summary"]["utilisation"]),
+                one["vs_baseline"]["later_jobs"],
+                one["vs_baseline"]["later_guaranteed"],
+                one["vs_baseline"]["earlier_jobs"],
+            )
+            for name, one in doc["profiles"].items()
+        ],
+    )
+
+
+def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:
+    for case in doc["cases"]:
+        if not case["ok"]:
+            term.line(f"failed {case['id']}: {case['why']}")
+    term.line(f"{doc['passed']} passed, {doc['failed']} failed")

@@ -1,0 +1,145 @@
+"""rota tensors ls, stat, gc, fsck, recover: which bytes are shared under which name, and whether all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import amount, lasting, size
+
+NAMESPACE = Annotated[str, Parameter(name=["-n", "--namespace"], help="Namespace; jobs have their own.")]
+
+
+def ls(
+    prefix: Annotated[str, Parameter(help="Only names that begin so.")] = "",
+    *,
+    namespace: NAMESPACE = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """List the named tensors of this machine.
+
+    Examples
+    --------
+    rota tensors ls weights/
+    """
+    from rota.service.planeview import tensor_list
+
+    terminal = flags.terminal()
+    document = tensor_list(prefix, namespace=namespace)
+    terminal.show(document, lambda term: _rows(term, document["items"]))
+    return 0
+
+
+def _rows(term: Terminal, items: list[dict[str, Any]]) -> None:
+    term.table(
+        ["NAME", "VERSION", "STEP", "DTYPE", "SHAPE", "BYTES", "LEASES", "OWNER", "STATE", "AGE"],
+        [
+            (
+                one["name"],
+                one["version"],
+                one["step"],
+                one["dtype"] or one["kind"],
+                "x".join(map(str, one["shape"])) if one["shape"] else "",
+                size(one["bytes"]),
+                one["leases"],
+                one["owner"],
+                one["state"],
+                lasting(one["age_s"]),
+            )
+            for one in items
+        ],
+        empty="no tensors",
+    )
+
+
+def stat(
+    name: Annotated[str, Parameter(help="Name of the tensor.")],
+    *,
+    namespace: NAMESPACE = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show one tensor.
+
+    Examples
+    --------
+    rota tensors stat weights/ppo-3/actor-rollout
+    """
+    from rota.service.planeview import tensor
+
+    terminal = flags.terminal()
+    document = tensor(name, namespace=namespace)
+    terminal.show(document, lambda term: _one(term, document))
+    return 0
+
+
+def _one(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.pairs((name, value) for name, value in doc.items() if name not in ("api", "kind"))
+
+
+def gc(
+    *,
+    dry_run: Annotated[bool, Parameter(help="Only say what would go.")] = False,
+    namespace: NAMESPACE = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Sweep what dead processes left and give free memory back.
+
+    Examples
+    --------
+    rota tensors gc --dry-run
+    """
+    from rota.service.planeview import tensor_gc
+
+    terminal = flags.terminal()
+    document = tensor_gc(namespace=namespace, dry_run=dry_run)
+    would = "would give" if dry_run else "gave"
+    text = f"swept {document['swept']} dead clients, {would} {size(document['trimmed_bytes']) or 'nothing'} back"
+    terminal.show(document, lambda term: term.line(text))
+    return 0
+
+
+def fsck(
+    *,
+    repair: Annotated[bool, Parameter(help="Mend what can be mended.")] = False,
+    namespace: NAMESPACE = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Check the invariants of the registry and the shared memory; exits with 1 when one is broken.
+
+    Examples
+    --------
+    rota tensors fsck --json
+    """
+    from rota.service.planeview import tensor_fsck
+
+    terminal = flags.terminal()
+    document = tensor_fsck(namespace=namespace, repair=repair)
+    broken = [one for one in document["violations"] if not one["repaired"]]
+    terminal.show(document, lambda term: _fsck(term, document))
+    return 1 if broken else 0
+
+
+def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
+    for one in doc["violations"]:
+        term.line(f"{one['rule']} {one['object']}: {one['detail']}{' (mended)' if one['repaired'] else ''}")
+    term.line(f"{amount(doc['checked'])} checked, {len(doc['violations'])} violations")
+
+
+def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
+    """Build the registry again from what lies in shared memory.
+
+    Examples
+    --------
+    rota tensors recover
+    """
+    from rota.service.planeview import tensor_recover
+
+    terminal = flags.terminal()
+    document = tensor_recover(namespace=namespace)
+    text = f"{document['names']} names, {document['leases']} leases in {document['seconds']} s"
+    terminal.show(document, lambda term: term.line(text))
+    return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tests.makers import placement
 
 from rota.job.core.machine import initial, step
+from rota.job.inspect import inspect_workload
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.launch import Handle
@@ -24,8 +26,9 @@ from rota.runtime.log import INSTALL_SCOPE, Writer
 from rota.runtime.process import ProcessId
 from rota.runtime.sql_log import SqlLog
 from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobEnded, JobQueued, JobSubmitted, MasterStarted
-from rota.spec.ids import Epoch, JobId
-from rota.spec.job import JobSpec
+from rota.spec.ids import Epoch, JobId, RoleName
+from rota.spec.job import JobSpec, RoleSpec, WeightsEdge
+from rota.spec.resources import Res
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
@@ -128,6 +131,25 @@ class Run:
         found = process.identify(pid)
         assert found is not None and process.send_signal(found, signal.SIGKILL)
         return pid
+
+
+def role(name: str, workload: str, n: int = 1, **fields: Any) -> RoleSpec:
+    """A role of ``n`` instances of a workload of ``tests/real/workloads``."""
+    if str(WORKLOADS) not in sys.path:
+        sys.path.insert(0, str(WORKLOADS))
+    return RoleSpec(
+        name=RoleName(name),
+        workload=workload,
+        replicas_min=n,
+        replicas_max=n,
+        res=Res(cpus=0.5),
+        interface=inspect_workload(workload),
+        **fields,
+    )
+
+
+def job(*roles: RoleSpec, weights: tuple[WeightsEdge, ...] = (), **env: str) -> JobSpec:
+    return JobSpec(name="real", roles=roles, weights=weights, env=tuple(env.items()), grace_s=5.0)
 
 
 def run_job(engine, spec: JobSpec, body: Callable[[Run], Awaitable[None]], limit_s: float = 110.0) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import pytest
-from tests.real.jobs import WORKLOADS, Run, run_job
+from tests.real.jobs import Run, job, role, run_job
 
-from rota.job.inspect import inspect_workload
 from rota.spec.events import (
     Committed,
     FailoverStarted,
@@ -20,31 +18,11 @@ from rota.spec.events import (
     RolledBack,
     StopAsked,
 )
-from rota.spec.ids import RoleName
-from rota.spec.job import Fail, JobSpec, RoleSpec
+from rota.spec.job import Fail, JobSpec
 from rota.spec.reasons import Reason
-from rota.spec.resources import Res
 from rota.spec.states import JobState, Level
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
-
-
-def role(name: str, workload: str, n: int = 1, **fields: Any) -> RoleSpec:
-    if str(WORKLOADS) not in sys.path:
-        sys.path.insert(0, str(WORKLOADS))
-    return RoleSpec(
-        name=RoleName(name),
-        workload=workload,
-        replicas_min=n,
-        replicas_max=n,
-        res=Res(cpus=0.5),
-        interface=inspect_workload(workload),
-        **fields,
-    )
-
-
-def job(*roles: RoleSpec, **env: str) -> JobSpec:
-    return JobSpec(name="real", roles=roles, env=tuple(env.items()), grace_s=5.0)
 
 
 def test_a_role_and_its_loop_run_to_success(engine) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rota.job import shadow
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, initial, step
@@ -293,7 +294,9 @@ class JobMaster:
             try:
                 await done
             except Fenced as error:
-                return {"answer": "refused", "text": str(error)}
+                # The store may have lost its answer after it wrote this very commit: then it is done.
+                if not (n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch):
+                    return {"answer": "refused", "text": str(error)}
         return {"answer": "done", "table": table_of(self.ctx).to_json()}
 
     async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
@@ -358,6 +361,7 @@ class Master:
     def __init__(self, *, job: str, db_url: str, home: str, launcher: str = RAY_LAUNCHER) -> None:
         self._lane = Lane("master")
         self._job = JobId(job)
+        self._home = home
         found = self._lane.submit(self._make(db_url, home, launcher)).result()
         self._master: JobMaster = found
         self._run = self._lane.submit(self._live())
@@ -380,8 +384,14 @@ class Master:
     async def _live(self) -> None:
         try:
             await self._master.run()
+            if self._shares_tensors():
+                await asyncio.to_thread(shadow.drop, self._job, self._home)
         except Fenced:
             os._exit(0)  # another master has taken over; this process must not answer in its place
+
+    def _shares_tensors(self) -> bool:
+        spec = self._master.ctx.spec
+        return spec is not None and (bool(spec.weights) or bool(self._master.ctx.plan.stateful))
 
     async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
         """See JobMaster."""

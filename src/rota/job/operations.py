@@ -54,7 +54,7 @@ class ClassBody:
         cls: Any = await seat.user.do(lambda: import_target(seat.role.workload or ""))
         self._marks = marks_of(cls)
         if self._needs_plane:
-            self._plane = await seat.user.do(lambda: shadow.connect(seat.place.job, forming.epoch))
+            self._plane = await seat.user.do(lambda: shadow.connect(seat.place.job, seat.id, forming.epoch))
         if forming.restore > 0 and self._marks.state is not None:
             ctx.restored = await seat.user.do(
                 lambda: shadow.load(self._plane, seat.place.job, seat.id, forming.restore)

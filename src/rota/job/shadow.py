@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from rota import tensors
 from rota.spec.errors import BadInput, TensorError
 from rota.spec.ids import Epoch, InstanceId, JobId
+from rota.spec.reasons import Reason
+from rota.tensors.plane import Plane
 
 SHADOWS_KEPT = 2
 """The commit being made and the one before it: until the log has the newer one, the older is the truth."""
@@ -18,10 +21,26 @@ WEIGHTS_KEPT = 3
 WAIT_S = 20.0
 
 
-def connect(job: JobId, epoch: Epoch) -> Any:
-    """The tensor plane of this machine as a member of ``job``; loaded here, because not every instance needs it."""
-    tensors = importlib.import_module("rota.tensors")
-    return tensors.connect(label=job, epoch=epoch)
+class StateLost(TensorError):
+    """The state of a commit is in no memory any more."""
+
+    reason = Reason.STATE_LOST
+
+
+def connect(job: JobId, instance: InstanceId, epoch: Epoch) -> Plane:
+    """The tensor plane as this instance; publishers of the same instance under older epochs are fenced from here on.
+
+    The registry is kept, since the state in it must survive every process of the job.
+    """
+    label = f"{job}/{instance}"
+    plane = tensors.connect(label=label, epoch=epoch, keep=True)
+    plane.fence(label, epoch)
+    return plane
+
+
+def drop(job: JobId, home: str) -> None:
+    """Give back everything the job has published; harmless when there is nothing."""
+    tensors.connect(home=home, keep=True).drop_label(job)
 
 
 def shadow_name(job: JobId, instance: InstanceId) -> str:
@@ -41,12 +60,12 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     numbers, as in an optimiser's state), a list ``{"l": [...]}``, a tuple ``{"u": [...]}``, anything else itself.
     Raises BadInput for a value that is none of these.
     """
-    tensors: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
     def outline(value: Any, path: str) -> Any:
         if isinstance(value, np.ndarray) or _is_tensor(value):
-            name = str(len(tensors))
-            tensors[name] = _detached(value)
+            name = str(len(found))
+            found[name] = _detached(value)
             return {"t": name, "torch": _is_tensor(value)}
         if isinstance(value, Mapping):
             return {"d": [[_key(key, path), outline(item, f"{path}.{key}")] for key, item in value.items()]}
@@ -61,56 +80,63 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
             f"{path} is a {type(value).__name__}; state holds dicts, lists, tensors, arrays, numbers and texts only"
         )
 
-    return outline(state, "state"), tensors
+    return outline(state, "state"), found
 
 
-def rebuild(outline: Any, tensors: Mapping[str, Any]) -> Any:
+def rebuild(outline: Any, held: Mapping[str, Any]) -> Any:
     """Inverse of ``flatten``; tensors are copies that their owner may change."""
     if not isinstance(outline, dict):
         return outline
     if "t" in outline:
-        return _own(tensors[outline["t"]], torch=outline["torch"])
+        return _own(held[outline["t"]], torch=outline["torch"])
     if "d" in outline:
-        return {key: rebuild(item, tensors) for key, item in outline["d"]}
+        return {key: rebuild(item, held) for key, item in outline["d"]}
     if "l" in outline:
-        return [rebuild(item, tensors) for item in outline["l"]]
-    return tuple(rebuild(item, tensors) for item in outline["u"])
+        return [rebuild(item, held) for item in outline["l"]]
+    return tuple(rebuild(item, held) for item in outline["u"])
 
 
-def save(plane: Any, job: JobId, instance: InstanceId, n: int, epoch: Epoch, state: Any) -> int:
+def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, state: Any) -> int:
     """Publish the state of commit ``n``; returns its bytes."""
-    outline, tensors = flatten(state)
+    outline, parts = flatten(state)
     plane.publish_group(
         shadow_name(job, instance),
-        tensors,
+        parts,
         step=n,
         retain=SHADOWS_KEPT,
-        meta={"epoch": epoch, "n": n, "outline": outline},
+        epoch=epoch,
+        meta={"outline": outline},
     )
-    return sum(_bytes(tensor) for tensor in tensors.values())
+    return sum(_bytes(tensor) for tensor in parts.values())
 
 
-def load(plane: Any, job: JobId, instance: InstanceId, n: int) -> Any:
-    """The state of commit ``n``. Raises TensorError when it is gone."""
-    found = plane.get_group(shadow_name(job, instance), step=n)
-    if found.meta.get("n") != n:
-        raise TensorError(f"{shadow_name(job, instance)} holds commit {found.meta.get('n')}, not {n}")
+def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> Any:
+    """The state of commit ``n``. Raises StateLost when it is gone."""
+    try:
+        found = plane.get_group(shadow_name(job, instance), step=n, as_=_form())
+    except TensorError as error:
+        raise StateLost(f"the state of {instance} at commit {n} is gone: {error}") from error
     return rebuild(found.meta["outline"], found)
 
 
-def publish(plane: Any, job: JobId, edge: str, n: int, epoch: Epoch, tensors: Mapping[str, Any]) -> None:
+def publish(plane: Plane, job: JobId, edge: str, n: int, epoch: Epoch, weights: Mapping[str, Any]) -> None:
     """Publish version ``n`` of a weights edge as one group: readers see all of it or none."""
-    owned = {name: _detached(tensor) for name, tensor in tensors.items()}
-    plane.publish_group(weights_name(job, edge), owned, step=n, retain=WEIGHTS_KEPT, meta={"epoch": epoch, "n": n})
+    owned = {name: _detached(tensor) for name, tensor in weights.items()}
+    plane.publish_group(weights_name(job, edge), owned, step=n, retain=WEIGHTS_KEPT, epoch=epoch)
 
 
-def fetch(plane: Any, job: JobId, edge: str, version: tuple[int, int]) -> Mapping[str, Any]:
+def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int]) -> Mapping[str, Any]:
     """The tensors of (epoch of the writer, n), read in place. Raises TensorError when they do not come in time."""
     epoch, n = version
-    found = plane.get_group(weights_name(job, edge), step=n, wait_s=WAIT_S)
-    if found.meta.get("epoch") != epoch:
-        raise TensorError(f"{weights_name(job, edge)} step {n} is of epoch {found.meta.get('epoch')}, not {epoch}")
+    found = plane.get_group(weights_name(job, edge), step=n, wait_s=WAIT_S, as_=_form())
+    if found.epoch != epoch:
+        raise TensorError(f"{weights_name(job, edge)} step {n} is of epoch {found.epoch}, not {epoch}")
     return found
+
+
+def _form() -> str:
+    """Tensors for a process that has torch loaded, arrays for one that has not: reading never loads it."""
+    return "torch" if "torch" in sys.modules else "numpy"
 
 
 def _is_tensor(value: Any) -> bool:
@@ -130,7 +156,7 @@ def _key(key: Any, path: str) -> str | int:
 
 def _own(tensor: Any, *, torch: bool) -> Any:
     if torch:
-        return tensor.clone()
+        return tensor.clone() if _is_tensor(tensor) else importlib.import_module("torch").from_numpy(np.array(tensor))
     return np.array(tensor.numpy() if _is_tensor(tensor) else tensor)
 
 

@@ -72,10 +72,11 @@ def _many(role: RoleSpec) -> bool:
 
 
 def _plain_words(text: str) -> list[str] | None:
-    """The words of a line that needs no shell, or None."""
+    """The words of a Python or torchrun line that needs no shell, or None: a shell knows its own commands best."""
     if text.startswith("torchrun ") and not set(text) & set("|&;<>`\n"):
         return shlex.split(text)
-    return None if set(text) & _SHELL_CHARACTERS else text.split()
+    plain = text.startswith(("python ", "python3 ")) and not set(text) & _SHELL_CHARACTERS
+    return text.split() if plain else None
 
 
 def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:

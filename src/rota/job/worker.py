@@ -265,13 +265,14 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
     if isinstance(error, ImportError | SyntaxError | BadInput):
         reason = Reason.IMPORT_ERROR if not isinstance(error, BadInput) else Reason.USER_ERROR
     elif isinstance(error, TensorError):
-        reason = Reason.TENSOR_LOST
+        reason = getattr(error, "reason", Reason.TENSOR_LOST)
     elif isinstance(error, MemoryError):
         reason = Reason.OOM_KILLED
     else:
         reason = getattr(error, "reason", Reason.USER_ERROR)
     trace = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
-    return Failure(epoch=epoch, reason=Reason(reason), text=f"{type(error).__name__}: {error}", traceback=trace)
+    text = str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"
+    return Failure(epoch=epoch, reason=Reason(reason), text=text, traceback=trace)
 
 
 def open_launcher(place: JobPlace) -> Launcher:

@@ -1,0 +1,132 @@
+"""Commands and unmodified torchrun scripts as roles: their environment, their end, their errors, their deaths."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import psutil
+import pytest
+from tests.real.jobs import Run, run_job
+
+from rota.spec.events import FailoverStarted, InstanceLost
+from rota.spec.ids import RoleName
+from rota.spec.job import Fail, JobSpec, RoleSpec
+from rota.spec.reasons import Reason
+from rota.spec.resources import Res
+from rota.spec.states import JobState
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+
+def command(text: str, n: int = 1, **fields: Any) -> RoleSpec:
+    return RoleSpec(
+        name=RoleName("main"), run=(text,), shell=True, replicas_min=n, replicas_max=n, res=Res(cpus=0.5), **fields
+    )
+
+
+def job(role: RoleSpec, **env: str) -> JobSpec:
+    return JobSpec(name="spmd", roles=(role,), env=tuple(env.items()), grace_s=5.0)
+
+
+def result(run: Run) -> list[str]:
+    return (run.output / "result.txt").read_text().split(maxsplit=7)
+
+
+def log_of(run: Run, instance: str = "main-0") -> str:
+    return (run.home.job(run.job).logs / f"{instance}.log").read_text()
+
+
+def test_a_plain_python_line_runs_to_success_and_its_output_is_logged(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        assert "hello from 0 of 1 in " + run.job in log_of(run)
+
+    line = "python -c \"import os; print('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'in', os.environ['ROTA_JOB'])\""
+    run_job(engine, job(command(line)), body)
+
+
+def test_a_torchrun_line_runs_its_ranks_with_the_environment_of_torchrun(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        found = result(run)
+        assert found[2:7] == ["0", "2", "2", "1", "main"]
+        assert found[7] == "['--steps', '60', '--lr', '1e-3']"
+        assert abs(float(found[0]) - 3) < 0.5 and abs(float(found[1]) - 1) < 0.5
+
+    run_job(engine, job(command("torchrun --nproc-per-node 2 tiny_train.py --steps 60 --lr 1e-3")), body)
+
+
+def test_kill_9_of_one_rank_goes_on_from_the_script_s_checkpoint_with_the_same_result(engine) -> None:
+    results: list[list[str]] = []
+
+    async def fault_free(run: Run) -> None:
+        assert (await run.end()).state is JobState.SUCCEEDED, run.story()
+        results.append(result(run))
+
+    async def killed(run: Run) -> None:
+        await run.until(lambda: (run.output / "paused-0").exists() and (run.output / "paused-1").exists())
+        before = run.pids()
+        victim = psutil.Process(before["main/1"]).children(recursive=True)
+        ranks = [one for one in victim if "tiny_train.py" in " ".join(one.cmdline())]
+        ranks[0].kill()
+        (run.output / "go").touch()
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        lost = run.events(InstanceLost)
+        assert (lost[0].role, lost[0].rank, lost[0].reason) == ("main", 1, Reason.SIGNALLED), run.story()
+        assert len(run.events(FailoverStarted)) == 1, run.story()
+        results.append(result(run))
+
+    role = command("python tiny_train.py --steps 30", n=2, mesh=(("dp", 2),))
+    run_job(engine, job(role), fault_free)
+    run_job(engine, job(role, PAUSE_AT="20"), killed)
+    assert results[0][:2] == results[1][:2], "the same line, to the last digit"
+    assert (results[0][2], results[1][2]) == ("0", "20"), "the second one resumed"
+
+
+def test_kill_9_of_the_wrapper_leaves_no_rank_behind(engine) -> None:
+    async def body(run: Run) -> None:
+        await run.until(lambda: (run.output / "paused-0").exists() and (run.output / "paused-1").exists())
+        wrapper = run.pids()["main/0"]
+        ranks = [one for one in psutil.Process(wrapper).children() if "tiny_train.py" in " ".join(one.cmdline())]
+        assert len(ranks) == 2
+        run.kill("main/0")
+        await run.until(lambda: not any(one.is_running() and one.status() != "zombie" for one in ranks), 10)
+        (run.output / "go").touch()
+        assert (await run.end()).state is JobState.SUCCEEDED, run.story()
+        assert run.starts("main/0") == 2
+
+    line = "torchrun --nproc-per-node 2 tiny_train.py --steps 30"
+    run_job(engine, job(command(line), PAUSE_AT="20"), body)
+
+
+def test_an_exception_in_one_rank_is_the_reported_error_and_limit_k_is_k_plus_1_runs(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert (ended.state, ended.reason) == (JobState.FAILED, Reason.USER_ERROR), run.story()
+        assert "ValueError: planned failure in step" in ended.text
+        assert "tiny_train.py" in ended.traceback
+        assert ended.role == "main"
+        assert "rank 1:" in ended.text
+        assert log_of(run).count("ValueError: planned failure in step") == 2, "limit 1 is two runs"
+
+    role = command("torchrun --nproc-per-node 2 tiny_train.py --steps 9", fail=Fail(limit_n=1, then=("job",)))
+    spec = dataclasses.replace(job(role), env=(("RAISE_AT", "3"),))
+    run_job(engine, spec, body)
+
+
+def test_exit_status_and_signal_are_reasons(engine) -> None:
+    async def exits(run: Run) -> None:
+        ended = await run.end()
+        assert (ended.reason, ended.text) == (Reason.EXIT_NONZERO, "rank 0 ended with exit status 7"), run.story()
+
+    async def signalled(run: Run) -> None:
+        ended = await run.end()
+        assert (ended.reason, ended.text) == (Reason.SIGNALLED, "rank 0 was ended by SIGABRT"), run.story()
+
+    once = Fail(limit_n=0, then=("job",))
+    run_job(engine, job(command("exit 7", fail=once)), exits)
+    run_job(engine, job(command("kill -ABRT $$", fail=once)), signalled)

@@ -1,0 +1,110 @@
+"""Jobs with state on real Ray: after any death the job equals a prefix of its commits, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.real.jobs import Run, job, role, run_job
+
+from rota.spec.events import Committed, FailoverStarted, RolledBack
+from rota.spec.ids import RoleName
+from rota.spec.job import JobSpec, WeightsEdge
+from rota.spec.states import JobState
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+STEPS = 6
+TOTAL = sum(n * sum((0 + 2 + 4 + 6 + 1 + 3 + 5 + 7) * 2 / 4 for _ in (0,)) for n in range(1, STEPS + 1))
+"""The mean row of each batch, summed over its columns, times the number of the commit."""
+
+
+@pytest.fixture(autouse=True)
+def registry(engine) -> Iterator[None]:
+    """The registry of the engine's home outlives its jobs; it is ended after each test, and nothing may be left in it."""
+    from rota import tensors
+
+    yield
+    left = tensors.connect(home=engine.home, keep=True)
+    names = [row.name for row in left.ls()]
+    left.close()
+    tensors.down(engine.home)
+    assert names == [], "a job that has ended leaves no tensor behind"
+
+
+def training(pause_at: int = 3) -> JobSpec:
+    learner = role("learner", "learning:Learner", 2, mesh=(("dp", 2),))
+    edge = WeightsEdge(source=RoleName("learner"), target=RoleName("reader"))
+    return job(
+        learner,
+        role("reader", "learning:Reader", 2),
+        role("loop", "learning:training"),
+        weights=(edge,),
+        STEPS=str(STEPS),
+        PAUSE_AT=str(pause_at),
+    )
+
+
+async def succeed(run: Run) -> None:
+    (run.output / "go").touch()
+    ended = await run.end()
+    assert ended.state is JobState.SUCCEEDED, run.story()
+    assert run.context().metrics["total"] == pytest.approx(TOTAL, abs=1e-6)
+
+
+async def until_paused(run: Run) -> None:
+    """The learner has done update 3, which is not committed."""
+    await run.until(lambda: (run.output / "paused-2").exists())
+
+
+def test_a_stateful_mesh_and_readers_of_its_weights_run_to_success(engine) -> None:
+    async def body(run: Run) -> None:
+        await succeed(run)
+        assert [one.n for one in run.events(Committed)] == list(range(1, STEPS + 1))
+        assert run.context().versions == {"learner-reader": STEPS}
+
+    run_job(engine, training(pause_at=-1), body)
+
+
+@pytest.mark.parametrize("victim", ["learner/0", "learner/1", "loop/0", "reader/1"])
+def test_kill_9_goes_back_to_the_last_commit_and_reaches_the_same_numbers(engine, victim: str) -> None:
+    async def body(run: Run) -> None:
+        await until_paused(run)
+        before = run.pids()
+        run.kill(victim)
+        await run.until(lambda: run.starts(victim) == 2)
+        await succeed(run)
+        changed = {name for name, pid in run.pids().items() if pid != before[name]}
+        assert victim in changed
+        assert not any(name.startswith("reader") for name in changed - {victim}), "readers keep their processes"
+        assert [one.n for one in run.events(Committed)] == list(range(1, STEPS + 1))
+        rolled = [(one.from_commit, one.to_commit) for one in run.events(RolledBack)]
+        assert all(back == (2, 2) for back in rolled), rolled
+
+    run_job(engine, training(), body)
+
+
+def test_an_update_that_raises_is_rolled_back_and_never_run_twice_under_one_epoch(engine) -> None:
+    async def body(run: Run) -> None:
+        await until_paused(run)
+        (run.output / "raise-update").touch()
+        await succeed(run)
+        assert len(run.events(FailoverStarted)) == 1, run.story()
+        for rank in (0, 1):
+            lines = (run.home.job(run.job).work / f"learner-{rank}" / "updates.txt").read_text().split("\n")[:-1]
+            assert len(lines) == len(set(lines)), "the same update twice under one epoch"
+
+    run_job(engine, training(), body)
+
+
+def test_kill_9_of_the_master_during_the_failover_of_a_mesh_still_reaches_the_same_numbers(engine) -> None:
+    async def body(run: Run) -> None:
+        await until_paused(run)
+        before = run.pids()
+        run.kill("learner/1")
+        await run.until(lambda: run.events(FailoverStarted))
+        run.kill_master()
+        await succeed(run)
+        changed = {name for name, pid in run.pids().items() if pid != before[name]}
+        assert not any(name.startswith(("reader", "loop")) for name in changed), changed
+
+    run_job(engine, training(), body)

@@ -1,0 +1,78 @@
+"""A stateful mesh, a reader of its weights, and the loop over both: every number is a function of the commit alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import torch
+import torch.distributed as dist
+
+import rota
+
+
+class Learner(rota.Workload):
+    """Adds the mean of each batch to its vector; all ranks must agree, or the update raises."""
+
+    def setup(self, ctx) -> None:
+        self.ctx = ctx
+        ctx.process_group()
+        kept = ctx.restored
+        self.vector = kept["vector"] if kept else torch.zeros(4)
+        self.updates = kept["updates"] if kept else 0
+        assert self.updates == ctx.committed, f"restored {self.updates} updates at commit {ctx.committed}"
+
+    @rota.op(send=rota.Shard("dp"), recv=rota.Mean, retry="commit")
+    def update(self, batch) -> dict[str, float]:
+        trap = self.ctx.output_dir / "raise-update"
+        if trap.exists() and self.ctx.rank == 1:
+            trap.unlink()
+            raise RuntimeError("planned failure in update")
+        grad = batch["x"].mean(dim=0)
+        dist.all_reduce(grad)
+        self.vector += grad / self.ctx.world_size
+        self.updates += 1
+        with (self.ctx.work_dir / "updates.txt").open("a") as file:
+            file.write(f"{self.ctx.epoch} {self.updates}\n")
+        return {"total": float(self.vector.sum()), "updates": self.updates}
+
+    @rota.op.state
+    def state(self):
+        return {"vector": self.vector, "updates": self.updates}
+
+    @rota.op.publish
+    def weights(self):
+        return {"vector": self.vector}
+
+
+class Reader(rota.Workload):
+    """Answers with what it has loaded."""
+
+    def setup(self, ctx) -> None:
+        self.version, self.total = 0, 0.0
+
+    @rota.op.weights
+    def load(self, version, tensors) -> None:
+        self.version, self.total = version, float(tensors["vector"].sum())
+
+    @rota.op(send=rota.Each)
+    async def look(self, item: int) -> tuple[int, float]:
+        await asyncio.sleep(0)
+        return self.version, self.total
+
+
+async def training(f) -> None:
+    """STEPS updates; every answer of a reader must be of the last commit."""
+    pause_at, steps, total = int(os.environ.get("PAUSE_AT", "-1")), int(os.environ["STEPS"]), 0.0
+    for n in range(f.committed + 1, steps + 1):
+        seen = set(await f.roles.reader.look(list(range(4))))
+        assert len(seen) == 1 and seen.pop()[0] == n - 1 == f.weights_version, (n, seen)
+        rows = torch.arange(8.0).reshape(4, 2).repeat(1, 2) * n
+        got = await f.roles.learner.update({"x": rows})
+        assert got["updates"] == n, got
+        total = got["total"]
+        if n == pause_at:
+            (f.output_dir / f"paused-{f.committed}").touch()
+            while not (f.output_dir / "go").exists():
+                await asyncio.sleep(0.02)
+        await f.commit({"total": total})

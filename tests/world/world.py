@@ -175,7 +175,7 @@ class World:
             Node(
                 id=NodeId(f"n{i}"),
                 host="h0",
-                cpus=self.rng.choice((6.0, 10.0)),
+                cpus=self.rng.choice((10.0, 16.0)),
                 memory_bytes=2**36,
                 devices=tuple(Device(index=d, type="SIM") for d in range(4)),
             )

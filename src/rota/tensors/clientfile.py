@@ -104,7 +104,7 @@ def take_if_dead(folder: Path, client: str) -> int | None:
 
 
 def read_file(folder: Path, client: str) -> tuple[dict[str, Any], list[int]]:
-    """Identity and noted versions of another client."""
+    """Identity and noted versions of another client; never one's own, whose lock the closing would lose."""
     try:
         raw = (folder / client).read_bytes()
     except FileNotFoundError:

@@ -138,7 +138,9 @@ class Leases:
                     start = raw.__array_interface__["data"][0]
                     if start <= address < start + raw.nbytes:
                         base = lease.bases.get(id(ref), 0)
-                        header = Header.unpack(raw[base : base + HEADER_BYTES].tobytes(), "a leased block")
+                        header = Header.unpack(
+                            raw[base : base + HEADER_BYTES].tobytes(), "a leased block", settled=False
+                        )
                         return header.name, lease.version
         return None
 

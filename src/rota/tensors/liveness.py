@@ -24,15 +24,16 @@ _SLICES_MAX: Final = 10_000
 @contextlib.contextmanager
 def sweeping(space: Space, fd: int) -> Iterator[bool]:
     """Be the one sweeper of the namespace, or not (False) when another is."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
+    with space.lock:  # a record lock does not keep the threads of one process apart
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def sweep_dead(space: Space) -> list[str]:

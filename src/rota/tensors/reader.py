@@ -162,7 +162,7 @@ class Reader:
         parts: list[tuple[int, dict[str, Any], Any]] = []
         for block, each in zip(leased.blocks, held, strict=True):
             raw = memoryview(each.holder)
-            header = Header.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg)
+            header = Header.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg, settled=False)
             if header.version != block.version:
                 where = f"{block.seg}+{block.offset}"
                 text = f"{where}: holds version {header.version}, the registry says {block.version}"

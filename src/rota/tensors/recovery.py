@@ -62,7 +62,7 @@ def scan(segments: Segments) -> Iterator[Found]:
                     yield Found(seg, index * block, block, None)
                     continue
                 try:
-                    yield Found(seg, index * block, block, Header.unpack(raw, seg))
+                    yield Found(seg, index * block, block, Header.unpack(raw, seg, settled=True))
                 except errors.Corrupt:
                     yield Found(seg, index * block, -block, None)
 
@@ -71,12 +71,14 @@ def live_clients(space: Space) -> dict[str, list[int]]:
     """Client files whose lock is held, with the versions they lease."""
     live: dict[str, list[int]] = {}
     for client in clients_in(space.clients):
-        if client != space.client:
-            fd = take_if_dead(space.clients, client)
-            if fd is not None:
-                os.close(fd)
-                continue
-        live[client] = read_file(space.clients, client)[1]
+        if client == space.client:  # reading one's own file would close it, and so lose its lock
+            live[client] = [version for version, _ in space.leases.live()]
+            continue
+        fd = take_if_dead(space.clients, client)
+        if fd is not None:
+            os.close(fd)
+        else:
+            live[client] = read_file(space.clients, client)[1]
     return live
 
 

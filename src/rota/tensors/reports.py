@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rota.tensors.clientfile import clients_in, read_file
+from rota.tensors.clientfile import read_file
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import Row
 from rota.tensors.session import Session
@@ -218,6 +218,6 @@ def holders(space: Space, version: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for client in sorted(dump.get("clients", ())):
         if str(version) in dump.get(f"c:{client}:l", {}):
-            identity = read_file(space.clients, client)[0] if client in clients_in(space.clients) else {}
+            identity = space.identity if client == space.client else read_file(space.clients, client)[0]
             out.append({"client": client, "pid": identity.get("pid"), "since_s": identity.get("joined_s")})
     return out

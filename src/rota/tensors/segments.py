@@ -26,9 +26,10 @@ MAGIC: Final = b"ROTATSR1"
 FORMAT: Final = 1
 PENDING, PREPARED, READY = 1, 2, 3
 KEPT_MAX: Final = 8
-_FIELDS: Final = struct.Struct("<8sIHBBQIIQqHHIQQIQQ32s8QHH")
+_FIXED: Final = struct.Struct("<8sIHHQIIqHHIQQIQQ32sH")
+_STATE: Final = struct.Struct("<IB3xQ8Q")
 _CRC_AT: Final = 8
-_NAME_AT: Final = _FIELDS.size
+STATE_AT: Final = 384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,43 +56,57 @@ class Header:
     kept: tuple[int, ...] = ()
 
     def pack(self) -> bytes:
-        """The 512 bytes, little-endian, with their own CRC."""
+        """The 512 bytes, little-endian: what never changes, then what the commit changes, each with its own CRC.
+
+        Two, since a reader that leased the version right after the commit reads the first while the second is written.
+        """
         name = self.name.encode()
-        kept = (*self.kept, *([0] * KEPT_MAX))[:KEPT_MAX]
-        fields = _FIELDS.pack(
-            MAGIC, 0, FORMAT, self.state, int(self.group), self.version, self.slot, self.epoch, self.head, self.step,
-            self.part, self.world, self.manifest_bytes, self.offset, self.bytes, self.payload_crc, self.block,
-            self.ctime_ns, self.owner.encode(), *kept, len(name), 0,
+        fixed = _FIXED.pack(
+            MAGIC, 0, FORMAT, int(self.group), self.version, self.slot, self.epoch, self.step, self.part, self.world,
+            self.manifest_bytes, self.offset, self.bytes, self.payload_crc, self.block, self.ctime_ns,
+            self.owner.encode(), len(name),
         )  # fmt: skip
-        raw = bytearray((fields + name).ljust(HEADER_BYTES, b"\0"))
+        raw = bytearray((fixed + name).ljust(STATE_AT, b"\0"))
         raw[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(raw))
-        return bytes(raw)
+        return bytes(raw) + self.pack_state()
+
+    def pack_state(self) -> bytes:
+        """The second part alone, to be written at ``STATE_AT``."""
+        kept = (*self.kept, *([0] * KEPT_MAX))[:KEPT_MAX]
+        body = _STATE.pack(0, self.state, self.head, *kept)[4:]
+        return (struct.pack("<I", zlib.crc32(body)) + body).ljust(HEADER_BYTES - STATE_AT, b"\0")
 
     @staticmethod
-    def unpack(raw: bytes | memoryview, where: str) -> Header:
-        """Read a header. Raises Corrupt, naming file and field."""
-        data = bytearray(raw[:HEADER_BYTES])
-        if len(data) < HEADER_BYTES or bytes(data[:8]) != MAGIC:
+    def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> Header:
+        """Read a header; unless ``settled`` its state, head and kept are not looked at. Raises Corrupt with the field."""
+        data = bytearray(raw[:STATE_AT])
+        if len(data) < STATE_AT or bytes(data[:8]) != MAGIC:
             raise errors.Corrupt(f"{where}: no tensor header", file=where, field="magic")
         (crc,) = struct.unpack_from("<I", data, _CRC_AT)
         data[_CRC_AT : _CRC_AT + 4] = b"\0\0\0\0"
         if zlib.crc32(data) != crc:
             raise errors.Corrupt(f"{where}: the header's checksum does not match", file=where, field="crc32")
-        found = _FIELDS.unpack_from(data)
+        found = _FIXED.unpack_from(data)
         if found[2] != FORMAT:
             raise errors.Corrupt(f"{where}: header format {found[2]}, this is {FORMAT}", file=where, field="format")
-        kept, name_bytes = found[19:27], found[27]
+        state, head, kept = _unpack_state(raw, where) if settled else (0, 0, ())
         return Header(
-            state=found[3], group=bool(found[4]), version=found[5], slot=found[6], epoch=found[7], head=found[8],
-            step=found[9], part=found[10], world=found[11], manifest_bytes=found[12], offset=found[13],
-            bytes=found[14], payload_crc=found[15], block=found[16], ctime_ns=found[17],
-            owner=found[18].rstrip(b"\0").decode(), kept=tuple(v for v in kept if v),
-            name=bytes(data[_NAME_AT : _NAME_AT + name_bytes]).decode(),
+            state=state, head=head, kept=kept, group=bool(found[3]), version=found[4], slot=found[5], epoch=found[6],
+            step=found[7], part=found[8], world=found[9], manifest_bytes=found[10], offset=found[11], bytes=found[12],
+            payload_crc=found[13], block=found[14], ctime_ns=found[15], owner=found[16].rstrip(b"\0").decode(),
+            name=bytes(data[_FIXED.size : _FIXED.size + found[17]]).decode(),
         )  # fmt: skip
 
     def with_state(self, state: int, **changes: int | tuple[int, ...]) -> Header:
         """The same header in another state."""
         return replace(self, state=state, **changes)  # type: ignore[arg-type]  # callers pass fields of their type
+
+
+def _unpack_state(raw: bytes | memoryview, where: str) -> tuple[int, int, tuple[int, ...]]:
+    crc, state, head, *kept = _STATE.unpack_from(raw, STATE_AT)
+    if zlib.crc32(bytes(raw[STATE_AT + 4 : STATE_AT + _STATE.size])) != crc:
+        raise errors.Corrupt(f"{where}: the checksum of the state does not match", file=where, field="state")
+    return state, head, tuple(v for v in kept if v)
 
 
 class Mapping:

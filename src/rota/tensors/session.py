@@ -84,8 +84,8 @@ class Session:
         self.space = Space(
             namespace=namespace, folder=folder, client=client, clock=clock, registry=Registry(self.machine),
             table=table, segments=segments, leases=leases, file=file, rejoin=self.rejoin,
+            identity=identity,
         )  # fmt: skip
-        self._identity_text = identity
         self.reader = Reader(self.space, sealed=sealed)
         self.writer = Writer(self.space, chance)
         self._sweeper_fd = _open_lock(folder / "sweeper.lock")
@@ -197,7 +197,7 @@ class Session:
 
     def _join(self) -> None:
         leases = self.space.leases.live()
-        self.space.registry.join(self.space.client, _line(self._identity_text), leases)
+        self.space.registry.join(self.space.client, _line(self.space.identity), leases)
         faults.point("joined")
 
     def _restart_server(self) -> None:

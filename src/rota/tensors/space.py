@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable
@@ -36,6 +36,7 @@ class Space:
     leases: Leases
     file: ClientFile
     rejoin: Callable[[], None]
+    identity: dict[str, Any] = field(default_factory=dict)
     forked: bool = False
     closed: bool = False
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("gets", "puts", "swept", "recovered"), 0))

@@ -19,7 +19,7 @@ from rota.tensors.core import arena
 from rota.tensors.core.names import payload_bytes, short_dtype
 from rota.tensors.handle import Version
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
-from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, Header
+from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header
 from rota.tensors.space import Space
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
@@ -215,7 +215,7 @@ class Writer:
 
     def _stamp(self, pending: Pending, header: Header) -> None:
         pending.header = header
-        self._write(pending, 0, header.pack())
+        self._write(pending, STATE_AT, header.pack_state())
 
     def _write(self, pending: Pending, at: int, data: bytes | np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Copy into the block: through the mapping when there is one, else by pwrite, which is faster on new pages."""

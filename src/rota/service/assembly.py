@@ -47,13 +47,13 @@ def db_url(settings: Settings) -> str:
     return settings.db_url or f"sqlite:///{Home.of(settings.home).db}"
 
 
-def assemble(settings: Settings, log: EventLog) -> Doors:
+def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None) -> Doors:
     """Every part of the service over an open log, under a new install epoch; nothing runs yet."""
     clock, chance, home = SystemClock(), SystemChance(), Home.of(settings.home).make()
     writer = Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE))
     started = ServiceStarted(install_epoch=writer.epoch, pid=os.getpid(), version=rota_version())
     log.append([started], writer=writer)
-    engine = make_engine(settings, home)
+    engine = engine or make_engine(settings, home)
     loop = ServiceLoop(
         log=log,
         writer=writer,

@@ -1,0 +1,166 @@
+"""A whole service in one test: real log, loop, scheduler, intake, doors; only the engine is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+from rota.runtime.log import EventLog, Writer, master_scope
+from rota.runtime.sql_log import SqlLog
+from rota.service import assembly
+from rota.service.assembly import assemble, node_changes, wanted_nodes
+from rota.service.config import load_settings
+from rota.service.rest import make_app
+from rota.service.routes.doors import Doors
+from rota.spec.errors import EngineUnavailable
+from rota.spec.events import JobEvent
+from rota.spec.ids import JobId
+from rota.spec.states import JobState
+
+T = TypeVar("T")
+LIMIT_S = 20.0
+HELLO = "name: hello\nroles:\n  main:\n    run: [echo, hi]\n    resources: {gpus: 2}\n"
+
+
+@dataclass
+class PlayedEngine:
+    """The engine as a test plays it: it notes what it is asked for. ``away`` makes it unreachable."""
+
+    asked: list[JobId] = field(default_factory=list)
+    swept: list[JobId] = field(default_factory=list)
+    alive: set[JobId] = field(default_factory=set)
+    generation: int = 1
+    away: str = ""
+
+    async def ensure_master(self, job: JobId) -> None:
+        if self.away:
+            raise EngineUnavailable(self.away)
+        self.asked.append(job)
+        self.alive.add(job)
+
+    async def sweep(self, job: JobId) -> None:
+        self.swept.append(job)
+        self.alive.discard(job)
+
+    async def jobs(self) -> tuple[JobId, ...]:
+        return tuple(self.alive)
+
+    async def status(self) -> dict[str, Any]:
+        return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}
+
+    async def close(self, *, stop_engine: bool) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class Standing:
+    """A service that runs, with a client that may ask it."""
+
+    doors: Doors
+    log: EventLog
+    engine: PlayedEngine
+    http: httpx.AsyncClient
+
+    async def submit(self, source: str = HELLO, *, key: str = "", **body: Any) -> dict[str, Any]:
+        answer = await self.http.post(
+            "/api/v1/jobs", json={"source": source, **body}, headers={"Idempotency-Key": key} if key else {}
+        )
+        assert answer.status_code in (200, 201), answer.text
+        return answer.json()
+
+    async def get(self, path: str, **params: Any) -> dict[str, Any]:
+        answer = await self.http.get(f"/api/v1{path}", params=params)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def until(self, job: str, *states: JobState) -> dict[str, Any]:
+        """Wait, on the records that come in, until the job is in one of the states."""
+
+        async def reached() -> dict[str, Any]:
+            while True:
+                document = await self.get(f"/jobs/{job}")
+                if document["state"] in states:
+                    return document
+                await self.doors.loop.wait_for(self.doors.loop.installation.number + 1)
+
+        return await asyncio.wait_for(reached(), LIMIT_S)
+
+    async def until_asked(self, job: str, times: int = 1) -> None:
+        """Wait until the master of the job was asked for so many times."""
+        async with asyncio.timeout(LIMIT_S):
+            while self.engine.asked.count(JobId(job)) < times:
+                await asyncio.sleep(0.005)
+
+    def as_master(self, job: str, *events: JobEvent) -> int:
+        """Append as the master of the job does: from its own side of the log. Returns the last number."""
+        scope = master_scope(JobId(job))
+        epoch = self.log.fence(scope) or self.log.take_epoch(scope)
+        return self.log.append(list(events), writer=Writer(scope=scope, epoch=epoch), job=JobId(job))[-1].number
+
+    async def seen(self, number: int) -> None:
+        """Wait until the service has taken in a record that somebody else wrote."""
+        await asyncio.wait_for(self.doors.loop.wait_for(number), LIMIT_S)
+
+
+@asynccontextmanager
+async def standing(
+    home: Path, *, pretend: str = "1x2x4", engine: PlayedEngine | None = None
+) -> AsyncIterator[Standing]:
+    """Start a service over ``home``; a second one over the same home finds what the first left."""
+    played = engine or PlayedEngine()
+    settings = replace(load_settings({"home": str(home), "pretend": pretend}, environ={}), poll_s=0.01)
+    log = SqlLog(assembly.db_url(settings), migrate=True)
+    doors = assemble(settings, log, engine=played)
+    await doors.loop.replay()
+    turning = asyncio.create_task(doors.loop.run())
+    if changes := node_changes(doors, wanted_nodes(settings)):
+        await doors.loop.append(changes)
+    doors.ready = True
+    token = doors.home.token.read_text().strip()
+    transport = httpx.ASGITransport(app=make_app(doors), raise_app_exceptions=False)
+    async with httpx.AsyncClient(
+        transport=transport,
+        base_url="http://127.0.0.1:7700",
+        headers={"Authorization": f"Bearer {token}"},
+        timeout=LIMIT_S,
+    ) as http:
+        yield Standing(doors=doors, log=log, engine=played, http=http)
+    await doors.loop.stop()
+    await turning
+    log.close()
+
+
+def with_service(home: Path, test: Callable[[Standing], Awaitable[T]], **given: Any) -> T:
+    """Run one coroutine of a test against a service."""
+
+    async def main() -> T:
+        async with standing(home, **given) as service:
+            return await test(service)
+
+    return asyncio.run(main())
+
+
+async def read_stream(http: httpx.AsyncClient, path: str, *, last_id: str = "", **params: Any) -> list[dict[str, Any]]:
+    """Every server-sent event until the server ends the stream: ``{id, event, data}``."""
+    headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
+    found: list[dict[str, Any]] = []
+    current: dict[str, Any] = {}
+    async with http.stream("GET", f"/api/v1{path}", params=params, headers=headers) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line and current:
+                found.append(current)
+                current = {}
+            name, _, value = line.partition(": ")
+            if name == "data":
+                current["data"] = json.loads(value)
+            elif name in ("id", "event"):
+                current[name] = value
+    return found

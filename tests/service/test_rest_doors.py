@@ -1,0 +1,247 @@
+"""Who may ask, what an error looks like, health, metrics, nodes, queues and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from prometheus_client.parser import text_string_to_metric_families
+from standing import HELLO, Standing, with_service
+
+from rota.runtime.log import EventLog
+from rota.service.auth import FAILURES_MAX
+from rota.service.rest import BODY_BYTES_MAX
+from rota.service.routes.doors import caller_of
+from rota.spec.errors import StoreUnavailable
+from rota.spec.states import JobState
+
+OPEN = {"/healthz", "/readyz", "/login", "/", "/page/{name}"}
+
+
+def stranger(service: Standing, **headers: str) -> httpx.AsyncClient:
+    """A client of the same application without the token."""
+    transport = service.http._transport
+    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:7700", headers=headers)
+
+
+def test_no_route_but_the_open_ones_answers_a_stranger(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        app = service.http._transport.app  # type: ignore[attr-defined]
+        nobody = stranger(service)
+        asked = 0
+        for path, item in app.openapi()["paths"].items():
+            for method in item:
+                answer = await nobody.request(method.upper(), path.replace("{action}", "drain"), json={"source": "x"})
+                if path in OPEN:
+                    assert answer.status_code != 401, path
+                else:
+                    asked += 1
+                    assert (answer.status_code, answer.json()["code"]) == (401, "NO_TOKEN"), path
+        assert asked >= 22
+
+    with_service(tmp_path, test)
+
+
+def test_a_wrong_token_is_refused_and_after_ten_of_them_made_to_wait(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        wrong = stranger(service, Authorization="Bearer rota_x_wrong")
+        codes = [(await wrong.get("/api/v1/jobs")).status_code for _ in range(FAILURES_MAX + 1)]
+        assert codes == [401] * FAILURES_MAX + [429]
+        assert (await service.http.get("/api/v1/jobs")).status_code == 200
+
+    with_service(tmp_path, test)
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
+def test_another_host_or_origin_is_refused_even_with_the_token(tmp_path: Path, headers: dict[str, str]) -> None:
+    async def test(service: Standing) -> None:
+        answer = await service.http.get("/api/v1/jobs", headers=headers)
+        assert (answer.status_code, answer.json()["code"]) == (403, "NOT_ALLOWED")
+
+    with_service(tmp_path, test)
+
+
+def test_a_code_opens_one_session_once_and_a_change_needs_the_page_header(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        code = (await service.http.post("/api/v1/login/code")).json()["code"]
+        browser = stranger(service)
+        answer = await browser.get(f"/login?code={code}")
+        assert answer.status_code == 303
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie
+        assert (await browser.get("/api/v1/jobs/hello-1")).status_code == 200
+        assert (await browser.post("/api/v1/jobs/hello-1:stop")).status_code == 403
+        assert (await browser.post("/api/v1/jobs/hello-1:stop", headers={"Rota-CSRF": "1"})).status_code == 202
+        assert (await stranger(service).get(f"/login?code={code}")).status_code == 422
+        forged = stranger(service, Cookie="rota_session=99999999999.00")
+        assert (await forged.get("/api/v1/jobs")).status_code == 401
+
+    with_service(tmp_path, test)
+
+
+def test_the_token_file_is_private_and_its_secret_is_in_no_answer(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        assert oct((tmp_path / "token").stat().st_mode & 0o777) == "0o600"
+        secret = (tmp_path / "token").read_text().strip()
+        for path in ("/api/v1/status", "/metrics", "/openapi.json", "/", "/api/v1/events"):
+            assert secret not in (await service.http.get(path)).text
+
+    with_service(tmp_path, test)
+
+
+def test_every_error_is_a_problem_with_code_hint_and_request_id(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        wrong = [
+            await service.http.get("/api/v1/nowhere"),
+            await service.http.get("/api/v1/jobs", params={"limit": 0}),
+            await service.http.post("/api/v1/jobs", content=b"{"),
+            await service.http.post("/api/v1/jobs", json={"sauce": ""}),
+            await service.http.delete("/api/v1/jobs"),
+        ]
+        assert [answer.status_code for answer in wrong] == [404, 422, 422, 422, 405]
+        for answer in wrong:
+            problem = answer.json()
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert problem["request_id"] == answer.headers["rota-request-id"] != ""
+            assert {"type", "title", "status", "detail", "code", "hint", "exit"} <= problem.keys()
+
+    with_service(tmp_path, test)
+
+
+def test_a_body_over_the_limit_is_refused(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        answer = await service.http.post("/api/v1/jobs", content=b'{"source": "' + b"x" * BODY_BYTES_MAX + b'"}')
+        assert answer.status_code == 413
+
+    with_service(tmp_path, test)
+
+
+class AwayLog:
+    """A log whose store went away: every question fails."""
+
+    def __getattr__(self, name: str) -> object:
+        def fail(*_: object, **__: object) -> None:
+            raise StoreUnavailable("the disk is gone")
+
+        return fail
+
+
+def test_while_the_store_is_away_reads_go_on_with_their_age_and_writes_are_refused(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        loop = service.doors.loop
+        whole: EventLog = loop.log
+        loop.log = AwayLog()  # type: ignore[assignment]
+        refused = await service.http.post("/api/v1/jobs", json={"source": HELLO})
+        assert (refused.status_code, refused.json()["code"]) == (503, "STORE_UNAVAILABLE")
+        assert int(refused.headers["retry-after"]) >= 1
+        while loop.stale_since is None:
+            await service.doors.clock.sleep(0.01)
+        read = await service.http.get("/api/v1/jobs/hello-1")
+        assert read.status_code == 200
+        assert int(read.headers["rota-stale"]) >= 0
+        assert (await service.http.get("/readyz")).status_code == 503
+        loop.log = whole
+        assert (await service.submit())["id"] == "hello-2"
+        while loop.stale_since is not None:
+            await service.doors.clock.sleep(0.01)
+        assert (await service.http.get("/readyz")).status_code == 200
+
+    with_service(tmp_path, test)
+
+
+def test_a_drained_node_gets_no_new_work_until_it_is_undrained(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        drained = await service.http.post("/api/v1/nodes/r0n0:drain", json={"reason": "fan"})
+        assert drained.json()["state"] == "drained"
+        for _ in range(3):
+            await service.submit()
+        await service.until("hello-2", JobState.ADMITTED)
+        third = await service.until("hello-3", JobState.QUEUED)
+        assert third["nodes"] == []
+        nodes = {row["id"]: row for row in (await service.get("/nodes"))["items"]}
+        assert nodes["r0n0"]["gpus_used"] == 0
+        assert nodes["r0n1"]["gpus_used"] == 4
+        assert [d["job"] for d in nodes["r0n1"]["devices"]].count("hello-1") == 2
+        await service.http.post("/api/v1/nodes/r0n0:undrain")
+        assert (await service.until("hello-3", JobState.ADMITTED))["nodes"] == ["r0n0"]
+
+    with_service(tmp_path, test)
+
+
+def test_queues_are_replaced_whole_and_a_queue_with_jobs_stays(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        tree = {"queues": [{"path": "default"}, {"path": "rl", "guaranteed": {"gpus": 4}, "limit": {"gpus": 6}}]}
+        diff = (await service.http.put("/api/v1/queues", json=tree)).json()
+        assert diff["added"] == ["rl"]
+        await service.submit("queue: rl\n" + HELLO)
+        await service.until("hello-1", JobState.ADMITTED)
+        row = next(row for row in (await service.get("/queues"))["items"] if row["path"] == "rl")
+        assert (row["used_gpus"], row["guaranteed_gpus"], row["limit_gpus"], row["running_jobs"]) == (2.0, 4.0, 6.0, 1)
+        refused = await service.http.put("/api/v1/queues", json={"queues": [{"path": "default"}]})
+        assert refused.status_code == 422
+        assert "rl" in refused.json()["detail"]
+
+    with_service(tmp_path, test)
+
+
+def test_metrics_parse_and_counters_survive_a_restart(tmp_path: Path) -> None:
+    async def first(service: Standing) -> dict[str, float]:
+        for _ in range(5):
+            await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.http.post("/api/v1/jobs/hello-4:stop")
+        await service.until("hello-4", JobState.CANCELLED)
+        return await samples(service)
+
+    async def samples(service: Standing) -> dict[str, float]:
+        text = (await service.http.get("/metrics")).text
+        families = list(text_string_to_metric_families(text))
+        assert all(family.name.startswith("rota_") and family.documentation for family in families)
+        wanted = ("rota_jobs_total", "rota_decisions_total", "rota_queue_pending_jobs", "rota_queue_used")
+        return {
+            f"{sample.name}{sorted(sample.labels.items())}": sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name in wanted
+        }
+
+    before = with_service(tmp_path, first)
+    assert before["rota_queue_used[('queue', 'default')]"] == 8.0
+    assert before["rota_queue_pending_jobs[('queue', 'default')]"] == 2.0
+    ended = "rota_jobs_total[('queue', 'default'), ('reason', 'STOPPED_BY_USER'), ('state', 'CANCELLED')]"
+    assert before[ended] == 1.0
+    assert with_service(tmp_path, samples) == before
+
+
+def test_the_page_and_its_files_load_without_inline_code(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        nobody = stranger(service)
+        page = await nobody.get("/")
+        assert page.status_code == 200
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert "<style" not in page.text and " onclick=" not in page.text
+        for name, kind in (("app.js", "text/javascript"), ("jobs.js", "text/javascript"), ("style.css", "text/css")):
+            assert f"/page/{name}" in page.text or name == "jobs.js"
+            file = await nobody.get(f"/page/{name}")
+            assert file.status_code == 200 and file.headers["content-type"].startswith(kind)
+        assert (await nobody.get("/page/../auth.py")).status_code == 404
+
+    with_service(tmp_path, test)
+
+
+def test_the_api_description_is_openapi_3_1_and_names_every_route(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        described = (await service.http.get("/openapi.json")).json()
+        assert described["openapi"].startswith("3.1")
+        app = service.http._transport.app  # type: ignore[attr-defined]
+        routes = [route for route in app.routes if isinstance(route, APIRoute)]
+        for route in routes:
+            guarded = any(one.call is caller_of for one in route.dependant.dependencies)
+            assert guarded or route.path in OPEN, route.path
+        for operations in described["paths"].values():
+            assert all(one.get("summary") for one in operations.values())
+
+    with_service(tmp_path, test)

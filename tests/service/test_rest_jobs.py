@@ -1,0 +1,271 @@
+"""Jobs through the REST door: submit, refuse, list, explain, stop; each as a user would see it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from standing import HELLO, Standing, standing, with_service
+
+from rota.spec.errors import Fenced
+from rota.spec.states import JobState
+
+BROKEN = "name: x\nroles:\n  main:\n    rum: [echo]\n    replicas: -1\n"
+
+
+def test_a_job_is_listed_and_shown_when_submit_answers(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        answer = await service.http.post("/api/v1/jobs", json={"source": HELLO, "filename": "/data/job.yaml"})
+        assert answer.status_code == 201
+        assert answer.headers["location"] == "/api/v1/jobs/hello-1"
+        assert [row["id"] for row in (await service.get("/jobs"))["items"]] == ["hello-1"]
+        job = await service.until("hello-1", JobState.ADMITTED)
+        assert job["workdir"] == "/data"
+        assert job["instances"][0] | {"since": None} == {
+            "instance": "main/0",
+            "role": "main",
+            "rank": 0,
+            "state": "PLANNED",
+            "since": None,
+            "node": "",
+            "pid": None,
+            "epoch": 1,
+            "restarts": 0,
+            "devices": [0, 1],
+            "restored": 0,
+            "progress": None,
+            "error": None,
+        }
+
+    with_service(tmp_path, test)
+
+
+def test_the_same_key_gives_the_same_job_and_another_body_a_conflict(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        first = await service.submit(key="k1")
+        again = await service.submit(key="k1")
+        assert first["id"] == again["id"] == "hello-1"
+        other = await service.http.post(
+            "/api/v1/jobs", json={"source": HELLO.replace("hi", "ho")}, headers={"Idempotency-Key": "k1"}
+        )
+        assert (other.status_code, other.json()["code"]) == (409, "IDEMPOTENCY_CONFLICT")
+        assert len((await service.get("/jobs", all=True))["items"]) == 1
+
+    with_service(tmp_path, test)
+
+
+def test_a_key_is_still_known_after_a_restart(tmp_path: Path) -> None:
+    with_service(tmp_path, lambda service: service.submit(key="k1"))
+    again = with_service(tmp_path, lambda service: service.submit(key="k1"))
+    assert again["id"] == "hello-1"
+
+
+def test_eight_clients_with_one_key_make_one_job(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        answers = await asyncio.gather(*(service.submit(key="k") for _ in range(8)))
+        assert {answer["id"] for answer in answers} == {"hello-1"}
+
+    with_service(tmp_path, test)
+
+
+def test_every_mistake_of_a_job_file_is_told_with_its_place(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        answer = await service.http.post("/api/v1/jobs", json={"source": BROKEN, "filename": "job.yaml"})
+        assert answer.status_code == 422
+        assert answer.headers["content-type"] == "application/problem+json"
+        problem = answer.json()
+        assert (problem["code"], problem["exit"]) == ("INVALID", 2)
+        places = {(one["line"], one["loc"]) for one in problem["errors"]}
+        assert (4, "roles.main.rum") in places
+        assert (5, "roles.main.replicas") in places
+
+    with_service(tmp_path, test)
+
+
+def test_what_can_never_run_is_refused_with_the_nearest_that_can(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        answer = await service.http.post("/api/v1/jobs", json={"source": HELLO.replace("gpus: 2", "gpus: 999")})
+        problem = answer.json()
+        assert (answer.status_code, problem["code"], problem["exit"]) == (422, "INFEASIBLE", 4)
+        assert "999 gpus" in problem["detail"]
+        assert any("4" in str(change["text"]) for change in problem["fields"]["nearest"])
+        assert (await service.get("/jobs", all=True))["items"] == []
+
+    with_service(tmp_path, test)
+
+
+def test_an_unknown_queue_and_an_unknown_job_name_what_was_meant(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        queue = await service.http.post("/api/v1/jobs", json={"source": "queue: defualt\n" + HELLO})
+        assert queue.status_code == 404
+        assert "default" in queue.json()["detail"]
+        job = await service.http.get("/api/v1/jobs/helo-1")
+        assert job.status_code == 404
+        assert "hello-1" in job.json()["hint"]
+
+    with_service(tmp_path, test)
+
+
+def test_a_prefix_finds_a_job_while_it_is_unique(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        assert (await service.get("/jobs/hel"))["id"] == "hello-1"
+        await service.submit()
+        assert (await service.http.get("/api/v1/jobs/hel")).status_code == 422
+        assert (await service.get("/jobs/hello-1"))["id"] == "hello-1"
+
+    with_service(tmp_path, test)
+
+
+def test_pages_of_a_list_neither_repeat_nor_hide_a_job_while_others_come_in(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for _ in range(7):
+            await service.submit()
+        seen: list[str] = []
+        cursor = ""
+        while True:
+            page = await service.get("/jobs", limit=3, cursor=cursor)
+            seen += [row["id"] for row in page["items"]]
+            cursor = page["next"]
+            await service.submit()
+            if not cursor:
+                break
+        assert seen == [f"hello-{n}" for n in range(7, 0, -1)]
+
+    with_service(tmp_path, test)
+
+
+def test_a_list_shows_what_the_filters_ask_for(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit("labels: {team: a}\n" + HELLO)
+        await service.submit(HELLO.replace("hello", "other"))
+        await service.http.post("/api/v1/jobs/other-1:stop")
+        await service.until("hello-1", JobState.ADMITTED)
+        await service.until_asked("hello-1")
+        assert [row["id"] for row in (await service.get("/jobs", label="team=a"))["items"]] == ["hello-1"]
+        assert [row["id"] for row in (await service.get("/jobs", name="other", all=True))["items"]] == ["other-1"]
+        assert [row["id"] for row in (await service.get("/jobs", state="admitted"))["items"]] == ["hello-1"]
+        bad = await service.http.get("/api/v1/jobs", params={"state": "walking"})
+        assert bad.status_code == 422
+        assert "RUNNING" in bad.json()["hint"]
+
+    with_service(tmp_path, test)
+
+
+def test_a_waiting_job_says_what_binds_it_and_what_would_let_it_start(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit(HELLO.replace("gpus: 2", "gpus: 3"))
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 3"))
+        await service.until("hello-2", JobState.ADMITTED)
+        job = await service.until("hello-3", JobState.QUEUED)
+        explain = await service.get("/jobs/hello-3/explain")
+        assert (explain["kind"], explain["waiting"]) == ("Explanation", True)
+        assert explain["why"]["code"] == "NO_FREE_DEVICES"
+        assert {row["job"] for row in explain["blocked_by"]} == {"hello-1", "hello-2"}
+        assert explain["queue"] | {"guaranteed": None, "limit": None} == {
+            "path": "default",
+            "used": 6.0,
+            "guaranteed": None,
+            "limit": None,
+        }
+        assert [one["change"] for one in explain["would_start_now_with"]] == [
+            {"set": "roles.main.resources.gpus", "value": 1}
+        ]
+        assert job["id"] == "hello-3"
+
+    with_service(tmp_path, test)
+
+
+def test_a_waiting_job_that_is_stopped_ends_cancelled_and_then_stopping_is_a_conflict(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        answer = await service.http.post("/api/v1/jobs/hello-3:stop", json={"grace_s": 1})
+        assert answer.status_code == 202
+        job = await service.until("hello-3", JobState.CANCELLED)
+        assert job["reason"] == "STOPPED_BY_USER"
+        again = await service.http.post("/api/v1/jobs/hello-3:stop")
+        assert (again.status_code, again.json()["code"]) == (409, "CONFLICT")
+
+    with_service(tmp_path, test)
+
+
+def test_a_plan_shows_placement_and_blast_radius_and_keeps_nothing(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        before = await service.get("/status")
+        answer = await service.http.post("/api/v1/jobs:plan", json={"source": HELLO})
+        plan = answer.json()
+        assert plan["starts_now"] is True
+        assert plan["placement"]["gangs"][0]["bundles"][0]["devices"] == [0, 1]
+        assert plan["roles"][0]["blast_radius"]["restarts"] == ["main/0"]
+        assert (await service.get("/jobs", all=True))["items"] == []
+        assert (await service.get("/status"))["parts"]["store"]["records"] == before["parts"]["store"]["records"]
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.until("hello-2", JobState.ADMITTED)
+
+    with_service(tmp_path, test)
+
+
+def test_priority_changes_after_submit_and_other_fields_do_not(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        answer = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": {"priority": 80}})
+        assert answer.json()["priority"] == 80
+        assert answer.json()["changes"][0]["changes"] == {"priority": 80}
+        refused = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": {"roles.main.run": "rm"}})
+        assert refused.status_code == 422
+
+    with_service(tmp_path, test)
+
+
+def test_everything_is_the_same_after_a_restart(tmp_path: Path) -> None:
+    async def first(service: Standing) -> tuple[object, ...]:
+        await service.submit()
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"), key="k")
+        await service.until("hello-2", JobState.ADMITTED)
+        await service.until_asked("hello-2")
+        return await told(service)
+
+    async def told(service: Standing) -> tuple[object, ...]:
+        jobs = [await service.get(f"/jobs/hello-{n}") for n in (1, 2)]
+        return (
+            *jobs,
+            await service.get("/nodes"),
+            await service.get("/queues"),
+            await service.get("/jobs/hello-1/graph"),
+        )
+
+    assert with_service(tmp_path, first) == with_service(tmp_path, told)
+
+
+def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("raise RuntimeError('no such luck')\n")
+    source = "name: bad\nroles:\n  main:\n    workload: bad:Thing\n"
+
+    async def test(service: Standing) -> None:
+        await service.submit(source, workdir=str(tmp_path))
+        job = await service.until("bad-1", JobState.FAILED)
+        assert (job["reason"], job["error"]["role"]) == ("IMPORT_ERROR", "main")
+        assert "no such luck" in job["error"]["traceback"]
+        plan = await service.http.post("/api/v1/jobs:plan", json={"source": source, "workdir": str(tmp_path)})
+        assert plan.status_code == 422
+        assert "no such luck" in plan.json()["detail"]
+
+    with_service(tmp_path / "home", test)
+
+
+def test_of_two_services_over_one_home_the_older_one_is_refused_and_ends(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with standing(tmp_path) as old, standing(tmp_path) as new:
+            answer = await old.http.post("/api/v1/jobs", json={"source": HELLO})
+            assert (answer.status_code, answer.json()["code"]) == (409, "FENCED")
+            await new.submit()
+            await new.until("hello-1", JobState.ADMITTED)
+
+    with pytest.raises(Fenced):
+        asyncio.run(test())

@@ -14,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from rota.runtime import process
-from rota.runtime.launch import Call, Handle, ProcessDied, RemoteError, remote_traceback
+from rota.runtime.launch import (
+    Call,
+    CallTimeout,
+    Handle,
+    NodeDied,
+    ProcessDied,
+    ProcessGone,
+    RemoteError,
+    remote_traceback,
+)
 from rota.runtime.process import ProcessId
 from rota.spec.ids import JobId
 
@@ -209,3 +218,76 @@ def test_starting_costs_little_more_than_a_bare_ray_actor(rig) -> None:
     ratio = statistics.median(ours) / statistics.median(bare)
     print(f"start to ready {statistics.median(ours):.3f} s, bare actor {statistics.median(bare):.3f} s, {ratio:.2f} x")
     assert ratio < 2.0
+
+
+def engine_of(handle: Handle) -> str:
+    """The node of the engine that runs a process: every process of it inherits the mark."""
+    entries = Path(f"/proc/{handle.pid}/environ").read_bytes().decode().split("\0")
+    return next(entry for entry in entries if entry.startswith("ROTA_ENGINE=")).rpartition("/")[2]
+
+
+def test_bundles_run_on_the_host_they_are_granted_on_and_the_death_of_a_node_is_reported(rig) -> None:
+    from rota.runtime.engine import EngineSettings, add_node, stop_node
+
+    second = add_node(rig.engine.home, EngineSettings(host="second", cpus=8))
+
+    async def body() -> None:
+        async with used(rig) as (launcher, job):
+            hosts = ("second", rig.host, "second", rig.host)
+            wanted = tuple(
+                replace(bundle, host=host, node=f"node-{host}")
+                for bundle, host in zip(bundles(rig, 4), hosts, strict=True)
+            )
+            await launcher.reserve(reservation(job), wanted, timeout_s=WAIT_S)
+            handles = []
+            for rank, host in enumerate(hosts):
+                spec = replace(instance(rig, job, rank, bundle=rank), node=f"node-{host}")
+                handles.append(await launcher.start(spec, timeout_s=WAIT_S))
+            assert [engine_of(handle) for handle in handles] == list(hosts)
+            process.send_signal(second.raylet, signal.SIGKILL)
+            told = [await asyncio.wait_for(anext(launcher.events(job)), WAIT_S) for _ in range(4)]
+            dead = {event.instance.rank for event in told if isinstance(event, ProcessDied)}
+            assert dead == {0, 2}
+            assert {event.node for event in told if isinstance(event, NodeDied)} == {"node-second"}
+            assert await launcher.call(handles[1], Call(method="greet", args=("you",))) == "hello you!"
+
+    try:
+        asyncio.run(body())
+    finally:
+        assert stop_node(rig.engine.home, "second") == ()
+
+
+def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp_path) -> None:
+    from rota.runtime.launch_ray import MasterStart, handle_of
+
+    async def body(launcher, job) -> None:
+        code = {"folder": str(tmp_path)}
+        start = MasterStart(
+            job=job, target="master_target:CountingMaster", args=code, env={}, workdir=rig.workdir, log_path=""
+        )
+        master = await launcher.start_master(start, timeout_s=WAIT_S)
+        assert await launcher.start_master(start, timeout_s=WAIT_S) == master
+        one = await launcher.start(replace(instance(rig, job), target="master_target:Caller"), timeout_s=WAIT_S)
+        two = await launcher.start(instance(rig, job, 1, bundle=1), timeout_s=WAIT_S)
+
+        async def ask(name: str, method: str, timeout_s: float = WAIT_S):
+            return await launcher.call(one, Call(method="ask", args=(name, method, timeout_s)))
+
+        assert await ask(two.name, "pid") == two.pid
+        first = await ask(master.name, "status")
+        assert (first["pid"], first["starts"], first["torch"]) == (master.pid, 1, False)
+        rig.kill(master)
+        again = await ask(master.name, "status")
+        assert again["starts"] == 2 and again["pid"] != master.pid
+        assert (await launcher.find(job)).instances == (one, two)
+        found = await launcher.find_one(master.name)
+        assert found is not None and found.pid == again["pid"]
+        rig.kill(two)
+        with pytest.raises(ProcessGone):
+            await ask(two.name, "pid")
+        await launcher.stop(handle_of(master.name, pid=0, start_time=0.0, node=""), grace_s=0)
+        with pytest.raises(CallTimeout):
+            await ask(master.name, "status", 1.0)
+        assert process.wait_gone((identity(found),), 5.0) == ()
+
+    run(rig, body)

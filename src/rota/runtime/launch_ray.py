@@ -85,6 +85,7 @@ class MasterStart:
     target: str
     args: Mapping[str, Any]
     env: Mapping[str, str]
+    workdir: str = ""
     log_path: str = ""
 
 
@@ -190,6 +191,7 @@ class RayLauncher:
             target=start.target,
             args=start.args,
             env=start.env,
+            workdir=start.workdir,
             log_path=start.log_path,
             label="master",
         )

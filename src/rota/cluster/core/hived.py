@@ -58,7 +58,7 @@ class GangPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:
-    """A gang that has cells, or reserves them while its victims leave. One that gave way lazily has no virtual leaves."""
+    """A gang that has cells, or reserves them while its victims leave; no virtual ones after giving way lazily."""
 
     plan: GangPlan
     state: GangState

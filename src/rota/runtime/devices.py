@@ -1,20 +1,39 @@
-"""Inventory of this machine as the scheduler sees it: cores, memory, devices."""
+"""Inventory and health of this machine's devices and the node they make; fake ones from the environment."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from rota.runtime import process
 from rota.spec.ids import NodeId
-from rota.spec.resources import Device, Node
+from rota.spec.resources import Device, Node, parse_size
 
 LOCAL_HOST = "local"
 CPUS_MIN = 16.0
 """Cores are time-shared on one machine, so that a job of a handful of roles fits a laptop."""
+FAKE_VARIABLE = "ROTA_FAKE_DEVICES"
+_FAKE = re.compile(r"^(\d+)x([A-Za-z0-9_.-]+)(?::(\S+))?$")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
+_QUERY_S = 10.0
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSample:
+    """What a device does now: busy share of time (0 to 1), memory in use, power in watts, degrees Celsius."""
+
+    index: int
+    busy: float
+    memory_used_bytes: int
+    power_w: float
+    temperature_c: float
 
 
 def local_node(host: str = LOCAL_HOST) -> Node:
@@ -24,23 +43,77 @@ def local_node(host: str = LOCAL_HOST) -> Node:
         host=host,
         cpus=max(CPUS_MIN, float(os.cpu_count() or 1)),
         memory_bytes=psutil.virtual_memory().total,
-        devices=nvidia_devices(),
+        devices=local_devices(),
         labels=(("arch", platform.machine()),),
+    )
+
+
+def local_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """Devices of this machine in the order of their bus addresses; those of ``ROTA_FAKE_DEVICES`` if it is set.
+
+    Raises ValueError when the variable has another form than ``COUNTxTYPE[:MEMORY]``, for example ``4xH100:80GiB``.
+    """
+    fake = environment.get(FAKE_VARIABLE)
+    return nvidia_devices() if fake is None else fake_devices(fake)
+
+
+def fake_devices(text: str) -> tuple[Device, ...]:
+    """Devices that exist for the scheduler alone, from ``COUNTxTYPE[:MEMORY]``. Raises ValueError for other forms."""
+    match = _FAKE.match(text)
+    if match is None:
+        raise ValueError(f"{FAKE_VARIABLE}={text!r} is not COUNTxTYPE[:MEMORY], for example 4xH100:80GiB")
+    memory_bytes = parse_size(match.group(3)) if match.group(3) else 0
+    return tuple(
+        Device(index=index, type=match.group(2), memory_bytes=memory_bytes, uuid=f"fake-{index}")
+        for index in range(int(match.group(1)))
     )
 
 
 def nvidia_devices(root: Path = _NVIDIA) -> tuple[Device, ...]:
     """Devices that the NVIDIA driver lists, in the order of their bus addresses (the order of CUDA with
-    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``). Without a driver there are none. Memory is not told here and stays 0.
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``). Without a driver there are none. Memory is asked of ``nvidia-smi``, 0 without it.
     """
     if not root.is_dir():
         return ()
+    memory = {uuid: int(float(mib)) * _MIB for uuid, mib in _query("uuid", "memory.total")}
     found: list[Device] = []
     for index, folder in enumerate(sorted(root.iterdir())):
         fields = _fields(folder / "information")
         model = fields.get("Model", "GPU").removeprefix("NVIDIA ").split(" ")[0] or "GPU"
-        found.append(Device(index=index, type=model, uuid=fields.get("GPU UUID", "")))
+        uuid = fields.get("GPU UUID", "")
+        found.append(Device(index=index, type=model, memory_bytes=memory.get(uuid, 0), uuid=uuid))
     return tuple(found)
+
+
+def device_samples() -> tuple[DeviceSample, ...]:
+    """One sample of every NVIDIA device; blocks up to 10 s; empty where there is none. A value not told is 0."""
+    if not _NVIDIA.is_dir():
+        return ()
+    rows = _query("index", "utilization.gpu", "memory.used", "power.draw", "temperature.gpu")
+    return tuple(
+        DeviceSample(
+            index=int(row[0]),
+            busy=_number(row[1]) / 100.0,
+            memory_used_bytes=int(_number(row[2])) * _MIB,
+            power_w=_number(row[3]),
+            temperature_c=_number(row[4]),
+        )
+        for row in rows
+    )
+
+
+def _query(*fields: str) -> list[list[str]]:
+    command = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    text = process.output_of(command, timeout_s=_QUERY_S) or ""
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return [row for row in rows if len(row) == len(fields)]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return 0.0
 
 
 def _fields(path: Path) -> dict[str, str]:

@@ -352,6 +352,15 @@ def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> subprocess
     return child
 
 
+def output_of(command: Sequence[str], *, timeout_s: float) -> str | None:
+    """What a short command prints; None when it is missing, fails, or takes longer (then it is killed)."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
 def watch_exits(processes: Iterable[ProcessId], wake_fd: int, timeout_s: float | None) -> tuple[ProcessId, ...]:
     """Wait until one of the processes ends, ``wake_fd`` gets readable, or the time is up; returns those that ended."""
     poller, fds, known = select.poll(), dict[int, ProcessId](), tuple(processes)

@@ -1,0 +1,102 @@
+"""What happens on this node: load of the machine and of each process, stacks of a process that hangs."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rota.runtime import process
+from rota.runtime.clock import Clock
+from rota.runtime.devices import DeviceSample, device_samples
+from rota.runtime.process import ProcessId, Usage
+
+_STACKS_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """Load of one process since the sample before: cores in use (1.0 = one whole core), resident bytes, threads."""
+
+    process: ProcessId
+    cpus: float
+    rss_bytes: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSample:
+    """Load of the machine: cores in use since the sample before, memory in use, devices, processes asked for."""
+
+    cpus: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+    devices: tuple[DeviceSample, ...]
+    processes: tuple[ProcessSample, ...]
+
+
+class Sampler:
+    """Turns counters into rates; the first sample of a process or machine covers the time since its start."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._machine: tuple[float, float] | None = None
+        self._last = dict[ProcessId, tuple[float, Usage]]()
+
+    def sample(self, processes: Iterable[ProcessId]) -> NodeSample:
+        """One sample; processes that are gone are left out. Blocks some 30 us a process, longer with devices."""
+        memory = psutil.virtual_memory()
+        found = [sample for each in processes if (sample := self._process(each)) is not None]
+        alive = {sample.process for sample in found}
+        self._last = {known: value for known, value in self._last.items() if known in alive}
+        return NodeSample(
+            cpus=self._cpus(),
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            devices=device_samples(),
+            processes=tuple(found),
+        )
+
+    def _cpus(self) -> float:
+        now_s, times = self._clock.monotonic_s(), psutil.cpu_times()
+        busy_s = sum(times) - times.idle - getattr(times, "iowait", 0.0)
+        before_s, busy_before_s = self._machine or (0.0, 0.0)
+        self._machine = (now_s, busy_s)
+        return max(0.0, busy_s - busy_before_s) / max(now_s - before_s, 1e-3)
+
+    def _process(self, which: ProcessId) -> ProcessSample | None:
+        usage, now_s = process.usage_of(which), self._clock.monotonic_s()
+        if usage is None:
+            return None
+        before_s, before = self._last.get(which, (which.start_time, Usage(cpu_s=0.0, rss_bytes=0, threads=0)))
+        self._last[which] = (now_s, usage)
+        cpus = max(0.0, usage.cpu_s - before.cpu_s) / max(now_s - before_s, 1e-3)
+        return ProcessSample(process=which, cpus=cpus, rss_bytes=usage.rss_bytes, threads=usage.threads)
+
+
+def stacks_of(which: ProcessId) -> str:
+    """Python stacks of all threads of a process, taken from outside by py-spy so that a hung one answers too.
+
+    Without py-spy the process is asked by SIGUSR1 to write them to its own log (every instance listens to that), and
+    the text says so. Raises ProcessLookupError when it is gone. Blocks up to 10 s.
+    """
+    if not process.is_alive(which):
+        raise ProcessLookupError(f"process {which.pid} is gone")
+    spy = _py_spy()
+    if spy is not None:
+        text = process.output_of((spy, "dump", "--pid", str(which.pid)), timeout_s=_STACKS_S)
+        if text:
+            return text
+    if not process.send_signal(which, signal.SIGUSR1):
+        raise ProcessLookupError(f"process {which.pid} is gone")
+    return f"process {which.pid} was asked to write its stacks to its log"
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import uvicorn
 
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.sql_log import SqlLog
@@ -137,6 +139,20 @@ async def standing(
     log.close()
 
 
+@asynccontextmanager
+async def listening(service: Standing) -> AsyncIterator[httpx.AsyncClient]:
+    """The same service on a port of the loopback address, where a connection can be cut."""
+    door = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(service.doors), log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server._serve([door]))
+    url = f"http://127.0.0.1:{door.getsockname()[1]}"
+    async with httpx.AsyncClient(base_url=url, headers=service.http.headers, timeout=LIMIT_S) as http:
+        yield http
+    server.should_exit = True
+    await serving
+
+
 def with_service(home: Path, test: Callable[[Standing], Awaitable[T]], **given: Any) -> T:
     """Run one coroutine of a test against a service."""
 
@@ -147,20 +163,20 @@ def with_service(home: Path, test: Callable[[Standing], Awaitable[T]], **given: 
     return asyncio.run(main())
 
 
-async def read_stream(http: httpx.AsyncClient, path: str, *, last_id: str = "", **params: Any) -> list[dict[str, Any]]:
-    """Every server-sent event until the server ends the stream: ``{id, event, data}``."""
+async def stream(
+    http: httpx.AsyncClient, path: str, *, last_id: str = "", **params: Any
+) -> AsyncIterator[dict[str, Any]]:
+    """Server-sent events ``{id, event, data}`` of one connection; leaving the iteration cuts it."""
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
-    found: list[dict[str, Any]] = []
     current: dict[str, Any] = {}
     async with http.stream("GET", f"/api/v1{path}", params=params, headers=headers) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             if not line and current:
-                found.append(current)
+                yield current
                 current = {}
             name, _, value = line.partition(": ")
             if name == "data":
                 current["data"] = json.loads(value)
             elif name in ("id", "event"):
                 current[name] = value
-    return found

@@ -1,0 +1,201 @@
+"""Logs and events as they happen: no gap, no duplicate, whatever breaks in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standing import HELLO, Standing, listening, stream, with_service
+
+from rota.runtime.logs import format_line, log_name
+from rota.spec.events import (
+    FailoverEnded,
+    FailoverStarted,
+    GangReserved,
+    InstanceEnded,
+    InstanceLost,
+    InstanceReady,
+    InstanceStarted,
+    InstanceStopped,
+    JobEnded,
+    MasterStarted,
+    Reattached,
+    TimerFired,
+)
+from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState, Level
+
+MAIN = RoleName("main")
+NODE = NodeId("r0n0")
+START = 1_700_000_000.0
+ENDED = JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)
+
+
+def started(rank: int, epoch: int, pid: int) -> InstanceStarted:
+    return InstanceStarted(role=MAIN, rank=rank, epoch=Epoch(epoch), node=NODE, pid=pid)
+
+
+def ready(rank: int, epoch: int) -> InstanceReady:
+    return InstanceReady(role=MAIN, rank=rank, epoch=Epoch(epoch))
+
+
+def write_log(service: Standing, job: str, rank: int, *lines: str, at: float = 0.0) -> None:
+    path = service.doors.home.job(job).logs / log_name("main", rank)
+    with path.open("a") as file:
+        file.writelines(format_line(START + at + i, 1, 1, "out", line) for i, line in enumerate(lines))
+
+
+async def run_job(service: Standing, *, source: str = HELLO) -> None:
+    """Submit, and play the master until the job runs."""
+    await service.submit(source)
+    await service.until("hello-1", JobState.ADMITTED)
+    await service.until_asked("hello-1")
+    number = service.as_master(
+        "hello-1",
+        MasterStarted(master_epoch=Epoch(1), pid=77),
+        Reattached(master_epoch=Epoch(1)),
+        GangReserved(gang=GangId("all"), epoch=Epoch(1)),
+        started(0, 1, 1000),
+        ready(0, 1),
+    )
+    await service.seen(number)
+
+
+def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        job = await service.get("/jobs/hello-1")
+        assert (job["state"], job["master"]["pid"]) == ("RUNNING", 77)
+        one = job["instances"][0]
+        assert (one["state"], one["pid"], one["node"], one["devices"]) == ("READY", 1000, "r0n0", [0, 1])
+
+    with_service(tmp_path, test)
+
+
+def test_a_failure_is_told_as_seen_decided_and_healed_with_its_traceback(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        loss = InstanceLost(
+            role=MAIN, rank=0, epoch=Epoch(1), reason=Reason.SIGNALLED, text="ended by SIGKILL", traceback="T", signal=9
+        )
+        failover = FailoverStarted(
+            failover=1,
+            level=Level.PROCESS,
+            scope=((MAIN, 0, Epoch(2)),),
+            restore=0,
+            reason=Reason.SIGNALLED,
+            role=MAIN,
+            rank=0,
+            traceback="T",
+        )
+        await service.seen(service.as_master("hello-1", loss, failover))
+        open_now = await service.get("/jobs/hello-1/failures")
+        assert (open_now["items"][0]["healed"], open_now["items"][0]["seconds"]) == (False, None)
+        assert (await service.get("/jobs/hello-1"))["state"] == "RECOVERING"
+        assert [row["instance"] for row in (await service.get("/jobs/hello-1/why"))["items"]] == ["main/0"]
+        gone = InstanceStopped(role=MAIN, rank=0, epoch=Epoch(1))
+        healed = (gone, started(0, 2, 1001), ready(0, 2), FailoverEnded(failover=1, seconds=0.5))
+        await service.seen(service.as_master("hello-1", *healed))
+        item = (await service.get("/jobs/hello-1/failures"))["items"][0]
+        assert (item["level"], item["instance"], item["traceback"], item["healed"]) == ("process", "main/0", "T", True)
+        assert item["losses"][0]["signal"] == 9
+        job = await service.get("/jobs/hello-1")
+        one = job["instances"][0]
+        assert (job["state"], one["pid"], one["epoch"], one["restarts"]) == ("RUNNING", 1001, 2, 1)
+        assert one["error"]["text"] == "ended by SIGKILL"
+        metrics = (await service.http.get("/metrics")).text
+        assert 'rota_failover_seconds_count{level="process"} 1.0' in metrics
+        assert 'rota_restarts_total{queue="default"} 1.0' in metrics
+
+    with_service(tmp_path, test)
+
+
+def test_events_resume_after_the_last_one_that_was_seen(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        async with listening(service) as http:
+            seen = [event async for event in take(stream(http, "/jobs/hello-1/events"), 5)]
+            resumed = asyncio.create_task(all_of(stream(http, "/jobs/hello-1/events", last_id=seen[-1]["id"])))
+            await service.seen(service.as_master("hello-1", *(TimerFired(timer=str(i)) for i in range(50))))
+            await service.seen(service.as_master("hello-1", ENDED))
+            rest = await asyncio.wait_for(resumed, 10)
+        assert rest[-1]["event"] == "end"
+        numbers = [one["data"]["seq"] for one in [*seen, *rest] if one["event"] == "event"]
+        assert numbers == list(range(1, 60))
+
+    with_service(tmp_path, test)
+
+
+async def all_of(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event async for event in events]
+
+
+async def take(events: AsyncIterator[dict[str, Any]], count: int) -> AsyncIterator[dict[str, Any]]:
+    """The first ``count`` events; then the connection is cut."""
+    async with aclosing(events) as open_events:
+        async for event in open_events:
+            yield event
+            count -= 1
+            if count == 0:
+                return
+
+
+def test_logs_merge_by_time_and_can_be_narrowed(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        write_log(service, "hello-1", 0, "loss 1", "loss 2", "done")
+        write_log(service, "hello-1", 1, "other", at=1.5)
+        texts = [line["text"] for line in (await service.get("/jobs/hello-1/logs"))["items"]]
+        assert texts == ["loss 1", "loss 2", "other", "done"]
+        for narrowed, expected in (
+            ({"tail": 2}, ["other", "done"]),
+            ({"grep": "loss"}, ["loss 1", "loss 2"]),
+            ({"instance": "main/1"}, ["other"]),
+            ({"since": START + 1.2}, ["other", "done"]),
+            ({"stream": "err"}, []),
+        ):
+            page = await service.get("/jobs/hello-1/logs", **narrowed)
+            assert [line["text"] for line in page["items"]] == expected, narrowed
+        text = await service.http.get("/api/v1/jobs/hello-1/logs", headers={"Accept": "text/plain"})
+        assert text.text.splitlines()[0].endswith("main/0 loss 1")
+        unknown = await service.http.get("/api/v1/jobs/hello-1/logs", params={"role": "mane"})
+        assert (unknown.status_code, "main" in unknown.json()["hint"]) == (404, True)
+
+    with_service(tmp_path, test)
+
+
+@pytest.mark.slow
+def test_ten_thousand_lines_over_cut_connections_come_without_gap_or_duplicate(tmp_path: Path) -> None:
+    total = 10_000
+
+    async def write_all(service: Standing) -> None:
+        for i in range(0, total, 100):
+            write_log(service, "hello-1", i // 100 % 2, *(f"n{i + j}" for j in range(100)), at=i)
+            await service.doors.clock.sleep(0.01)
+        await service.seen(service.as_master("hello-1", InstanceEnded(role=MAIN, rank=0, epoch=Epoch(1)), ENDED))
+
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        writing = asyncio.create_task(write_all(service))
+        seen: dict[tuple[str, int], str] = {}
+        last, cuts, over = "", 0, False
+        async with listening(service) as http:
+            while not over:
+                path = "/jobs/hello-1/logs"
+                async for event in take(stream(http, path, last_id=last), 1700):
+                    over = event["event"] == "end"
+                    if not over:
+                        line = event["data"]
+                        seen[(line["instance"], line["offset"])] = line["text"]
+                        last = event.get("id", last)
+                cuts += not over
+        await writing
+        assert cuts >= 4
+        assert sorted(int(text[1:]) for text in seen.values()) == list(range(total))
+
+    with_service(tmp_path, test)

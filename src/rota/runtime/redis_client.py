@@ -73,7 +73,7 @@ class ReplyError(Exception):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.code, *self.words = text.split(" ")
+        self.code, *self.words = text.split()
 
 
 class _Connection:

@@ -155,7 +155,7 @@ class RedisMachine:
         try:
             return self.client.run(SCRIPTS[name], self.prefix, self.epoch, now_ms, *args)
         except ReplyError as error:
-            raise Refused(error.code, error.words) from None
+            raise Refused(error.code, error.words[:-1]) from None  # the last word is the dot of every refusal
 
     def find_epoch(self) -> int:
         """The epoch the registry stands at, 0 when the namespace is unknown to it."""

@@ -78,7 +78,7 @@ class Header:
 
     @staticmethod
     def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> Header:
-        """Read a header; unless ``settled`` its state, head and kept are not looked at. Raises Corrupt with the field."""
+        """Read a header; unless ``settled`` without state, head and kept. Raises Corrupt, naming the field."""
         data = bytearray(raw[:STATE_AT])
         if len(data) < STATE_AT or bytes(data[:8]) != MAGIC:
             raise errors.Corrupt(f"{where}: no tensor header", file=where, field="magic")

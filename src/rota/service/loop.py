@@ -58,6 +58,7 @@ class ServiceLoop:
         self._due_at: float | None = 0.0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._engine_name = ""
+        self._ends = 0
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
         self.stopping = False
@@ -155,6 +156,7 @@ class ServiceLoop:
                 listener(record)
             if isinstance(record.event, JobEnded) and record.job is not None:
                 self._mastered.pop(record.job, None)
+                self._ends += 1
         async with self._moved:
             self._moved.notify_all()
         return True
@@ -264,14 +266,14 @@ class ServiceLoop:
 
     async def _sweep_forever(self) -> None:
         while True:
+            ends = self._ends
             await self._sweep_ended()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wait_for_end(), SWEEP_PERIOD_S)
+                await asyncio.wait_for(self._wait_for_end(ends), SWEEP_PERIOD_S)
 
-    async def _wait_for_end(self) -> None:
-        live = frozenset(self.installation.live)
+    async def _wait_for_end(self, ends: int) -> None:
         async with self._moved:
-            await self._moved.wait_for(lambda: not live <= frozenset(self.installation.live))
+            await self._moved.wait_for(lambda: self._ends != ends)
 
     async def _sweep_ended(self) -> None:
         """List first, read the log second: a job submitted in between is never taken for a leftover."""

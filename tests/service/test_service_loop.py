@@ -1,0 +1,162 @@
+"""The loop of the service: masters asked for, leftovers swept, conflicts decided anew, the engine's troubles told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from standing import HELLO, PlayedEngine, Standing, with_service
+
+from rota.spec.events import JobEnded, JobRequeued, MasterStarted, TimerFired
+from rota.spec.ids import Epoch, JobId
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+FAILED = JobEnded(state=JobState.FAILED, reason=Reason.USER_ERROR, text="no luck")
+
+
+async def admitted(service: Standing) -> None:
+    await service.submit()
+    await service.until("hello-1", JobState.ADMITTED)
+    await service.until_asked("hello-1")
+
+
+def test_a_master_is_asked_for_once_an_attempt(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        await service.seen(service.as_master("hello-1", MasterStarted(master_epoch=Epoch(1), pid=7)))
+        for i in range(5):
+            await service.seen(service.as_master("hello-1", TimerFired(timer=str(i))))
+        assert service.engine.asked == ["hello-1"]
+
+    with_service(tmp_path, test)
+
+
+def test_when_the_engine_or_gateway_is_another_one_every_live_master_is_asked_for_again(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        await service.submit(HELLO.replace("hello", "other"))
+        await service.until_asked("other-1")
+        service.engine.generation += 1
+        await service.until_asked("hello-1", 2)
+        await service.until_asked("other-1", 2)
+
+    with_service(tmp_path, test)
+
+
+def test_after_a_restart_of_the_service_masters_of_live_jobs_are_asked_for_and_no_others(tmp_path: Path) -> None:
+    async def first(service: Standing) -> None:
+        await admitted(service)
+        await service.submit(HELLO.replace("hello", "other"))
+        await service.until_asked("other-1")
+        await service.seen(service.as_master("other-1", FAILED))
+
+    async def second(service: Standing) -> None:
+        await service.until_asked("hello-1")
+        assert service.engine.asked == ["hello-1"]
+
+    with_service(tmp_path, first)
+    with_service(tmp_path, second)
+
+
+def test_a_job_whose_engine_is_away_says_so_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        service.engine.away = "the engine did not start: no memory"
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        while (job := await service.get("/jobs/hello-1"))["reason"] is None:
+            await service.doors.clock.sleep(0.01)
+        assert (job["reason"], job["text"]) == ("ENGINE_STARTING", "the engine did not start: no memory")
+        service.engine.away = ""
+        await service.until_asked("hello-1")
+        events = (await service.get("/jobs/hello-1/events", type="JobWaits"))["items"]
+        assert len(events) == 1, "the same trouble is told once"
+        await service.seen(service.as_master("hello-1", MasterStarted(master_epoch=Epoch(1), pid=7)))
+        assert (await service.get("/jobs/hello-1"))["reason"] is None
+
+    with_service(tmp_path, test)
+
+
+def test_what_an_ended_or_unknown_job_left_in_the_engine_is_swept_and_a_live_job_is_not(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        await service.submit(HELLO.replace("hello", "other"))
+        await service.until_asked("other-1")
+        await service.seen(service.as_master("other-1", FAILED))
+        async with asyncio.timeout(10):
+            while "other-1" not in service.engine.swept:
+                await asyncio.sleep(0.005)
+        assert "hello-1" not in service.engine.swept
+
+    with_service(tmp_path, test)
+
+    leftover = PlayedEngine(alive={JobId("ghost-1"), JobId("hello-1")})
+
+    async def again(service: Standing) -> None:
+        async with asyncio.timeout(10):
+            while "ghost-1" not in service.engine.swept:
+                await asyncio.sleep(0.005)
+        assert service.engine.swept == ["ghost-1"]
+
+    with_service(tmp_path, again, engine=leftover)
+
+
+def test_a_stop_is_taken_while_the_master_writes_all_the_time(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        writing = True
+
+        async def write() -> None:
+            n = 0
+            while writing:
+                n += 1
+                await asyncio.to_thread(service.as_master, "hello-1", TimerFired(timer=str(n)))
+                await asyncio.sleep(0.01)
+
+        busy = asyncio.create_task(write())
+        answers = [await service.http.post("/api/v1/jobs/hello-1:stop", json={"grace_s": 9 - i}) for i in range(5)]
+        writing = False
+        await busy
+        assert [answer.status_code for answer in answers] == [202] * 5
+        assert (await service.get("/jobs/hello-1"))["state"] == "STOPPING"
+
+    with_service(tmp_path, test)
+
+
+def test_a_requeued_job_is_admitted_again_and_keeps_its_history(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        master = MasterStarted(master_epoch=Epoch(1), pid=7)
+        await service.seen(service.as_master("hello-1", master))
+        await service.http.post("/api/v1/jobs/hello-1:stop", json={"grace_s": 0})
+        await service.seen(service.as_master("hello-1", JobRequeued(attempt=1, reason=Reason.PREEMPTED_PRIORITY)))
+        job = await service.get("/jobs/hello-1")
+        assert job["attempts"][0]["reason"] == "PREEMPTED_PRIORITY"
+
+    with_service(tmp_path, test)
+
+
+class VolatileEngine(PlayedEngine):
+    """An engine whose state is in memory only."""
+
+    async def status(self) -> dict[str, Any]:
+        found = await super().status()
+        found["engine"] |= {"volatile": True}
+        return found
+
+
+def test_an_engine_whose_state_is_not_durable_is_told_in_status_and_in_the_log(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        async with asyncio.timeout(10):
+            while not (await service.get("/status"))["warnings"]:
+                await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+        assert "engine state is not durable" in (await service.get("/status"))["warnings"][0]
+        service.engine.generation += 1
+        await service.until_asked("hello-1", 2)
+        async with asyncio.timeout(10):
+            while not (await service.get("/events", type="EngineLost"))["items"]:
+                await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+
+    with_service(tmp_path, test, engine=VolatileEngine())

@@ -7,29 +7,9 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 
-from tests.world.virtual import run
-from tests.world.world import World, calm_polling
-
-
-def play(seed: int) -> World:
-    """One seed. Raises what it found."""
-    calm_polling()
-    kept: list[World] = []
-
-    async def main(clock) -> None:
-        world = World(seed, clock)
-        kept.append(world)
-        await world.run()
-
-    try:
-        run(main)
-    except BaseException as error:
-        error.add_note(f"replay with: make sim SEED={seed}")
-        if kept:
-            error.world = kept[0]  # type: ignore[attr-defined]
-        raise
-    return kept[0]
+from tests.world.world import World, play
 
 
 def show(world: World) -> None:
@@ -51,20 +31,21 @@ def main() -> int:
         try:
             show(play(args.seed))
         except BaseException as error:
-            if hasattr(error, "world"):
+            if getattr(error, "world", None):
                 show(error.world)
             raise
         return 0
-    began_s, failed = time.monotonic(), []
+    began_s, failed, seen = time.monotonic(), list[int](), Counter[str]()
     for seed in range(args.first, args.first + args.seeds):
         try:
-            play(seed)
+            seen.update(type(record.event).__name__ for record in play(seed).log.read(limit=10**9))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failed.append(seed)
             print(f"seed {seed}: {''.join(traceback.format_exception_only(error)).strip()}", flush=True)
     seconds = time.monotonic() - began_s
+    print(", ".join(f"{kind} {n}" for kind, n in seen.most_common()))
     print(f"{args.seeds} seeds in {seconds:.1f} s, {len(failed)} failed{': ' + str(failed[:20]) if failed else ''}")
     return 1 if failed else 0
 

@@ -42,6 +42,7 @@ from rota.spec.resources import Device, Node
 from tests.world.bodies import SimInstance, Store
 from tests.world.checkers import Checkers, Violation
 from tests.world.jobs import Scripts, random_job
+from tests.world.virtual import run
 
 QUIET_MAX_S = 7200.0
 """Longest time that jobs may take to end once nothing fails any more."""
@@ -258,6 +259,8 @@ class World:
     ) -> tuple[Record, ...]:
         """Every append of everybody comes through here, and is checked."""
         records = self.log.append(events, writer=writer, job=job, expected_seq=expected_seq)
+        if writer.epoch != self.log.fence(writer.scope):
+            raise Violation(f"{writer.scope}: epoch {writer.epoch} wrote {records[0].event} while fenced")
         for record in records:
             self.trace.update(f"{record.number} {record.job} {record.at:.6f} {record.event}".encode())
             self.checkers.see(record, snapshot=self.rng.random() < 0.01)
@@ -441,7 +444,19 @@ class World:
         )
 
 
-def calm_polling() -> None:
-    """Masters look into the log less often than live: virtual hours would otherwise be spent on it."""
-    master_module.POLL_S = 0.5
-    master_module.WATCH_S = 5.0
+def play(seed: int, swarm: Swarm | None = None) -> World:
+    """One seed from its start to its end. Raises what it found, with the world as ``world`` and how to replay it."""
+    master_module.POLL_S, master_module.WATCH_S = 0.5, 5.0  # virtual hours would be spent on looking into the log
+    kept: list[World] = []
+
+    async def main(clock: VirtualClock) -> None:
+        kept.append(World(seed, clock, swarm))
+        await kept[0].run()
+
+    try:
+        run(main)
+    except BaseException as error:
+        error.add_note(f"replay with: make sim SEED={seed}")
+        error.world = kept[0] if kept else None  # type: ignore[attr-defined]
+        raise
+    return kept[0]

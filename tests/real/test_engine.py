@@ -238,6 +238,17 @@ def test_a_long_home_gets_a_short_private_folder_and_strangers_are_refused(engin
         assert stop_engine(home) == () and not folder.parent.exists()
 
 
+def test_a_home_with_a_long_path_has_a_gateway_too(engine_home: Path) -> None:
+    home = engine_home / ("long" * 12) / ("path" * 12)
+
+    async def body(client: GatewayClient, _: Path) -> None:
+        assert (await client.engine_status())["state"] == "off"
+
+    run_in(home, body)
+    assert ask_once(home, "ping", {})["engine"] == ""
+    assert stop_gateway_of(home)
+
+
 def reaches(address: str, environment: dict[str, str | None]) -> str:
     """What a client of the GCS with this environment is told when it reads."""
     code = """

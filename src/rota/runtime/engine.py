@@ -38,7 +38,7 @@ Storage = Literal["rocksdb", "memory"]
 Health = Literal["fast", "normal", "slow"]
 
 HOST_LABEL = "rota-host"
-_SOCKET_PATH_MAX = 107
+SOCKET_PATH_MAX = 107
 _SOCKET_TAIL = len("/r/s/sockets/plasma_store_00")
 _PORTS = range(20_000, 32_000)
 _ROCKSDB_START_S = 15.0
@@ -338,7 +338,7 @@ def _short_folder(files: EngineFiles) -> Path:
     Ray opens its own directory to everybody, so it is the child of a private one.
     """
     inside = files.run.path / "ray"
-    if len(os.fsencode(inside)) + _SOCKET_TAIL > _SOCKET_PATH_MAX:
+    if len(os.fsencode(inside)) + _SOCKET_TAIL > SOCKET_PATH_MAX:
         return Path(tempfile.mkdtemp(prefix="rota-")) / "r"
     shutil.rmtree(inside, ignore_errors=True)
     inside.mkdir(mode=0o700)

@@ -49,14 +49,14 @@ class Gateway:
         self._leaving = asyncio.Event()
         self.exit_status = 0
 
-    async def run(self, socket_path: Path) -> int:
+    async def run(self, files: GatewayFiles) -> int:
         """Serve until SIGTERM, ``stop_engine``, or the loss of the engine; returns the exit status."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._leaving.set)
-        socket_path.unlink(missing_ok=True)
-        server = await asyncio.start_unix_server(self._serve, str(socket_path), limit=2 * MESSAGE_BYTES_MAX)
-        socket_path.chmod(0o600)
+        files.socket.unlink(missing_ok=True)
+        server = await asyncio.start_unix_server(self._serve, files.address, limit=2 * MESSAGE_BYTES_MAX)
+        files.socket.chmod(0o600)
         watch = loop.create_task(self._watch_engine())
         await self._leaving.wait()
         watch.cancel()
@@ -204,8 +204,8 @@ def _error(code: str, text: str) -> dict[str, Any]:
     return {"error": {"code": code, "text": text[:4000]}}
 
 
-async def _serve_and_exit(gateway: Gateway, socket_path: Path) -> None:
-    status = await gateway.run(socket_path)
+async def _serve_and_exit(gateway: Gateway, files: GatewayFiles) -> None:
+    status = await gateway.run(files)
     sys.stdout.flush()
     # Ray's threads would hold up a normal exit for as long as the GCS is away.
     os._exit(status)
@@ -226,7 +226,7 @@ def main(arguments: list[str]) -> int:
             return 0
         process.become_subreaper()
         gateway = Gateway(given.home, EngineSettings(**json.loads(given.engine)), given.namespace)
-        asyncio.run(_serve_and_exit(gateway, files.socket))
+        asyncio.run(_serve_and_exit(gateway, files))
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 import subprocess
@@ -22,7 +23,7 @@ from typing import Any
 
 from rota.runtime import process
 from rota.runtime.chance import Chance, SystemChance
-from rota.runtime.engine import EngineSettings
+from rota.runtime.engine import SOCKET_PATH_MAX, EngineSettings
 from rota.runtime.process import RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
@@ -46,8 +47,18 @@ class GatewayFiles:
     def __init__(self, home: Path) -> None:
         self.run = RunFolder(home / "run")
         self.socket = self.run.path / "gateway.sock"
+        self._folder: int | None = None
         self.lock = self.run.path / "gateway.lock"
         self.log = self.run.path / "gateway.log"
+
+    @property
+    def address(self) -> str:
+        """What to bind or connect to: the socket, through a descriptor of its folder when its path is too long."""
+        if len(os.fsencode(self.socket)) <= SOCKET_PATH_MAX:
+            return str(self.socket)
+        if self._folder is None:
+            self._folder = os.open(self.run.path, os.O_PATH | os.O_DIRECTORY)
+        return f"/proc/self/fd/{self._folder}/{self.socket.name}"
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -243,14 +254,14 @@ class GatewayClient:
         if self._child is not None:
             self._child.poll()  # reap
         with contextlib.suppress(OSError):
-            return await asyncio.open_unix_connection(str(self._files.socket), limit=2 * MESSAGE_BYTES_MAX)
+            return await asyncio.open_unix_connection(self._files.address, limit=2 * MESSAGE_BYTES_MAX)
         record = self._files.run.find_alive(RECORD)
         if record is None:
             self._spawn()
         deadline = time.monotonic() + (_CONNECT_S if record is None else _DEAF_S)
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError):
-                return await asyncio.open_unix_connection(str(self._files.socket), limit=2 * MESSAGE_BYTES_MAX)
+                return await asyncio.open_unix_connection(self._files.address, limit=2 * MESSAGE_BYTES_MAX)
             if self._child is not None and self._child.poll() is not None:
                 return None
             await asyncio.sleep(0.02)
@@ -300,11 +311,12 @@ def _error_of(raw: Mapping[str, str]) -> Exception:
 
 def ask_once(home: Path, op: str, args: Mapping[str, Any], *, timeout_s: float = 30.0) -> Any:
     """Ask a gateway that runs already, without an event loop. Raises EngineUnavailable when there is none."""
+    files = GatewayFiles(home)
     request = {"request_id": SystemChance().fresh(), "op": op, "args": args, "deadline_s": timeout_s}
     try:
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(timeout_s)
-            door.connect(str(GatewayFiles(home).socket))
+            door.connect(files.address)
             door.sendall(encode(request))
             with door.makefile("rb") as stream:
                 while True:

@@ -193,7 +193,7 @@ class RayLauncher:
             env=start.env,
             workdir=start.workdir,
             log_path=start.log_path,
-            label="master",
+            label="0/0",
         )
         begun = await self._begin(boot, {"num_cpus": 0, "max_restarts": -1}, timeout_s)
         return self._handle(boot.name, begun)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.real.jobs import Run, job, role, run_job
 
 from rota.spec.events import Committed, FailoverStarted, RolledBack
 from rota.spec.ids import RoleName
-from rota.spec.job import JobSpec, WeightsEdge
+from rota.spec.job import Fail, JobSpec, WeightsEdge
 from rota.spec.states import JobState
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -20,7 +21,7 @@ TOTAL = sum(n * sum((0 + 2 + 4 + 6 + 1 + 3 + 5 + 7) * 2 / 4 for _ in (0,)) for n
 
 @pytest.fixture(autouse=True)
 def registry(engine) -> Iterator[None]:
-    """The registry of the engine's home outlives its jobs; it is ended after each test, and nothing may be left in it."""
+    """The registry of the engine's home outlives its jobs; it is ended after each test, with nothing left in it."""
     from rota import tensors
 
     yield
@@ -31,8 +32,8 @@ def registry(engine) -> Iterator[None]:
     assert names == [], "a job that has ended leaves no tensor behind"
 
 
-def training(pause_at: int = 3) -> JobSpec:
-    learner = role("learner", "learning:Learner", 2, mesh=(("dp", 2),))
+def training(pause_at: int = 3, **fields: Any) -> JobSpec:
+    learner = role("learner", "learning:Learner", 2, mesh=(("dp", 2),), **fields)
     edge = WeightsEdge(source=RoleName("learner"), target=RoleName("reader"))
     return job(
         learner,
@@ -81,6 +82,19 @@ def test_kill_9_goes_back_to_the_last_commit_and_reaches_the_same_numbers(engine
         assert all(back == (2, 2) for back in rolled), rolled
 
     run_job(engine, training(), body)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_restart_process_replaces_the_dead_rank_and_re_forms_the_living_one_in_place(engine, dead: int) -> None:
+    async def body(run: Run) -> None:
+        await until_paused(run)
+        before = run.pids()
+        run.kill(f"learner/{dead}")
+        await succeed(run)
+        changed = {name for name, pid in run.pids().items() if pid != before[name]}
+        assert changed == {f"learner/{dead}"}, run.story()
+
+    run_job(engine, training(fail=Fail(restart="process")), body)
 
 
 def test_an_update_that_raises_is_rolled_back_and_never_run_twice_under_one_epoch(engine) -> None:

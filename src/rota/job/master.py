@@ -61,6 +61,12 @@ class Gathering:
     ranks: set[int] = field(default_factory=set[int])
     address: str = ""
     complete: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
+
+    def give_up(self) -> None:
+        """A newer epoch has begun: nobody waits any longer."""
+        self.over = True
+        self.complete.set()
 
 
 class JobMaster:
@@ -287,7 +293,7 @@ class JobMaster:
         self, *, n: int, loop_epoch: int, versions: dict[str, int], metrics: dict[str, Any]
     ) -> dict[str, Any]:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log."""
-        if not (n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch):
+        if not self._has(n, loop_epoch):
             done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
             event = Committed(n=n, loop_epoch=Epoch(loop_epoch), versions=dict(versions), metrics=dict(metrics))
             self._inbox.put_nowait(Wish(event, done))
@@ -295,24 +301,27 @@ class JobMaster:
                 await done
             except Fenced as error:
                 # The store may have lost its answer after it wrote this very commit: then it is done.
-                if not (n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch):
+                if not self._has(n, loop_epoch):
                     return {"answer": "refused", "text": str(error)}
         return {"answer": "done", "table": table_of(self.ctx).to_json()}
+
+    def _has(self, n: int, loop_epoch: int) -> bool:
+        return n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch
 
     async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
         """Wait until all members of an epoch are here; the address of rank 0, or None if the epoch is over."""
         peer = table_of(self.ctx).find(role, rank)
         if peer is None or peer.epoch != epoch:
             return None
-        key = (role, epoch)
-        self._gatherings = {old: one for old, one in self._gatherings.items() if old[0] != role or old[1] >= epoch}
-        here = self._gatherings.setdefault(key, Gathering(world=world))
+        for key in [key for key in self._gatherings if key[0] == role and key[1] < epoch]:
+            self._gatherings.pop(key).give_up()
+        here = self._gatherings.setdefault((role, epoch), Gathering(world=world))
         here.ranks.add(rank)
         here.address = address or here.address
         if len(here.ranks) >= here.world:
             here.complete.set()
         await here.complete.wait()
-        return here.address
+        return None if here.over else here.address
 
     async def stacks(self, role: str, rank: int) -> str:
         """The stacks of one instance; empty when it does not answer."""

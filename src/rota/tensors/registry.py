@@ -10,12 +10,12 @@ from typing import Any, NoReturn, Protocol
 from rota.runtime.clock import Clock
 from rota.runtime.redis_client import Address, Argument, RedisClient, ReplyError, Script
 from rota.tensors import errors
+from rota.tensors.core.protocol import SLOTS_MAX, Refused
 
 _FOLDER = Path(__file__).parent / "scripts"
 _NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
 _SMALL = ("dump", "begin", "members", "strike", "config", "lru")
 SCRIPTS = {name: Script.load(_FOLDER, name) for name in (*_NAMES, *_SMALL)}
-SLOTS_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +122,6 @@ class Row:
     parts: int
     mutable: bool
     evictable: bool
-
-
-class Refused(Exception):
-    """A script said no; ``code`` and ``words`` as it gave them."""
-
-    def __init__(self, code: str, words: Sequence[str] = ()) -> None:
-        super().__init__(" ".join([code, *words]))
-        self.code, self.words = code, list(words)
 
 
 class Machine(Protocol):

@@ -2,6 +2,7 @@
 -- Returns {'ready', head, slot, first, kept ids, current} or {'part', received, slot, 0, '', current}; a refusal aborts it.
 if stale() then return refuse('EPOCH') end
 local client, v = ARGV[3], ARGV[4]
+if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
 local f = call('HMGET', P .. 'v:' .. v, 'st', 'name', 'e', 's', 'label', 'part', 'world', 'retain', 'auto', 'orphan', 'evict', 'head')
 local st, name, e, s, world = f[1], f[2], tonumber(f[3]), tonumber(f[4]), tonumber(f[7])
 if not st or st == 'd' then return refuse('ABORTED') end

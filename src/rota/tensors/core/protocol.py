@@ -1,0 +1,410 @@
+"""The protocol as a pure machine; the Lua scripts must equal it.
+
+A version goes ``p`` (pending) -> ``r`` (ready) -> ``d`` (doomed) -> gone, a part of a group step by way of ``q``
+(prepared). ``refs`` of a version is always the number of holders whose lease hash names it; a doomed version without
+refs is gone at once and its block is free. Three users: tests compare it with the scripts call by call, explore it
+exhaustively, and unit tests take it as an in-memory registry. ``run`` takes and returns what the scripts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+SLOTS_MAX: Final = 65_535
+
+
+class Refused(Exception):
+    """A script said no; ``code`` and ``words`` as it gave them."""
+
+    def __init__(self, code: str, words: Iterable[object] = ()) -> None:
+        self.code, self.words = code, [str(word) for word in words]
+        super().__init__(" ".join([code, *self.words]))
+
+
+@dataclass(slots=True)
+class Version:
+    """One version: where it lies, who made it, its place in the order, who must still end before it may go."""
+
+    name: str
+    owner: str
+    label: str
+    e: int
+    s: int
+    seg: str
+    off: int
+    blk: int
+    length: int
+    orphan: str
+    retain: int
+    part: int
+    world: int
+    auto: bool
+    st: str = "p"
+    refs: int = 0
+    parts: list[int] = field(default_factory=list[int])
+    head: int = 0
+
+
+@dataclass(slots=True)
+class Name:
+    """One name: its slot, its current version (0: none), what it still keeps, how much is on the way."""
+
+    slot: int
+    kind: str
+    label: str
+    v: int = 0
+    e: int = 0
+    s: int = 0
+    hist: list[int] = field(default_factory=list[int])
+    pend: int = 0
+    part_epoch: int = -1
+
+
+@dataclass(slots=True)
+class Segment:
+    """One file: its blocks below ``next`` are in versions or free, ``used`` of them in versions."""
+
+    blk: int
+    count: int
+    file: int
+    next: int = 0
+    used: int = 0
+
+
+@dataclass(slots=True)
+class Client:
+    """What one holder has: leases (version -> seq), pending versions (-> request), names that go with it."""
+
+    leases: dict[int, int] = field(default_factory=dict[int, int])
+    own: dict[int, str] = field(default_factory=dict[int, str])
+    drops: dict[int, str] = field(default_factory=dict[int, str])
+
+
+class ProtocolMachine:
+    """The registry of one namespace in memory. Deterministic: the same calls give the same replies and content."""
+
+    def __init__(self) -> None:
+        self.versions: dict[int, Version] = {}
+        self.names: dict[str, Name] = {}
+        self.parts: dict[str, dict[tuple[int, int, int], int]] = {}
+        self.segments: dict[str, Segment] = {}
+        self.free: dict[int, list[tuple[str, int]]] = {}
+        self.current: dict[int, str] = {}
+        self.clients: dict[str, Client] = {}
+        self.fences: dict[str, int] = {}
+        self.slots, self.slots_free = 0, list[int]()
+        self.ids, self.quota = 0, 0
+
+    def run(self, name: str, *args: object) -> Any:
+        """Run one script by its name. Raises Refused."""
+        handler: Callable[..., Any] = getattr(self, f"_{name}")
+        return handler(*args)
+
+    def _reclaim(self, v: int) -> None:
+        version = self.versions.pop(v)
+        if version.orphan == "drop" and version.owner in self.clients:
+            self.clients[version.owner].drops.pop(v, None)
+        self.free.setdefault(version.blk, []).append((version.seg, version.off))
+        self.segments[version.seg].used -= 1
+        for part in version.parts:
+            self._reclaim(part)
+
+    def _doom(self, v: int) -> None:
+        version = self.versions.get(v)
+        if version is not None:
+            version.st = "d"
+            if version.refs == 0:
+                self._reclaim(v)
+
+    def _lease(self, client: Client, v: int, seq: int) -> None:
+        if v not in client.leases:
+            self.versions[v].refs += 1
+        client.leases[v] = max(client.leases.get(v, seq), seq)
+
+    def _unlease(self, client: Client, v: int) -> None:
+        del client.leases[v]
+        version = self.versions[v]
+        version.refs -= 1
+        if version.refs == 0 and version.st == "d":
+            self._reclaim(v)
+
+    def _forget_if_empty(self, name: str) -> None:
+        entry = self.names[name]
+        if entry.v == 0 and entry.pend == 0:
+            del self.names[name]
+            self.slots_free.append(entry.slot)
+
+    def _undo(self, v: int) -> None:
+        version = self.versions[v]
+        if version.owner in self.clients:
+            self.clients[version.owner].own.pop(v, None)
+        if version.st == "q":
+            parts, key = self.parts.get(version.name, {}), (version.e, version.s, version.part)
+            if parts.get(key) == v:
+                del parts[key]
+        self.names[version.name].pend -= 1
+        self._doom(v)
+        self._forget_if_empty(version.name)
+
+    def _fence_of(self, label: str) -> int:
+        levels = label.split("/")
+        above = ["/".join(levels[:n]) for n in range(1, len(levels) + 1)]
+        return max((self.fences[each] for each in above if each in self.fences), default=-1)
+
+    def _join(self, client: str, identity: str, *leases: int) -> list[int]:
+        del identity
+        entry = self.clients.setdefault(client, Client())
+        given = dict(zip(leases[::2], leases[1::2], strict=True))
+        for v, seq in given.items():
+            if v in self.versions:
+                self._lease(entry, v, seq)
+        for v in [v for v in entry.leases if v not in given]:
+            self._unlease(entry, v)
+        return [v for v in given if v not in self.versions]
+
+    def _reserve(
+        self, client: str, request: str, name: str, kind: str, epoch: int, step: int | str, label: str, block: int,
+        count: int, file: int, length: int, desc: str, orphan: str, retain: int, mutable: int, evictable: int,
+        part: int, world: int,
+    ) -> list[Any]:  # fmt: skip
+        del desc, mutable, evictable
+        if client not in self.clients:
+            raise Refused("UNJOINED")
+        own = self.clients[client].own
+        for v, before in own.items():
+            if before == request:
+                version = self.versions[v]
+                return [v, self.names[name].slot, version.seg, version.off, version.s]
+        entry = self.names.get(name)
+        step, auto = self._check_order(entry, kind, epoch, step, label)
+        if entry is None and not self.slots_free and self.slots >= SLOTS_MAX:
+            raise Refused("SLOTS")
+        seg, off = self._take_block(block, count, file)
+        self.ids += 1
+        self.versions[self.ids] = Version(
+            name, client, label, epoch, step, seg, off, block, length, orphan, retain, part, world, auto
+        )
+        own[self.ids] = request
+        if entry is None:
+            if self.slots_free:
+                slot = self.slots_free.pop()
+            else:
+                self.slots += 1
+                slot = self.slots
+            entry = self.names[name] = Name(slot, kind, label)
+        entry.pend += 1
+        return [self.ids, entry.slot, seg, off, step]
+
+    def _check_order(self, entry: Name | None, kind: str, epoch: int, step: int | str, label: str) -> tuple[int, bool]:
+        fence = self._fence_of(label)
+        if epoch < fence:
+            raise Refused("FENCED", [fence])
+        if entry is not None and entry.kind != kind:
+            raise Refused("KIND", [entry.kind])
+        published = entry is not None and entry.v != 0
+        auto = isinstance(step, str)
+        chosen = (entry.s + 1 if entry is not None and published else 0) if isinstance(step, str) else step
+        if entry is not None and published:
+            if epoch < entry.e:
+                raise Refused("FENCED", [entry.e])
+            if epoch == entry.e and chosen < entry.s:
+                raise Refused("STALE", [entry.s])
+        return chosen, auto
+
+    def _take_block(self, block: int, count: int, file: int) -> tuple[str, int]:
+        if self.free.get(block):
+            seg, off = self.free[block].pop()
+            self.segments[seg].used += 1
+            return seg, off
+        seg = self.current.get(block, "")
+        if not seg or self.segments[seg].next >= count:
+            files = sum(each.file for each in self.segments.values())
+            if self.quota and files + file > self.quota:
+                raise Refused("QUOTA", [files, self.quota])
+            self.ids += 1
+            seg = self.current[block] = f"seg-{block}-{self.ids}"
+            self.segments[seg] = Segment(block, count, file)
+        segment = self.segments[seg]
+        off = segment.next * block
+        segment.next += 1
+        segment.used += 1
+        return seg, off
+
+    def _commit(self, client: str, v: int) -> list[Any]:
+        version = self.versions.get(v)
+        if client not in self.clients:
+            raise Refused("UNJOINED")
+        if version is None or version.st == "d":
+            raise Refused("ABORTED")
+        entry = self.names[version.name]
+        if version.st == "r":
+            return ["ready", version.head or v, entry.slot, 0, _joined(entry.hist), entry.v]
+        why = self._refusal(version, v, entry)
+        if why is not None:
+            self._undo(v)
+            raise why
+        if version.world > 1 and not self._complete(client, version, v, entry):
+            return ["part", self._received(version), entry.slot, 0, "", entry.v]
+        keep: list[int] = []
+        for old in ([entry.v] if entry.v else []) + entry.hist:
+            if old in self.versions and self.versions[old].s < version.s and len(keep) < version.retain - 1:
+                keep.append(old)
+            else:
+                self._doom(old)
+        first = int(entry.v == 0)
+        version.st = "r"
+        self.clients[client].own.pop(v, None)
+        entry.v, entry.e, entry.s, entry.hist, entry.label = v, version.e, version.s, keep, version.label
+        entry.pend -= 1
+        if version.orphan == "drop":
+            self.clients[client].drops[v] = version.name
+        return ["ready", v, entry.slot, first, _joined(keep), v]
+
+    def _refusal(self, version: Version, v: int, entry: Name) -> Refused | None:
+        fence = self._fence_of(version.label)
+        if version.e < fence:
+            return Refused("FENCED", [fence])
+        if version.e < entry.part_epoch:
+            return Refused("FENCED", [entry.part_epoch])
+        if entry.v == 0 or version.e > entry.e:
+            return None
+        if version.e < entry.e:
+            return Refused("FENCED", [entry.e])
+        if version.s < entry.s:
+            return Refused("LOST" if version.auto else "STALE", [entry.s])
+        return Refused("LOST", [entry.s]) if version.s == entry.s and v < entry.v else None
+
+    def _received(self, version: Version) -> int:
+        return sum(key[:2] == (version.e, version.s) for key in self.parts[version.name])
+
+    def _complete(self, client: str, version: Version, v: int, entry: Name) -> bool:
+        """Take a part in; True when its step is whole, and then the parts belong to ``v``."""
+        parts, key = self.parts.setdefault(version.name, {}), (version.e, version.s, version.part)
+        if key in parts and parts[key] != v:
+            self._undo(parts[key])
+        version.st = "q"
+        parts[key] = v
+        entry.part_epoch = version.e
+        self.clients[client].own.pop(v, None)
+        same = [parts.get((version.e, version.s, part)) for part in range(version.world)]
+        if None in same:
+            return False
+        for part in range(version.world):
+            del parts[version.e, version.s, part]
+        version.parts = [each for each in same if each is not None and each != v]
+        for each in version.parts:
+            self.versions[each].st, self.versions[each].head = "r", v
+        entry.pend -= version.world - 1
+        for (e, s, _), other in list(parts.items()):
+            if e < version.e or s <= version.s:
+                self._undo(other)
+        return True
+
+    def _abort(self, client: str, v: int) -> int:
+        if client not in self.clients or v not in self.clients[client].own:
+            return 0
+        self._undo(v)
+        return 1
+
+    def _get(self, client: str, seq: int, *wanted: str) -> list[list[Any]]:
+        if client not in self.clients:
+            raise Refused("UNJOINED")
+        picks = [
+            (wanted[i], self._pick(client, 5 + i, wanted[i], wanted[i + 1]))  # counted as ARGV of the script
+            for i in range(0, len(wanted), 2)
+        ]
+        rows: list[list[Any]] = []
+        for name, v in picks:
+            self._lease(self.clients[client], v, seq)
+            version, entry = self.versions[v], self.names.get(name)
+            row: list[Any] = [v, entry.slot if entry else 0, version.e, version.s, entry.v if entry else 0]
+            for each in [v, *version.parts]:
+                block = self.versions[each]
+                row += [each, block.seg, block.off, block.blk]
+            rows.append(row)
+        return rows
+
+    def _pick(self, client: str, at: int, name: str, selector: str) -> int:
+        mode, arg, entry = selector[:1], int(selector[1:] or 0), self.names.get(name)
+        if mode == "v":
+            version = self.versions.get(arg)
+            alive = version is not None and (
+                version.st == "r"
+                or (version.st == "d" and version.refs > 0)
+                or (version.st == "p" and version.owner == client)
+            )
+            if version is None or not alive or version.name != name:
+                raise Refused("GONE", [at, entry.v if entry else 0, entry.s if entry else 0])
+            return arg
+        if entry is None or entry.v == 0:
+            raise Refused("NOTFOUND", [at])
+        if mode == "s":
+            for v in [entry.v, *entry.hist]:
+                if self.versions[v].s == arg:
+                    return v
+            raise Refused("BEHIND" if entry.s < arg else "GONE", [at, entry.v, entry.s, entry.slot])
+        if (mode == "m" and entry.s < arg) or (mode == "w" and entry.v < arg):
+            raise Refused("BEHIND", [at, entry.v, entry.s, entry.slot])
+        return entry.v
+
+    def _release(self, client: str, *leases: int) -> int:
+        entry, ended = self.clients.get(client, Client()), 0
+        for v, seq in zip(leases[::2], leases[1::2], strict=True):
+            if entry.leases.get(v) == seq:
+                self._unlease(entry, v)
+                ended += 1
+        return ended
+
+    def _delete(self, name: str, expected: int | str, idle: int) -> list[int]:
+        entry, parts = self.names.get(name), list(self.parts.get(name, {}).values())
+        if entry is None or (entry.v == 0 and not parts):
+            raise Refused("NOTFOUND")
+        if expected not in ("", entry.v):
+            raise Refused("CHANGED", [entry.v])
+        every = ([entry.v] if entry.v else []) + entry.hist
+        if idle and any(self.versions[v].refs for v in every):
+            raise Refused("LEASED")
+        was, slot = entry.v, entry.slot
+        entry.v, entry.e, entry.s, entry.hist, entry.part_epoch = 0, 0, 0, [], -1
+        for v in every:
+            self._doom(v)
+        for v in parts:
+            self._undo(v)
+        if name in self.names:
+            self._forget_if_empty(name)
+        return [was, slot]
+
+    def _sweep(self, client: str, n_max: int) -> list[Any]:
+        entry = self.clients.get(client, Client())
+        leases = list(entry.leases)
+        for v in leases[:n_max]:
+            self._unlease(entry, v)
+        left, pending = max(len(leases) - n_max, 0), list(entry.own)
+        for v in pending:
+            self._undo(v)
+        out: list[Any] = []
+        for v, name in list(entry.drops.items()):
+            if name in self.names and self.names[name].v == v:
+                out += [v, name]
+                left += 1
+            else:
+                del entry.drops[v]
+        if left == 0:
+            self.clients.pop(client, None)
+        return [left, min(len(leases), n_max), len(pending), *out]
+
+    def _hold(self, client: str, holder: str) -> int:
+        entry, leases = self.clients.setdefault(holder, Client()), list(self.clients[client].leases)
+        for v in leases:
+            self._lease(entry, v, 0)
+        return len(leases)
+
+    def _fence(self, label: str, epoch: int) -> int:
+        self.fences[label] = max(self.fences.get(label, -1), epoch)
+        return self.fences[label]
+
+
+def _joined(ids: list[int]) -> str:
+    return " ".join(str(v) for v in ids)

@@ -1,0 +1,167 @@
+"""Random calls on a registry, for the machine alone and for the machine beside the scripts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from rota.tensors.core.protocol import ProtocolMachine, Refused
+from rota.tensors.registry import Ask, Registry
+
+CLIENTS = ("c1", "c2", "c3")
+NAMES = ("a", "b", "g")
+BLOCKS = ((1024, 2), (8192, 1))
+
+_client = st.sampled_from(CLIENTS)
+_name = st.sampled_from(NAMES)
+_asks = st.builds(
+    lambda name, epoch, step, label, block, orphan, retain, part: Ask(
+        name=name,
+        kind="g" if name == "g" else "t",
+        epoch=epoch,
+        step=step,
+        label=label,
+        block=block[0],
+        count=block[1],
+        file=block[0] * block[1],
+        payload=100,
+        desc="",
+        orphan=orphan,
+        retain=retain,
+        part=part if name == "g" else 0,
+        world=2 if name == "g" else 1,
+    ),
+    _name,
+    st.integers(0, 3),
+    st.none() | st.integers(-1, 3),
+    st.sampled_from(["", "j", "j/a/0", "k"]),
+    st.sampled_from(BLOCKS),
+    st.sampled_from(["keep", "keep", "drop"]),
+    st.integers(1, 3),
+    st.integers(0, 1),
+)
+_index = st.integers(0, 30)
+call = st.one_of(
+    st.tuples(st.just("join"), _client),
+    st.tuples(st.just("publish"), _client, _asks),
+    st.tuples(st.just("reserve"), _client, _asks),
+    st.tuples(st.just("reserve_again"), _client),
+    st.tuples(st.just("commit"), _index),
+    st.tuples(st.just("commit"), _index),
+    st.tuples(st.just("abort"), _index),
+    st.tuples(st.just("get"), _client, _name, st.sampled_from(["", "", "s1", "s2", "m2", "w5"])),
+    st.tuples(st.just("get_version"), _client, _index),
+    st.tuples(st.just("release"), _index, st.booleans()),
+    st.tuples(st.just("delete"), _name, st.booleans()),
+    st.tuples(st.just("sweep"), _client, st.integers(1, 3)),
+    st.tuples(st.just("hold"), _client),
+    st.tuples(st.just("fence"), st.sampled_from(["j", "j/a", "k"]), st.integers(0, 3)),
+)
+
+
+class Driver:
+    """Makes the calls on one registry and remembers what later calls refer to."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+        self.reserved: list[tuple[str, int, str]] = []
+        self.leases: list[tuple[str, int, int]] = []
+        self.last: dict[str, tuple[str, Ask]] = {}
+        self.seq = self.requests = 0
+        for client in CLIENTS:
+            registry.join(client, "")
+
+    def make(self, what: tuple[Any, ...]) -> Any:
+        """The reply, or the refusal, of one call."""
+        try:
+            return getattr(self, what[0])(*what[1:])
+        except Refused as refused:
+            return refused.code, refused.words
+
+    def join(self, client: str) -> Any:
+        return self.registry.join(client, "", [(v, seq) for c, v, seq in self.leases if c == client][-2:])
+
+    def reserve(self, client: str, ask: Ask) -> Any:
+        self.requests += 1
+        self.last[client] = (f"r{self.requests}", ask)
+        done = self.registry.reserve(client, *self.last[client])
+        self.reserved.append((client, done.version, ask.name))
+        return done
+
+    def publish(self, client: str, ask: Ask) -> Any:
+        done = self.reserve(client, ask)
+        return done, self.registry.commit(client, done.version)
+
+    def reserve_again(self, client: str) -> Any:
+        return self.registry.reserve(client, *self.last[client]) if client in self.last else None
+
+    def commit(self, index: int) -> Any:
+        if self.reserved:
+            client, version, _ = self.reserved[-1 - index % len(self.reserved)]
+            return self.registry.commit(client, version)
+        return None
+
+    def abort(self, index: int) -> Any:
+        if self.reserved:
+            client, version, _ = self.reserved[-1 - index % len(self.reserved)]
+            return self.registry.abort(client, version)
+        return None
+
+    def get(self, client: str, name: str, selector: str) -> Any:
+        self.seq += 1
+        done = self.registry.get(client, self.seq, [(name, selector)])
+        self.leases += [(client, one.version, self.seq) for one in done]
+        return done
+
+    def get_version(self, client: str, index: int) -> Any:
+        if not self.reserved:
+            return None
+        _, version, name = self.reserved[index % len(self.reserved)]
+        return self.get(client, name, f"v{version}")
+
+    def release(self, index: int, right: bool) -> Any:
+        if not self.leases:
+            return None
+        client, version, seq = self.leases[index % len(self.leases)]
+        return self.registry.release(client, [(version, seq if right else seq + 1)])
+
+    def delete(self, name: str, idle: bool) -> Any:
+        return self.registry.delete(name, idle=idle)
+
+    def sweep(self, client: str, n_max: int) -> Any:
+        return self.registry.sweep(client, n_max)
+
+    def hold(self, client: str) -> Any:
+        known = client in getattr(self.registry.machine, "clients", {client})
+        return self.registry.hold(client, f"{client}.fork") if known else None
+
+    def fence(self, label: str, epoch: int) -> Any:
+        return self.registry.fence(label, epoch)
+
+
+def broken_rules(machine: ProtocolMachine) -> list[str]:
+    """Which invariants the content of a machine breaks: I1, I2, I4 and what follows from the life of a version."""
+    bad: list[str] = []
+    for v, version in machine.versions.items():
+        refs = sum(v in client.leases for client in machine.clients.values())
+        if refs != version.refs:
+            bad.append(f"I1: version {v} counts {version.refs} refs of {refs}")
+        if version.st == "d" and refs == 0:
+            bad.append(f"I1: version {v} is doomed, unleased, and still there")
+    for name, client in machine.clients.items():
+        bad += [f"I1: {name} leases version {v}, which is gone" for v in client.leases if v not in machine.versions]
+    places = [(version.seg, version.off) for version in machine.versions.values()]
+    places += [place for blocks in machine.free.values() for place in blocks]
+    every = [(seg, n * s.blk) for seg, s in machine.segments.items() for n in range(s.next)]
+    if sorted(places) != sorted(every):
+        bad.append(f"I2: blocks {sorted(every)} are held as {sorted(places)}")
+    for name, entry in machine.names.items():
+        bad += [f"I3: {name} shows version {v}" for v in [entry.v, *entry.hist] if v and machine.versions[v].st != "r"]
+        on_the_way = sum(version.name == name and version.st in "pq" for version in machine.versions.values())
+        if on_the_way != entry.pend:
+            bad.append(f"I2: {name} counts {entry.pend} pending of {on_the_way}")
+    slots = [entry.slot for entry in machine.names.values()] + machine.slots_free
+    if sorted(slots) != list(range(1, machine.slots + 1)):
+        bad.append(f"slots {sorted(slots)} of {machine.slots}")
+    return bad

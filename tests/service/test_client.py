@@ -1,0 +1,268 @@
+"""Client and AsyncClient against a whole service; lost connections against a server that cuts them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from standing import HELLO, Standing, listening
+from standing import with_service as with_parts
+
+from rota.service import calls
+from rota.service.client import AsyncClient, Client
+from rota.service.wire import source_of
+from rota.spec import errors
+from rota.spec.errors import (
+    BadInput,
+    Conflict,
+    IdempotencyConflict,
+    Infeasible,
+    JobFileError,
+    NoToken,
+    NotReachable,
+    RotaError,
+    TimedOut,
+    UnknownName,
+)
+from rota.spec.events import JobEnded
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+T = TypeVar("T")
+
+
+def with_service(home: Path, test: Callable[[Standing], Awaitable[None]]) -> None:
+    """A whole service that listens on a port."""
+
+    async def opened(service: Standing) -> None:
+        async with listening(service) as http:
+            await test(replace(service, http=http))
+
+    with_parts(home, opened)
+
+
+def address(service: Standing) -> dict[str, str]:
+    return {"server": str(service.http.base_url).rstrip("/"), "token": service.http.headers["authorization"].split()[1]}
+
+
+async def asked(service: Standing, question: Callable[[Client], T]) -> T:
+    """One question of the blocking client, beside the running service."""
+
+    def ask() -> T:
+        with Client(**address(service)) as client:
+            return question(client)
+
+    return await asyncio.to_thread(ask)
+
+
+async def reached(service: Standing, job: str, state: JobState) -> None:
+    """Ask until the job is in this state, at most 20 s."""
+    async with asyncio.timeout(20):
+        while (await service.get(f"/jobs/{job}"))["state"] != state:
+            await asyncio.sleep(0.02)
+
+
+def end(service: Standing, job: str) -> int:
+    return service.as_master(job, JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED, text="all done"))
+
+
+def test_a_job_runs_through_the_client_from_submit_to_its_end(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        handle = await asked(service, lambda client: client.run(HELLO, set={"roles.main.resources.gpus": 1}))
+        assert handle.id == "hello-1"
+        assert [row["id"] for row in (await asked(service, Client.jobs))["items"]] == ["hello-1"]
+        await reached(service, "hello-1", JobState.ADMITTED)
+        document = await asked(service, lambda client: client.explain("hello"))
+        assert (document["kind"], document["state"]) == ("Explanation", "ADMITTED")
+        assert (await asked(service, lambda client: client.placement("hello-1")))["items"][0]["devices"] == [0]
+        await service.seen(end(service, "hello-1"))
+        ended = await asked(service, lambda client: client.attach("hello-1").wait(5))
+        assert (ended.state, ended.reason) == (JobState.SUCCEEDED, "COMPLETED")
+
+    with_service(tmp_path, test)
+
+
+def test_events_follow_to_the_end_and_an_async_client_sees_the_same(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        await reached(service, "hello-1", JobState.ADMITTED)
+        following = asyncio.create_task(
+            asked(service, lambda client: [event["kind"] for event in client.events("hello-1", follow=True)])
+        )
+        async with AsyncClient(**address(service)) as client:
+            kinds: list[str] = []
+            async for event in client.events("hello-1"):
+                kinds.append(event["kind"])
+                if event["kind"] == "JobAdmitted":
+                    end(service, "hello-1")
+            assert (await client.wait("hello-1", timeout_s=5))["state"] == "SUCCEEDED"
+        assert kinds == ["JobSubmitted", "JobQueued", "JobAdmitted", "JobEnded"]
+        assert await asyncio.wait_for(following, 10) == kinds
+
+    with_service(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("question", "error", "words"),
+    [
+        (lambda c: c.job("nope"), UnknownName, "no job 'nope'"),
+        (lambda c: c.run("name: t\nroles: {a: {runn: x}}\n"), JobFileError, "job.yaml:2:13: roles.a.runn: unknown"),
+        (lambda c: c.run("name: t\nqueue: q\nroles: {a: {run: x}}\n"), UnknownName, "there is no queue 'q'"),
+        (lambda c: c.run(HELLO, set=["roles.main.resources.gpus=99"]), Infeasible, "asks 99 gpus"),
+        (lambda c: [c.submit(source_of(t), key="k") for t in (HELLO, HELLO + "#\n")], IdempotencyConflict, "key 'k'"),
+        (lambda c: (c.run(HELLO), c.wait("hello-1", timeout_s=0.1)), TimedOut, "it goes on"),
+        (lambda c: c.change("nope", {"priority": 1}), UnknownName, "no job"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_the_exception_that_the_service_raised(
+    tmp_path: Path, question: Callable[[Client], Any], error: type[RotaError], words: str
+) -> None:
+    async def test(service: Standing) -> None:
+        with pytest.raises(error, match=words.replace("(", r"\(")) as caught:
+            await asked(service, question)
+        assert type(caught.value) is error
+
+    with_service(tmp_path, test)
+
+
+def test_stopping_an_ended_job_is_a_conflict_and_the_same_key_is_one_job(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        body = source_of(HELLO)
+        first = await asked(service, lambda client: client.submit(body, key="one"))
+        again = await asked(service, lambda client: client.submit(body, key="one"))
+        assert first["id"] == again["id"] == "hello-1"
+        await reached(service, "hello-1", JobState.ADMITTED)
+        await service.seen(end(service, "hello-1"))
+        with pytest.raises(Conflict, match="has ended: SUCCEEDED"):
+            await asked(service, lambda client: client.stop("hello-1"))
+
+    with_service(tmp_path, test)
+
+
+def test_a_wrong_token_and_a_silent_address_are_told_apart(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        def wrong() -> None:
+            with Client(address(service)["server"], "rota_x_y") as client:
+                client.status()
+
+        with pytest.raises(NoToken, match="not known"):
+            await asyncio.to_thread(wrong)
+
+    with_service(tmp_path, test)
+    with Client("http://127.0.0.1:9", "t") as client, pytest.raises(NotReachable) as caught:
+        client.status()
+    assert "127.0.0.1:9" in caught.value.message
+
+
+class CuttingServer:
+    """Serves one event a connection and cuts it; notes the Last-Event-ID of every connection."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self.seen: list[str] = []
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        given = [line.partition(": ")[2] for line in head.split("\r\n") if line.lower().startswith("last-event-id")]
+        self.seen += given or [""]
+        number = int(given[0]) + 1 if given else 1
+        kind = "event" if number <= self.last else "end"
+        body = f'id: {number}\nevent: {kind}\ndata: {{"kind": "E", "number": {number}}}\n\n'
+        size = len(body) + (50 if number <= self.last else 0)  # promised, but cut off
+        writer.write(
+            f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: {size}\r\n\r\n{body}".encode()
+        )
+        await writer.drain()
+        writer.close()
+
+
+async def with_server(handler: CuttingServer, test: Callable[[str], Awaitable[None]]) -> None:
+    server = await asyncio.start_server(handler.handle, "127.0.0.1", 0)
+    async with server:
+        await test(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+
+
+def test_a_cut_stream_goes_on_after_the_last_event_without_gap_or_double() -> None:
+    server = CuttingServer(last=4)
+
+    async def test(url: str) -> None:
+        def read() -> list[int]:
+            with Client(url, "t") as client:
+                return [event["number"] for event in client.events("j", follow=True)]
+
+        assert await asyncio.to_thread(read) == [1, 2, 3, 4]
+        assert server.seen == ["", "1", "2", "3", "4"]
+
+    asyncio.run(with_server(server, test))
+
+
+def flaky(failures: int, calls_seen: list[str]) -> httpx.MockTransport:
+    def answer(request: httpx.Request) -> httpx.Response:
+        calls_seen.append(request.method)
+        if len(calls_seen) <= failures:
+            raise httpx.RemoteProtocolError("cut", request=request)
+        return httpx.Response(200, json={"items": []})
+
+    return httpx.MockTransport(answer)
+
+
+def test_safe_requests_are_sent_again_and_others_are_not() -> None:
+    seen: list[str] = []
+    with Client("http://x", "t", transport=flaky(2, seen)) as client:
+        assert client.nodes() == {"items": []}
+    assert seen == ["GET"] * 3
+    seen.clear()
+    with Client("http://x", "t", transport=flaky(2, seen)) as client, pytest.raises(NotReachable, match="cut"):
+        client.change("j", {"priority": 1})
+    assert seen == ["PATCH"]
+
+
+def test_every_error_of_the_tree_comes_back_as_itself() -> None:
+    for code, cls in calls.BY_CODE.items():
+        text = httpx.Response(cls.http, json={"code": code, "detail": "d", "hint": "h", "fields": {"n": 1}}).text
+        found = calls.error_of(cls.http, text, url="u")
+        assert (type(found), found.message, found.hint, found.fields["n"]) == (cls, "d", "h", 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "cls"),
+    [
+        (502, "<html>Bad Gateway</html>", RotaError),
+        (503, "", NotReachable),
+        (404, '{"code": "UNKNOWN_QUEUE", "detail": "no"}', UnknownName),
+        (413, "[]", RotaError),
+        (422, '{"detail": "no"}', BadInput),
+    ],
+)
+def test_an_answer_of_something_else_still_has_a_kind(status: int, text: str, cls: type[RotaError]) -> None:
+    assert type(calls.error_of(status, text, url="u")) is cls
+
+
+def test_a_body_is_made_of_a_path_a_text_and_a_spec(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(HELLO)
+    assert source_of(path, sets={"a": 1}) == {
+        "source": HELLO,
+        "filename": str(path),
+        "sets": ["a=1"],
+        "workdir": str(tmp_path),
+    }
+    assert source_of(str(path))["source"] == HELLO
+    assert source_of(HELLO)["filename"] == "job.yaml"
+    from rota.service.jobfile import read_job
+
+    spec = read_job(HELLO, filename="j")
+    assert source_of(spec)["spec"] == spec.to_json()
+    for wrong in (tmp_path / "none.yaml", tmp_path, 5):
+        with pytest.raises(BadInput):
+            source_of(wrong)
+
+
+def test_errors_of_spec_are_all_known_to_the_client() -> None:
+    assert calls.BY_CODE["INVALID"] is errors.BadInput
+    assert calls.BY_CODE["INFEASIBLE"] is errors.Infeasible

@@ -111,7 +111,12 @@ def test_readme_is_short_and_names_the_two_commands() -> None:
 
 def test_generated_documents_are_in_step() -> None:
     shown = subprocess.run(
-        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "docs/generate.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert shown.returncode == 0, f"run 'make docs':\n{shown.stdout}{shown.stderr}"
 

@@ -155,6 +155,7 @@ def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, Laye
 
 
 def order_of(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
+    """The tasks of every pipeline rank in the order of the schedule; without a pipeline, one rank in turn."""
     pp, micro = plan.mesh.pp, plan.micro_batches
     if plan.schedule == "interleaved":
         return interleaved(pp, micro, len(plan.stages) // pp)

@@ -23,7 +23,7 @@ from rota.tensors.liveness import PIN_MARK, sweep_client
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, remove_root, shm_root
-from rota.tensors.writer import Life, Order, lay_out
+from rota.tensors.writer import Life, Order, Pending, lay_out
 
 DEFAULT_NAMESPACE: Final = "default"
 NAMESPACE: Final = "ROTA_TENSORS_NAMESPACE"
@@ -160,13 +160,7 @@ class Plane:
         draft = lay_out([(name, dtype_name(dtype), tuple(shape))], order, life, None)
         pending = self._writer.reserve(name, "t", draft, order, life)
         try:
-            space, seq = self._space, self._space.leases.next_seq()
-            wanted = [(name, f"v{pending.reserved.version}")]
-            leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
-            held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
-            tensor = view_of(draft.tensors[0], held.holder, held.base, as_)
-            del held
-            yield tensor
+            yield self._view_pending(pending, as_)
             self._writer.commit(pending)
         except BaseException:
             self._writer.abort(pending)
@@ -400,6 +394,14 @@ class Plane:
             epoch=self.epoch if epoch is None else epoch,
             step=step,
         )
+
+    def _view_pending(self, pending: Pending, as_: str) -> Any:
+        """A leased view of a version that only its writer may see."""
+        space, seq = self._space, self._space.leases.next_seq()
+        wanted = [(pending.name, f"v{pending.reserved.version}")]
+        leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
+        held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
+        return view_of(pending.draft.tensors[0], held.holder, held.base, as_)
 
     def _rows(self, prefix: str = "") -> list[Row]:
         return self._space.retry(lambda: self._space.registry.ls_all(prefix))

@@ -1,0 +1,248 @@
+"""Views in one process: every dtype and shape, leases that end with the last view, sealed reads, the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.real.tensors.crew import Crew, clean, wait_until
+
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.core.names import ITEM_BYTES
+from rota.tensors.plane import Plane
+
+torch = pytest.importorskip("torch")
+TORCH_DTYPES = [name for name in ITEM_BYTES if hasattr(torch, name)]
+
+
+def leases(plane: Plane) -> int:
+    plane._session.release_ended()
+    return plane.stats()["leases"]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_every_torch_dtype_comes_back_bit_for_bit(plane: Plane, dtype: str) -> None:
+    bits = torch.arange(6 * ITEM_BYTES[dtype], dtype=torch.uint8) % 2
+    tensor = bits.view(getattr(torch, dtype)).view(2, 3)
+    plane.put("x", tensor)
+    back = plane.get("x")
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(back.contiguous().view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 1, 3, 1)])
+def test_every_shape_comes_back_as_array_and_as_tensor(plane: Plane, shape: tuple[int, ...]) -> None:
+    array = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    plane.put("x", array)
+    assert plane.get("x", as_="numpy").shape == shape
+    assert np.array_equal(plane.get("x", as_="numpy"), array)
+    assert torch.equal(plane.get("x"), torch.from_numpy(array))
+
+
+def test_inputs_that_are_not_plain_are_copied_or_refused(plane: Plane) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    plane.put("t", base.t())
+    assert torch.equal(plane.get("t"), base.t())
+    plane.put("g", torch.nn.Parameter(base))
+    assert not plane.get("g").requires_grad
+    plane.put("conj", torch.tensor([1 + 2j]).conj())
+    assert plane.get("conj")[0] == 1 - 2j
+    for bad in (base.to_sparse(), np.array(["text"]), np.array([1], dtype=">i4")):
+        with pytest.raises(errors.UnsupportedTensor):
+            plane.put("bad", bad)
+    with pytest.raises(errors.UnsupportedTensor, match="numpy has no dtype bfloat16"):
+        plane.put("b", base.bfloat16())
+        plane.get("b", as_="numpy")
+    with pytest.raises(BadInput, match="JSON"):
+        plane.publish_group("m", {"x": base}, step=1, meta=object())
+
+
+def test_a_large_tensor_uses_a_file_of_its_own_and_its_block_again(plane: Plane) -> None:
+    big = np.arange(3_000_000, dtype=np.uint8)
+    for n in range(4):
+        plane.put("big", big + n)
+        assert np.array_equal(plane.get("big", as_="numpy"), big + n)
+    plane.release("big")
+    gc.collect()
+    wait_until(lambda: leases(plane) == 0)
+    assert len(list(plane._space.folder.glob("seg-*"))) <= 3
+
+
+@pytest.mark.parametrize("as_", ["torch", "numpy"])
+def test_a_lease_lives_exactly_as_long_as_the_last_view(plane: Plane, as_: str) -> None:
+    plane.put("w", np.arange(1000.0))
+    view = plane.get("w", as_=as_)
+    plane.release("w")
+    part = view[3:10].reshape(7, 1)
+    del view
+    plane.put("w", np.zeros(1000))
+    gc.collect()
+    assert leases(plane) == 1
+    for n in range(20):
+        plane.put("w", np.full(1000, n))
+    assert part[2, 0] == 5.0
+    del part
+    gc.collect()
+    assert leases(plane) == 0
+    assert clean(plane)["versions"] == {"ready": 1}
+
+
+def test_a_view_in_another_thread_and_after_close_stays_valid(plane: Plane, space_name: str, tensor_home: Path) -> None:
+    import rota.tensors
+
+    plane.put("w", np.arange(10))
+    other = rota.tensors.connect(home=tensor_home, namespace=space_name + "x")
+    other.put("w", np.arange(10))
+    kept: list[np.ndarray] = []
+    thread = threading.Thread(target=lambda: kept.append(other.get("w", as_="numpy")))
+    thread.start()
+    thread.join()
+    other.close()
+    with pytest.raises(errors.ClosedPlane):
+        other.get("w")
+    again = rota.tensors.connect(home=tensor_home, namespace=space_name + "x")
+    assert again is not other
+    for n in range(5):
+        again.put("w", np.full(10, n))
+    assert kept[0].tolist() == list(range(10))
+    assert again.stats()["leases"] == 1
+    kept.clear()
+    wait_until(lambda: again.stats()["clients"] == 1)  # the closed plane left with its last view
+    again.close()
+
+
+def test_an_unchanged_name_is_the_same_object_and_a_changed_one_is_not(plane: Plane) -> None:
+    plane.put("w", torch.zeros(3))
+    first = plane.get("w")
+    assert plane.get("w") is first
+    plane.put("w", torch.ones(3))
+    assert plane.get("w")[0] == 1
+    assert first[0] == 0
+    plane.delete("w")
+    with pytest.raises(errors.NotFound, match="no tensor is named 'w'"):
+        plane.get("w")
+    plane.put("w", torch.ones(3) * 2)  # at once usable again, while old readers keep their bytes
+    assert plane.get("w")[0] == 2
+    assert first[0] == 0
+
+
+def test_the_cache_lets_go_of_a_replaced_version(plane: Plane) -> None:
+    plane.put("w", torch.zeros(3))
+    plane.get("w")
+    plane.put("w", torch.ones(3))
+    wait_until(lambda: plane.stats()["versions"] == {"ready": 1})  # nobody asked for w again
+    wait_until(lambda: plane.stats()["leases"] == 0)
+
+
+def test_names_read_together_are_of_one_moment(plane: Plane) -> None:
+    for n in range(5):
+        plane.put(f"m/{n}", np.full(4, n))
+    first = plane.get_many(prefix="m/", as_="numpy")
+    assert [first[f"m/{n}"][0] for n in range(5)] == list(range(5))
+    second = plane.get_many([f"m/{n}" for n in range(5)], as_="numpy")
+    assert all(second[name] is first[name] for name in first)
+    with pytest.raises(errors.NotFound, match="m/9"):
+        plane.get_many(["m/1", "m/9"])
+    with pytest.raises(BadInput):
+        plane.get_many()
+
+
+def test_create_publishes_on_exit_and_gives_up_on_an_exception(plane: Plane) -> None:
+    with plane.create("c", (4,), torch.float32) as tensor:
+        torch.add(torch.ones(4), 1, out=tensor)
+        with pytest.raises(errors.NotFound):
+            plane.get("c")
+    assert plane.get("c").tolist() == [2, 2, 2, 2]
+    assert plane.find_version(tensor) == ("c", plane.info("c").version)
+    with pytest.raises(ZeroDivisionError), plane.create("c", (4,), torch.float32) as other:
+        other.fill_(9)
+        1 / 0  # noqa: B018
+    assert plane.get("c")[0] == 2
+    del other
+    gc.collect()
+    plane._session.release_ended()
+    assert plane.stats()["versions"] == {"ready": 1}
+
+
+def test_a_mutable_tensor_is_one_memory_for_all(plane: Plane, actors: Crew) -> None:
+    plane.put("table", np.zeros(4), mutable=True)
+    assert actors.run("plane.get('table', as_='numpy')[2] = 7") == 0
+    assert plane.get("table", as_="numpy").tolist() == [0, 0, 7, 0]
+
+
+def test_an_exact_version_and_a_reference_to_it_stay_readable(plane: Plane) -> None:
+    versions = [plane.put("w", np.full(2, n), retain=3).id for n in range(5)]
+    assert plane.get("w", version=versions[3], as_="numpy")[0] == 3
+    with pytest.raises(errors.VersionGone):
+        plane.get("w", version=versions[0])
+    ref = pickle.loads(pickle.dumps(plane.ref(plane.get("w", as_="numpy"))))
+    assert (ref.name, ref.version) == ("w", versions[4])
+    with pytest.raises(errors.NotFound, match="no view"):
+        plane.ref(np.zeros(3))
+
+
+def test_a_sealed_read_cannot_be_written(plane: Plane, actors: Crew) -> None:
+    plane.put("w", np.zeros(5000))
+    view = plane.get("w", sealed=True, as_="numpy")
+    assert not view.flags.writeable
+    code = """
+        import ctypes
+        v = plane.get('w', sealed=True, as_='numpy')
+        ctypes.memset(v.__array_interface__['data'][0], 1, 8)
+    """
+    assert actors.run(code) == -signal.SIGSEGV
+    assert plane.get("w", as_="numpy")[0] == 0
+
+
+def test_evictable_names_make_room_and_then_the_limit_is_an_error(plane: Plane) -> None:
+    plane.limit(12 << 20)
+    for n in range(8):
+        plane.put(f"kv/{n}", np.full(2 << 20, n, np.uint8), evictable=True)
+    assert 0 < len(plane.ls("kv/")) < 8
+    assert plane.get("kv/7", as_="numpy")[0] == 7
+    with pytest.raises(errors.QuotaExceeded, match="of at most 12582912 bytes"):
+        plane.put("big", np.zeros(20 << 20, np.uint8))
+    plane.limit(0)
+    plane.put("big", np.zeros(20 << 20, np.uint8))
+
+
+def test_a_full_file_system_is_a_clean_error(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    plane.put("w", np.zeros(10))
+    monkeypatch.setattr("rota.tensors.segments.os.posix_fallocate", full)
+    with pytest.raises(errors.OutOfMemory, match="no room for"):
+        plane.put("w", np.zeros(5 << 20, np.uint8))
+    monkeypatch.undo()
+    assert clean(plane)["versions"] == {"ready": 1}
+    plane.put("w", np.zeros(5 << 20, np.uint8))
+
+
+def test_the_asyncio_forms_do_the_same(plane: Plane) -> None:
+    async def both() -> float:
+        await plane.aput("w", np.ones(3))
+        await plane.apublish_group("g", {"x": np.ones(3)}, step=4)
+        assert (await plane.aget_group("g")).step == 4
+        return float((await plane.aget("w", as_="numpy"))[0])
+
+    assert asyncio.run(both()) == 1.0
+
+
+def test_a_process_that_shares_arrays_never_loads_torch(tensor_home: Path) -> None:
+    code = (
+        "import sys, numpy as np, rota.tensors as t\n"
+        f"with t.connect(home={str(tensor_home)!r}, namespace='light') as p:\n"
+        "    p.put('w', np.ones(3)); assert p.get('w', as_='numpy')[0] == 1; p.delete('w')\n"
+        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,117 @@
+"""What a name may be, how payloads are cut into blocks, and what a header says of its block."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.core import arena, names
+from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header
+
+
+@pytest.mark.parametrize("name", ["w", "w/layer0", "weights/j/e", "gewichte/größe", "w[shard=0-of-4]", "a" * 240])
+def test_good_names_pass(name: str) -> None:
+    assert names.check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/w", "w/", "a//b", "a" * 241, "ü" * 121, "a\nb", "a\x7f", "w[shard=4-of-4]", "w[shard=x]"]
+)
+def test_bad_names_are_refused_with_the_rule(name: str) -> None:
+    with pytest.raises(BadInput, match="tensor name"):
+        names.check_name(name)
+
+
+@pytest.mark.parametrize("namespace", ["", "A", "a b", "x" * 65, "a/b"])
+def test_bad_namespaces_are_refused(namespace: str) -> None:
+    with pytest.raises(BadInput, match="1 to 64 characters"):
+        names.check_namespace(namespace)
+
+
+def test_a_label_covers_itself_and_what_lies_below() -> None:
+    assert [names.label_covers("job", other) for other in ("job", "job/a/0", "job2", "jo", "")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+
+
+def test_a_shard_suffix_is_read() -> None:
+    assert names.shard_of("w[shard=3-of-8]") == (3, 8)
+    assert names.shard_of("w") is None
+
+
+def test_bytes_and_short_names_of_dtypes() -> None:
+    assert names.payload_bytes("bfloat16", (2, 3, 4)) == 48
+    assert names.payload_bytes("float8_e5m2", ()) == 1
+    assert names.payload_bytes("int64", (0, 5)) == 0
+    assert [names.short_dtype(d) for d in ("float32", "bfloat16", "uint8", "bool", "complex64")] == [
+        "f32", "bf16", "u8", "bool", "c64",
+    ]  # fmt: skip
+    with pytest.raises(BadInput, match="quint8"):
+        names.payload_bytes("quint8", (1,))
+
+
+def test_the_nearest_names_come_first() -> None:
+    assert names.nearest("w/layer1", ["w/layer0", "b/0", "w/layer10"])[:1] == ["w/layer10"]
+
+
+@given(st.integers(0, 1 << 34), st.integers(arena.HEADER_BYTES, 1 << 16))
+def test_every_payload_fits_its_block_aligned_and_without_much_waste(payload: int, front: int) -> None:
+    cls = arena.size_class(front, payload)
+    start = arena.payload_offset(front, payload)
+    assert start >= front
+    assert start + payload <= cls.block
+    assert start % (arena.ALIGN_BYTES if payload <= arena.SMALL_BYTES_MAX else arena.PAGE_BYTES) == 0
+    assert cls.block % arena.ALIGN_BYTES == 0
+    assert cls.file >= cls.block * cls.count
+    assert cls.file % arena.PAGE_BYTES == 0
+    share = 4 if payload <= arena.SMALL_BYTES_MAX else 16
+    assert cls.block <= (front + payload) * (1 + 1 / share) * (1 + 1 / 16) + 2 * arena.PAGE_BYTES
+
+
+@given(st.lists(st.integers(1, 1 << 30), min_size=2, max_size=50))
+def test_the_number_of_sizes_is_small(payloads: list[int]) -> None:
+    blocks = {arena.size_class(600, payload).block for payload in payloads}
+    octaves = max(payloads).bit_length() - min(payloads).bit_length() + 1
+    assert len(blocks) <= 17 * octaves
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=30))
+def test_packed_tensors_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
+    offsets, end = arena.pack(sizes)
+    spans = sorted((at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    assert all(offset % arena.ALIGN_BYTES == 0 for offset in offsets)
+    assert all(before[1] <= after[0] for before, after in pairwise(spans) if before[0] != before[1])
+    assert all(stop <= end for _, stop in spans)
+
+
+HEADER = Header(
+    state=PENDING, version=7, slot=3, epoch=2, step=-5, name="gewichte/größe", owner="C" * 20, offset=4096,
+    bytes=1 << 33, manifest_bytes=900, block=1 << 34, ctime_ns=1 << 60, part=1, world=4, group=True,
+)  # fmt: skip
+
+
+def test_a_header_comes_back_as_it_was_written() -> None:
+    ready = HEADER.with_state(READY, head=9, kept=(5, 6))
+    raw = HEADER.pack()[:STATE_AT] + ready.pack_state()
+    assert len(raw) == HEADER_BYTES
+    assert Header.unpack(raw, "f", settled=True) == ready
+
+
+@pytest.mark.parametrize(("at", "field"), [(0, "magic"), (20, "crc32"), (200, "crc32"), (STATE_AT + 5, "state")])
+def test_a_damaged_header_names_file_and_field(at: int, field: str) -> None:
+    raw = bytearray(HEADER.pack())
+    raw[at] ^= 0xFF
+    with pytest.raises(errors.Corrupt) as caught:
+        Header.unpack(bytes(raw), "seg-1", settled=True)
+    assert caught.value.fields == {"file": "seg-1", "field": field}
+
+
+def test_a_reader_does_not_mind_a_state_that_is_being_written() -> None:
+    raw = bytearray(HEADER.pack())
+    raw[STATE_AT + 5] ^= 0xFF
+    assert Header.unpack(bytes(raw), "f", settled=False).version == 7

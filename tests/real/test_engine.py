@@ -215,6 +215,9 @@ def test_where_rocksdb_is_refused_the_engine_runs_on_memory_and_says_so(engine_h
     storage.write_text("a file where the store wants a folder")
     state = start_engine(engine_home, SETTINGS, timeout_s=LIMIT_S)
     assert (state.storage, state.volatile) == ("memory", True)
+    assert state.gcs is not None and process.send_signal(state.gcs, signal.SIGKILL)
+    assert process.wait_gone((state.raylet,), LIMIT_S) == ()
+    assert find_engine(engine_home) is None
 
 
 def test_a_long_home_gets_a_short_private_folder_and_strangers_are_refused(engine_home: Path) -> None:

@@ -220,6 +220,27 @@ def test_starting_costs_little_more_than_a_bare_ray_actor(rig) -> None:
     assert ratio < 2.0
 
 
+def test_waiting_for_an_answer_costs_next_to_no_processor(rig) -> None:
+    async def body(launcher, job) -> None:
+        handle = await launcher.start(instance(rig, job), timeout_s=WAIT_S)
+        await launcher.call(handle, Call(method="greet", args=("you",)))
+        waiting = [
+            asyncio.ensure_future(launcher.call(handle, Call(method="block", args=(3.0,), timeout_s=20.0)))
+            for _ in range(20)
+        ]
+        own = process.own_id()
+        before = [process.usage_of(own), process.usage_of(identity(handle))]
+        since = time.monotonic()
+        await asyncio.gather(*waiting)
+        wall = time.monotonic() - since
+        after = [process.usage_of(own), process.usage_of(identity(handle))]
+        shares = [(late.cpu_s - early.cpu_s) / wall for early, late in zip(before, after, strict=True)]
+        print(f"20 open calls for {wall:.1f} s: {shares[0]:.1%} of a core at the caller, {shares[1]:.1%} at the callee")
+        assert max(shares) < 0.05
+
+    run(rig, body)
+
+
 def engine_of(handle: Handle) -> str:
     """The node of the engine that runs a process: every process of it inherits the mark."""
     entries = Path(f"/proc/{handle.pid}/environ").read_bytes().decode().split("\0")

@@ -41,7 +41,6 @@ HOST_LABEL = "rota-host"
 SOCKET_PATH_MAX = 107
 _SOCKET_TAIL = len("/r/s/sockets/plasma_store_00")
 _PORTS = range(20_000, 32_000)
-_ROCKSDB_START_S = 15.0
 _GCS_DEATHS_MAX = 5
 _GCS_DEATHS_S = 60.0
 _STOP_S = 10.0
@@ -198,10 +197,11 @@ def find_engine(home: Path) -> EngineState | None:
     return states[0] if states and states[0].gcs is not None and process.is_alive(states[0].raylet) else None
 
 
-def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -> EngineState:
+def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.0) -> EngineState:
     """The engine of this home: the living one, watched again if its watcher died, or a new one.
 
-    Raises EngineUnavailable when it does not come up; the message names the log.
+    Each storage has ``timeout_s``: memory is tried only when RocksDB failed, not because the machine is slow.
+    Raises EngineUnavailable when the engine does not come up; the hint names the log.
     """
     files = EngineFiles(home)
     with _start_lock(files):
@@ -216,10 +216,9 @@ def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 60.
         order: tuple[Storage, ...] = ("rocksdb", "memory") if settings.storage == "rocksdb" else ("memory",)
         reasons = list[str]()
         for storage in order:
-            limit_s = min(timeout_s, _ROCKSDB_START_S) if storage != order[-1] else timeout_s
             config = {"head": True, "address": f"127.0.0.1:{free_port()}", "folder": str(folder)}
             try:
-                return _start_node(files, replace(settings, storage=storage), engine, config, limit_s)
+                return _start_node(files, replace(settings, storage=storage), engine, config, timeout_s)
             except EngineUnavailable as failure:
                 reasons.append(f"{storage}: {failure}")
                 _set_aside(files.storage)
@@ -404,6 +403,8 @@ class Watcher:
             return False
         if self._state.gcs is None or process.is_alive(self._state.gcs):
             return True
+        if self._state.volatile:  # a GCS that forgot everything is of no use to what still runs
+            return False
         now = time.monotonic()
         self._gcs_deaths = [at for at in self._gcs_deaths if now - at < _GCS_DEATHS_S] + [now]
         if len(self._gcs_deaths) > _GCS_DEATHS_MAX:

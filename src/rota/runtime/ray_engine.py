@@ -20,7 +20,7 @@ from rota.runtime import process
 from rota.runtime.engine import HOST_LABEL, EngineState, write_state
 from rota.spec.errors import EngineUnavailable
 
-_GCS_READY_S = 12.0
+_GCS_READY_S = 45.0
 _MEMORY_BYTES = 1 << 44
 
 

@@ -95,9 +95,8 @@ class Role:
             raise AttributeError(op)
         found = self.spec.interface
         if found is not None and found.op(op) is None:
-            raise AttributeError(
-                f"{self.spec.name} has no operation {op!r}; it has {[each.name for each in found.ops]}"
-            )
+            names = ", ".join(each.name for each in found.ops)
+            raise AttributeError(f"{self.spec.name} has no operation {op!r}; it has {names}")
         return Port(self.spec.name, op)
 
 

@@ -59,10 +59,14 @@ def _start(ctx: JobContext) -> JobContext:
 
 
 def _run(ctx: JobContext) -> JobContext:
-    """Finite instances run when everybody is ready, those apart that start only after them."""
-    if ctx.open_failover is not None or ctx.losses:
-        return ctx
+    """Finite instances run when everybody is ready, those apart that start only after them.
+
+    During a recovery only such run as others wait for; the rest runs again once its end is recorded.
+    """
+    failover = ctx.failover
     waits = {one.id.role for one in ctx.instances.values() if not one.settled}
+    if ctx.losses or (failover is not None and not (waits and failover.rolled_back)):
+        return ctx
 
     def may_run(one: Instance) -> bool:
         role = one.id.role

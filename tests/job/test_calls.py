@@ -1,0 +1,283 @@
+"""Calls by retry class when callees die, refuse and raise; over a launcher of functions in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.makers import JOB, at, loop, service, spec
+
+from rota.job.calls import Courier, Reply, Request
+from rota.job.peers import Peer, PeerTable
+from rota.runtime.clock import SystemClock
+from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone
+from rota.spec.dispatch import Concat, Each, First, Mean, OpSpec, Same, Shard, rule_to_text
+from rota.spec.errors import CallFailed, CallLost, RoleDown, TimedOut
+from rota.spec.ids import Epoch, NodeId
+from rota.spec.job import RoleSpec, WeightsEdge
+
+Answer = Callable[[str, Request], Awaitable[Reply]]
+
+
+class Launcher:
+    """Answers each call by a function of the instance and the request; a dead one raises ProcessGone."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, Request]] = []
+
+    async def call(self, to: Handle, call: Call) -> Any:
+        request: Request = call.args[0]
+        self.calls.append((str(to.instance), request))
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                return await self.answer(str(to.instance), request)
+        except TimeoutError:
+            raise CallTimeout("no answer") from None
+
+
+def table(n: int, *, version: int = 1, epochs: dict[int, int] | None = None, down: tuple[int, ...] = ()) -> PeerTable:
+    peers = tuple(
+        Peer(
+            role=at("w/0").role,
+            rank=rank,
+            epoch=Epoch((epochs or {}).get(rank, 1)),
+            started_epoch=Epoch(1),
+            node=NodeId("n"),
+            pid=rank + 1,
+            ready=rank not in down,
+            cause="SIGNALLED: ended by SIGKILL" if rank in down else "",
+        )
+        for rank in range(n)
+    )
+    return PeerTable(version=version, peers=peers)
+
+
+def op(send: Any, recv: Any = None, **fields: Any) -> OpSpec:
+    texts = {"send": rule_to_text(send)} | ({"recv": rule_to_text(recv)} if recv is not None else {})
+    return OpSpec(name="work", **texts, **fields)
+
+
+def courier(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> tuple[Courier, Launcher]:
+    launcher = Launcher(answer)
+    job = spec(role, loop(), **fields)
+    made = Courier(job=JOB, spec=job, launcher=launcher, clock=SystemClock(), caller=at("loop/0"))  # type: ignore[arg-type]
+    made.update(given)
+    return made, launcher
+
+
+async def echo(instance: str, request: Request) -> Reply:
+    return Reply(kind="ok", value=request.args[0])
+
+
+def test_a_sharded_call_goes_to_every_member_and_comes_back_joined() -> None:
+    async def main() -> None:
+        role = service("w", 2, mesh=(("dp", 2),))
+        made, launcher = courier(role, echo, table(2))
+        batch = {"x": np.arange(5)}
+        out = await made.call(role, op(Shard("dp", "repeat"), Concat("dp")), (batch,), {})
+        assert np.array_equal(out["x"], batch["x"])
+        assert sorted(instance for instance, _ in launcher.calls) == ["w/0", "w/1"]
+
+    asyncio.run(main())
+
+
+def test_each_spreads_items_over_the_least_loaded_and_keeps_their_order() -> None:
+    async def main() -> None:
+        running: Counter[str] = Counter()
+        most: Counter[str] = Counter()
+
+        async def slow(instance: str, request: Request) -> Reply:
+            running[instance] += 1
+            most[instance] = max(most[instance], running[instance])
+            await asyncio.sleep(0.03 if instance == "w/0" else 0.001)
+            running[instance] -= 1
+            return Reply(kind="ok", value=request.args[0] * 10)
+
+        role = service("w", 2)
+        made, launcher = courier(role, slow, table(2))
+        assert await made.each(role, op(Each, Concat()), list(range(40)), (), {}) == [i * 10 for i in range(40)]
+        per = Counter(instance for instance, _ in launcher.calls)
+        assert per["w/1"] > 2 * per["w/0"], "the fast one does more"
+        assert max(most.values()) == 2
+
+    asyncio.run(main())
+
+
+def test_an_item_of_a_dead_instance_goes_to_another_one() -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Reply:
+            if instance == "w/0":
+                raise ProcessGone("w/0 is gone")
+            return Reply(kind="ok", value=(instance, request.args[0]))
+
+        role = service("w", 2)
+        made, launcher = courier(role, answer, table(2))
+        assert await made.each(role, op(Each, Concat()), [1, 2, 3], (), {}) == [("w/1", i) for i in (1, 2, 3)]
+        ids = [request.call_id for _, request in launcher.calls]
+        assert len(set(ids)) == 3, "the item keeps its call id when it is sent again"
+
+    asyncio.run(main())
+
+
+def test_a_safe_call_to_a_dead_member_waits_for_its_new_epoch() -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Reply:
+            if request.epoch == 1:
+                raise ProcessGone("gone")
+            return Reply(kind="ok", value=request.epoch)
+
+        role = service("w", 1)
+        made, launcher = courier(role, answer, table(1))
+        call = asyncio.create_task(made.call(role, op(Same), ("x",), {}))
+        while not launcher.calls:
+            await asyncio.sleep(0)
+        made.update(table(1, version=2, down=(0,)))
+        made.update(table(1, version=3, epochs={0: 2}))
+        assert await call == 2
+        assert len(launcher.calls) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("retry", "reply", "error"),
+    [
+        ("never", None, CallLost),
+        ("never", Reply(kind="failed", text="ValueError: x", traceback="tb"), CallFailed),
+        ("commit", None, CallLost),
+        ("commit", Reply(kind="failed", text="ValueError: x", traceback="tb"), CallLost),
+    ],
+)
+def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Reply | None, error: type[Exception]) -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Reply:
+            if reply is None:
+                raise ProcessGone("gone")
+            return reply
+
+        role = service("w", 1)
+        made, launcher = courier(role, answer, table(1))
+        with pytest.raises(error) as found:
+            await made.call(role, op(Same, retry=retry, deadline_s=0.1), ("x",), {})
+        assert found.value.fields["op"] == "work"  # type: ignore[attr-defined]
+        made.update(table(1, version=2, epochs={0: 2}))
+        await asyncio.sleep(0)
+        assert len(launcher.calls) == 1
+
+    asyncio.run(main())
+
+
+def test_a_refused_commit_call_ran_nowhere_and_is_sent_again() -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Reply:
+            return Reply(kind="stale") if request.epoch == 1 else Reply(kind="ok", value="done")
+
+        role = service("w", 1)
+        made, launcher = courier(role, answer, table(1))
+        call = asyncio.create_task(made.call(role, op(Same, retry="commit"), ("x",), {}))
+        while not launcher.calls:
+            await asyncio.sleep(0)
+        made.update(table(1, version=2, epochs={0: 2}))
+        assert await call == "done"
+
+    asyncio.run(main())
+
+
+def test_a_call_to_a_dead_role_raises_at_its_deadline_with_the_cause() -> None:
+    async def main() -> None:
+        role = service("w", 1)
+        made, launcher = courier(role, echo, table(1, down=(0,)))
+        with pytest.raises(RoleDown) as found:
+            await made.call(role, op(Same, deadline_s=0.05), ("x",), {})
+        assert found.value.fields["role"] == "w"
+        assert found.value.fields["cause"] == "SIGNALLED: ended by SIGKILL"
+        assert found.value.fields["since_s"] >= 0.05
+        assert launcher.calls == []
+
+    asyncio.run(main())
+
+
+def test_a_call_that_gets_no_answer_raises_at_its_deadline() -> None:
+    async def main() -> None:
+        async def never(instance: str, request: Request) -> Reply:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        role = service("w", 1)
+        made, _ = courier(role, never, table(1))
+        with pytest.raises(TimedOut, match=r"within its deadline of 0\.05 s"):
+            await made.call(role, op(Same, deadline_s=0.05), ("x",), {})
+
+    asyncio.run(main())
+
+
+def test_first_takes_the_first_answer_and_cancels_the_others() -> None:
+    async def main() -> None:
+        cancelled: list[str] = []
+
+        async def answer(instance: str, request: Request) -> Reply:
+            if instance == "w/1":
+                return Reply(kind="ok", value=instance)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(instance)
+                raise
+            raise AssertionError
+
+        role = service("w", 2)
+        made, _ = courier(role, answer, table(2))
+        assert await made.call(role, op(Same, First), ("x",), {}) == "w/1"
+        assert cancelled == ["w/0"]
+
+    asyncio.run(main())
+
+
+def test_one_member_that_raises_cancels_the_calls_to_the_others() -> None:
+    async def main() -> None:
+        cancelled = asyncio.Event()
+
+        async def answer(instance: str, request: Request) -> Reply:
+            if instance == "w/0":
+                return Reply(kind="failed", text="ValueError: x", traceback="tb")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+            raise AssertionError
+
+        role = service("w", 2, mesh=(("dp", 2),))
+        made, _ = courier(role, answer, table(2))
+        with pytest.raises(CallFailed):
+            await made.call(role, op(Shard("dp"), Mean, retry="never"), ([1, 2],), {})
+        assert cancelled.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_call_names_the_weights_that_the_callee_must_have() -> None:
+    async def main() -> None:
+        role = service("w", 1)
+        edge = WeightsEdge(source=at("a/0").role, target=at("w/0").role)
+        given = replace(table(1), weights={"a-w": (4, 7), "other": (1, 1)})
+        made, launcher = courier(role, echo, given, weights=(edge,))
+        await made.call(role, op(Same), ("x",), {})
+        assert launcher.calls[0][1].weights == {"a-w": (4, 7)}
+
+    asyncio.run(main())
+
+
+def test_an_older_table_changes_nothing() -> None:
+    async def main() -> None:
+        role = service("w", 1)
+        made, _ = courier(role, echo, table(1, version=5))
+        made.update(table(1, version=4, down=(0,)))
+        assert await made.call(role, op(Same), ("x",), {}) == "x"
+
+    asyncio.run(main())

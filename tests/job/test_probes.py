@@ -1,0 +1,101 @@
+"""Silence and progress, on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.makers import JOB, at, service, spec
+from tests.makers import fail as contract
+
+from rota.job.core.context import Instance, JobContext, Process
+from rota.job.core.graph import expand
+from rota.job.probes import Beat, BeatAnswer, Failure, Pulse, Watch
+from rota.runtime.clock import VirtualClock
+from rota.spec.events import InstanceLost, ProgressStalled
+from rota.spec.ids import Epoch
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState
+
+EMPTY = Beat(role=at("a/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7)
+
+
+def ready(progress_s: float = 30.0) -> JobContext:
+    job = spec(service("a", 1, fail=contract(progress_s=progress_s)))
+    one = Instance(id=at("a/0"), state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7))
+    return replace(JobContext(job=JOB), spec=job, graph=expand(job), instances={one.id: one})
+
+
+def test_a_beat_and_its_answer_survive_their_json() -> None:
+    failure = Failure(epoch=Epoch(2), reason=Reason.USER_ERROR, text="x", traceback="t")
+    beat = replace(EMPTY, busy=("update",), failure=failure)
+    assert Beat.from_json(beat.to_json()) == beat
+    answer = BeatAnswer(master_epoch=Epoch(3))
+    assert BeatAnswer.from_json(answer.to_json()) == answer
+    lost = beat.lost()
+    assert lost is not None and (lost.epoch, lost.alive, lost.reason) == (2, True, Reason.USER_ERROR)
+
+
+def test_nothing_running_is_not_idle() -> None:
+    clock = VirtualClock()
+    pulse = Pulse(clock)
+    clock.advance(1000)
+    assert pulse.read(EMPTY).idle_s == 0
+
+
+def test_idle_counts_from_the_last_mark_of_what_runs_and_not_through_quiet_spans() -> None:
+    clock = VirtualClock()
+    pulse = Pulse(clock)
+    clock.advance(50)
+    with pulse.running("update"):
+        clock.advance(10)
+        assert pulse.read(EMPTY).idle_s == 10
+        pulse.mark(5, "steps")
+        clock.advance(2)
+        found = pulse.read(EMPTY)
+        assert (found.idle_s, found.progress_n, found.progress_unit, found.busy) == (2, 5, "steps", ("update",))
+        with pulse.quiet("checkpoint", max_s=20):
+            clock.advance(15)
+            assert (pulse.read(EMPTY).idle_s, pulse.read(EMPTY).quiet) == (0, "checkpoint")
+            clock.advance(6)
+            assert pulse.read(EMPTY).idle_s == 23, "a silence longer than declared is none"
+        assert pulse.read(EMPTY).idle_s == 0
+    assert pulse.read(EMPTY).busy == ()
+
+
+def test_an_instance_is_given_up_after_80_s_without_a_beat_once_an_epoch() -> None:
+    clock, ctx = VirtualClock(), ready()
+    watch = Watch(clock)
+    assert watch.overdue(ctx) == []
+    clock.advance(79)
+    assert watch.overdue(ctx) == []
+    clock.advance(2)
+    (event,) = watch.overdue(ctx)
+    assert isinstance(event, InstanceLost) and event.reason is Reason.HANG and not event.alive
+    assert watch.overdue(ctx) == []
+
+
+def test_a_new_master_gives_every_instance_the_whole_limit_again() -> None:
+    clock, ctx = VirtualClock(start_s=5000.0), ready()
+    watch = Watch(clock)
+    watch.overdue(ctx)
+    clock.advance(60)
+    watch.heard(EMPTY)
+    clock.advance(60)
+    assert watch.overdue(ctx) == []
+
+
+def test_no_progress_is_told_after_the_limit_of_the_role() -> None:
+    clock, ctx = VirtualClock(), ready(progress_s=30)
+    watch = Watch(clock)
+    watch.heard(replace(EMPTY, idle_s=29, busy=("update",)))
+    assert watch.overdue(ctx) == []
+    watch.heard(replace(EMPTY, idle_s=31, busy=("update",)))
+    (event,) = watch.overdue(ctx)
+    assert isinstance(event, ProgressStalled) and event.idle_s == 31
+
+
+def test_silence_of_an_older_epoch_accuses_nobody() -> None:
+    clock, ctx = VirtualClock(), ready()
+    watch = Watch(clock)
+    watch.heard(replace(EMPTY, epoch=Epoch(0), idle_s=500, busy=("update",)))
+    assert watch.overdue(ctx) == []

@@ -1,0 +1,75 @@
+"""How a command is read, and which error of its ranks is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rota.job.bootstrap import write_error
+from rota.job.spmd import first_error, parse_command
+from rota.spec.errors import BadInput
+from rota.spec.ids import RoleName
+from rota.spec.job import RoleSpec
+
+BOOT = (sys.executable, "-m", "rota.job.bootstrap")
+
+
+def role(run: str | tuple[str, ...], **fields: object) -> RoleSpec:
+    shell = isinstance(run, str)
+    return RoleSpec(name=RoleName("main"), run=(run,) if isinstance(run, str) else run, shell=shell, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "argv", "local"),
+    [
+        ("torchrun --nproc-per-node 2 t.py --lr 1e-3", (*BOOT, "t.py", "--lr", "1e-3"), 2),
+        ("torchrun --nproc_per_node=4 --standalone t.py", (*BOOT, "t.py"), 4),
+        ("torchrun --nnodes 1 --rdzv-backend c10d -m pkg.train -x", (sys.executable, "-m", "pkg.train", "-x"), 1),
+        ("torchrun --no-python ./run --a", ("./run", "--a"), 1),
+        ("torchrun t.py --name 'a b'", (*BOOT, "t.py", "--name", "a b"), 1),
+        ("python train.py --x 1", (*BOOT, "train.py", "--x", "1"), 1),
+        ("python -m pkg.train", (sys.executable, "-m", "pkg.train"), 1),
+        ("python train.py > out.txt", ("/bin/sh", "-c", "python train.py > out.txt"), 1),
+        ("exit 3", ("/bin/sh", "-c", "exit 3"), 1),
+    ],
+)
+def test_a_line_becomes_the_command_of_each_rank(text: str, argv: tuple[str, ...], local: int) -> None:
+    found = parse_command(role(text))
+    assert (found.argv, found.local) == (argv, local)
+
+
+def test_a_list_is_taken_as_it_is_and_needs_no_shell() -> None:
+    assert parse_command(role(("echo", "a b"))).argv == ("echo", "a b")
+
+
+def test_the_bare_command_is_run_when_the_bootstrap_is_switched_off() -> None:
+    assert parse_command(role("python t.py", env=(("ROTA_BOOTSTRAP", "0"),))).argv == (sys.executable, "t.py")
+
+
+def test_several_instances_ask_for_a_store_and_a_single_plain_command_does_not() -> None:
+    assert parse_command(role("python t.py", replicas_min=2, replicas_max=2)).store
+    assert parse_command(role("torchrun t.py")).store
+    assert not parse_command(role("python t.py")).store
+
+
+@pytest.mark.parametrize("options", ["--nproc-per-node two t.py", "--nproc-per-node 2", "--nnodes"])
+def test_a_torchrun_line_that_cannot_be_read_is_refused(options: str) -> None:
+    with pytest.raises(BadInput, match="role 'main'"):
+        parse_command(role(f"torchrun {options}"))
+
+
+def test_the_error_written_first_is_told_and_not_its_consequences(tmp_path: Path) -> None:
+    try:
+        raise ValueError("the cause")
+    except ValueError as error:
+        write_error(tmp_path / "error-1.json", error)
+    late = {"message": {"message": "RuntimeError: connection closed", "extraInfo": {"timestamp": "9999999999"}}}
+    (tmp_path / "error-0.json").write_text(json.dumps(late))
+    (tmp_path / "error-2.json").write_text("{")
+    found = first_error(tmp_path)
+    assert found is not None
+    assert found[0] == "rank 1: ValueError: the cause"
+    assert "test_spmd.py" in found[1]

@@ -177,9 +177,7 @@ def call(words: Sequence[str]) -> int:
         terminal.error(BadInput(f"unknown verb {given[0]!r}", hint=hint))
         return BadInput.exit
     try:
-        done = make_app(given[0] if given else "")(
-            given, exit_on_error=False, print_error=False, result_action="return_value"
-        )
+        done = make_app(_chosen(given))(given, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as exc:
         terminal.error(BadInput(_plain(exc), hint=_hint(words)))
         return BadInput.exit

@@ -1,0 +1,406 @@
+"""The command line: exit statuses, mistakes in one line, exactly one JSON document, tables for people."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standing import HELLO, Standing, listening, with_service
+
+from rota.service import cli
+from rota.spec.events import InstanceLost, InstanceStarted, JobEnded
+from rota.spec.ids import Epoch, NodeId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+GOLDEN = Path(__file__).with_name("golden_kinds.json")
+NO_SERVICE = "http://127.0.0.1:9"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: exit status, stdout, stderr."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+def rota(*words: str) -> Done:
+    """One command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = cli.call(list(words))
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ROTA_SERVER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+Test = Callable[[Standing, Callable[..., Any]], Any]
+
+
+def with_cli(home: Path, test: Test) -> None:
+    """Run a test with ``ask(*words)``: a command against a service that listens on a port."""
+
+    async def opened(service: Standing) -> None:
+        async with listening(service) as http:
+            server = ["--server", str(http.base_url).rstrip("/"), "--token", http.headers["authorization"].split()[1]]
+            await test(service, lambda *words: asyncio.to_thread(rota, *server, *words))
+
+    with_service(home, opened)
+
+
+async def reached(service: Standing, job: str, state: JobState) -> None:
+    async with asyncio.timeout(20):
+        while (await service.get(f"/jobs/{job}"))["state"] != state:
+            await asyncio.sleep(0.02)
+
+
+# -- without a service ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["sumbit"], 2, "unknown verb 'sumbit'\n      did you mean 'run'?"),
+        (["exlpain", "x"], 2, "unknown verb 'exlpain'\n      did you mean 'explain'?"),
+        (["ps", "--al"], 2, "Unknown option: --al. Did you mean --all?"),
+        (["sim", "rn"], 2, 'Unknown command "rn". Did you mean "run"?'),
+        (["ps", "-o", "yaml"], 2, "-o yaml: not a form"),
+        (["ps", "--since", "7"], 2, "'7' is not a duration with a unit; write 7s or 7m"),
+        (["ps", "--sort", "x"], 2, "--sort x: unknown"),
+        (["show"], 2, "requires an argument"),
+        (["run"], 2, "what shall run?\n      rota run job.yaml, or rota run -- python train.py"),
+        (["run", "none.yaml"], 2, "none.yaml: no such file"),
+        (["run", "train.py"], 2, "train.py is not a job file\n      rota run -- python train.py"),
+        (["run", "."], 2, ". is a folder"),
+        (["run", "j.yaml", "--", "x"], 2, "give a job file or a command after '--', not both"),
+        (["run", "-e", "novalue", "--", "x"], 2, "-e novalue: not K=V"),
+        (["stop"], 2, "which job?"),
+        (["set", "j", "priority=high"], 2, "priority=high: a whole number from -1 to 100"),
+        (["nodes", "remove", "n1"], 2, "rota nodes remove n1: not understood"),
+        (["init", "pppo"], 2, "no template 'pppo'\n      did you mean 'ppo'?"),
+        (["completion", "show", "csh"], 2, "no completion for the shell 'csh'"),
+        (["up", "--pretend", "3x4"], 2, "pretend: '3x4' is not RACKSxNODESxDEVICES"),
+        (["sim", "run", "--trace", "x.csv", "--vcs", "y.csv"], 2, "y.csv: cannot be read"),
+        (["sim", "cases", "x.json"], 2, "x.json: cannot be read"),
+        (["tensors", "fsck"], 2, "no tensor registry runs here"),
+        (["--server", NO_SERVICE, "ps"], 3, f"no Rota service answers at {NO_SERVICE} (connection refused)\n      start"),
+        (["--server", NO_SERVICE, "run", "--", "true"], 3, f"no Rota service answers at {NO_SERVICE}"),
+        (["status"], 3, "no Rota service runs for"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_the_next_step(words: list[str], status: int, said: str) -> None:
+    done = rota(*words)
+    assert (done.status, "Traceback" in done.err) == (status, False)
+    assert said in done.err
+
+
+@pytest.mark.parametrize(
+    "words", [["--json", "sumbit"], ["ps", "--json", "--server", NO_SERVICE], ["ps", "-o", "json", "--x"]]
+)
+def test_a_mistake_with_json_is_one_document_too(words: list[str]) -> None:
+    done = rota(*words)
+    assert done.document["kind"] == "Error"
+    assert done.document["exit"] == done.status
+    assert done.document["hint"]
+
+
+def test_every_mistake_of_a_job_file_has_its_place_and_a_caret(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: t\nroles:\n  a: {runn: hi, replicas: -1}\nretyr: 1\n")
+    done = rota("run", "job.yaml", "--check")
+    assert done.status == 2
+    assert done.err.splitlines() == [
+        "job.yaml:3:7: roles.a.runn: unknown field; did you mean 'run'?",
+        "      a: {runn: hi, replicas: -1}",
+        "          ^",
+        "job.yaml:3:27: roles.a.replicas: expected a whole number from 1 to 100000, got '-1'",
+        "      a: {runn: hi, replicas: -1}",
+        "                              ^",
+        "job.yaml:4:1: retyr: unknown field; did you mean 'retry'?",
+        "    retyr: 1",
+        "    ^",
+    ]
+    errors = rota("run", "job.yaml", "--check", "--json").document["errors"]
+    assert [(error["line"], error["col"], error["code"]) for error in errors] == [
+        (3, 7, "UNKNOWN_FIELD"),
+        (3, 27, "OUT_OF_RANGE"),
+        (4, 1, "UNKNOWN_FIELD"),
+    ]
+
+
+def test_check_and_short_flags_read_the_file_as_changed(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+    done = rota("run", "job.yaml", "--check", "-n", "other", "--set", "roles.main.replicas=3", "-e", "A=1", "--json")
+    assert (done.status, done.document["name"], done.document["instances"]) == (0, "other", 3)
+
+
+def test_dry_run_without_a_service_plans_on_this_machine_or_a_pretend_one(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+    done = rota("run", "job.yaml", "--dry-run", "--pretend", "1x2x4", "--json")
+    report = done.document
+    assert (done.status, report["kind"], report["starts_now"]) == (0, "PlanReport", True)
+    assert report["placement"]["gangs"][0]["bundles"][0]["devices"] == [0, 1]
+    assert report["roles"][0]["blast_radius"]["text"].startswith("losing main/0 restarts main/0")
+    refused = rota("run", "job.yaml", "--dry-run", "--pretend", "1x2x1")
+    assert refused.status == 4
+    assert "would fit with gpus 1 instead of 2" in refused.err
+
+
+def test_graph_of_a_file_needs_no_service(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+    assert rota("graph", "job.yaml", "--json").document["roles"][0]["name"] == "main"
+    assert '"main" [label="main x1"];' in rota("graph", "job.yaml", "--format", "dot").out
+
+
+def test_templates_are_valid_jobs_and_are_not_written_over(tmp_path: Path) -> None:
+    names = [item["name"] for item in rota("init", "--list", "--json").document["items"]]
+    assert names == ["ddp", "multimodal", "online", "ppo", "sft", "torchrun"]
+    for name in names:
+        made = rota("init", name, "--json")
+        assert made.status == 0
+        assert all(Path(item).is_file() for item in made.document["items"])
+        assert rota("run", f"{name}/job.yaml", "--check").status == 0
+        script = next(Path(item) for item in made.document["items"] if item.endswith(".py"))
+        compile(script.read_text(), str(script), "exec")
+    (tmp_path / "ddp" / "train.py").write_text("mine")
+    assert rota("init", "ddp").status == 2
+    assert (tmp_path / "ddp" / "train.py").read_text() == "mine"
+    assert rota("init", "ddp", "--force").status == 0
+
+
+def test_doctor_finds_open_modes_and_mends_them(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir(mode=0o755)
+    (home / "token").write_text("rota_x")
+    (home / "token").chmod(0o644)
+    done = rota("doctor", "--json")
+    marks = {item["name"]: item["mark"] for item in done.document["items"]}
+    assert (done.status, marks["token"], marks["home"], marks["python"]) == (1, "fail", "warn", "ok")
+    mended = rota("doctor", "--fix", "--json")
+    assert mended.status == 0
+    assert len(mended.document["fixed"]) == 2
+    assert (home / "token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_goes_in_and_out_and_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    path = Path(rota("completion", "install", shell, "--json").document["file"])
+    assert "rota completion words" in path.read_text()
+    rota("completion", "uninstall", shell)
+    assert not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("alias x=y")
+    rota("completion", "install", shell)
+    rota("completion", "install", shell)
+    assert path.read_text().count("rota completion words") == 1
+    rota("completion", "uninstall", shell)
+    assert path.read_text().rstrip("\n") == "alias x=y"
+
+
+def test_completion_offers_verbs_flags_and_templates() -> None:
+    assert rota("completion", "words", "--", "ex").out.split() == ["explain"]
+    assert "--since" in rota("completion", "words", "--", "ps", "--").out.split()
+    assert rota("completion", "words", "--", "plan", "s").out.split() == ["search", "show"]
+    assert "ppo" in rota("completion", "words", "--", "init", "").out.split()
+
+
+@pytest.mark.parametrize("verb", list(cli.VERBS))
+def test_every_help_page_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call([*verb.split(), "--help"]) == 0
+    page = capsys.readouterr().out
+    assert "Examples:" in page
+    assert f"rota {verb}" in page.partition("Examples:")[2]
+
+
+# -- with a service ---------------------------------------------------------------------------------------------------
+
+
+def test_a_job_from_run_to_its_failure_as_people_and_programs_see_it(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        done = await ask("run", "job.yaml")
+        assert (done.status, done.out) == (0, "hello-1\n")
+        assert "hello-1 submitted" in done.err
+        assert [job["id"] for job in (await ask("ps", "--json")).document["items"]] == ["hello-1"]
+        assert "hello-1" in (await ask("ps")).out
+        await reached(service, "hello-1", JobState.ADMITTED)
+        assert "placed on  r0n0" in (await ask("explain", "hello")).out
+        role, epoch = RoleName("main"), Epoch(1)
+        lost = InstanceLost(role=role, rank=0, epoch=epoch, reason=Reason.USER_ERROR, text="boom", traceback="Tb: boom")
+        ended = JobEnded(
+            state=JobState.FAILED, reason=Reason.USER_ERROR, text="boom", role=role, rank=0, traceback="Tb: boom"
+        )
+        started = InstanceStarted(role=role, rank=0, epoch=epoch, node=NodeId("r0n0"), pid=1)
+        await service.seen(service.as_master("hello-1", started, lost, ended))
+        shown = await ask("show", "hello-1")
+        assert "FAILED" in shown.out and "Tb: boom" in shown.out
+        assert "USER_ERROR: boom" in (await ask("failures", "hello-1")).out
+        assert (await ask("ps")).out.startswith("no jobs")
+        assert "hello-1" in (await ask("ps", "-a")).out
+        assert (await ask("stop", "hello-1")).status == 2
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_waiting_gives_up_with_5_and_a_failed_job_with_1(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        done = await ask("run", "-w", "--timeout", "300ms", "-n", "slow", "--", "sleep", "9")
+        assert (done.status, "it goes on" in done.err) == (5, True)
+        waiting = asyncio.create_task(ask("run", "-w", "-n", "bad", "--", "false"))
+        await reached_when_there(service, "bad-1")
+        failed = JobEnded(
+            state=JobState.FAILED, reason=Reason.EXIT_NONZERO, text="exit 1", role=RoleName("main"), rank=0
+        )
+        service.as_master("bad-1", failed)
+        done = await asyncio.wait_for(waiting, 20)
+        assert done.status == 1
+        assert "bad-1 FAILED" in done.err and "first failure: main/0 EXIT_NONZERO: exit 1" in done.err
+
+    with_cli(tmp_path / "service", test)
+
+
+async def reached_when_there(service: Standing, job: str) -> None:
+    async with asyncio.timeout(20):
+        while not any(row["id"] == job for row in (await service.get("/jobs", all=True))["items"]):
+            await asyncio.sleep(0.02)
+    await reached(service, job, JobState.ADMITTED)
+
+
+def test_too_large_a_request_names_the_nearest_one_and_exits_with_4(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        done = await ask("run", "job.yaml", "--gpus", "999")
+        assert done.status == 4
+        assert "gpus 4 instead of 999" in done.err
+        assert (await ask("ps", "-a", "--json")).document["items"] == []
+        wrong = await ask("run", "job.yaml", "-q", "nowhere", "--json")
+        assert (wrong.status, wrong.document["code"]) == (2, "UNKNOWN_QUEUE")
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
+    (tmp_path / "queues.yaml").write_text(
+        "- {path: default}\n- {path: prod, guaranteed: {gpus: 2}, limit: {gpus: 3}}\n"
+    )
+    (tmp_path / "bad.yaml").write_text("queues:\n- {pth: a}\n")
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        assert (await ask("queues", "apply", "queues.yaml", "--dry-run", "--json")).document["added"] == ["prod"]
+        assert [one["path"] for one in (await ask("queues", "--json")).document["items"]] == ["default"]
+        assert (await ask("queues", "apply", "queues.yaml")).status == 0
+        assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
+        bad = await ask("queues", "apply", "bad.yaml")
+        assert (bad.status, "bad.yaml:2:4: [0].pth: unknown field" in bad.err.replace("queues[0]", "[0]")) == (2, True)
+        assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
+        nodes = (await ask("nodes", "--json")).document["items"]
+        assert [(node["id"], node["state"], node["text"]) for node in nodes] == [
+            ("r0n0", "healthy", ""),
+            ("r0n1", "drained", "new driver"),
+        ]
+
+    with_cli(tmp_path / "service", test)
+
+
+def paths(value: Any, prefix: str = "") -> set[str]:
+    """Every key path of a document; the items of a list share one."""
+    if isinstance(value, dict):
+        return {prefix or "."} | {path for key, item in value.items() for path in paths(item, f"{prefix}.{key}")}
+    if isinstance(value, list):
+        return {prefix} | {path for item in value[:5] for path in paths(item, f"{prefix}[]")}
+    return {prefix}
+
+
+def test_documents_keep_the_fields_that_programs_rely_on(tmp_path: Path) -> None:
+    """Fields may be added; one that is gone or renamed breaks somebody's program. ``golden_kinds.json`` has them all."""
+    (tmp_path / "job.yaml").write_text(HELLO)
+    found: dict[str, list[str]] = {}
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await ask("run", "job.yaml", "-d")
+        await reached(service, "hello-1", JobState.ADMITTED)
+        for words in (
+            ["ps"], ["show", "hello-1"], ["explain", "hello-1"], ["failures", "hello-1"], ["why", "hello-1"],
+            ["graph", "hello-1"], ["events", "hello-1"], ["logs", "hello-1"], ["nodes"], ["queues"], ["status"],
+            ["run", "job.yaml", "--dry-run"], ["run", "job.yaml", "--check"], ["show", "hello-1", "--spec"],
+            ["stop", "hello-1"], ["doctor"], ["init", "--list"], ["status", "--settings"], ["show", "none"],
+            ["nodes", "drain", "r0n1", "--dry-run"], ["tensors", "ls"],
+        ):  # fmt: skip
+            done = await ask(*words, "--json")
+            document = done.document
+            assert document["api"] == "rota/v1", words
+            assert done.out.count('"api"') == 1
+            found[document["kind"]] = sorted(paths(document))
+
+    with_cli(tmp_path / "service", test)
+    if not GOLDEN.exists():
+        GOLDEN.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    golden: dict[str, list[str]] = json.loads(GOLDEN.read_text())
+    for kind, fields in golden.items():
+        assert set(fields) <= set(found[kind]), f"{kind} lost {sorted(set(fields) - set(found[kind]))}"
+
+
+# -- as a process -----------------------------------------------------------------------------------------------------
+
+
+def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "rota", *words],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_no_colour_and_both_ways_to_start_agree() -> None:
+    done = process("ps", "--server", NO_SERVICE, FORCE_COLOR="", TERM="xterm-256color")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "\x1b" not in done.stderr
+    done = process("init", "--list")
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout and "ppo" in done.stdout
+
+
+@pytest.mark.slow
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv=['rota','--help'];\n"
+        "from rota.service import cli\n"
+        "try:\n cli.main()\nexcept SystemExit: pass\n"
+        "heavy={'torch','ray','fastapi','sqlalchemy','httpx','numpy','pydantic','ruamel.yaml'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr.strip() == "[]"
+    assert done.stdout.index("Service") < done.stdout.index("Jobs") < done.stdout.index("Tools")

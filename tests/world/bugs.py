@@ -12,15 +12,18 @@ from rota.job import master as master_module
 from rota.job.core import failover, intent, losing, machine, settling
 from rota.job.core.context import JobContext
 from rota.runtime import log as log_module
+from rota.runtime.launch_sim import SimFaults
 from rota.spec.commands import SetTimer
 from rota.spec.events import MasterStarted
 from rota.spec.states import InstanceState
 from tests.world.world import Swarm
 
 Patch = pytest.MonkeyPatch
-KILLS = Swarm(kill_instance_s=4.0, faults_s=60.0, jobs=2)
-MASTERS = Swarm(kill_master_s=3.0, faults_s=60.0, jobs=2)
-BOTH = Swarm(kill_instance_s=6.0, kill_master_s=4.0, faults_s=60.0, jobs=2)
+SHORT = Swarm(faults_s=60.0, quiet_max_s=900.0, jobs=2)
+KILLS = replace(SHORT, kill_instance_s=4.0)
+MASTERS = replace(SHORT, kill_master_s=3.0)
+BOTH = replace(SHORT, kill_instance_s=6.0, kill_master_s=4.0)
+SLOW_CALLS = SimFaults(call_s=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +141,16 @@ def failover_without_end(patch: Patch) -> None:
 
 
 BUGS = (
-    Bug("no_epoch_check", no_epoch_check, replace(BOTH, engine=replace(BOTH.engine, late_p=0.3, late_s=2.0))),
+    Bug("no_epoch_check", no_epoch_check, replace(KILLS, kill_instance_s=1.5, store_s=0.3)),
     Bug("lost_wake_up", lost_wake_up, MASTERS),
     Bug("released_too_early", released_too_early, KILLS),
     Bug("budget_reset_at_restart", budget_reset_at_restart, replace(BOTH, kill_instance_s=2.0)),
     Bug("started_beside_the_old_one", started_beside_the_old_one, KILLS),
-    Bug("fenced_loop_commits", fenced_loop_commits, replace(KILLS, kill_instance_s=2.0)),
+    Bug("fenced_loop_commits", fenced_loop_commits, replace(KILLS, kill_instance_s=2.0, engine=SLOW_CALLS)),
     Bug("no_fence_in_the_log", no_fence_in_the_log, replace(MASTERS, second_master_s=2.0)),
-    Bug("answered_before_it_is_durable", answered_before_it_is_durable, replace(MASTERS, kill_master_s=1.5)),
+    Bug("answered_before_it_is_durable", answered_before_it_is_durable, replace(SHORT, crash_before_append_p=0.1)),
     Bug("snapshot_without_budget", snapshot_without_budget, KILLS),
-    Bug("no_start_limit", no_start_limit, replace(KILLS, hang_instance_s=4.0)),
+    Bug("no_start_limit", no_start_limit, replace(SHORT, engine=SimFaults(hang_p=0.1))),
     Bug("one_failure_too_many", one_failure_too_many, KILLS),
     Bug("failover_without_end", failover_without_end, KILLS),
 )

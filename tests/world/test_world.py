@@ -29,6 +29,6 @@ def test_the_world_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch
     for seed in range(BUG_SEEDS_MAX):
         try:
             play(seed, bug.swarm)
-        except AssertionError:
+        except Exception:
             return
     pytest.fail(f"{BUG_SEEDS_MAX} seeds did not find: {bug.plant.__doc__}")

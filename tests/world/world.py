@@ -44,16 +44,18 @@ from tests.world.checkers import Checkers, Violation
 from tests.world.jobs import Scripts, random_job
 from tests.world.virtual import run
 
-QUIET_MAX_S = 7200.0
-"""Longest time that jobs may take to end once nothing fails any more."""
 TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swarm:
-    """Which faults a seed draws, and how often: mean seconds between two of a kind, or a probability per try."""
+    """Which faults a seed draws, and how often: mean seconds between two of a kind, or a probability per try.
+
+    Faults come for ``faults_s``; then all jobs must end within ``quiet_max_s``.
+    """
 
     faults_s: float = 90.0
+    quiet_max_s: float = 3600.0
     jobs: int = 2
     failing_code: bool = False
     kill_instance_s: float | None = None
@@ -66,6 +68,7 @@ class Swarm:
     crash_before_append_p: float = 0.0
     crash_after_append_p: float = 0.0
     store_error_p: float = 0.0
+    store_s: float = 0.003
     engine: SimFaults = NO_FAULTS
 
     @staticmethod
@@ -89,11 +92,14 @@ class Swarm:
             crash_before_append_p=maybe(0.02, 0.1, p=0.3) or 0.0,
             crash_after_append_p=maybe(0.02, 0.1, p=0.3) or 0.0,
             store_error_p=maybe(0.05, 0.2, p=0.2) or 0.0,
+            store_s=rng.choice((0.003, 0.003, 0.2)),
             engine=SimFaults(
                 start_fails_p=maybe(0.05, 0.3, p=0.2) or 0.0,
                 reserve_fails_p=maybe(0.2, p=0.15) or 0.0,
                 slow_start_p=maybe(0.1, p=0.2) or 0.0,
                 late_p=maybe(0.05, 0.3, p=0.3) or 0.0,
+                call_s=rng.choice((0.002, 0.002, 0.05, 0.5)),
+                hang_p=maybe(0.005, p=0.1) or 0.0,
                 seen_after_s=rng.choice((0.02, 0.5, 3.0)),
             ),
         )
@@ -208,8 +214,8 @@ class World:
         for task in chaos:
             task.cancel()
         self.engine.faults = replace(NO_FAULTS, start_s=self.swarm.engine.start_s)
-        self.swarm = Swarm(jobs=self.swarm.jobs)
-        await self._until(self.clock.monotonic_s() + QUIET_MAX_S, self._all_ended)
+        self.swarm = Swarm(jobs=self.swarm.jobs, quiet_max_s=self.swarm.quiet_max_s)
+        await self._until(self.clock.monotonic_s() + self.swarm.quiet_max_s, self._all_ended)
         await self._until(self.clock.monotonic_s() + 200.0, self._nothing_left)
         service.cancel()
         self._check_end()
@@ -372,7 +378,7 @@ class World:
         self.engine.end_service(running.process)
 
     async def _offload(self, question: Callable[[], Any]) -> Any:
-        await self.clock.sleep(self.rng.expovariate(1 / 0.003))
+        await self.clock.sleep(self.rng.expovariate(1 / self.swarm.store_s))
         return question()
 
     # -- what goes wrong ----------------------------------------------------------------------------------------------

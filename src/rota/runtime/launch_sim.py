@@ -38,6 +38,7 @@ class SimFaults:
     """
 
     start_s: float = 0.5
+    call_s: float = 0.002
     start_fails_p: float = 0.0
     reserve_fails_p: float = 0.0
     slow_start_p: float = 0.0
@@ -268,7 +269,7 @@ class SimEngine:
             raise CallTimeout(f"{to.name}.{call.method}: no answer within {call.timeout_s} s") from None
 
     async def _call(self, name: str, call: Call) -> Any:
-        await self._pause(0.002)
+        await self._pause(self.faults.call_s)
         process = self.services.get(name) or self.processes.get(name)
         if process is None:
             raise ProcessGone(f"{name} does not exist", started=False)

@@ -230,6 +230,17 @@ def test_a_returning_master_ends_processes_that_nobody_expects(driven):
     assert driven.settle().ctx.state is JobState.RUNNING
 
 
+def test_who_starts_after_a_finite_role_waits_until_it_runs_also_in_a_recovery(driven):
+    job = spec(command("server"), service("log", start_after=("server",)))
+    driven.run(job)
+    driven.feed(lost("log", 0, 1))
+    driven.settle(hold="start/")
+    driven.feed(lost("server", 0, 1))
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+    assert ids(wanted(driven.ctx)) == ["run/server/0/3"]
+
+
 def test_a_snapshot_with_the_tail_gives_the_live_context(driven):
     driven.run(rl())
     middle = JobContext.from_json(driven.ctx.to_json())

@@ -22,7 +22,7 @@ from rota.service import daemon
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import NotReachable
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LIMIT_S = 90.0
 DONE = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -223,10 +223,11 @@ def test_service_gateway_and_engine_killed_at_once_the_job_still_ends(site: Inst
     for pid in (status["pid"], parts["gateway"]["pid"], parts["engine"]["gcs_pid"], parts["engine"]["raylet_pid"]):
         site.kill(pid)
     site.up()
-    site.wait(job, lambda one: one["restarts"] >= 1 and one["state"] == "RUNNING", "running again")
+    again = site.wait(job, lambda one: one["attempt"] == 2 and one["state"] == "RUNNING", "running again")
+    assert again["attempts"][0]["reason"] == "ENGINE_LOST"
     site.finish(job)
     assert site.ended(job)["state"] == "SUCCEEDED"
-    assert "MasterStarted" in site.events(job)
+    assert site.events(job).count("MasterStarted") == 2
 
 
 def test_up_again_is_the_same_service_and_a_taken_port_is_named(site: Installation) -> None:

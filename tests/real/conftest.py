@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from rota.runtime import process
-from rota.runtime.engine import EngineFiles, EngineSettings, EngineState, client_environment, start_engine, stop_engine
+from rota.runtime.engine import EngineSettings, EngineState, client_environment, start_engine, stop_engine
 
 HOST = "here"
 NAMESPACE = "rota/test"
@@ -63,11 +63,22 @@ def made_short_home() -> Iterator[Path]:
     try:
         yield home
     finally:
-        marks = [state.mark for state in EngineFiles(home).states()]
         left = stop_engine(home)
-        left_over = [found for mark in marks for found in process.marked(mark) if found.pid != os.getpid()]
+        left_over = processes_of(home)
         shutil.rmtree(home, ignore_errors=True)
         assert not left and not left_over, f"processes left behind: {left} {left_over}"
+
+
+def processes_of(home: Path) -> list[str]:
+    """Command lines of the running processes that were started with this home in their environment or arguments."""
+    found, wanted = [], str(home).encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid() and process.identify(int(entry.name)):
+                command = (entry / "cmdline").read_bytes()
+                if wanted in command or wanted in (entry / "environ").read_bytes():
+                    found.append(command.replace(b"\0", b" ").decode())
+    return found
 
 
 @pytest.fixture(scope="session")

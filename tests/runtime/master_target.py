@@ -22,6 +22,10 @@ class CountingMaster:
         self.starts = Path(folder) / "starts"
         with self.starts.open("a") as file:
             file.write(f"{os.getpid()}\n")
+        fragile = Path(folder) / "fail-once"
+        if fragile.exists():
+            fragile.unlink()
+            raise OSError("a store that is away for a moment")
         self.turns = 0
         self.launcher = RayLauncher.here()
         threading.Thread(target=self._work, daemon=True).start()

@@ -254,9 +254,25 @@ def stop_node(home: Path, host: str) -> tuple[ProcessId, ...]:
 def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
     states = files.states()
     left = tuple(process for state in reversed(states) for process in _end_node(files, state))
+    left += tuple(process for plan in _unfinished(files) for process in _end_unfinished(files, plan))
     for folder in {Path(state.folder).parent for state in states}:
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(files.storage, ignore_errors=True)
+    return left
+
+
+def _unfinished(files: EngineFiles) -> list[dict[str, Any]]:
+    """Plans of starters that still run although whoever waited for them died, so that nobody will watch their node."""
+    records = (record for record in files.run.alive() if record.name.startswith("engine-"))
+    return [json.loads(record.command[-1]) for record in records if "rota.runtime.ray_engine" in record.command]
+
+
+def _end_unfinished(files: EngineFiles, plan: Mapping[str, Any]) -> tuple[ProcessId, ...]:
+    left = process.kill_marked(mark_of(plan["engine"], plan["host"]))
+    files.run.forget(files.record_name(plan["host"]))
+    Path(plan["state_path"]).unlink(missing_ok=True)
+    if plan["head"]:
+        shutil.rmtree(Path(plan["folder"]).parent, ignore_errors=True)
     return left
 
 
@@ -283,7 +299,7 @@ def _start_node(
     }
     state_path = files.state_path(settings.host)
     state_path.unlink(missing_ok=True)
-    plan = {
+    plan: dict[str, object] = {
         **config,
         "engine": engine,
         "token_path": str(files.token),

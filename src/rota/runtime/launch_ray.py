@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -193,7 +192,7 @@ class RayLauncher:
             env=start.env,
             workdir=start.workdir,
             log_path=start.log_path,
-            label="0/0",
+            restarts=True,
         )
         begun = await self._begin(boot, {"num_cpus": 0, "max_restarts": -1}, timeout_s)
         return self._handle(boot.name, begun)
@@ -480,8 +479,3 @@ def _reservation_of(name: str) -> Reservation:
     from_job, _, epoch = name.rpartition("/")
     job, _, gang = from_job.partition("/")
     return Reservation(job=JobId(job), gang=GangId(gang), epoch=Epoch(int(epoch)))
-
-
-def kill_signal(handle: Handle, signum: int = signal.SIGKILL) -> bool:
-    """Signal the process of a handle on this machine; False when it is gone."""
-    return process.send_signal(ProcessId(pid=handle.pid, start_time=handle.start_time), signum)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +31,15 @@ CONTROL_CALLS_MAX = 256
 USER_CALLS_MAX = 1024
 _CONTROL_THREADS = 8
 _USER_THREADS = 64
+_RESTART_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boot:
-    """What a host needs to become an instance or a master. ``label`` stamps its lines in the log."""
+    """What a host needs to become an instance or a master. ``label`` stamps its lines in the log.
+
+    ``restarts``: Ray starts it again when it dies, as only a master is.
+    """
 
     name: str
     namespace: str
@@ -47,6 +52,7 @@ class Boot:
     log_path: str = ""
     label: str = "0/0"
     node: str = ""
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +95,10 @@ class Host:
         except BaseException as error:  # noqa: BLE001 - the edge of a process; the launcher raises it to the caller
             self._failure = raised(error)
             traceback.print_exc()
+        if self._failure is not None and boot.restarts and ray.get_runtime_context().was_current_actor_reconstructed:
+            # Nobody waits for the constructor of a restarted master: end, so that Ray tries again, but not at once.
+            time.sleep(_RESTART_PAUSE_S)
+            os._exit(1)
 
     @ray.method(concurrency_group="control")
     async def begin(self) -> Begun:

@@ -186,7 +186,20 @@ def call(words: Sequence[str]) -> int:
         return exc.exit
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is told in one line, its story kept
+        terminal.error(RotaError(f"a bug in Rota: {type(exc).__name__}: {exc}", hint=f"its story: {_keep_story()}"))
+        return BUG
     return done if isinstance(done, int) else 0
+
+
+def _keep_story() -> str:
+    """Write the traceback of the exception under way to a file; its path."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="rota-bug-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write(traceback.format_exc())
+    return file.name
 
 
 def _chosen(given: Sequence[str]) -> str:

@@ -1,0 +1,172 @@
+"""Pages of the reference that the doors know by themselves: command line, job file, exit statuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from rota.service.cli import FAMILIES, GROUPS, VERBS, verb_function
+from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
+from rota.service.jobschema import JOB
+from rota.service.verbs.flags import Flags
+from rota.spec.errors import RotaError
+
+EXITS = (
+    (0, "Done; the job, if one was waited for, succeeded."),
+    (1, "The job or a check failed, or a bug in Rota: its text names the log."),
+    (2, "Bad input or usage: an invalid file, an unknown name, not allowed, the wrong state for it."),
+    (3, "The service, or a store behind it, cannot be reached."),
+    (4, "Nothing fits: no set of nodes could hold it, or no plan."),
+    (5, "A limit of time ran out; what was asked may still happen."),
+    (130, "Ctrl-C; a job that was followed goes on."),
+)
+
+
+def page_of_commands() -> str:
+    """docs/reference/cli.md: every verb with its arguments, flags and examples."""
+    lines = [
+        "# Command line",
+        "",
+        "`rota VERB ...`. With `--json` stdout is exactly one document, or one a line when following; progress and",
+        "mistakes are on stderr. Without a terminal there is no colour, no question and no following.",
+        "JOB is an id or a unique beginning of one. What follows `--` in `rota run` is a command, word by word.",
+        "",
+        "Flags of every verb:",
+        "",
+        *_flag_table(Flags),
+    ]
+    for group in GROUPS:
+        lines += ["", f"## {group}"]
+        told: set[str] = set()
+        for verb, (owner, _, _) in VERBS.items():
+            if owner != group:
+                continue
+            family = verb.rpartition(" ")[0]
+            if family and family not in told:
+                told.add(family)
+                lines += ["", f"### rota {family}", "", FAMILIES[family]]
+            lines += _verb(verb)
+    return "\n".join([*lines, ""])
+
+
+def _verb(verb: str) -> list[str]:
+    function = verb_function(verb)
+    about, _, examples = (inspect.getdoc(function) or "").partition("Examples\n--------\n")
+    words = " ".join(name.upper() for name, _ in _arguments(function))
+    lines = ["", f"### rota {verb} {words}".rstrip(), "", about.strip(), ""]
+    rows = list(_arguments(function))
+    lines += [f"- `{name.upper()}`: {text}" for name, text in rows] + ([""] if rows else [])
+    table = _flag_table(function)
+    return [*lines, *(table if len(table) > 2 else []), "", "```", *filter(None, examples.splitlines()), "```"]
+
+
+def _hints(function: Any) -> Mapping[str, Any]:
+    return get_type_hints(function, include_extras=True)
+
+
+def _extra(hint: Any) -> Any:
+    """The ``Parameter`` of an annotation, or None."""
+    extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return next((one for one in extras if hasattr(one, "help")), None)
+
+
+def _arguments(function: Callable[..., int]) -> Iterator[tuple[str, str]]:
+    hints = _hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            extra = _extra(hints[name])
+            dots = "..." if parameter.kind is inspect.Parameter.VAR_POSITIONAL else ""
+            yield f"{name}{dots}", str(extra.help) if extra else ""
+
+
+def _flag_table(function: Any) -> list[str]:
+    lines = ["| flag | meaning | default |", "|---|---|---|"]
+    hints = _hints(function.__init__ if isinstance(function, type) else function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        extra = _extra(hints[name])
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or name == "flags":
+            continue
+        if extra is not None and extra.show is False:
+            continue
+        given = extra.name if extra is not None and extra.name else f"--{name.replace('_', '-')}"
+        names = ", ".join(f"`{one}`" for one in ([given] if isinstance(given, str) else given))
+        default = "" if parameter.default in (None, False, "", parameter.empty) else f"`{parameter.default}`"
+        text = str(extra.help if extra else "").replace("|", "\\|")
+        lines.append(f"| {names} | {text} | {default} |")
+    return lines
+
+
+def page_of_job_file() -> str:
+    """docs/reference/job-file.md: every field with its kind, default and meaning."""
+    lines = [
+        "# Job file",
+        "",
+        "YAML 1.2 or JSON, UTF-8, at most 1 MiB, one job a file. Unknown fields are errors. Durations need a unit",
+        "(`90s 5m 8h 2d`), sizes too (`64GiB 512MB`). Only `true` and `false` are booleans. `rota run FILE --check`",
+        "tells every mistake at its line and column. `--set path=value` changes a field, for example",
+        "`--set roles.trainer.replicas=4`.",
+    ]
+    for path, record in _records("", JOB):
+        lines += ["", f"## {path or 'Job'}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
+        for name, field in record.fields.items():
+            default = "required" if field.required else field.default
+            lines.append(f"| `{name}` | {field.kind.words} | {default} | {field.doc} |")
+    lines += [
+        "",
+        "## The older form",
+        "",
+        "`{jobName, image, dataDir, outputDir, taskRoles: [{name, taskNumber, cpuNumber, memoryMB, gpuNumber,",
+        "command}]}` is converted key by key: `jobName` to `name`, `dataDir` to `data`, `outputDir` to `output`; each",
+        "entry becomes a role `name` or `task<n>`, `taskNumber` its `replicas`, `cpuNumber` its `cpus`, `memoryMB` its",
+        "`memory` in MiB, `gpuNumber` its `gpus`, `command` its `run`. `//` comments are tolerated in JSON.",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _records(path: str, record: Record) -> Iterator[tuple[str, Record]]:
+    """The records below a record, each with the path that leads to it."""
+    yield path, record
+    for name, field in record.fields.items():
+        yield from _below(f"{path}.{name}" if path else name, field.kind)
+
+
+def _below(path: str, kind: FieldKind) -> Iterator[tuple[str, Record]]:
+    match kind:
+        case Record():
+            yield from _records(path, kind)
+        case MapOf():
+            yield from _below(f"{path}.NAME", kind.value)
+        case ListOf():
+            yield from _below(f"{path}[]", kind.item)
+        case Either():
+            for one in kind.by.values():
+                yield from _below(path, one)
+        case _:
+            return
+
+
+def page_of_exits() -> str:
+    """docs/reference/exit-codes.md: what a script may rely on."""
+    lines = ["# Exit statuses", "", "| status | meaning | errors |", "|---|---|---|"]
+    by_exit: dict[int, list[str]] = {}
+    for cls in _classes(RotaError):
+        by_exit.setdefault(cls.exit, []).append(f"`{cls.code}`")
+    for status, text in EXITS:
+        lines.append(f"| {status} | {text} | {', '.join(sorted(set(by_exit.get(status, []))))} |")
+    return "\n".join([*lines, ""])
+
+
+def _classes(root: type[RotaError]) -> Iterator[type[RotaError]]:
+    """The tree as ``spec/errors.py`` draws it; leaves of other packages come and go with their imports."""
+    yield root
+    for cls in root.__subclasses__():
+        if cls.__module__ == RotaError.__module__:
+            yield from _classes(cls)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/reference/cli.md": page_of_commands,
+    "docs/reference/job-file.md": page_of_job_file,
+    "docs/reference/exit-codes.md": page_of_exits,
+}

@@ -1,0 +1,43 @@
+"""The generated pages know every verb, flag, field and exit status."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rota.service.calls import BY_CODE
+from rota.service.cli import VERBS, verb_function
+from rota.service.completion import flags_of
+from rota.service.jobschema import FAIL, JOB, RESOURCES, ROLE
+from rota.service.reference import EXITS, PAGES, page_of_commands, page_of_exits, page_of_job_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_verb_and_flag_is_on_the_page() -> None:
+    page = page_of_commands()
+    for verb in VERBS:
+        section = page.partition(f"### rota {verb}")[2].partition("\n### ")[0]
+        assert "```" in section, verb
+        for flag in flags_of(verb_function(verb)):
+            assert f"`{flag}`" in section or f"`{flag}`" in page.partition("## Service")[0], f"{verb} {flag}"
+
+
+def test_every_field_is_on_the_page() -> None:
+    page = page_of_job_file()
+    for record in (JOB, ROLE, FAIL, RESOURCES):
+        for name, field in record.fields.items():
+            assert f"| `{name}` |" in page
+            assert field.doc
+
+
+def test_every_exit_status_has_a_line() -> None:
+    page = page_of_exits()
+    assert {cls.exit for cls in BY_CODE.values()} <= {status for status, _ in EXITS}
+    assert "| 4 | " in page and "`INFEASIBLE`" in page
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_the_pages_in_the_tree_are_those_of_the_code(path: str) -> None:
+    assert (ROOT / path).read_text() == PAGES[path](), "run 'make docs'"

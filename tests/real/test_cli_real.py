@@ -1,0 +1,155 @@
+"""The command line as people use it: processes, a terminal, Ctrl-C, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMIT_S = 90.0
+JOB = """\
+name: talk
+roles:
+  main:
+    run: "echo one; while ! test -e GATE; do sleep 0.1; done; echo two"
+"""
+
+
+class Installation:
+    """A private home, and the command ``rota`` in it."""
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        self.home, self.folder = home, folder
+        self.env = {**os.environ, "ROTA_HOME": str(home), "ROTA_PORT": "0", "TERM": "xterm"}
+        self.env.pop("ROTA_SERVER", None)
+        self.command = [sys.executable, "-m", "rota"]
+
+    def rota(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command, *words],
+            env=self.env,
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that was started with this home in its environment, this test's own apart."""
+        found: list[psutil.Process] = []
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if one.environ().get("ROTA_HOME") == str(self.home) or str(self.home) in " ".join(one.cmdline()):
+                    found.append(one)
+        return found
+
+
+@pytest.fixture
+def installation(engine_home: Path, tmp_path: Path) -> Iterator[Installation]:
+    made = Installation(engine_home, tmp_path)
+    yield made
+    made.rota("down", "--force")
+
+
+class OnTerminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, installation: Installation, *words: str) -> None:
+        self.text = ""
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(installation.folder)
+            os.execve(sys.executable, [*installation.command, *words], installation.env)
+
+    def until(self, pattern: str) -> str:
+        """Read until the pattern was printed."""
+        end = time.monotonic() + LIMIT_S
+        while not re.search(pattern, self.text):
+            assert time.monotonic() < end, f"no {pattern!r} in:\n{self.text}"
+            if select.select([self.fd], [], [], 0.5)[0]:
+                try:
+                    self.text += os.read(self.fd, 4096).decode(errors="replace")
+                except OSError:  # the other end is closed
+                    break
+        assert re.search(pattern, self.text), f"no {pattern!r} in:\n{self.text}"
+        return self.text
+
+    def end(self) -> int:
+        """Read to the end; the exit status."""
+        with contextlib.suppress(OSError):
+            while chunk := os.read(self.fd, 4096):
+                self.text += chunk.decode(errors="replace")
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_run_follows_on_a_terminal_and_ctrl_c_detaches_while_the_job_goes_on(installation: Installation) -> None:
+    (installation.folder / "job.yaml").write_text(JOB)
+    run = OnTerminal(installation, "run", "job.yaml")
+    run.until(r"starting the service of this machine")
+    run.until(r"main/0 \|.*one")
+    os.kill(run.pid, signal.SIGINT)
+    run.until(r"detached; talk-1 goes on")
+    assert run.end() == 130
+    assert "rota logs -f talk-1" in run.text and "Traceback" not in run.text
+
+    follow = subprocess.Popen(
+        [*installation.command, "logs", "-f", "talk-1", "--json"],
+        env=installation.env,
+        cwd=installation.folder,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    (installation.folder / "GATE").touch()
+    out, _ = follow.communicate(timeout=LIMIT_S)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["one", "two"]
+    assert follow.returncode == 0
+    shown = json.loads(installation.rota("show", "talk-1", "--json").stdout)
+    assert shown["state"] == "SUCCEEDED"
+
+
+def test_exit_statuses_are_those_of_the_jobs_and_down_leaves_no_process(installation: Installation) -> None:
+    good = installation.rota("run", "-w", "-n", "good", "--", sys.executable, "-c", "print('hi')")
+    assert (good.returncode, good.stdout) == (0, ""), good.stderr
+    bad = installation.rota(
+        "run", "-w", "-n", "bad", "--json", "--", sys.executable, "-c", "raise SystemExit('no luck')"
+    )
+    assert bad.returncode == 1, bad.stderr
+    document = json.loads(bad.stdout)
+    assert (document["kind"], document["state"]) == ("Job", "FAILED")
+    assert "no luck" in installation.rota("logs", "bad-1").stdout
+    status = installation.rota("status", "--json")
+    assert (status.returncode, json.loads(status.stdout)["state"]) == (0, "ready")
+    assert installation.processes()
+
+    down = installation.rota("down", "--json")
+
+    assert (down.returncode, json.loads(down.stdout)["state"]) == (0, "down")
+    assert installation.processes() == []
+    gone = installation.rota("ps")
+    assert (gone.returncode, gone.stdout) == (3, "")
+    assert "start one here with 'rota up'" in gone.stderr
+
+
+@pytest.mark.parametrize("template", ["torchrun", "ppo"])
+def test_a_template_runs_as_it_comes(installation: Installation, template: str) -> None:
+    assert installation.rota("init", template).returncode == 0
+    done = installation.rota("run", f"{template}/job.yaml", "-w")
+    assert done.returncode == 0, done.stderr
+    out = installation.rota("logs", "-f", "hello-1" if template == "torchrun" else "ppo-1").stdout
+    assert ("WORLD_SIZE=2" if template == "torchrun" else "commit 40: reward") in out

@@ -33,6 +33,12 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name) or default
 
 
+def export(name: str, value: str) -> None:
+    """Set a variable for this process and the children it starts from now on; an empty value leaves it alone."""
+    if value:
+        os.environ[name] = value
+
+
 def snapshot() -> dict[str, str]:
     """A copy of the whole environment, to be changed and given to a child."""
     return dict(os.environ)

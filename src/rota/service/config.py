@@ -104,6 +104,12 @@ def _number(name: str, value: Any, kind: type, origin: str) -> Any:
 def _checked(settings: Settings) -> Settings:
     if not 0 <= settings.port <= 65535:
         raise BadInput(f"port={settings.port} (from {settings.origins['port']}) is not between 0 and 65535")
+    if settings.ray_address:
+        raise BadInput(
+            f"ray_address={settings.ray_address} (from {settings.origins['ray_address']}): joining a given cluster is "
+            "not supported yet",
+            hint="leave it out: the service starts its own engine",
+        )
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")

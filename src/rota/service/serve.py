@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from rota.runtime import environ
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
@@ -119,16 +120,21 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     _log.info("serving %s from %s as install epoch %s", doors.home.root, settings.url, doors.loop.writer.epoch)
     # 4. until told, or until a part fails
     waiting = asyncio.create_task(stopping.wait(), name="signal")
-    await asyncio.wait({turning, answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        await asyncio.wait({turning, answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
     # 5. doors first, then the loop, then the store
-    doors.ready = False
-    server.should_exit = True
-    await doors.loop.stop()
-    await asyncio.gather(turning, answering)
-    waiting.cancel()
-    await doors.engine.close(stop_engine=False)
-    log.close()
-    doors.home.service_record.unlink(missing_ok=True)
+    finally:
+        doors.ready = False
+        server.should_exit = True
+        await doors.loop.stop()
+        waiting.cancel()
+        ends = await asyncio.gather(turning, answering, return_exceptions=True)
+        await doors.engine.close(stop_engine=False)
+        log.close()
+        doors.home.service_record.unlink(missing_ok=True)
+    for end in ends:
+        if isinstance(end, BaseException):
+            raise end
 
 
 class _Server(uvicorn.Server):
@@ -158,6 +164,10 @@ def run(settings: Settings) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     os.umask(0o077)
+    # children find the same home, log and registry, however this process was told of them
+    environ.export(environ.HOME, settings.home)
+    environ.export(environ.DB_URL, settings.db_url)
+    environ.export(environ.REDIS_URL, settings.redis_url)
     with only_one(Home.of(settings.home)):
         listener = bind(settings)
         try:

@@ -131,10 +131,14 @@ export async function draw({ keepFocus = false } = {}) {
     content = error.message === "sign in" ? signIn() : null;
     if (!content) return lost(error.message);
   }
-  if (mine !== drawn || !content) return;
   const had = document.activeElement;
+  if (mine !== drawn || !content || (had && had.tagName === "SELECT" && !keepFocus && main.contains(had))) return;
+  const scrolled = new Map([...main.querySelectorAll("pre[aria-label]")].map((pane) => [pane, pane.scrollTop]));
+  const open = new Set([...main.querySelectorAll("details[open][id]")].map((one) => one.id));
   const at = had && had.type === "search" ? had.selectionStart : null;
   main.replaceChildren(...content);
+  for (const [pane, top] of scrolled) pane.scrollTop = top;
+  for (const one of main.querySelectorAll("details[id]")) one.open = open.has(one.id);
   if (at !== null || keepFocus) {
     const search = main.querySelector("input[type=search]");
     if (search) { search.focus(); search.setSelectionRange(at ?? search.value.length, at ?? search.value.length); }

@@ -61,7 +61,7 @@ function errorCard(job) {
 
 function instances(job) {
   const rows = job.instances.map((one) => [
-    el("a", { href: `#/jobs/${job.id}`, onclick: () => { choice = one.instance; leaveJob(); } }, one.instance), state(one.state), one.node, one.devices.join(","), one.pid ?? "",
+    el("a", { href: `#/jobs/${job.id}`, onclick: (event) => { event.preventDefault(); choice = one.instance; leaveJob(); draw(); } }, one.instance), state(one.state), one.node, one.devices.join(","), one.pid ?? "",
     one.epoch, one.restarts, when(one.since), one.error ? `${one.error.reason}: ${one.error.text}` : "",
   ]);
   if (!rows.length) return el("p", { class: "soft" }, "None yet.");
@@ -117,7 +117,7 @@ function failureStory(failures) {
     one.n, when(one.seen_at), one.instance, el("span", {}, one.reason, " ", el("span", { class: "soft" }, one.text)),
     one.moved_from ? `${one.moved_from} → ${one.level} (${one.move_reason})` : one.level, one.scope.map((part) => part.instance).join(" "),
     one.restore, one.lost_commits, one.seconds === null ? el("span", { class: "bad" }, "open") : el("span", { class: "good" }, `✓ ${seconds(one.seconds)}`),
-    one.traceback ? el("details", {}, el("summary", {}, "traceback"), el("pre", {}, one.traceback)) : "",
+    one.traceback ? el("details", { id: `traceback-${one.n}` }, el("summary", {}, "traceback"), el("pre", {}, one.traceback)) : "",
   ]);
   return table("Failures", ["#", "Seen", "First failing", "Cause", "Level", "Touched", "#Back to commit", "#Lost", "Healed in", ""], rows);
 }
@@ -128,7 +128,7 @@ let choice = "";
 
 function outputPane(job) {
   const names = ["", ...job.instances.map((one) => one.instance)];
-  const pick = el("select", { "aria-label": "Instance", onchange: (event) => { choice = event.target.value; leaveJob(); draw(); } },
+  const pick = el("select", { "aria-label": "Instance", onchange: (event) => { choice = event.target.value; leaveJob(); draw({ keepFocus: true }); } },
     names.map((name) => el("option", { value: name, selected: name === choice }, name || "all instances")));
   if (!output || output.job !== job.id || output.choice !== choice) {
     leaveJob();
@@ -157,5 +157,5 @@ function eventList(events) {
     const { number, at, kind, job, seq, spec, source, traceback, ...rest } = one;
     return [number, when(at), kind, el("code", { class: "soft" }, JSON.stringify(rest).slice(0, 300))];
   });
-  return el("details", {}, el("summary", {}, `${events.length} events`), table("Events", ["#Number", "At", "Event", "Fields"], rows));
+  return el("details", { id: "events" }, el("summary", {}, `${events.length} events`), table("Events", ["#Number", "At", "Event", "Fields"], rows));
 }

@@ -109,6 +109,8 @@ class JobMaster:
             self.epoch = await self._ask_store(lambda: self._log.take_epoch(master_scope(self._job)))
             # 2 replay what happened
             await self._read_log()
+            if self.ctx.state.terminal:
+                return self.ctx
             # 3 say who is master now
             await self._append(MasterStarted(master_epoch=self.epoch, pid=self._pid))
             # 4 ask what is alive, and compare: the missing are lost, the unexpected must go

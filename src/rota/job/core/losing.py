@@ -175,7 +175,8 @@ def _with_unexpected(one: Instance, alive: set[Epoch]) -> Instance:
 
 def _unknown_gangs(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Iterator[Gang]:
     known = {(gang.id, gang.epoch) for gang in ctx.gangs}
-    return (Gang(id=gang, epoch=epoch, state="releasing") for gang, epoch in found if (gang, epoch) not in known)
+    extra = dict.fromkeys(pair for pair in found if pair not in known)
+    return (Gang(id=gang, epoch=epoch, state="releasing") for gang, epoch in extra)
 
 
 def _missing_gang(ctx: JobContext, found: tuple[tuple[GangId, Epoch], ...]) -> Gang | None:

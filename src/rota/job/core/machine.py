@@ -164,7 +164,7 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
             sooner = replace(ending, reason=reason, counts=False, grace_s=grace_s)
             return replace(ctx, state=JobState.PREEMPTING, ending=sooner)
         case _, GangReserveFailed(gang=gang, epoch=epoch):
-            return winding.without_gang(ctx, gang, epoch)
+            return winding.without_gang(ctx, gang, epoch, "reserving")
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
             ctx = winding.requeue(ctx, event)
             return _with_spec(ctx, ctx.next_spec) if ctx.next_spec else ctx
@@ -184,7 +184,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case GangReserved(gang=gang, epoch=epoch):
             return _reserved(ctx, Gang(id=gang, epoch=epoch, state="reserved"))
         case GangReleased(gang=gang, epoch=epoch):
-            return winding.without_gang(ctx, gang, epoch)
+            return winding.without_gang(ctx, gang, epoch, "releasing")
         case InstanceStarted():
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from rota.job.core.context import Ending, Instance, JobContext, Loss
+from rota.job.core.context import Ending, GangState, Instance, JobContext, Loss
 from rota.job.core.failover import job_level_ending
 from rota.spec.events import GangReserveFailed, JobRequeued, StopAsked
 from rota.spec.ids import Epoch, GangId, InstanceId
@@ -24,18 +24,19 @@ def stop(ctx: JobContext, event: StopAsked) -> JobContext:
 
 def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
     """The engine did not give the reservation: back to the queue some times, then the end."""
-    if not any((gang.id, gang.epoch) == (event.gang, event.epoch) for gang in ctx.gangs):
+    without = without_gang(ctx, event.gang, event.epoch, "reserving")
+    if without is ctx:
         return ctx
-    ctx = without_gang(ctx, event.gang, event.epoch)
     first = next(iter(ctx.instances.values()))
     cause = Loss(instance=first.id, epoch=first.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
     ending = replace(job_level_ending(ctx, cause), role=None, rank=None)
-    return replace(ctx, state=JobState.RECOVERING if ending.requeue else JobState.STOPPING, ending=ending)
+    return replace(without, state=JobState.RECOVERING if ending.requeue else JobState.STOPPING, ending=ending)
 
 
-def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch) -> JobContext:
-    """The reservation does not exist any more."""
-    return replace(ctx, gangs=tuple(one for one in ctx.gangs if (one.id, one.epoch) != (gang, epoch)))
+def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch, state: GangState) -> JobContext:
+    """The reservation does not exist any more; only one that was in ``state`` can go that way."""
+    left = tuple(one for one in ctx.gangs if (one.id, one.epoch, one.state) != (gang, epoch, state))
+    return ctx if len(left) == len(ctx.gangs) else replace(ctx, gangs=left)
 
 
 def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:

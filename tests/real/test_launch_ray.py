@@ -146,6 +146,7 @@ def test_environment_devices_and_folder_are_set_before_the_target_is_imported(ri
 
         assert await environment("COLOUR") == "blue"
         assert await environment("CUDA_VISIBLE_DEVICES") == "2,5"
+        assert await environment("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         assert await environment("ROTA_NAMESPACE") == rig.engine.namespace
         assert await launcher.call(handle, Call(method="place")) == (rig.workdir, rig.workdir)
 

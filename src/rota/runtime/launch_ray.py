@@ -1,7 +1,6 @@
 """Gangs as placement groups, instances as detached named Ray actors; used inside a Ray worker or driver.
 
-Names inside Ray: an actor has the name of its instance or master in the namespace ``rota/<install>``; a placement group
-is named ``<namespace>/<reservation>``, since Ray's table of groups shows no namespaces.
+An actor has the name of its instance or master, in the namespace ``rota/<install>``.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from ray.exceptions import (
     RayError,
     RaySystemError,
 )
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rota.runtime import process
-from rota.runtime.engine import HOST_LABEL
 from rota.runtime.launch import (
     Call,
     CallTimeout,
@@ -46,6 +43,7 @@ from rota.runtime.launch import (
     master_name,
 )
 from rota.runtime.process import ExitWatch, ProcessId
+from rota.runtime.ray_groups import RayGroups
 from rota.runtime.ray_host import (
     CONTROL_CALLS_MAX,
     NAMESPACE_VARIABLE,
@@ -60,11 +58,9 @@ from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 
 T = TypeVar("T")
 
-CPUS_MIN = 0.001
 _MASTER_RETRY_S = (0.05, 0.5)
 _GONE_S = 5.0
 _FIND_S = 3.0
-_RELEASE_S = 10.0
 _POLL_S = 0.05
 _BLOCKING_THREADS_MAX = 32
 # What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
@@ -98,6 +94,7 @@ class RayLauncher:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self._actors = dict[str, Any]()
+        self._groups = RayGroups(namespace)
         self._watches = dict[str, asyncio.Task[None]]()
         self._events = dict[JobId, asyncio.Queue[RuntimeEvent]]()
         self._threads = ThreadPoolExecutor(_BLOCKING_THREADS_MAX, thread_name_prefix="ray-launcher")
@@ -113,53 +110,21 @@ class RayLauncher:
         self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
     ) -> Reservation:
         """See Launcher. A group that is not granted in time is removed again."""
-        group = await self._blocking(lambda: self._find_or_ask(reservation, bundles))
-        if not await self._blocking(lambda: group.wait(timeout_s)):
+        if not await self._blocking(lambda: self._groups.ask(reservation.name, bundles, timeout_s)):
             await self.release(reservation)
             hosts = ", ".join(sorted({bundle.host for bundle in bundles}))
             raise ReserveFailed(f"{reservation.name}: {len(bundles)} bundles on {hosts} not granted in {timeout_s:g} s")
         return reservation
 
-    def _find_or_ask(self, reservation: Reservation, bundles: Sequence[BundleGrant]) -> PlacementGroup:
-        return self._find_group(reservation.name) or placement_group(
-            [{"CPU": max(bundle.res.cpus, CPUS_MIN)} for bundle in bundles],
-            strategy="PACK",
-            name=f"{self.namespace}/{reservation.name}",
-            lifetime="detached",
-            bundle_label_selector=[{HOST_LABEL: bundle.host} for bundle in bundles],
-        )
-
-    def _groups(self, prefix: str) -> dict[str, PlacementGroup]:
-        start = f"{self.namespace}/{prefix}"
-        table: dict[str, dict[str, Any]] = placement_group_table()
-        return {
-            row["name"].removeprefix(f"{self.namespace}/"): PlacementGroup(
-                ray.PlacementGroupID.from_hex(row["placement_group_id"])
-            )
-            for row in table.values()
-            if row["name"].startswith(start) and row["state"] != "REMOVED"
-        }
-
-    def _find_group(self, name: str) -> PlacementGroup | None:
-        return self._groups(name).get(name)
-
     async def release(self, reservation: Reservation) -> None:
         """See Launcher. Processes still in it are ended by Ray."""
-        await self._blocking(lambda: self._release(reservation.name))
-
-    def _release(self, name: str) -> None:
-        deadline = time.monotonic() + _RELEASE_S
-        while (group := self._find_group(name)) is not None:
-            remove_placement_group(group)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{name} is still reserved {_RELEASE_S:g} s after its release")
-            time.sleep(_POLL_S)
+        await self._blocking(lambda: self._groups.release(reservation.name))
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
         """See Launcher."""
-        group = await self._blocking(lambda: self._find_group(spec.reservation))
+        group = await self._blocking(lambda: self._groups.find(spec.reservation))
         if group is None:
             raise ProcessGone(f"{spec.name}: there is no reservation {spec.reservation}", started=False)
         boot = Boot(
@@ -232,12 +197,11 @@ class RayLauncher:
 
     async def find(self, job: JobId) -> Found:
         """See Launcher. The master is not among the instances. A stopped process is found by Ray's table."""
-        groups = await self._blocking(lambda: self._groups(f"{job}/"))
+        groups = await self._blocking(lambda: self._groups.names(f"{job}/"))
         names = [name for name in await self.list_names() if name.startswith(f"{job}/") and name != master_name(job)]
         handles = await asyncio.gather(*(self.find_one(name) for name in names))
-        reservations = [_reservation_of(name) for name in sorted(groups)]
         return Found(
-            reservations=tuple(reservations),
+            reservations=tuple(_reservation_of(name) for name in groups),
             instances=tuple(handle for handle in handles if handle is not None),
         )
 
@@ -248,7 +212,7 @@ class RayLauncher:
 
     async def list_reservations(self) -> tuple[Reservation, ...]:
         """All reservations of the namespace, sorted by name."""
-        return tuple(_reservation_of(name) for name in sorted(await self._blocking(lambda: self._groups(""))))
+        return tuple(_reservation_of(name) for name in (await self._blocking(lambda: self._groups.names(""))))
 
     async def find_one(self, name: str) -> Handle | None:
         """The living process of that name, instance or master, or None."""

@@ -155,6 +155,8 @@ def prepare(boot: Boot) -> None:
     os.environ[NAMESPACE_VARIABLE] = boot.namespace
     if "OMP_NUM_THREADS" not in boot.env:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
+    # Devices are numbered in the order of their bus addresses, which CUDA does only when told to.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if "CUDA_VISIBLE_DEVICES" not in boot.env:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in boot.devices)
     if boot.workdir:

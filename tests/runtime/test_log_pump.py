@@ -1,0 +1,79 @@
+"""The pump stamps every line of both pipes, keeps what a dead writer left, and ends with its last writer."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from rota.runtime import log_pump
+
+WAIT_S = 20.0
+STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 2/7 (stdout|stderr) ")
+
+
+def start_pump(log: Path) -> tuple[subprocess.Popen, int, int]:
+    (out_read, out), (err_read, err) = os.pipe(), os.pipe()
+    command = [sys.executable, "-I", "-S", log_pump.__file__, str(log), "2/7", str(out_read), str(err_read)]
+    pump = subprocess.Popen(command, pass_fds=(out_read, err_read))
+    os.close(out_read)
+    os.close(err_read)
+    return pump, out, err
+
+
+def finish(pump: subprocess.Popen, *fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+    assert pump.wait(WAIT_S) == 0
+
+
+def texts(log: Path) -> list[str]:
+    lines = log.read_text().splitlines()
+    assert all(STAMP.match(line) for line in lines), lines
+    return [line.split(" ", 2)[2] for line in lines]
+
+
+def test_lines_of_both_streams_are_stamped_and_a_last_line_without_end_is_kept(tmp_path: Path) -> None:
+    pump, out, err = start_pump(tmp_path / "x.log")
+    os.write(out, b"one\ntw")
+    os.write(out, b"o\n\nrest")
+    os.close(out)
+    os.write(err, "schön\n".encode())
+    finish(pump, err)
+    found = texts(tmp_path / "x.log")
+    assert [text for text in found if text.startswith("stdout")] == [
+        "stdout one",
+        "stdout two",
+        "stdout ",
+        "stdout rest",
+    ]
+    assert "stderr schön" in found
+    assert (tmp_path / "x.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_killed_writer_loses_nothing_and_a_log_is_appended_to(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    for _ in range(2):
+        pump, out, err = start_pump(log)
+        code = "import os; os.write(1, b'last words\\n' * 1000); os.kill(os.getpid(), 9)"
+        done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=err, check=False)
+        assert done.returncode == -signal.SIGKILL
+        finish(pump, out, err)
+    assert texts(log) == ["stdout last words"] * 2000
+
+
+def test_an_endless_line_is_cut_and_signals_are_left_to_the_instance(tmp_path: Path) -> None:
+    pump, out, err = start_pump(tmp_path / "x.log")
+    os.write(err, b"ready\n")
+    while "ready" not in ((tmp_path / "x.log").read_text() if (tmp_path / "x.log").exists() else ""):
+        assert pump.poll() is None
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pump.pid, signum)
+    with os.fdopen(out, "wb") as file:
+        file.write(b"x" * 200_000)
+    finish(pump, err)
+    pieces = [text.removeprefix("stdout ") for text in texts(tmp_path / "x.log") if text.startswith("stdout")]
+    assert len(pieces) > 1 and "".join(pieces) == "x" * 200_000

@@ -282,7 +282,11 @@ def test_the_service_runs_where_ray_and_torch_cannot_be_imported() -> None:
     flags = {"home": str(home), "port": site.settings.port, "pretend": "1x2x4"}
     child = subprocess.Popen([sys.executable, "-c", WITHOUT_RAY, json.dumps(flags)])
     try:
-        site.up()
+        until = time.monotonic() + LIMIT_S
+        while daemon.find_service(site.home) is None:
+            assert child.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        assert site.up()["pid"] == child.pid
         job = site.submit_counter("unborn")
         site.wait(job, lambda one: one["reason"] == "ENGINE_STARTING", "told to wait for the engine")
         assert "not installed" in site.ask(f"/jobs/{job}")["text"]
@@ -293,4 +297,5 @@ def test_the_service_runs_where_ray_and_torch_cannot_be_imported() -> None:
     finally:
         child.kill()
         child.wait()
+        daemon.down(site.settings, force=True)
         shutil.rmtree(home, ignore_errors=True)

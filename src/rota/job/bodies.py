@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,15 +43,11 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forming:
-    """One set-up of an instance: its epoch, the size of its mesh, the commit whose state it restores.
-
-    ``weights`` maps the weights edges that start at this role to the version last committed.
-    """
+    """One set-up of an instance: its epoch, the size of its mesh, the commit whose state it restores."""
 
     epoch: Epoch
     world: int
     restore: int
-    weights: Mapping[str, int]
     restarts: int = 0
 
 

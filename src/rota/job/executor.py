@@ -193,17 +193,11 @@ class Executor:
 
     async def _assemble(self, command: Assemble, ctx: JobContext) -> JobEvent | None:
         """No limit here: the start timer of the machine decides when it has taken too long."""
-        edges = ctx.spec.weights if ctx.spec else ()
         kwargs = {
             "epoch": command.epoch,
             "world": len(command.peers),
             "restore": command.restore,
             "restarts": ctx.instances[command.instance].restarts,
-            "weights": {
-                edge.name: ctx.versions[edge.name]
-                for edge in edges
-                if edge.source == command.instance.role and edge.name in ctx.versions
-            },
         }
         answer = await self._ask(command.instance, command.started_epoch, Call(method="assemble", kwargs=kwargs))
         if isinstance(answer, Failure):

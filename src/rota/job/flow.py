@@ -177,7 +177,9 @@ class Flow:
             for peer in courier.table.of_role(role)
         ]
         await asyncio.gather(*saves)
-        return await self._tell_master(n, dict.fromkeys(due, n), metrics)
+        writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
+        published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
+        return await self._tell_master(n, published, metrics)
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...]) -> None:
         call = Call(method="save", kwargs={"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges})
@@ -190,8 +192,8 @@ class Flow:
             await self._seat.courier.wait_rollback()
             raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
 
-    async def _tell_master(self, n: int, versions: dict[str, int], metrics: dict[str, Any]) -> PeerTable:
-        kwargs = {"n": n, "loop_epoch": self._epoch, "versions": versions, "metrics": metrics}
+    async def _tell_master(self, n: int, published: dict[str, int], metrics: dict[str, Any]) -> PeerTable:
+        kwargs = {"n": n, "loop_epoch": self._epoch, "versions": published, "metrics": metrics}
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:

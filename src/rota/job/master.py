@@ -21,7 +21,7 @@ from rota.job.core.machine import accepts_commit, initial, step
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.inspect import import_target
 from rota.job.lanes import Lane
-from rota.job.peers import PeerTable, table_of
+from rota.job.peers import PeerTable, cursor_with, table_of
 from rota.job.probes import Beat, BeatAnswer, Watch
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
@@ -294,10 +294,19 @@ class JobMaster:
     async def commit(
         self, *, n: int, loop_epoch: int, versions: dict[str, int], metrics: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make commit ``n`` durable. Repeated by the same loop it is answered from the log."""
+        """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
+
+        ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer.
+        """
         if not self._has(n, loop_epoch):
             done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
-            event = Committed(n=n, loop_epoch=Epoch(loop_epoch), versions=dict(versions), metrics=dict(metrics))
+            event = Committed(
+                n=n,
+                loop_epoch=Epoch(loop_epoch),
+                versions=dict.fromkeys(versions, n),
+                metrics=dict(metrics),
+                cursor=cursor_with(self.ctx.cursor, n, versions),
+            )
             self._inbox.put_nowait(Wish(event, done))
             try:
                 await done

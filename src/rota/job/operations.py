@@ -42,7 +42,7 @@ class ClassBody:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def form(self, forming: Forming) -> None:
-        """Make the object, restore its state, set it up; a writer publishes the weights of what it restored."""
+        """Make the object, restore its state, set it up."""
         seat = self._seat
         self._forming = forming
         self._loaded.clear()
@@ -61,8 +61,6 @@ class ClassBody:
             )
         self._object = await seat.user.do(cls)
         await self._in_user(self._object.setup, (ctx,), {})
-        for edge, n in forming.weights.items():
-            await self._publish(edge, n)
 
     async def run(self, committed: int) -> None:
         """A class has no end of its own; it serves until it is stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.states import InstanceState
 
 NO_EPOCH = Epoch(0)
+WEIGHTS = "weights"
+"""Key of the cursor of a commit: weights edge -> [epoch of the writer, commit]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +76,23 @@ class PeerTable:
 
 def table_of(ctx: JobContext) -> PeerTable:
     """The table of the present state; its version is the number of the last event that is in it."""
-    peers = tuple(_peer(one) for one in ctx.instances.values())
-    writers = {str(peer.role): peer.epoch for peer in peers if peer.rank == 0}
-    edges = ctx.spec.weights if ctx.spec else ()
     return PeerTable(
         version=ctx.seq,
         master_epoch=ctx.master_epoch,
         committed=ctx.committed,
         loop_epoch=ctx.loop_epoch,
-        weights={
-            edge.name: (writers.get(edge.source, Epoch(0)), ctx.versions[edge.name])
-            for edge in edges
-            if edge.name in ctx.versions
-        },
-        peers=peers,
+        weights={edge: (epoch, n) for edge, (epoch, n) in ctx.cursor.get(WEIGHTS, {}).items()},
+        peers=tuple(_peer(one) for one in ctx.instances.values()),
     )
+
+
+def cursor_with(cursor: Mapping[str, Any], n: int, published: Mapping[str, int]) -> dict[str, Any]:
+    """The cursor of commit ``n``: what it was, and for each edge published with it the writer's epoch and ``n``.
+
+    The epoch tells a version that was committed from one of the same number that a rollback took back.
+    """
+    weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
+    return {**cursor, WEIGHTS: weights}
 
 
 def _peer(one: Instance) -> Peer:

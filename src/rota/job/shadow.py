@@ -105,7 +105,7 @@ def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, s
         step=n,
         retain=SHADOWS_KEPT,
         epoch=epoch,
-        meta={"outline": outline},
+        meta={"outline": outline, "torch": any(_is_tensor(part) for part in parts.values())},
     )
     return sum(_bytes(tensor) for tensor in parts.values())
 
@@ -114,6 +114,9 @@ def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> Any:
     """The state of commit ``n``. Raises StateLost when it is gone."""
     try:
         found = plane.get_group(shadow_name(job, instance), step=n, as_=_form())
+        if found.meta["torch"] and _form() != "torch":
+            importlib.import_module("torch")
+            found = plane.get_group(shadow_name(job, instance), step=n, as_="torch")
     except TensorError as error:
         raise StateLost(f"the state of {instance} at commit {n} is gone: {error}") from error
     return rebuild(found.meta["outline"], found)
@@ -156,7 +159,7 @@ def _key(key: Any, path: str) -> str | int:
 
 def _own(tensor: Any, *, torch: bool) -> Any:
     if torch:
-        return tensor.clone() if _is_tensor(tensor) else importlib.import_module("torch").from_numpy(np.array(tensor))
+        return tensor.clone()
     return np.array(tensor.numpy() if _is_tensor(tensor) else tensor)
 
 

@@ -283,7 +283,7 @@ async def run_setup(seat: Seat) -> None:
     """Run the ``setup`` command of the role once in this instance's folder. Raises CommandFailed."""
     if seat.role.setup is None:
         return
-    work = make_context(seat, Forming(epoch=NO_EPOCH, world=1, restore=0, weights={})).work_dir
+    work = make_context(seat, Forming(epoch=NO_EPOCH, world=1, restore=0)).work_dir
     done = work / f".setup-{hashlib.sha256(seat.role.setup.encode()).hexdigest()[:16]}"
     if done.exists():
         return

@@ -96,11 +96,9 @@ class Instance:
 
     # -- what the master asks -----------------------------------------------------------------------------------------
 
-    async def assemble(
-        self, *, epoch: int, world: int, restore: int, restarts: int, weights: Mapping[str, int]
-    ) -> dict[str, Any]:
+    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int) -> dict[str, Any]:
         """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
-        forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, weights=dict(weights), restarts=restarts)
+        forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts)
         return await self._control.run(self._assemble(forming))
 
     async def run(self, *, epoch: int, committed: int, table: Mapping[str, Any]) -> dict[str, Any]:

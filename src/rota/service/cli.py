@@ -25,7 +25,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "down": ("Service", "rota.service.verbs.service:down", "End it with everything it started."),
     "status": ("Service", "rota.service.verbs.service:status", "Show whether it answers, and how its parts are."),
     "doctor": ("Service", "rota.service.verbs.service:doctor", "Check this machine, and say what to do."),
-    "demo": ("Service", "rota.service.verbs.start:demo", "A job that learns, is killed three times, and heals."),
+    "demo": ("Service", "rota.service.verbs.demo:demo", "The main job, killed three times and healed."),
     "token": ("Service", "rota.service.verbs.service:token", "Print the token, for programs that speak REST."),
     "run": ("Jobs", "rota.service.verbs.run:run", "Run a job file, or a command."),
     "ps": ("Jobs", "rota.service.verbs.jobs:ps", "List jobs, the newest first."),

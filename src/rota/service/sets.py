@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rota.service.yamltree import Node, Sink, read_value
+from rota.service.yamltree import DEPTH_MAX, Node, Sink, read_value
 from rota.spec.errors import JobFileError
 
 SETS_MAX = 200
@@ -27,6 +27,10 @@ def apply_sets(root: Node, sets: Sequence[str], sink: Sink) -> None:
             sink.add(
                 place, "", f"{text!r} is not path=value", hint="for example roles.trainer.replicas=4", code="BAD_SET"
             )
+            continue
+        if path.count(".") + path.count("[") >= DEPTH_MAX:
+            place = Node("scalar", 1, 1, file=file, source=text)
+            sink.add(place, "", f"a path of more than {DEPTH_MAX} steps", code="BAD_SET")
             continue
         node = _value(value, file, text, len(path) + 2, sink)
         if node is not None:

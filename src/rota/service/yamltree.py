@@ -33,6 +33,7 @@ NODES_MAX = 20_000
 ALIASES_MAX = 1_000
 SCALAR_CHARS_MAX = 256 * 2**10
 KEY_CHARS_MAX = 256
+LINES_MAX = 50_000
 
 _LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
@@ -204,13 +205,16 @@ def read_value(text: str, sink: Sink) -> Node:
 
 
 def _events(text: str) -> Iterator[Any]:
-    return YAML(typ="rt", pure=True).parse(text)
+    return YAML(typ="safe", pure=True).parse(text)
 
 
 def _check_text(text: str, sink: Sink) -> None:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > TEXT_BYTES_MAX:
         sink.add_at(1, 1, f"the file has {size} bytes, at most {TEXT_BYTES_MAX} are allowed", code="TOO_LARGE")
+        raise sink.error()
+    if text.count("\n") + text.count("\r") > LINES_MAX:
+        sink.add_at(1, 1, f"more than {LINES_MAX} lines", code="TOO_LARGE")
         raise sink.error()
     for found in _UNPRINTABLE.finditer(text, 1 if text.startswith("\ufeff") else 0):
         lines = _LINE_BREAK.split(text[: found.start()])
@@ -270,6 +274,7 @@ class _Composer:
         self._sink = sink
         self._open: list[Node] = []
         self._keys: list[Node | None] = []
+        self._seen: list[dict[str, Node]] = []
         self._anchors: dict[str, Node] = {}
         self._aliases = 0
         self._nodes = 0
@@ -312,6 +317,7 @@ class _Composer:
         if isinstance(event, MappingStartEvent | SequenceStartEvent):
             self._open.append(node)
             self._keys.append(None)
+            self._seen.append({})
         else:
             self._attach(node)
 
@@ -349,6 +355,7 @@ class _Composer:
     def _close(self) -> None:
         node = self._open.pop()
         self._keys.pop()
+        self._seen.pop()
         if node.kind == "map":
             _merge(node, self._sink)
         self._attach(node)
@@ -386,8 +393,8 @@ class _Composer:
         if len(node.text) > KEY_CHARS_MAX:
             self._sink.add_at(node.line, node.col, f"a key of more than {KEY_CHARS_MAX} characters", code="TOO_LARGE")
             raise self._sink.error()
-        first = next((key for key, _ in self._open[-1].entries if key.text == node.text), None)
-        if first is not None and not (node.plain and node.text == "<<"):
+        first = self._seen[-1].setdefault(node.text, node)
+        if first is not node and not (node.plain and node.text == "<<"):
             self._sink.add(
                 node,
                 self._path(node.text),

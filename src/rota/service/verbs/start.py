@@ -1,19 +1,16 @@
-"""rota init, demo and completion: a job to begin with, one to watch, and the shell's Tab key."""
+"""rota init and completion: a job to begin with, and the shell's Tab key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from rota.service.problems import did_you_mean
-from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.service.verbs.words import lasting
 from rota.spec.errors import BadInput, Conflict, UnknownName
 
 SCRIPT_SUFFIX = ".txt"
@@ -142,44 +139,3 @@ def _live(flags: Flags, what: str) -> list[str]:
             return [one["id" if what == "nodes" else "path"] for one in page["items"]]
     except RotaError:
         return []
-
-
-def demo(
-    *,
-    keep: Annotated[bool, Parameter(help="Leave the service and its page running.")] = False,
-    clean: Annotated[bool, Parameter(help="End what an earlier --keep left.")] = False,
-    flags: Flags = DEFAULT_FLAGS,
-) -> int:
-    """Run a job that learns, kill three of its processes, and watch it heal.
-
-    Examples
-    --------
-    rota demo
-
-    rota demo --keep
-    """
-    from rota.service import demo as stage
-
-    terminal = flags.terminal()
-    if clean:
-        gone = stage.clean()
-        listed = {"kind": "FileList", "items": gone, "next": None}
-        terminal.show(listed, lambda term: term.line("\n".join(gone) or "nothing was left"))
-        return 0
-    report = stage.play(keep=keep, say=terminal.note)
-    terminal.show(report, lambda term: _demo_table(term, report))
-    return 0 if report["ok"] else 1
-
-
-def _demo_table(term: Terminal, report: Mapping[str, Any]) -> None:
-    term.table(
-        ["KILLED", "AFTER COMMIT", "PID", "HEALED AFTER", "COMMITS LOST"],
-        [
-            (kill["what"], kill["at_commit"], kill["pid"], lasting(kill["healed_s"]) or "not", kill["lost_commits"])
-            for kill in report["kills"]
-        ],
-    )
-    before, after = report["reward"]["before"], report["reward"]["after"]
-    reward = f"reward {before:.3f} -> {after:.3f}" if before is not None and after is not None else "no reward seen"
-    term.line(f"{report['job']} {report['state']} after {report['commits']} commits, {reward}, {report['seconds']} s")
-    term.line(f"report: {report['report']}")

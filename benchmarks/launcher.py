@@ -1,7 +1,7 @@
 """Launcher and engine against bare Ray in one run: start, call, death, eight at once, GCS killed.
 
-``python benchmarks/launcher.py [--rounds N] [--json]``. A row is a median and its ratio to bare Ray on the same engine in
-the same run; rows without a peer stand for themselves.
+``python benchmarks/launcher.py [--rounds N] [--json]``. A row is a median and its ratio to bare Ray on the same engine
+in the same run; rows without a peer stand for themselves.
 """
 
 from __future__ import annotations

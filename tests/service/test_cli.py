@@ -104,9 +104,10 @@ async def reached(service: Standing, job: str, state: JobState) -> None:
         (["sim", "run", "--trace", "x.csv", "--vcs", "y.csv"], 2, "y.csv: cannot be read"),
         (["sim", "cases", "x.json"], 2, "x.json: cannot be read"),
         (["tensors", "fsck"], 2, "no tensor registry runs here"),
-        (["--server", NO_SERVICE, "ps"], 3, f"no Rota service answers at {NO_SERVICE} (connection refused)\n      start"),
+        (["--server", NO_SERVICE, "ps"], 3, f"answers at {NO_SERVICE} (connection refused)\n      start"),
         (["--server", NO_SERVICE, "run", "--", "true"], 3, f"no Rota service answers at {NO_SERVICE}"),
         (["status"], 3, "no Rota service runs for"),
+        (["up", "--port", "99999"], 2, "port=99999 (from flag) is not between 0 and 65535"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_the_next_step(words: list[str], status: int, said: str) -> None:
@@ -305,6 +306,56 @@ def test_too_large_a_request_names_the_nearest_one_and_exits_with_4(tmp_path: Pa
     with_cli(tmp_path / "service", test)
 
 
+def test_many_are_stopped_only_with_a_yes(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        for name in ("one", "two"):
+            await ask("run", "-n", name, "--set", "labels.sweep=7", "--", "sleep", "9")
+        asked = await ask("stop", "-l", "sweep=7")
+        assert (asked.status, "needs a yes\n      add --yes" in asked.err) == (2, True)
+        assert (await ask("stop", "one-1", "--json")).document["items"][0]["done"] is True
+        done = await ask("stop", "-l", "sweep=7", "--yes", "--json")
+        assert {item["job"] for item in done.document["items"]} >= {"two-1"}
+        assert (await ask("stop", "none-1", "two-1")).status == 2
+
+    with_cli(tmp_path / "service", test)
+
+
+@pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
+def test_colour_is_for_terminals_that_want_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rota.service.terminal import terminal_for
+
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Tty())
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal_for(as_json=False, quiet=False, no_color=False).colour
+    assert not terminal_for(as_json=False, quiet=False, no_color=True).colour
+    monkeypatch.setenv(name, "dumb")
+    assert not terminal_for(as_json=False, quiet=False, no_color=False).colour
+
+
+def test_an_unwritable_home_is_told_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTA_HOME", "/proc/nowhere")
+    done = rota("up")
+    assert (done.status, "Traceback" in done.err, "rota doctor" in done.err) == (2, False, True)
+    found = {item["name"]: item for item in rota("doctor", "--json").document["items"]}
+    assert found["home"]["mark"] == "fail" and "ROTA_HOME" in found["home"]["remedy"]
+
+
+def test_a_bug_is_told_in_one_line_and_keeps_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rota.service.verbs import jobs
+
+    monkeypatch.setattr(jobs, "ago_s", lambda text: 1 / 0)
+    done = rota("ps", "--since", "1h")
+    assert (done.status, "Traceback" in done.err) == (1, False)
+    story = Path(done.err.partition("its story: ")[2].strip())
+    assert "ZeroDivisionError" in story.read_text()
+    story.unlink()
+
+
 def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
     (tmp_path / "queues.yaml").write_text(
         "- {path: default}\n- {path: prod, guaranteed: {gpus: 2}, limit: {gpus: 3}}\n"
@@ -338,7 +389,7 @@ def paths(value: Any, prefix: str = "") -> set[str]:
 
 
 def test_documents_keep_the_fields_that_programs_rely_on(tmp_path: Path) -> None:
-    """Fields may be added; one that is gone or renamed breaks somebody's program. ``golden_kinds.json`` has them all."""
+    """Fields may be added; one that is gone or renamed breaks somebody's program. The golden file has them all."""
     (tmp_path / "job.yaml").write_text(HELLO)
     found: dict[str, list[str]] = {}
 

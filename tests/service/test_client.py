@@ -263,6 +263,24 @@ def test_a_body_is_made_of_a_path_a_text_and_a_spec(tmp_path: Path) -> None:
             source_of(wrong)
 
 
+def test_a_command_becomes_a_job_of_one_role_and_a_job_can_be_changed(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        job = await asked(service, lambda client: client.run(command=["./t.sh", "--lr", "1e-3"], gpus=1, workdir="/x"))
+        spec = (await asked(service, lambda client: client.spec(job.id)))["spec"]
+        assert (spec["name"], spec["roles"][0]["run"]) == ("t", ["./t.sh", "--lr", "1e-3"])
+        assert (spec["roles"][0]["shell"], spec["roles"][0]["res"]["gpus"]) == (False, 1.0)
+        changed = await asked(service, lambda client: client.attach(job.id).set(priority=80))
+        assert changed.document["priority"] == 80
+
+    with_service(tmp_path, test)
+
+
+def test_the_client_is_a_public_name_of_rota() -> None:
+    import rota
+
+    assert rota.Client is Client
+
+
 def test_errors_of_spec_are_all_known_to_the_client() -> None:
     assert calls.BY_CODE["INVALID"] is errors.BadInput
     assert calls.BY_CODE["INFEASIBLE"] is errors.Infeasible

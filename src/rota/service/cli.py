@@ -187,6 +187,9 @@ def call(words: Sequence[str]) -> int:
         return exc.exit
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as exc:
+        terminal.error(BadInput(f"{exc.filename or 'a file'}: {exc.strerror or exc}", hint="see: rota doctor"))
+        return BadInput.exit
     except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is told in one line, its story kept
         terminal.error(RotaError(f"a bug in Rota: {type(exc).__name__}: {exc}", hint=f"its story: {_keep_story()}"))
         return BUG

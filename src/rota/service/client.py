@@ -19,6 +19,7 @@ from rota.service.wire import (
     TIMEOUT_S,
     Document,
     Wire,
+    command_of,
     source_of,
     timed_out,
 )
@@ -72,11 +73,25 @@ class Client(Wire):
         raise AssertionError("the last attempt returns or raises")
 
     def run(
-        self, job: Any, *, set: Mapping[str, Any] | Sequence[str] = (), workdir: str = "", key: str = ""
+        self,
+        job: Any = None,
+        *,
+        set: Mapping[str, Any] | Sequence[str] = (),
+        command: Sequence[str] = (),
+        workdir: str = "",
+        key: str = "",
+        **resources: Any,
     ) -> JobHandle:
-        """Submit a job (path, text, JobSpec or ``rota.Job``); durable when this returns."""
-        document = self.submit(source_of(job, sets=set, workdir=workdir), key=key)
-        return JobHandle(self, document)
+        """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` with cpus, gpus, memory.
+
+        Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
+        """
+        if command:
+            changes = [f"{path}={value}" for path, value in set.items()] if isinstance(set, Mapping) else set
+            body = command_of(command, sets=changes, res=resources, workdir=workdir)
+        else:
+            body = source_of(job, sets=set, workdir=workdir)
+        return JobHandle(self, self.submit(body, key=key))
 
     def submit(self, body: Mapping[str, Any], *, key: str = "") -> Document:
         """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
@@ -276,6 +291,11 @@ class JobHandle:
     def failures(self) -> Document:
         """What failed, and what was done."""
         return self._client.failures(self.id)
+
+    def set(self, **changes: Any) -> Self:
+        """Change priority, queue, time_limit_s or labels."""
+        self.document = self._client.change(self.id, changes)
+        return self
 
     def stop(self, *, grace_s: float | None = None) -> Self:
         """Ask it to end."""

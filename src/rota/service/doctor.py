@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import resource
 import shutil
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -135,8 +135,11 @@ def _space(settings: Settings) -> Iterator[Finding]:
 def _home(settings: Settings) -> Iterator[Finding]:
     root = settings.root
     existing = next(path for path in (root, *root.parents) if path.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        fact = f"{existing} cannot be written"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as exc:
+        fact = f"{existing} cannot be written: {exc.strerror}"
         yield Finding(name="home", mark="fail", fact=fact, remedy="set ROTA_HOME to a folder of yours")
         return
     kind = _file_system(existing)

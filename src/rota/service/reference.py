@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rota.service.cli import FAMILIES, GROUPS, VERBS, verb_function
 from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
-from rota.service.jobschema import JOB
+from rota.service.jobschema import JOB, json_schema
 from rota.service.verbs.flags import Flags
 from rota.spec.errors import RotaError
 
@@ -165,8 +166,14 @@ def _classes(root: type[RotaError]) -> Iterator[type[RotaError]]:
             yield from _classes(cls)
 
 
+def schema_of_job_file() -> str:
+    """docs/reference/job.schema.json: JSON Schema for editors; the reader itself knows more rules."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/cli.md": page_of_commands,
     "docs/reference/job-file.md": page_of_job_file,
     "docs/reference/exit-codes.md": page_of_exits,
+    "docs/reference/job.schema.json": schema_of_job_file,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,20 @@ def source_of(
     if not isinstance(job, str):
         raise BadInput(f"{type(job).__name__} is not a job", hint="give a path, the text of a job file, or a rota.Job")
     return {"source": job, "filename": filename or "job.yaml", "sets": changes, "workdir": workdir or str(Path.cwd())}
+
+
+def command_of(
+    argv: Sequence[str], *, sets: Sequence[str] = (), res: Mapping[str, Any] | None = None, workdir: str = ""
+) -> Document:
+    """The body of a job of one role ``main`` that runs ``argv`` word by word; ``res``: cpus, gpus, memory."""
+    if not argv:
+        raise BadInput("the command is empty", hint="for example ['python', 'train.py']")
+    stem = Path(argv[0]).stem or "command"
+    name = "".join(char if (char.isascii() and char.isalnum()) or char in "_.-" else "-" for char in stem)[:40]
+    role = {"run": [str(word) for word in argv]}
+    source = json.dumps({"name": name if name[0].isalpha() else f"run-{name}", "roles": {"main": role}}, indent=1)
+    asked = [f"roles.main.resources.{key}={value}" for key, value in (res or {}).items() if value not in ("", None)]
+    return {"source": source, "filename": "command", "sets": [*sets, *asked], "workdir": workdir or str(Path.cwd())}
 
 
 def read_file(path: Path) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rota.service.client import Client
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95)
-_NOT_SHOWN = ("kind", "number", "job", "seq", "at", "api")
+_NOT_SHOWN = frozenset({"kind", "number", "job", "seq", "at", "api", "source", "uid", "idempotency_key"})
 
 
 def logs(
@@ -117,10 +117,11 @@ def events(
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """``12:00:01 InstanceReady role=actor rank=0`` on one line."""
-    shown = []
+    """``12:00:01 InstanceReady role=actor rank=0`` on one line; specs and placements only with ``--json``."""
+    shown: list[str] = []
     for name, value in event.items():
-        if name not in _NOT_SHOWN and value not in (None, "", [], {}):
+        deep = isinstance(value, dict) and any(isinstance(part, dict | list) for part in value.values())
+        if name not in _NOT_SHOWN and value not in (None, "", [], {}) and not deep:
             text = " ".join(str(value).split())
             shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
     return f"{clock_time(event['at'])} {event['kind']} {' '.join(shown)}".rstrip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,7 +104,9 @@ def _body(
         raise BadInput("what shall run?", hint="rota run job.yaml, or rota run -- python train.py")
     folder = str(Path(workdir).expanduser().absolute()) if workdir else ""
     if argv:
-        return _command_body(argv, changes, res, folder)
+        from rota.service.wire import command_of
+
+        return command_of(argv, sets=changes, res=res, workdir=folder)
     if file == "-":
         source, name, base = sys.stdin.read(), "stdin", Path.cwd()
     else:
@@ -121,16 +122,6 @@ def _body(
 
 def _runner(path: Path) -> str:
     return "bash" if path.suffix == ".sh" else "python"
-
-
-def _command_body(argv: list[str], changes: list[str], res: Mapping[str, str], folder: str) -> dict[str, Any]:
-    """A job of one role from a command: the words as they came, no shell between."""
-    stem = Path(argv[0]).stem or "command"
-    name = "".join(char if char.isalnum() or char in "_.-" else "-" for char in stem)
-    role: dict[str, Any] = {"run": argv}
-    source = json.dumps({"name": name if name[0].isalpha() else f"run-{name}", "roles": {"main": role}}, indent=1)
-    given = [f"roles.main.resources.{key}={value}" for key, value in res.items() if value]
-    return {"source": source, "filename": "command", "sets": changes + given, "workdir": folder or str(Path.cwd())}
 
 
 def _only_role(source: str, name: str) -> str:

@@ -1,0 +1,66 @@
+"""Rules between the fields of a job, once its workloads are known."""
+
+# ruff: noqa: E501  a table of cases, one a line
+
+from __future__ import annotations
+
+import pytest
+
+from rota.spec.check import Finding, check, dotted, find_circle
+from rota.spec.dispatch import OpSpec
+from rota.spec.ids import RoleName
+from rota.spec.job import Edge, Interface, JobSpec, RoleSpec
+
+LOOP = Interface(kind="loop")
+SERVES = Interface(kind="class", ops=(OpSpec(name="go"),))
+
+
+def role(name: str, interface: Interface | None = SERVES, **more: object) -> RoleSpec:
+    return RoleSpec(name=RoleName(name), workload="m:W", interface=interface, **more)  # type: ignore[arg-type]
+
+
+def texts(*roles: RoleSpec, **more: object) -> list[str]:
+    return [str(finding) for finding in check(JobSpec(name="t", roles=roles, **more))]  # type: ignore[arg-type]
+
+
+def test_a_job_of_serving_roles_and_one_loop_is_whole() -> None:
+    assert texts(role("a"), role("loop", LOOP), edges=(Edge(source="loop.x", target="a.go"),)) == [
+        "edges[0]: role 'loop' has no operation 'x'; there is none"
+    ]
+    assert texts(role("a"), role("loop", LOOP)) == []
+
+
+@pytest.mark.parametrize(
+    ("roles", "more", "said"),
+    [
+        ((role("a"), role("b")), {"edges": (Edge(source="a.go", target="b.goo"),)}, "edges[0]: role 'b' has no operation 'goo'; did you mean 'go'?"),
+        ((role("a", LOOP), role("b", LOOP)), {}, "roles.b: a second loop; 'a' is the first; a job has one loop"),
+        ((role("a", LOOP, replicas_min=2, replicas_max=2),), {}, "roles.a.replicas: the loop runs once"),
+        ((role("a"),), {"success_when": "loop"}, "success_when: no role is a loop; name roles, or say all"),
+        ((role("a"),), {"success_when": "all"}, "success_when: no role ever ends, so the job cannot succeed; add a loop role or a command"),
+        ((role("a"),), {"success_when": ("a",)}, "success_when[0]: role 'a' serves calls and never ends by itself"),
+        ((role("a"),), {"success_when": ()}, "success_when: names no role"),
+        ((), {}, "roles: a job needs at least one role"),
+        ((role("self"),), {}, "roles.self: 'self' is kept for members of the same role; choose another name"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_is_named_with_its_field(roles: tuple[RoleSpec, ...], more: dict[str, object], said: str) -> None:
+    assert texts(*roles, **more) == [said]
+
+
+def test_what_is_not_known_yet_is_not_judged() -> None:
+    unknown = role("a", None)
+    assert texts(unknown, success_when="loop", edges=()) == []
+    assert texts(unknown, role("b", None), edges=(Edge(source="a.x", target="b.y"),)) == []
+
+
+def test_a_circle_is_found_wherever_it_hangs() -> None:
+    assert find_circle({"a": ("b",), "b": ("c",), "c": (), "d": ("a",)}) == ()
+    circle = find_circle({"x": ("a",), "a": ("b",), "b": ("c", "d"), "c": (), "d": ("a",)})
+    assert circle[0] == circle[-1] and set(circle) == {"a", "b", "d"}
+    assert find_circle({"a": ("a",)}) == ("a", "a")
+
+
+def test_paths_are_written_as_people_write_them() -> None:
+    assert dotted(("weights", 0, "from")) == "weights[0].from"
+    assert str(Finding(path=("name",), message="no", hint="yes")) == "name: no; yes"

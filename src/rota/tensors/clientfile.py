@@ -36,6 +36,7 @@ class ClientFile:
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._words: memoryview[int] | None = None
+        self._outgrown: list[mmap.mmap] = []
         self._grow(_WORDS_FIRST)
         partial.rename(self.path)
 
@@ -63,7 +64,8 @@ class ClientFile:
                 return
             self._words, words = None, self._words
             words.release()
-            self._map.close()
+            for outgrown in (*self._outgrown, self._map):
+                outgrown.close()
             if unlink:
                 self.path.unlink(missing_ok=True)
             os.close(self._fd)
@@ -74,7 +76,7 @@ class ClientFile:
         os.posix_fallocate(self._fd, 0, size)
         if self._words is not None:
             self._words.release()
-            self._map.close()
+            self._outgrown.append(self._map)  # closing a map closes a descriptor of the file, and so loses its lock
         self._map = mmap.mmap(self._fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._map)[_IDENTITY_BYTES:].cast("Q")
         self._count = count

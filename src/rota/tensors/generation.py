@@ -84,6 +84,21 @@ class GenerationTable:
             self.words[2 * slot + 1] = version
         self.words[2 * slot] = version
 
+    def try_store(self, slot: int, version: int) -> bool:
+        """Say what is current unless somebody is inside the slot's lock, who will say it himself."""
+        stripe = self._stripes[slot % _STRIPES]
+        if not stripe.acquire(blocking=False):
+            return False
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
+            self.store(slot, version)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
+        except (BlockingIOError, PermissionError):
+            return False
+        finally:
+            stripe.release()
+        return True
+
     def store_deleted(self, slot: int, version: int) -> None:
         """Say that there is none any more; the caller holds the slot's lock."""
         self.words[2 * slot + 1] = max(version, self.last(slot)) | _DELETED

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rota.runtime.clock import blocking_sleep
 from rota.tensors import errors
-from rota.tensors.clientfile import clients_in, read_file, take_if_dead
+from rota.tensors.clientfile import FORK_MARK, clients_in, read_file, take_if_dead
 from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
 from rota.tensors.registry import RedisMachine
 from rota.tensors.segments import PREPARED, READY, Header, Segments
@@ -99,11 +99,10 @@ def rebuild(space: Space, machine: RedisMachine) -> Recovered:
     commands = plan.commands(machine.prefix)
     for at in range(0, len(commands), _COMMANDS_MAX):
         machine.client.pipeline(commands[at : at + _COMMANDS_MAX])
+    for slot, version in plan.currents():  # before the namespace opens: nothing newer can be overwritten
+        space.table.try_store(slot, version)
     machine.epoch = epoch
     machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot)
-    for name, slot, version in plan.currents():
-        with space.table.changing(slot, name):
-            space.table.store(slot, version)
     space.counters["recovered"] += 1
     done = plan.report
     done.epoch, done.seconds = epoch, space.clock.monotonic_s() - began_s
@@ -203,11 +202,11 @@ class _Plan:
                 kept.append(version)
                 self.report.leases += 1
 
-    def currents(self) -> Iterator[tuple[str, int, int]]:
-        """Name, slot and version for the generation table."""
-        for name, fields in self._names.items():
+    def currents(self) -> Iterator[tuple[int, int]]:
+        """Slot and version for the generation table."""
+        for fields in self._names.values():
             if fields["v"]:
-                yield name, fields["slot"], fields["v"]
+                yield fields["slot"], fields["v"]
 
     def commands(self, prefix: str) -> list[tuple[Any, ...]]:
         """The commands that write all of it."""
@@ -225,7 +224,8 @@ class _Plan:
             out.append(("HSET", f"{prefix}p:{name}", *_flat(parts)))
         for client, versions in self._leases.items():
             out.append(("SADD", f"{prefix}clients", client))
-            out.append(("HSET", f"{prefix}c:{client}", "id", "{}"))
+            if FORK_MARK in client:  # all others join again themselves, and may do nothing before they did
+                out.append(("HSET", f"{prefix}c:{client}", "id", "{}"))
             if versions:
                 out.append(("HSET", f"{prefix}c:{client}:l", *[word for v in versions for word in (v, 0)]))
         taken = {fields["slot"] for fields in self._names.values()}

@@ -153,6 +153,10 @@ class RedisMachine:
         """The epoch the registry stands at, 0 when the namespace is unknown to it."""
         return int(self.client.call("HGET", self.prefix + "cfg", "epoch") or 0)
 
+    def knows(self, client: str) -> bool:
+        """True when the client has joined."""
+        return bool(self.client.call("EXISTS", f"{self.prefix}c:{client}"))
+
     def wipe(self) -> None:
         """Forget everything of this namespace."""
         cursor = b"0"

@@ -119,7 +119,8 @@ class Session:
                     if epoch == 0 or epoch != self.space.table.epoch:
                         self.last_recovery = rebuild(self.space, self.machine)
             self.machine.epoch = self.space.table.epoch
-            self._join()
+            if not self.machine.knows(self.space.client):
+                self._join()
 
     def recover(self) -> Recovered:
         """Rebuild the registry now, lost or not."""
@@ -196,6 +197,7 @@ class Session:
         return True
 
     def _join(self) -> None:
+        """State all leases. Not for a client that is known: a get of another thread may be between lease and note."""
         leases = self.space.leases.live()
         self.space.registry.join(self.space.client, _line(self.space.identity), leases)
         faults.point("joined")

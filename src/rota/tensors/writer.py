@@ -221,7 +221,7 @@ class Writer:
         """Copy into the block: through the mapping when there is one, else by pwrite, which is faster on new pages."""
         segments, offset = self._space.segments, pending.reserved.offset + at
         size = len(data)
-        if segments.is_open(pending.reserved.seg) or size < arena.SMALL_BYTES_MAX:
+        if segments.is_open(pending.reserved.seg) or pending.ask.count > 1:
             view = segments.open(pending.reserved.seg).array
             source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
             view[offset : offset + size] = source

@@ -86,13 +86,13 @@ def test_a_lease_lives_exactly_as_long_as_the_last_view(plane: Plane, as_: str) 
     del view
     plane.put("w", np.zeros(1000))
     gc.collect()
-    assert leases(plane) == 1
+    wait_until(lambda: leases(plane) == 1)
     for n in range(20):
         plane.put("w", np.full(1000, n))
     assert part[2, 0] == 5.0
     del part
     gc.collect()
-    assert leases(plane) == 0
+    wait_until(lambda: leases(plane) == 0)
     assert clean(plane)["versions"] == {"ready": 1}
 
 

@@ -104,7 +104,7 @@ def test_kill_9_of_the_master_replaces_no_instance(engine, moment: str) -> None:
         await run.until_committed(2)
         await succeed(run)
         after = run.pids()
-        assert {name for name in before if after[name] != before[name]} == expected, run.story()
+        assert {name for name in before if after[name] != before[name]} <= expected, run.story()
         assert run.events(MasterStarted)[-1].master_epoch == run.events(MasterStarted)[0].master_epoch + 1
 
     run_job(engine, doubling(), body)

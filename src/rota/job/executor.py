@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal as signals
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,8 @@ from rota.spec.reasons import Reason
 
 INSTANCE_TARGET = "rota.job.worker:Instance"
 RESERVE_MAX_S = 120.0
+RETRY_S = (0.5, 10.0)
+"""Pause before a command that failed in the engine is tried again: first, and at most."""
 UNSEEN_DEATH_S = 5.0
 """A call that found its process gone waits this long for the launcher's report of the death."""
 
@@ -134,7 +137,15 @@ class Executor:
         if older is not None:
             older.cancel()
             await asyncio.gather(older, return_exceptions=True)
-        event = await self._effect(command, ctx)
+        pause_s = RETRY_S[0]
+        while True:
+            try:
+                event = await self._effect(command, ctx)
+                break
+            except Exception as error:  # noqa: BLE001 - the engine may fail in any way; effects are idempotent by name
+                sys.stderr.write(f"{command.id}: {type(error).__name__}: {error}; again in {pause_s:g} s\n")
+                await self.clock.sleep(pause_s)
+                pause_s = min(pause_s * 2, RETRY_S[1])
         if event is not None:
             self.report(event)
 

@@ -25,7 +25,7 @@ from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec, StreamRule
-from rota.spec.errors import BadInput, CallError, Fenced
+from rota.spec.errors import BadInput, CallError, Fenced, RolledBack
 from rota.spec.ids import Epoch
 from rota.spec.job import RoleSpec
 
@@ -85,6 +85,8 @@ class Flow:
         self.output_dir: Path = ctx.output_dir
         self.checkpoint_dir: Path = ctx.checkpoint_dir
         self.roles = Roles({role.name: RoleHandle(self, role) for role in seat.spec.roles if role.name != seat.id.role})
+        self.over = False
+        """Its epoch is over: the function was cancelled, and whatever it still asks for is refused."""
         self._seat = seat
         self._epoch: Epoch = forming.epoch
         self._pending: asyncio.Task[int] | None = None
@@ -133,6 +135,8 @@ class Flow:
         ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
         call or commit waits for it. Raises BadInput for another n or for metrics that are no JSON.
         """
+        if self.over:
+            raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
         number, shown = _commit_arguments(given, n, metrics)
         if self._pending is not None and not self._pending.done():
             raise BadInput("the commit before is still under way: await it")
@@ -142,7 +146,9 @@ class Flow:
         return asyncio.shield(self._pending)
 
     async def settle(self) -> None:
-        """Wait for a commit that was not awaited. Raises what it raised."""
+        """Wait for a commit that was not awaited. Raises what it raised, or RolledBack when the epoch is over."""
+        if self.over:
+            raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
         pending, self._pending = self._pending, None
         if pending is not None:
             await pending
@@ -207,14 +213,19 @@ class Flow:
             return PeerTable.from_json(answer["table"])
 
 
+LoopFunction = Callable[[Flow], Coroutine[Any, Any, Any]]
+
+
 class LoopBody:
     """The body of the loop role: runs the user's function, cancels it when its epoch is over."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._forming: Forming | None = None
-        self._function: Callable[[Flow], Coroutine[Any, Any, Any]] | None = None
+        self._function: LoopFunction | None = None
         self._task: asyncio.Task[None] | None = None
+        self._flow: Flow | None = None
+        self._left = asyncio.Event()
 
     async def form(self, forming: Forming) -> None:
         """Import the function; it is entered by ``run``."""
@@ -227,33 +238,38 @@ class LoopBody:
     async def run(self, committed: int) -> None:
         """Enter the function at a commit and wait for its end."""
         assert self._forming is not None and self._function is not None, "form() comes before run()"
-        flow = Flow(self._seat, self._forming, committed)
+        flow = self._flow = Flow(self._seat, self._forming, committed)
         self._task = asyncio.current_task()
+        self._left = left = asyncio.Event()
         try:
-            await self._seat.user.run(_enter(self._function, flow))
+            await self._seat.user.run(self._enter(self._function, flow, left))
         finally:
             self._task = None
 
+    async def _enter(self, function: LoopFunction, flow: Flow, left: asyncio.Event) -> None:
+        """In the user lane: run the function, and say when it has really let go."""
+        try:
+            await function(flow)
+            await flow.settle()
+        finally:
+            await flow.close()
+            self._seat.control.loop.call_soon_threadsafe(left.set)
+
     async def dissolve(self) -> None:
         """Cancel the function and wait until it has let go."""
-        task = self._task
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CANCEL_MAX_S):
-                    await asyncio.gather(task, return_exceptions=True)
+        task, flow = self._task, self._flow
+        if task is None or flow is None:
+            return
+        flow.over = True
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CANCEL_MAX_S):
+                await self._left.wait()
 
     async def stop(self, grace_s: float) -> None:
         """Cancel the function."""
         await self.dissolve()
-
-
-async def _enter(function: Callable[[Flow], Coroutine[Any, Any, Any]], flow: Flow) -> None:
-    try:
-        await function(flow)
-        await flow.settle()
-    finally:
-        await flow.close()
 
 
 async def _as_coroutine(work: Any) -> Any:

@@ -10,6 +10,9 @@ import asyncio
 import contextlib
 import importlib
 import os
+import sys
+import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -43,6 +46,9 @@ STORE_RETRY_S = 0.5
 DEGRADED_MAX_S = 600.0
 """So long a master whose store is away answers beats and waits; after that it steps down."""
 PUSH_MAX_S = 5.0
+CRASH_PAUSE_S = 1.0
+"""A master that fails again and again does so no faster than this."""
+STORY_MAX = 30
 
 
 @dataclass(slots=True)
@@ -93,7 +99,8 @@ class JobMaster:
         self._offload, self._pid = offload, pid
         self._number = 0
         self._workdir = ""
-        self._inbox: asyncio.Queue[Wish] = asyncio.Queue()
+        self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue()
+        self._story: deque[str] = deque(maxlen=STORY_MAX)
         self._watch = Watch(clock)
         self._executor: Executor | None = None
         self._owned: set[asyncio.Task[Any]] = set()
@@ -133,6 +140,8 @@ class JobMaster:
         except TimeoutError:
             await self._read_log()
             return
+        if isinstance(wish, BaseException):
+            raise wish
         await self._grant(wish)
 
     async def _emit(self, emit: Emit) -> None:
@@ -205,6 +214,7 @@ class JobMaster:
         for record in records:
             if isinstance(record.event, JobSubmitted):
                 self._workdir = record.event.spec.workdir or record.event.workdir
+            self._story.append(f"{record.seq} {record.event}")
             self.ctx, commands = step(self.ctx, record)
             self._number = max(self._number, record.number)
             if self._executor is not None:
@@ -346,12 +356,22 @@ class JobMaster:
         beats = {name: beat.to_json() for name, beat in self.beats.items()}
         return {"job": self._job, "state": self.ctx.state, "master_epoch": self.epoch, "beats": beats}
 
+    def story(self) -> list[str]:
+        """The last events, for the report of an internal failure."""
+        return list(self._story)
+
     # -- owned tasks --------------------------------------------------------------------------------------------------
 
     def _own(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._owned.add(task)
-        task.add_done_callback(self._owned.discard)
+        task.add_done_callback(self._disown)
+
+    def _disown(self, task: asyncio.Task[Any]) -> None:
+        """A task that failed fails the master: nothing goes on as if it had worked."""
+        self._owned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._inbox.put_nowait(error)
 
     async def _close(self) -> None:
         tasks = list(self._owned)
@@ -408,6 +428,12 @@ class Master:
                 await asyncio.to_thread(shadow.drop, self._job, self._home)
         except Fenced:
             os._exit(0)  # another master has taken over; this process must not answer in its place
+        except Exception:  # noqa: BLE001 - the edge of the process: the engine starts it again, and it replays
+            traceback.print_exc()
+            sys.stderr.write("the last events of the job:\n" + "\n".join(self._master.story()) + "\n")
+            sys.stderr.flush()
+            await asyncio.sleep(CRASH_PAUSE_S)
+            os._exit(1)
 
     def _shares_tensors(self) -> bool:
         spec = self._master.ctx.spec

@@ -33,6 +33,7 @@ FAILOVERS_KEPT_MAX = 200
 NO_EPOCH = Epoch(0)
 NO_NODE_ID = NodeId("")
 
+Bindings = Mapping[InstanceId, tuple[GangId, BundleGrant]]
 GangState = Literal["reserving", "reserved", "releasing"]
 
 
@@ -149,13 +150,13 @@ class Ending:
 class JobContext:
     """The state of one job; changed only by ``machine.step``.
 
-    ``attached``: the present master has compared the log with what is alive; before that nothing is asked for.
-    ``epoch_max`` is the highest epoch of an instance or gang ever seen. ``losses`` wait for a verdict, and may be
-    judged once ``diagnosed``, though all of them look like consequences; ``escalated`` is the level that was just
-    found impossible. ``retries`` counts restarts of the whole job, ``free_requeues`` those that were no fault of it.
-    ``starting_s`` is when the present start or recovery began, ``used_s`` the run time of earlier attempts.
-    ``rollback_to`` is the commit that a new attempt must go back to first. ``next_spec`` holds
-    changes that take effect with the next attempt.
+    ``graph`` and ``bound`` follow from spec and placement. ``attached``: the present master has compared the log with
+    what is alive; before that nothing is asked for. ``epoch_max`` is the highest epoch of an instance or gang ever
+    seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed``, though all of them look like consequences;
+    ``escalated`` is the level that was just found impossible. ``retries`` counts restarts of the whole job,
+    ``free_requeues`` those that were no fault of it. ``starting_s`` is when the present start or recovery began,
+    ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must go back to first.
+    ``next_spec`` holds changes that take effect with the next attempt.
     """
 
     job: JobId
@@ -170,6 +171,7 @@ class JobContext:
     attached: bool = False
     epoch_max: Epoch = NO_EPOCH
     placement: Placement | None = None
+    bound: Bindings = field(default_factory=dict[InstanceId, tuple[GangId, BundleGrant]], compare=False, repr=False)
     hosts: tuple[tuple[InstanceId, str], ...] = ()
     gangs: tuple[Gang, ...] = ()
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
@@ -230,8 +232,7 @@ class JobContext:
 
     def bundle(self, instance: InstanceId) -> tuple[GangId, BundleGrant]:
         """Gang and bundle that the placement gives to an instance. Raises KeyError without a placement."""
-        assert self.spec is not None and self.placement is not None, f"{self.job} has no placement"
-        return bindings(self.spec, self.placement)[instance]
+        return self.bound[instance]
 
     def with_instances(self, changed: Iterable[Instance]) -> JobContext:
         """The same context with some instance records replaced."""
@@ -255,7 +256,8 @@ class JobContext:
         body: Snapshot = codec.from_json_value(Snapshot, flat)
         values = {name: getattr(body, name) for name in _SNAPSHOT_FIELDS}
         graph = expand(body.spec) if body.spec else None
-        return JobContext(**values, graph=graph, instances={one.id: one for one in records})
+        bound: Bindings = bindings(body.spec, body.placement) if body.spec and body.placement else {}
+        return JobContext(**values, graph=graph, bound=bound, instances={one.id: one for one in records})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

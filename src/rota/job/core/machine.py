@@ -17,7 +17,7 @@ from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
 from rota.job.core.intent import wanted
-from rota.job.core.placement import requests_of
+from rota.job.core.placement import bindings, requests_of
 from rota.job.core.settling import settle
 from rota.spec.commands import Command
 from rota.spec.events import (
@@ -221,6 +221,7 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
         attempt=event.attempt,
         epoch_max=epoch,
         placement=event.placement,
+        bound=bindings(ctx.spec, event.placement),
         admitted_s=ctx.at_s,
         starting_s=ctx.at_s,
         gangs=(
@@ -290,6 +291,8 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     loop = ctx.loop
     if loop is None or ctx.state.terminal or n != ctx.committed + 1 or loop_epoch != loop.epoch:
         return False
+    if ctx.ending is not None and ctx.state is JobState.RECOVERING:
+        return False  # the verdict to restart the whole job is a fence too
     return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
 
 

@@ -18,7 +18,7 @@ def settle(ctx: JobContext) -> JobContext:
         ctx = _succeed(_run(_start(ctx)))
     if ctx.ending is not None:
         return _wind_down(ctx)
-    return ctx if ctx.placement is None else replace(ctx, **_job_state(ctx))
+    return ctx if ctx.placement is None else _with_state(ctx)
 
 
 def reserved(ctx: JobContext) -> dict[str, Epoch]:
@@ -92,22 +92,28 @@ def _succeed(ctx: JobContext) -> JobContext:
     return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
 
 
-def _job_state(ctx: JobContext) -> dict[str, JobState | float | None]:
+def _with_state(ctx: JobContext) -> JobContext:
     if ctx.open_failover is not None or ctx.losses:
-        return {"state": JobState.RECOVERING}
-    if all(one.settled for one in ctx.instances.values()):
-        return {"state": JobState.RUNNING, "started_s": ctx.at_s if ctx.started_s is None else ctx.started_s}
-    return {"state": JobState.STARTING if reserved(ctx) else JobState.ADMITTED}
+        state = JobState.RECOVERING
+    elif all(one.settled for one in ctx.instances.values()):
+        state = JobState.RUNNING
+    else:
+        state = JobState.STARTING if reserved(ctx) else JobState.ADMITTED
+    if state is ctx.state:
+        return ctx
+    first = state is JobState.RUNNING and ctx.started_s is None
+    return replace(ctx, state=state, started_s=ctx.at_s if first else ctx.started_s)
 
 
 def _wind_down(ctx: JobContext) -> JobContext:
     """First every process goes, then every reservation; then the end can be recorded."""
-    ctx = ctx.with_instances(_doom(one) for one in ctx.instances.values() if one.process or not one.state.terminal)
+    going = [_doom(one) for one in ctx.instances.values() if one.process or not one.state.terminal]
+    if going:
+        ctx = ctx.with_instances(going)
     if any(one.doomed for one in ctx.instances.values()):
         return ctx
-    return replace(
-        ctx, gangs=tuple(replace(gang, state="releasing") for gang in ctx.gangs), open_failover=None, losses=()
-    )
+    gangs = tuple(replace(gang, state="releasing") for gang in ctx.gangs)
+    return replace(ctx, gangs=gangs, open_failover=None, losses=())
 
 
 def _doom(one: Instance) -> Instance:

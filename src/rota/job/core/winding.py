@@ -49,6 +49,7 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         state=JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
         ending=None,
         placement=None,
+        bound={},
         losses=(),
         diagnosed=False,
         escalated=None,

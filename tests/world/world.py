@@ -45,6 +45,8 @@ from tests.world.jobs import Scripts, random_job
 from tests.world.virtual import run
 
 TICK_S = 0.5
+DECIDE_S = 5.0
+"""Without news the scheduler looks again this often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,14 +310,19 @@ class World:
         self.log.take_epoch(INSTALL_SCOPE)
         scheduler, seen = Scheduler(fifo(), requests_of), 0
         seqs: dict[JobId, int] = {}
+        look_at_s = 0.0
         while True:
+            news = False
             for record in self.log.read(after=seen):
-                seen = record.number
+                seen, news = record.number, True
                 scheduler.apply(record)
                 if record.job is not None:
                     seqs[record.job] = record.seq
                     self._follow(record.job, record.event)
-            for job, event in scheduler.decide(self.clock.wall_s()).events:
+            now_s = self.clock.wall_s()
+            due = news or now_s >= look_at_s
+            look_at_s = now_s + DECIDE_S if due else look_at_s
+            for job, event in scheduler.decide(now_s).events if due else ():
                 try:
                     self._append(job, event, seqs[job])
                 except SeqConflict:

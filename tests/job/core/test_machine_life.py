@@ -7,7 +7,7 @@ from tests.makers import admitted, at, command, fail, ids, loop, mesh, rl, servi
 
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
-from rota.job.core.machine import replay
+from rota.job.core.machine import accepts_commit, replay
 from rota.spec.commands import Assemble, RunInstance, StartInstance
 from rota.spec.events import (
     Committed,
@@ -109,6 +109,16 @@ def test_the_commit_of_a_fenced_loop_is_refused(driven):
     assert driven.ctx.committed == 0
     driven.feed(Committed(n=1, loop_epoch=Epoch(2)), Committed(n=1, loop_epoch=Epoch(2)))
     assert driven.ctx.committed == 1
+
+
+def test_a_verdict_to_restart_the_whole_job_fences_the_loop(driven):
+    driven.run(spec(service("w", fail=fail(limit_n=0)), loop(), retry=1))
+    driven.feed(lost("w", 0, 1))
+    driven.settle(hold="stop/")
+    assert driven.ctx.state is JobState.RECOVERING
+    assert not accepts_commit(driven.ctx, 1, Epoch(1))
+    driven.feed(Committed(n=1, loop_epoch=Epoch(1)))
+    assert driven.ctx.committed == 0
 
 
 def test_a_failure_during_a_failover_joins_it(driven):

@@ -96,7 +96,7 @@ def test_events_follow_to_the_end_and_an_async_client_sees_the_same(tmp_path: Pa
         )
         async with AsyncClient(**address(service)) as client:
             kinds: list[str] = []
-            async for event in client.events("hello-1"):
+            async for event in client.events("hello-1", follow=True):
                 kinds.append(event["kind"])
                 if event["kind"] == "JobAdmitted":
                     end(service, "hello-1")
@@ -279,6 +279,14 @@ def test_the_client_is_a_public_name_of_rota() -> None:
     import rota
 
     assert rota.Client is Client
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def names(cls: type) -> set[str]:
+        return {name for name in vars(cls) if not name.startswith("_")}
+
+    assert names(Client) - names(AsyncClient) == {"attach", "close"}
+    assert not names(AsyncClient) - names(Client)
 
 
 def test_errors_of_spec_are_all_known_to_the_client() -> None:

@@ -12,7 +12,7 @@ import httpx
 
 from rota.service import calls
 from rota.service.calls import Ask, Sse, SseReader
-from rota.service.wire import RETRIES_MAX, STREAM_SILENCE_S, TIMEOUT_S, Document, Wire, source_of, timed_out
+from rota.service.wire import PAGE_MAX, RETRIES_MAX, STREAM_SILENCE_S, TIMEOUT_S, Document, Wire, body_of, timed_out
 from rota.spec.states import JobState
 
 
@@ -57,9 +57,19 @@ class AsyncClient(Wire):
         """See ``Client.submit``."""
         return await self.ask(calls.submit(body, key=key or secrets.token_hex(16)))
 
-    async def run(self, job: Any, *, set: Mapping[str, Any] | Sequence[str] = (), workdir: str = "") -> Document:
-        """Submit a job; gives the ``Job`` document."""
-        return await self.submit(await asyncio.to_thread(source_of, job, sets=set, workdir=workdir))
+    async def run(
+        self,
+        job: Any = None,
+        *,
+        set: Mapping[str, Any] | Sequence[str] = (),
+        command: Sequence[str] = (),
+        workdir: str = "",
+        key: str = "",
+        **resources: Any,
+    ) -> Document:
+        """See ``Client.run``; gives the ``Job`` document."""
+        body = await asyncio.to_thread(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
+        return await self.submit(body, key=key)
 
     async def plan(self, body: Mapping[str, Any]) -> Document:
         """See ``Client.plan``."""
@@ -73,9 +83,52 @@ class AsyncClient(Wire):
         """See ``Client.job``."""
         return await self.ask(calls.get(calls.job_path(job)))
 
-    async def part(self, job: str, name: str, **params: Any) -> Document:
-        """``explain``, ``why``, ``failures``, ``graph``, ``placement``, ``spec``, ``logs`` or ``events`` of a job."""
+    async def explain(self, job: str) -> Document:
+        """See ``Client.explain``."""
+        return await self._part(job, "explain")
+
+    async def why(self, job: str) -> Document:
+        """See ``Client.why``."""
+        return await self._part(job, "why")
+
+    async def failures(self, job: str, *, attempt: int | None = None) -> Document:
+        """See ``Client.failures``."""
+        return await self._part(job, "failures", attempt=attempt)
+
+    async def graph(self, job: str) -> Document:
+        """See ``Client.graph``."""
+        return await self._part(job, "graph")
+
+    async def placement(self, job: str) -> Document:
+        """See ``Client.placement``."""
+        return await self._part(job, "placement")
+
+    async def spec(self, job: str) -> Document:
+        """See ``Client.spec``."""
+        return await self._part(job, "spec")
+
+    async def log_page(self, job: str, **filters: Any) -> Document:
+        """See ``Client.log_page``."""
+        return await self._part(job, "logs", **filters)
+
+    async def event_page(self, job: str, **filters: Any) -> Document:
+        """See ``Client.event_page``."""
+        return await self._part(job, "events", **filters)
+
+    async def _part(self, job: str, name: str, **params: Any) -> Document:
         return await self.ask(calls.get(calls.job_path(job, name), **params))
+
+    async def change(self, job: str, changes: Mapping[str, Any]) -> Document:
+        """See ``Client.change``."""
+        return await self.ask(calls.change(job, changes))
+
+    async def mark_node(self, node: str, action: str, *, reason: str = "", dry_run: bool = False) -> Document:
+        """See ``Client.mark_node``."""
+        return await self.ask(calls.mark_node(node, action, reason=reason, dry_run=dry_run))
+
+    async def apply_queues(self, queues: list[Document], *, dry_run: bool = False) -> Document:
+        """See ``Client.apply_queues``."""
+        return await self.ask(calls.apply_queues(queues, dry_run=dry_run))
 
     async def stop(self, job: str, *, grace_s: float | None = None) -> Document:
         """See ``Client.stop``."""
@@ -104,24 +157,56 @@ class AsyncClient(Wire):
                 raise timed_out(document, timeout_s or 0.0)
             await asyncio.sleep(poll_s)
 
-    async def events(self, job: str, **filters: Any) -> AsyncIterator[Document]:
-        """Events of a job as they happen, until it has ended; without gap over lost connections."""
-        ask, last, broken = calls.get(calls.job_path(job, "events"), **{**filters, "follow": True}), "", 0
+    async def all_jobs(self, **filters: Any) -> AsyncIterator[Document]:
+        """See ``Client.all_jobs``."""
+        cursor = ""
+        while True:
+            page = await self.jobs(**{**filters, "cursor": cursor, "limit": PAGE_MAX})
+            for one in page["items"]:
+                yield one
+            cursor = page.get("next") or ""
+            if not cursor:
+                return
+
+    async def logs(self, job: str, *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
+        """See ``Client.logs``."""
+        if not follow:
+            for line in (await self.log_page(job, **filters)).get("items", []):
+                yield line
+            return
+        seen: dict[str, int] = {}
+        async for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):
+            line = event.document()
+            if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
+                seen[line["instance"]] = line["offset"]
+                yield line
+
+    async def events(self, job: str, *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
+        """See ``Client.events``."""
+        if not follow:
+            for event in (await self.event_page(job, **filters)).get("items", []):
+                yield event
+            return
+        async for event in self._stream(calls.job_path(job, "events"), {**filters, "follow": True}):
+            if event.event == "event":
+                yield event.document()
+
+    async def _stream(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[Sse]:
+        ask, last, broken = calls.get(path, **params), "", 0
         while True:
             try:
                 async for event in self._stream_once(ask, last):
                     last, broken = event.id or last, 0
+                    yield event
                     if event.event == "end":
                         return
-                    if event.event == "event":
-                        yield event.document()
             except httpx.TransportError as exc:
                 broken += 1
                 if broken > RETRIES_MAX:
                     raise self.unreachable(exc) from exc
                 await asyncio.sleep(self.wait_s(broken))
             else:
-                return
+                return  # the service closed the stream in order
 
     async def _stream_once(self, ask: Ask, last: str) -> AsyncIterator[Sse]:
         timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)

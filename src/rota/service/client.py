@@ -19,8 +19,7 @@ from rota.service.wire import (
     TIMEOUT_S,
     Document,
     Wire,
-    command_of,
-    source_of,
+    body_of,
     timed_out,
 )
 from rota.spec.states import JobState
@@ -86,11 +85,7 @@ class Client(Wire):
 
         Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
         """
-        if command:
-            changes = [f"{path}={value}" for path, value in set.items()] if isinstance(set, Mapping) else set
-            body = command_of(command, sets=changes, res=resources, workdir=workdir)
-        else:
-            body = source_of(job, sets=set, workdir=workdir)
+        body = body_of(job, sets=set, command=command, workdir=workdir, res=resources)
         return JobHandle(self, self.submit(body, key=key))
 
     def submit(self, body: Mapping[str, Any], *, key: str = "") -> Document:

@@ -26,6 +26,23 @@ PAGE_MAX = 200
 Document = dict[str, Any]
 
 
+def body_of(
+    job: Any,
+    *,
+    sets: Mapping[str, Any] | Sequence[str] = (),
+    command: Sequence[str] = (),
+    workdir: str = "",
+    res: Mapping[str, Any] | None = None,
+) -> Document:
+    """The body of a submission: ``command_of`` when there is a command, else ``source_of``."""
+    if command:
+        changes = [f"{path}={value}" for path, value in sets.items()] if isinstance(sets, Mapping) else sets
+        return command_of(command, sets=changes, res=res, workdir=workdir)
+    if res:
+        raise BadInput(f"{', '.join(res)}: only with a command", hint="set={'roles.NAME.resources.gpus': 1}")
+    return source_of(job, sets=sets, workdir=workdir)
+
+
 def source_of(
     job: Any, *, sets: Mapping[str, Any] | Sequence[str] = (), workdir: str = "", filename: str = ""
 ) -> Document:

@@ -108,8 +108,22 @@ def test_marked_processes_are_found_and_killed_whoever_their_parent_is(tmp_path:
     while len(process.marked(mark)) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(process.marked(mark)) == 2
-    assert process.kill_marked(mark) == () == process.marked(mark)
+    assert process.kill_all(lambda: process.marked(mark)) == () == process.marked(mark)
     child.wait()
+
+
+def test_a_session_is_found_after_its_leader_died_but_not_under_a_reused_pid() -> None:
+    code = "import os, time\nif os.fork(): os._exit(0)\ntime.sleep(600)"
+    child = process.spawn(Spawn(command=(sys.executable, "-c", code), env={}), name="leader")
+    leader = process.start_time_of(child.pid)
+    assert leader is not None
+    session = ProcessId(pid=child.pid, start_time=leader)
+    assert child.wait(WAIT_S) == 0
+    members = process.session_of(session)
+    assert len(members) == 1 and os.getsid(members[0].pid) == child.pid
+    assert process.kill_all(lambda: process.session_of(session)) == ()
+    own = process.own_id()
+    assert process.session_of(ProcessId(pid=own.pid, start_time=own.start_time - 1)) == ()
 
 
 def test_a_subreaper_takes_in_and_reaps_orphans() -> None:

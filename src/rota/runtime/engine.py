@@ -7,8 +7,8 @@
                                                             SIGTERM or death of the raylet ends everything it started
 
 One watcher a node; the head's also watches the GCS. A dead watcher leaves GCS and raylet running; the next
-``start_engine`` puts a new watcher over them. Every process of a node inherits ``ROTA_ENGINE=<engine>/<host>``, by
-which leftovers are found whoever their parent is.
+``start_engine`` puts a new watcher over them. Leftovers are found, whoever their parent is, by their session and by
+``ROTA_ENGINE=<engine>/<host>``, which every process of a node inherits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rota.runtime import process
-from rota.runtime.process import ProcessId, RunFolder, Spawn
+from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable
 
 Storage = Literal["rocksdb", "memory"]
@@ -73,6 +73,7 @@ class EngineSettings:
 class EngineState:
     """One started node of an engine. ``gcs`` is None but for the head; ``folder`` is Ray's directory in a private one.
 
+    ``session`` is the process that opened the session in which raylet and workers run (the first watcher).
     ``environment`` is what a restarted GCS must find again, down to the same storage.
     """
 
@@ -83,14 +84,11 @@ class EngineState:
     token_path: str
     storage: Storage
     raylet: ProcessId
+    session: ProcessId
     environment: Mapping[str, str | None]
     gcs: ProcessId | None = None
     gcs_command: tuple[str, ...] = ()
     gcs_restarts: int = 0
-
-    @property
-    def mark(self) -> str:
-        return mark_of(self.engine, self.host)
 
     @property
     def volatile(self) -> bool:
@@ -126,6 +124,15 @@ class EngineFiles:
         return f"engine-{host}"
 
 
+def end_all(engine: str, host: str, session: ProcessId) -> tuple[ProcessId, ...]:
+    """SIGKILL every process of a node: those of its session, and those with its mark that left the session.
+
+    Returns what cannot be ended.
+    """
+    mark = mark_of(engine, host)
+    return process.kill_all(lambda: {*process.session_of(session), *process.marked(mark)})
+
+
 def read_state(path: Path) -> EngineState | None:
     """The state written by a node's watcher, or None when there is none."""
     try:
@@ -137,6 +144,7 @@ def read_state(path: Path) -> EngineState | None:
         **{
             **data,
             "raylet": ProcessId(**data["raylet"]),
+            "session": ProcessId(**data["session"]),
             "gcs": None if gcs is None else ProcessId(**gcs),
             "gcs_command": tuple(data["gcs_command"]),
         }
@@ -254,21 +262,22 @@ def stop_node(home: Path, host: str) -> tuple[ProcessId, ...]:
 def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
     states = files.states()
     left = tuple(process for state in reversed(states) for process in _end_node(files, state))
-    left += tuple(process for plan in _unfinished(files) for process in _end_unfinished(files, plan))
+    left += tuple(process for starter in _unfinished(files) for process in _end_unfinished(files, starter))
     for folder in {Path(state.folder).parent for state in states}:
         shutil.rmtree(folder, ignore_errors=True)
     shutil.rmtree(files.storage, ignore_errors=True)
     return left
 
 
-def _unfinished(files: EngineFiles) -> list[dict[str, Any]]:
-    """Plans of starters that still run although whoever waited for them died, so that nobody will watch their node."""
+def _unfinished(files: EngineFiles) -> list[ProcessRecord]:
+    """Starters that still run although whoever waited for them died, so that nobody will watch their node."""
     records = (record for record in files.run.alive() if record.name.startswith("engine-"))
-    return [json.loads(record.command[-1]) for record in records if "rota.runtime.ray_engine" in record.command]
+    return [record for record in records if "rota.runtime.ray_engine" in record.command]
 
 
-def _end_unfinished(files: EngineFiles, plan: Mapping[str, Any]) -> tuple[ProcessId, ...]:
-    left = process.kill_marked(mark_of(plan["engine"], plan["host"]))
+def _end_unfinished(files: EngineFiles, starter: ProcessRecord) -> tuple[ProcessId, ...]:
+    plan = json.loads(starter.command[-1])
+    left = end_all(plan["engine"], plan["host"], starter.id)
     files.run.forget(files.record_name(plan["host"]))
     Path(plan["state_path"]).unlink(missing_ok=True)
     if plan["head"]:
@@ -281,7 +290,7 @@ def _end_node(files: EngineFiles, state: EngineState) -> tuple[ProcessId, ...]:
     watcher = files.run.find_alive(name)
     if watcher is not None:
         process.stop(watcher.id, grace_s=_STOP_S)
-    left = process.kill_marked(state.mark)
+    left = end_all(state.engine, state.host, state.session)
     process.reap_adopted()
     if not left:
         files.run.forget(name)
@@ -311,10 +320,12 @@ def _start_node(
     child = process.spawn(
         Spawn(command=command, env=environment, log=files.log), name=files.record_name(settings.host), run=files.run
     )
+    starter = process.identify(child.pid)
     try:
         return _wait_ready(child, state_path, timeout_s)
     except EngineUnavailable:
-        process.kill_marked(mark_of(engine, settings.host))
+        if starter is not None:
+            end_all(engine, settings.host, starter)
         child.wait()
         raise
 
@@ -438,7 +449,7 @@ class Watcher:
         if gcs is not None:
             process.stop(gcs, grace_s=1.0)
         process.reap_adopted()
-        process.kill_marked(self._state.mark)
+        end_all(self._state.engine, self._state.host, self._state.session)
         self._path.unlink(missing_ok=True)
 
 

@@ -12,7 +12,7 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -203,33 +203,51 @@ def stop_tree(process: ProcessId, *, grace_s: float, kill_s: float = 5.0) -> tup
 
 
 def marked(mark: str) -> tuple[ProcessId, ...]:
-    """Every running process of this user that inherited the environment entry ``mark`` (``NAME=value``)."""
+    """Every running process of this user that inherited the environment entry ``mark`` (``NAME=value``).
+
+    A process that writes its own title may overwrite the entry (Ray's do): see ``session_of``.
+    """
     wanted, found = mark.encode(), list[ProcessId]()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in _pids():
         try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # gone meanwhile, or another user's
             continue
-        identity = identify(int(entry.name)) if wanted in environment else None
+        identity = identify(pid) if wanted in environment else None
         if identity is not None:
             found.append(identity)
     return tuple(found)
 
 
-def kill_marked(mark: str, *, timeout_s: float = 5.0) -> tuple[ProcessId, ...]:
-    """SIGKILL all processes with the mark until none is left; the caller itself is spared. Returns what remains."""
+def session_of(leader: ProcessId) -> tuple[ProcessId, ...]:
+    """Every running process of the session that ``leader`` opened, dead or alive; none if its pid is another's now."""
+    if start_time_of(leader.pid) not in (None, leader.start_time):
+        return ()
+    found = list[ProcessId]()
+    for pid in _pids():
+        stat = _stat_of(pid)
+        identity = identify(pid) if stat is not None and int(stat[3]) == leader.pid else None
+        if identity is not None:
+            found.append(identity)
+    return tuple(found)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def kill_all(find: Callable[[], Iterable[ProcessId]], *, timeout_s: float = 5.0) -> tuple[ProcessId, ...]:
+    """SIGKILL what ``find`` returns until that is nothing; the caller itself is spared. Returns what remains."""
     deadline = time.monotonic() + timeout_s
     for _ in range(_SWEEP_ROUNDS_MAX):
-        left = tuple(process for process in marked(mark) if process.pid != os.getpid())
+        left = tuple(process for process in find() if process.pid != os.getpid())
         if not left or time.monotonic() > deadline:
             return left
         for process in left:
             send_signal(process, signal.SIGKILL)
         wait_gone(left, 1.0)
         reap_adopted()
-    return tuple(process for process in marked(mark) if process.pid != os.getpid())
+    return tuple(process for process in find() if process.pid != os.getpid())
 
 
 def usage_of(process: ProcessId) -> Usage | None:

@@ -82,6 +82,7 @@ def start_node(plan: dict[str, Any]) -> EngineState:
         token_path=plan["token_path"],
         storage=plan["storage"],
         raylet=raylet,
+        session=process.own_id(),
         environment=plan["environment"],
         gcs=process.identify(gcs.pid) if gcs is not None else None,
         gcs_command=tuple(gcs.args) if gcs is not None else (),

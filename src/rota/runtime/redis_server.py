@@ -77,9 +77,10 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
     if running is not None:
         return _kept(home, running) if keep and not running.kept else running
     tried.append(f"record {_record(home)}: no running server")
+    was_kept = bool(_read_record(home).get("kept"))
     for program in _programs(tried):
         with contextlib.suppress(OSError, subprocess.SubprocessError, RegistryUnavailable):
-            return _start(home, program, keep=keep)
+            return _start(home, program, keep=keep or was_kept)
         tried.append(f"{program}: did not start")
     raise RegistryUnavailable(
         "no tensor registry: " + "; ".join(tried),
@@ -89,17 +90,16 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
 
 def find_running(home: environ.Home) -> Server | None:
     """The recorded server, if that very process still runs and answers."""
-    try:
-        data: dict[str, Any] = json.loads(_record(home).read_text())
-        server = Server(
-            address=Address(path=data["socket"]),
-            pid=data["pid"],
-            start_time=data["start_time"],
-            kept=data["kept"],
-            program=data["program"],
-        )
-    except (FileNotFoundError, json.JSONDecodeError, KeyError):
+    data = _read_record(home)
+    if not data:
         return None
+    server = Server(
+        address=Address(path=data["socket"]),
+        pid=data["pid"],
+        start_time=data["start_time"],
+        kept=data["kept"],
+        program=data["program"],
+    )
     identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
     if not process.is_alive(identity) or _why_no_answer(server.address) is not None:
         return None
@@ -132,6 +132,13 @@ def end_running(home: environ.Home) -> bool:
 
 def _record(home: environ.Home) -> Path:
     return home.run / "registry.json"
+
+
+def _read_record(home: environ.Home) -> dict[str, Any]:
+    try:
+        return json.loads(_record(home).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
 
 
 def _kept(home: environ.Home, server: Server) -> Server:

@@ -18,6 +18,7 @@ from rota.tensors.space import Space
 
 PIN_MARK: Final = "pin:"
 _SLICE: Final = 1000
+_UNBORN_S: Final = 60.0
 _SLICES_MAX: Final = 10_000
 
 
@@ -46,10 +47,19 @@ def sweep_dead(space: Space) -> list[str]:
             swept.append(client)
         finally:
             os.close(fd)
+    _remove_unborn(space)
     if swept:
         restore_slots(space)
         space.counters["swept"] += len(swept)
     return swept
+
+
+def _remove_unborn(space: Space) -> None:
+    """Files of clients that died before they had locked and shown them."""
+    for path in space.clients.glob(".*"):
+        with contextlib.suppress(FileNotFoundError):
+            if space.clock.wall_s() - path.stat().st_mtime > _UNBORN_S:
+                path.unlink()
 
 
 def sweep_unfiled(space: Space) -> list[str]:

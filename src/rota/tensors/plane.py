@@ -7,7 +7,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,14 +15,15 @@ from rota.runtime import environ, redis_server
 from rota.runtime.chance import Chance, SystemChance
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput
-from rota.tensors import errors, reports
+from rota.tensors import doctor, errors, reports
 from rota.tensors.arrays import address_of, dtype_name, source_of, view_of
 from rota.tensors.core import names
 from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
 from rota.tensors.liveness import PIN_MARK, sweep_client
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
-from rota.tensors.session import Session, remove_root, shm_root
+from rota.tensors.session import Session, own_label, remove_root, shm_root
+from rota.tensors.watch import TensorEvent, Watch
 from rota.tensors.writer import Life, Order, Pending, lay_out
 
 DEFAULT_NAMESPACE: Final = "default"
@@ -80,11 +81,6 @@ def down(home: str | Path | None = None) -> bool:
         for root in roots:
             remove_root(root)
     return ended
-
-
-def own_label() -> str:
-    """Who this process publishes as: ``job/role/rank`` inside an instance, else nothing."""
-    return "/".join(word for word in (environ.get(environ.JOB), environ.get(environ.INSTANCE)) if word)
 
 
 class Plane:
@@ -325,6 +321,12 @@ class Plane:
         """Every published name with that prefix, in order."""
         return [row for row in self._rows(prefix) if row.version]
 
+    def watch(
+        self, prefix: str = "", callback: Callable[[TensorEvent], object] | None = None, *, after: str | None = None
+    ) -> Watch:
+        """Events of names with a prefix, in order: iterate it, or give a callback; ``after`` resumes behind an id."""
+        return self._space.retry(lambda: Watch(self._space, self._session.machine, prefix, after, callback))
+
     def info(self, name: str) -> Row:
         """What the registry knows of a name. Raises NotFound."""
         row = self._space.retry(lambda: self._space.find_row(name))
@@ -347,6 +349,23 @@ class Plane:
     def recover(self) -> dict[str, Any]:
         """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""
         return reports.recover(self._session)
+
+    def list_document(self, prefix: str = "") -> dict[str, Any]:
+        """The document of ``rota tensors ls``."""
+        return self._space.retry(lambda: reports.tensor_list(self._space, prefix))
+
+    def stat_document(self, name: str) -> dict[str, Any]:
+        """The document of ``rota tensors stat``: a name, its versions, who holds them. Raises NotFound."""
+        row = self.info(name)
+        return self._space.retry(lambda: reports.tensor(self._space, row))
+
+    def top(self, n_max: int = 20) -> dict[str, Any]:
+        """The document of ``rota tensors top``: names by the bytes that all their versions take."""
+        return self._space.retry(lambda: reports.top(self._space, n_max))
+
+    def doctor(self) -> dict[str, Any]:
+        """The document of ``rota tensors doctor``: findings with level and remedy."""
+        return self._space.retry(lambda: doctor.document(self._session))
 
     def limit(self, bytes_max: int) -> None:
         """Set how many bytes the files of the namespace may take; 0 lifts the limit."""

@@ -153,6 +153,27 @@ class RedisMachine:
         """The epoch the registry stands at, 0 when the namespace is unknown to it."""
         return int(self.client.call("HGET", self.prefix + "cfg", "epoch") or 0)
 
+    def info(self, section: str) -> dict[str, str]:
+        """What the server says of itself."""
+        lines = self.client.call("INFO", section).decode().splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    def events(self, after: str, limit_ms: int, n_max: int) -> list[tuple[str, dict[str, str]]]:
+        """Entries of the event stream behind an id; waits up to ``limit_ms`` for the first."""
+        key = self.prefix + "ev"
+        found = self.client.call("XREAD", "COUNT", n_max, "BLOCK", limit_ms, "STREAMS", key, after)
+        return [] if not found else [(_text(at), _shaped("hash", fields)) for at, fields in found[0][1]]
+
+    def last_event(self) -> str:
+        """Id of the newest event, ``0`` when there is none."""
+        found = self.client.call("XREVRANGE", self.prefix + "ev", "+", "-", "COUNT", 1)
+        return _text(found[0][0]) if found else "0"
+
+    def first_event(self) -> str:
+        """Id of the oldest event that is still kept, ``0`` when there is none."""
+        found = self.client.call("XRANGE", self.prefix + "ev", "-", "+", "COUNT", 1)
+        return _text(found[0][0]) if found else "0"
+
     def knows(self, client: str) -> bool:
         """True when the client has joined."""
         return bool(self.client.call("EXISTS", f"{self.prefix}c:{client}"))

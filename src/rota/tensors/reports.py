@@ -35,6 +35,43 @@ def row_document(row: Row, now_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def tensor_list(space: Space, prefix: str = "") -> dict[str, Any]:
+    """The document of ``rota tensors ls``."""
+    now_s = space.clock.wall_s()
+    return {"items": [row_document(row, now_s) for row in space.registry.ls_all(prefix) if row.version]}
+
+
+def tensor(space: Space, row: Row) -> dict[str, Any]:
+    """The document of ``rota tensors stat``: the row, its versions, their holders, its latest events."""
+    dump, now_s = space.registry.dump(), space.clock.wall_s()
+    versions = [
+        {
+            "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]), "leases": int(v["refs"]),
+            "state": {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}[v["st"]], "bytes": int(v["len"]),
+            "segment": v["seg"], "offset": int(v["off"]), "part": int(v["part"]), "world": int(v["world"]),
+            "holders": holders(space, dump, key[2:], now_s),
+        }
+        for key, v in dump.items()
+        if key.startswith("v:") and v["name"] == row.name
+    ]  # fmt: skip
+    return {**row_document(row, now_s), "versions": sorted(versions, key=lambda each: each["version"])}
+
+
+def top(space: Space, n_max: int = 20) -> dict[str, Any]:
+    """The document of ``rota tensors top``: names by bytes, with those that only old leases keep."""
+    dump = space.registry.dump()
+    names: dict[str, dict[str, int]] = defaultdict(lambda: {"bytes": 0, "doomed_bytes": 0, "leases": 0, "versions": 0})
+    for key, fields in dump.items():
+        if key.startswith("v:"):
+            item = names[fields["name"]]
+            item["bytes"] += int(fields["blk"])
+            item["doomed_bytes"] += int(fields["blk"]) if fields["st"] == "d" else 0
+            item["leases"] += int(fields["refs"])
+            item["versions"] += 1
+    items = sorted(names.items(), key=lambda item: (-item[1]["bytes"], item[0]))
+    return {"items": [{"name": name, **facts} for name, facts in items[:n_max]]}
+
+
 def stats(space: Space) -> dict[str, Any]:
     """Bytes and counts: ``bytes`` of versions, ``free_bytes`` warm, ``file_bytes`` on the file system."""
     dump = space.registry.dump()
@@ -212,12 +249,12 @@ def recover(session: Session) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def holders(space: Space, version: int) -> list[dict[str, Any]]:
-    """Who leases a version: client, pid and since when it has been a client."""
-    dump = space.registry.dump()
+def holders(space: Space, dump: dict[str, Any], version: str, now_s: float) -> list[dict[str, Any]]:
+    """Who leases a version: client, pid, label, and for how long it has been a client."""
     out: list[dict[str, Any]] = []
     for client in sorted(dump.get("clients", ())):
-        if str(version) in dump.get(f"c:{client}:l", {}):
-            identity = space.identity if client == space.client else read_file(space.clients, client)[0]
-            out.append({"client": client, "pid": identity.get("pid"), "since_s": identity.get("joined_s")})
+        if version in dump.get(f"c:{client}:l", {}):
+            facts = space.identity if client == space.client else read_file(space.clients, client)[0]
+            age_s = round(now_s - facts["joined_s"], 3) if facts.get("joined_s") else None
+            out.append({"client": client, "pid": facts.get("pid"), "label": facts.get("label", ""), "age_s": age_s})
     return out

@@ -46,6 +46,11 @@ def shm_root(address_url: str) -> Path:
     return base / hashlib.sha256(address_url.encode()).hexdigest()[:12]
 
 
+def own_label() -> str:
+    """Who this process publishes as: ``job/role/rank`` inside an instance, else nothing."""
+    return "/".join(word for word in (environ.get(environ.JOB), environ.get(environ.INSTANCE)) if word)
+
+
 def remove_root(root: Path) -> None:
     """Give all shared memory of a registry's namespaces back."""
     shutil.rmtree(root, ignore_errors=True)
@@ -242,7 +247,7 @@ class Session:
         own = process.own_id()
         namespace = str(Path("/proc/self/ns/pid").readlink())
         facts = {"client": client, "pid": own.pid, "start_time": own.start_time, "boot": process.boot_id()}
-        return {**facts, "pid_namespace": namespace, "label": "", "joined_s": self.clock.wall_s()}
+        return {**facts, "pid_namespace": namespace, "label": own_label(), "joined_s": self.clock.wall_s()}
 
     def before_fork(self) -> None:
         """Give what this process leases to a hold that lives as long as the child."""

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rota.job.core.check import check_graph
 from rota.runtime import environ
 from rota.spec import codec
 from rota.spec.job import Interface, JobSpec
@@ -30,10 +31,10 @@ class Refused:
 
 
 async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
-    """The spec with the interface of every role, or why that failed. The child is gone when this returns."""
+    """The spec with the interface of every role, or why it can never run. The child is gone when this returns."""
     wanted = {role.name: role.workload for role in spec.roles if role.workload and role.interface is None}
     if not wanted:
-        return spec
+        return _checked(spec)
     env = environ.snapshot() | dict(spec.env)
     child = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -70,4 +71,12 @@ def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Ref
             )
     interfaces = {role: codec.from_json_value(Interface, answer["interface"]) for role, answer in found.items()}
     roles = tuple(replace(role, interface=interfaces.get(role.name, role.interface)) for role in spec.roles)
-    return replace(spec, roles=roles)
+    return _checked(replace(spec, roles=roles))
+
+
+def _checked(spec: JobSpec) -> JobSpec | Refused:
+    """Refuse a graph that cannot work: now that the interfaces are known, operations, axes and state can be checked."""
+    problems = check_graph(spec)
+    if not problems:
+        return spec
+    return Refused(reason=Reason.INVALID, role="", text="\n".join(str(problem) for problem in problems))

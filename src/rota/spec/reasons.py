@@ -231,11 +231,11 @@ INFO: dict[Reason, ReasonInfo] = {
         RETRIES_EXHAUSTED="Every allowed retry was used.",
     ),
     **_rows("end", "rota", JobState.FAILED, INTERNAL="A bug in Rota; the log has the story."),
+    **_rows("refusal", "user", JobState.FAILED, INVALID="The request is not valid."),
     **_rows(
         "refusal",
         "user",
         None,
-        INVALID="The request is not valid.",
         INFEASIBLE="No set of nodes could ever hold the request.",
         UNKNOWN_QUEUE="There is no such queue.",
         NOT_ALLOWED="The token may not do this.",

@@ -152,7 +152,7 @@ class JobContext:
 
     ``graph`` and ``bound`` follow from spec and placement. ``attached``: the present master has compared the log with
     what is alive; before that nothing is asked for. ``epoch_max`` is the highest epoch of an instance or gang ever
-    seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed``, though all of them look like consequences;
+    seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed`` though all look like consequences;
     ``escalated`` is the level that was just found impossible. ``retries`` counts restarts of the whole job,
     ``free_requeues`` those that were no fault of it. ``starting_s`` is when the present start or recovery began,
     ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must go back to first.

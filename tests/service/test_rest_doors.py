@@ -184,6 +184,12 @@ def test_queues_are_replaced_whole_and_a_queue_with_jobs_stays(tmp_path: Path) -
         refused = await service.http.put("/api/v1/queues", json={"queues": [{"path": "default"}]})
         assert refused.status_code == 422
         assert "rl" in refused.json()["detail"]
+        keep = tree["queues"]
+        for wrong in ([], [*keep, {"path": "a/b"}], [*keep, {"path": "rl"}], [*keep, {"path": "x", "weight": 0}]):
+            answer = await service.http.put("/api/v1/queues", json={"queues": wrong})
+            assert answer.status_code == 422, wrong
+        await service.submit("queue: rl\n" + HELLO)
+        await service.until("hello-2", JobState.ADMITTED)
 
     with_service(tmp_path, test)
 

@@ -211,14 +211,19 @@ def test_a_plan_shows_placement_and_blast_radius_and_keeps_nothing(tmp_path: Pat
     with_service(tmp_path, test)
 
 
-def test_priority_changes_after_submit_and_other_fields_do_not(tmp_path: Path) -> None:
+def test_priority_and_labels_change_after_submit_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await service.submit()
-        answer = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": {"priority": 80}})
-        assert answer.json()["priority"] == 80
-        assert answer.json()["changes"][0]["changes"] == {"priority": 80}
-        refused = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": {"roles.main.run": "rm"}})
-        assert refused.status_code == 422
+        changes = {"priority": 80, "labels.team": "rl", "time_limit_s": 60}
+        answer = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": changes})
+        assert (answer.json()["priority"], answer.json()["labels"]) == (80, {"team": "rl"})
+        bad = ({"priority": 101}, {"priority": "x"}, {"roles.main.run": "rm"}, {"labels": 5}, {"time_limit_s": -1}, {})
+        for changes in (*bad, {"queue": "nowhere"}):
+            refused = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": changes})
+            assert refused.status_code in (404, 422), changes
+        assert (await service.get("/jobs/hello-1"))["priority"] == 80
+        await service.submit()
+        await service.until("hello-2", JobState.ADMITTED)
 
     with_service(tmp_path, test)
 

@@ -15,7 +15,7 @@ from rota.service.engine import Engine
 from rota.service.inspection import Refused, inspect_workloads
 from rota.service.views.installation import Installation
 from rota.service.views.story import JobStory
-from rota.spec.errors import EngineUnavailable, RotaError, SeqConflict, StoreUnavailable
+from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
 from rota.spec.events import EngineLost, EngineStateVolatile, Event, JobEnded, JobQueued, JobWaits, Record
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason, final_state
@@ -58,6 +58,7 @@ class ServiceLoop:
         self._due_at: float | None = 0.0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._engine_name = ""
+        self._fenced: Fenced | None = None
         self._ends = 0
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
@@ -73,9 +74,13 @@ class ServiceLoop:
         self, events: list[Event], *, job: JobId | None = None, expected_seq: int | None = None
     ) -> tuple[Record, ...]:
         """Append and wait until the read side shows it. Raises what the log raises."""
-        written = await asyncio.to_thread(
-            self.log.append, events, writer=self.writer, job=job, expected_seq=expected_seq
-        )
+        try:
+            written = await asyncio.to_thread(
+                self.log.append, events, writer=self.writer, job=job, expected_seq=expected_seq
+            )
+        except Fenced as fenced:
+            self._replaced(fenced)
+            raise
         self._wake.set()
         await self.wait_for(written[-1].number)
         return written
@@ -93,10 +98,15 @@ class ServiceLoop:
             pass
 
     async def run(self) -> None:
-        """Turn until ``stop``; a store that is away makes it wait, never end."""
+        """Turn until ``stop``; a store that is away makes it wait, never end.
+
+        Raises Fenced when another service took over the installation.
+        """
         failures = 0
         self._spawn("sweeper", self._sweep_forever())
         while not self.stopping:
+            if self._fenced is not None:
+                raise self._fenced
             try:
                 while await self._turn():
                     pass
@@ -206,8 +216,16 @@ class ServiceLoop:
     def _done(self, name: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(name, None)
         self._wake.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Fenced):
+            self._replaced(error)
+        elif error is not None:
             _log.error("%s failed", name, exc_info=error)
+
+    def _replaced(self, fenced: Fenced) -> None:
+        """Another service has the installation: end at the next turn."""
+        self._fenced = fenced
+        self._wake.set()
 
     async def _inspect(self, story: JobStory) -> None:
         async with self._inspections:

@@ -184,5 +184,6 @@ addEventListener("keydown", (event) => {
     if (search) { event.preventDefault(); search.focus(); }
   }
 });
+setInterval(soon, 10_000); // running times move without events
 draw();
 follow().catch((error) => lost(error.message));

@@ -142,7 +142,7 @@ function outputPane(job) {
       if (seen.has(key)) return;
       seen.add(key);
       const below = pane.scrollHeight - pane.scrollTop - pane.clientHeight < 40;
-      pane.append(`${line.ts ? line.ts.slice(11, 23) : ""} ${line.instance} ${line.text}\n`);
+      pane.append(`${line.ts ? new Date(line.ts).toLocaleTimeString() : ""} ${line.instance} ${line.text}\n`);
       while (pane.childNodes.length > 2000) pane.firstChild.remove();
       if (below) pane.scrollTop = pane.scrollHeight;
     });

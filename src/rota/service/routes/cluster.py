@@ -15,7 +15,8 @@ from rota.service.views.jobs import API
 from rota.spec import codec
 from rota.spec.errors import BadInput, EngineUnavailable, UnknownName
 from rota.spec.events import NodeMarked, QueuesChanged
-from rota.spec.ids import NodeId
+from rota.spec.ids import NAME_PATTERN, NodeId
+from rota.spec.queue import Queue
 from rota.spec.reasons import INFO
 from rota.spec.resources import Health
 
@@ -150,6 +151,7 @@ async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Documen
     except (TypeError, ValueError) as error:
         raise BadInput(f"queues: {error}", hint="each is {path, guaranteed, limit, weight, ...}") from error
     paths = {queue.path for queue in given}
+    _check_tree(doors, given)
     used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)
     if used:
         raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
@@ -165,6 +167,28 @@ async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Documen
         "removed": sorted(set(old) - paths),
         "changed": sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
     }
+
+
+def _check_tree(doors: Doors, given: tuple[Queue, ...]) -> None:
+    """Refuse a tree that the scheduler could not work with: once in the log it would be there for ever."""
+    paths = [queue.path for queue in given]
+    for queue in given:
+        if not all(NAME_PATTERN.match(part) for part in queue.path.split("/")):
+            raise BadInput(f"queue {queue.path!r} is not NAME/NAME/...", hint="letters, digits, '-', '_' and '.'")
+        if paths.count(queue.path) > 1:
+            raise BadInput(f"queue {queue.path!r} is there twice")
+        if queue.parent is not None and queue.parent not in paths:
+            raise BadInput(f"queue {queue.path!r} has no parent {queue.parent!r}", hint="list the parent too")
+        if not queue.weight > 0:
+            raise BadInput(f"queue {queue.path!r}: weight {queue.weight} is not above 0")
+        if queue.guaranteed and queue.limit and queue.guaranteed.gpus > queue.limit.gpus > 0:
+            raise BadInput(f"queue {queue.path!r}: guaranteed {queue.guaranteed.gpus} gpus is over its limit")
+    if not given:
+        raise BadInput("a tree without queues", hint="keep at least 'default'")
+    try:
+        doors.loop.scheduler.state.with_cluster(tuple(doors.loop.installation.usable_nodes()), given)
+    except (KeyError, ValueError, AssertionError) as error:
+        raise BadInput(f"queues: the scheduler refuses this tree: {error}") from error
 
 
 @router.get("/reasons")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from rota.service.changes import checked_changes
 from rota.service.intake import Submission
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.explain import explanation
@@ -23,7 +24,6 @@ from rota.spec.states import JobState
 
 SOURCE_BYTES_MAX = 2**20
 STOP_TRIES_MAX = 20
-CHANGEABLE = ("priority", "queue", "time_limit_s", "labels")
 
 router = APIRouter(prefix="/api/v1", tags=["jobs"])
 
@@ -128,14 +128,8 @@ async def show(job: str, doors: Parts, caller: Asker) -> Document:
 async def change(job: str, body: ChangeBody, doors: Parts, caller: Asker) -> Document:
     """Change priority, queue, time limit or labels of a job that has not ended."""
     story = doors.loop.installation.find(job)
-    for path in body.changes:
-        if path.partition(".")[0] not in CHANGEABLE:
-            raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {', '.join(CHANGEABLE)}")
-    if "queue" in body.changes:
-        doors.loop.installation.queue(str(body.changes["queue"]))
-    if not isinstance(body.changes.get("priority", 0), int):
-        raise BadInput("priority is a whole number from -1 to 100")
-    await _append_live(doors, story, JobChanged(changes=body.changes, by=caller.user))
+    changes = checked_changes(body.changes, story.spec, doors.loop.scheduler)
+    await _append_live(doors, story, JobChanged(changes=changes, by=caller.user))
     return show_document(doors, story)
 
 

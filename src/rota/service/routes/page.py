@@ -18,6 +18,7 @@ _FILES = {
     "app.js": "text/javascript; charset=utf-8",
     "jobs.js": "text/javascript; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
+    "icon.svg": "image/svg+xml",
 }
 
 

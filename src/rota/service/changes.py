@@ -1,0 +1,68 @@
+"""Which fields of a live job may change, and to what; checked before the change becomes an event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rota.cluster.live import Scheduler
+from rota.spec.errors import BadInput, UnknownName
+from rota.spec.job import JobSpec
+
+PRIORITY_MIN, PRIORITY_MAX = -1, 100
+RETRY_MAX = 1000
+LABEL_CHARS_MAX = 200
+
+
+def _priority(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not PRIORITY_MIN <= value <= PRIORITY_MAX:
+        raise BadInput(f"priority={value!r}: a whole number from {PRIORITY_MIN} to {PRIORITY_MAX}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise BadInput(f"{value!r} is not a number of seconds above 0")
+    return float(value)
+
+
+def _limit(value: Any) -> float | None:
+    return None if value is None else _seconds(value)
+
+
+def _retry(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= RETRY_MAX:
+        raise BadInput(f"retry={value!r}: a whole number from 0 to {RETRY_MAX}")
+    return value
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "priority": _priority,
+    "time_limit_s": _limit,
+    "grace_s": _seconds,
+    "retry": _retry,
+}
+CHANGEABLE = ("queue", *_PLAIN, "labels.NAME")
+
+
+def checked_changes(changes: Mapping[str, Any], spec: JobSpec, scheduler: Scheduler) -> dict[str, Any]:
+    """The changes as they go into the event. Raises BadInput or UnknownName, naming field, value and rule."""
+    if not changes:
+        raise BadInput("there is nothing to change", hint=f"these fields can: {', '.join(CHANGEABLE)}")
+    checked: dict[str, Any] = {}
+    labels = dict(spec.labels)
+    for path, value in changes.items():
+        if path in _PLAIN:
+            checked[path] = _PLAIN[path](value)
+        elif path == "queue":
+            if (problem := scheduler.find_queue(str(value))) is not None:
+                raise UnknownName(problem)
+            checked[path] = str(value)
+        elif path.startswith("labels."):
+            if not isinstance(value, str) or len(value) > LABEL_CHARS_MAX:
+                raise BadInput(f"{path}={value!r}: a text of at most {LABEL_CHARS_MAX} characters")
+            labels[path.removeprefix("labels.")] = value
+            checked["labels"] = [list(pair) for pair in sorted(labels.items())]
+        else:
+            raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {', '.join(CHANGEABLE)}")
+    return checked

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.real.jobs import Run, job, role, run_job
 
-from rota.spec.events import Committed, FailoverStarted, RolledBack
+from rota.spec.events import CheckpointSaved, Committed, FailoverStarted, RolledBack
 from rota.spec.ids import RoleName
-from rota.spec.job import Fail, JobSpec, WeightsEdge
+from rota.spec.job import Checkpoint, Fail, JobSpec, WeightsEdge
 from rota.spec.states import JobState
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -95,6 +96,24 @@ def test_restart_process_replaces_the_dead_rank_and_re_forms_the_living_one_in_p
         assert changed == {f"learner/{dead}"}, run.story()
 
     run_job(engine, training(fail=Fail(restart="process")), body)
+
+
+def test_state_that_is_gone_from_memory_comes_back_from_the_checkpoint(engine) -> None:
+    async def body(run: Run) -> None:
+        from rota import tensors
+
+        await until_paused(run)
+        await run.until(lambda: run.events(CheckpointSaved))
+        for rank in (0, 1):
+            tensors.connect(home=engine.home, keep=True).delete(f"shadow/{run.job}/learner/{rank}")
+        run.kill("learner/1")
+        await succeed(run)
+        assert [one.n for one in run.events(CheckpointSaved)] == [2, 4, 6], run.story()
+        kept = sorted(path.name for path in (run.home.checkpoints / run.job).iterdir())
+        assert [name.partition(".")[0] for name in kept] == ["step-4", "step-6"]
+
+    spec = dataclasses.replace(training(), checkpoint=Checkpoint(every="2 commits", keep=2))
+    run_job(engine, spec, body)
 
 
 def test_an_update_that_raises_is_rolled_back_and_never_run_twice_under_one_epoch(engine) -> None:

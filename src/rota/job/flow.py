@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job.bodies import Forming, Seat, make_context
+from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
@@ -90,6 +91,8 @@ class Flow:
         self._seat = seat
         self._epoch: Epoch = forming.epoch
         self._pending: asyncio.Task[int] | None = None
+        wanted = seat.spec.checkpoint
+        self._cadence = Cadence.of(wanted, seat.clock.monotonic_s()) if wanted is not None else None
 
     @property
     def weights_version(self) -> int:
@@ -177,18 +180,29 @@ class Flow:
         due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
         roles = keepers | {edge.source for edge in due.values()}
+        began_s = self._seat.clock.monotonic_s()
+        durable = self._cadence is not None and self._cadence.due(n, began_s)
+        folder = str(folder_of(self.checkpoint_dir, n, self._epoch)) if durable else ""
         saves = [
-            self._save(peer, n, tuple(name for name, edge in due.items() if edge.source == peer.role))
+            self._save(peer, n, tuple(name for name, edge in due.items() if edge.source == peer.role), folder)
             for role in sorted(roles)
             for peer in courier.table.of_role(role)
         ]
         await asyncio.gather(*saves)
         writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
         published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
-        return await self._tell_master(n, published, metrics)
+        took_s = self._seat.clock.monotonic_s() - began_s
+        saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
+        table = await self._tell_master(n, published, metrics, saved)
+        if saved is not None and self._cadence is not None and self._seat.spec.checkpoint is not None:
+            self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
+            keep = self._seat.spec.checkpoint.keep
+            await asyncio.to_thread(prune, self.checkpoint_dir, keep, n)
+        return table
 
-    async def _save(self, peer: Peer, n: int, edges: tuple[str, ...]) -> None:
-        call = Call(method="save", kwargs={"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges})
+    async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
+        kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
+        call = Call(method="save", kwargs=kwargs)
         try:
             reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)
         except (ProcessGone, CallTimeout) as error:
@@ -198,8 +212,10 @@ class Flow:
             await self._seat.courier.wait_rollback()
             raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
 
-    async def _tell_master(self, n: int, published: dict[str, int], metrics: dict[str, Any]) -> PeerTable:
-        kwargs = {"n": n, "loop_epoch": self._epoch, "versions": published, "metrics": metrics}
+    async def _tell_master(
+        self, n: int, published: dict[str, int], metrics: dict[str, Any], saved: dict[str, Any] | None
+    ) -> PeerTable:
+        kwargs = {"n": n, "loop_epoch": self._epoch, "versions": published, "metrics": metrics, "saved": saved}
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:

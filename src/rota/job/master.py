@@ -31,7 +31,16 @@ from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, Proces
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.spec.commands import Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
-from rota.spec.events import Committed, JobEvent, JobSubmitted, MasterStarted, ProgressStalled, Reattached, Record
+from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
+    JobEvent,
+    JobSubmitted,
+    MasterStarted,
+    ProgressStalled,
+    Reattached,
+    Record,
+)
 from rota.spec.ids import Epoch, JobId
 from rota.spec.states import InstanceState
 
@@ -302,11 +311,18 @@ class JobMaster:
         return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
 
     async def commit(
-        self, *, n: int, loop_epoch: int, versions: dict[str, int], metrics: dict[str, Any]
+        self,
+        *,
+        n: int,
+        loop_epoch: int,
+        versions: dict[str, int],
+        metrics: dict[str, Any],
+        saved: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
 
-        ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer.
+        ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
+        says that a durable checkpoint of it is complete.
         """
         if not self._has(n, loop_epoch):
             done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
@@ -324,6 +340,8 @@ class JobMaster:
                 # The store may have lost its answer after it wrote this very commit: then it is done.
                 if not self._has(n, loop_epoch):
                     return {"answer": "refused", "text": str(error)}
+        if saved is not None and self.ctx.checkpoint_n < n:
+            self.report(CheckpointSaved(n=n, path=saved["path"], seconds=saved["seconds"]))
         return {"answer": "done", "table": table_of(self.ctx).to_json()}
 
     def _has(self, n: int, loop_epoch: int) -> bool:

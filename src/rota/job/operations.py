@@ -7,9 +7,10 @@ import inspect
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from rota.job import shadow
+from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, make_context
 from rota.job.calls import Reply, Request
 from rota.job.inspect import import_target
@@ -56,11 +57,19 @@ class ClassBody:
         if self._needs_plane:
             self._plane = await seat.user.do(lambda: shadow.connect(seat.place.job, seat.id, forming.epoch))
         if forming.restore > 0 and self._marks.state is not None:
-            ctx.restored = await seat.user.do(
-                lambda: shadow.load(self._plane, seat.place.job, seat.id, forming.restore)
-            )
+            ctx.restored = await seat.user.do(lambda: self._restored(ctx.checkpoint_dir, forming.restore))
         self._object = await seat.user.do(cls)
         await self._in_user(self._object.setup, (ctx,), {})
+
+    def _restored(self, checkpoints: Path, n: int) -> Any:
+        """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it."""
+        try:
+            return shadow.load(self._plane, self._seat.place.job, self._seat.id, n)
+        except shadow.StateLost:
+            path = checkpoint.find(checkpoints, self._seat.id, n)
+            if path is None:
+                raise
+            return checkpoint.read(path)
 
     async def run(self, committed: int) -> None:
         """A class has no end of its own; it serves until it is stopped."""
@@ -158,8 +167,8 @@ class ClassBody:
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
-    async def save(self, n: int, edges: tuple[str, ...]) -> dict[str, Any]:
-        """Put the state of commit ``n`` into shared memory and publish the weights of ``edges``."""
+    async def save(self, n: int, edges: tuple[str, ...], folder: str) -> dict[str, Any]:
+        """Put the state of commit ``n`` into shared memory, and into ``folder`` if given; publish ``edges``."""
         assert self._forming is not None, "form() comes before save()"
         began_s, epoch = self._seat.clock.monotonic_s(), self._forming.epoch
         size = 0
@@ -167,6 +176,9 @@ class ClassBody:
             job, seat, plane = self._seat.place.job, self._seat, self._plane
             state = await self._in_user(getattr(self._object, self._marks.state), (), {})
             size = await seat.user.do(lambda: shadow.save(plane, job, seat.id, n, epoch, state))
+            if folder:
+                with seat.pulse.quiet("checkpoint"):
+                    await seat.user.do(lambda: checkpoint.write(Path(folder), seat.id, state))
         for edge in edges:
             await self._publish(edge, n)
         return {"bytes": size, "seconds": round(self._seat.clock.monotonic_s() - began_s, 6)}

@@ -63,10 +63,10 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     found: dict[str, Any] = {}
 
     def outline(value: Any, path: str) -> Any:
-        if isinstance(value, np.ndarray) or _is_tensor(value):
+        if isinstance(value, np.ndarray) or is_tensor(value):
             name = str(len(found))
             found[name] = _detached(value)
-            return {"t": name, "torch": _is_tensor(value)}
+            return {"t": name, "torch": is_tensor(value)}
         if isinstance(value, Mapping):
             return {"d": [[_key(key, path), outline(item, f"{path}.{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):
@@ -105,7 +105,7 @@ def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, s
         step=n,
         retain=SHADOWS_KEPT,
         epoch=epoch,
-        meta={"outline": outline, "torch": any(_is_tensor(part) for part in parts.values())},
+        meta={"outline": outline, "torch": any(is_tensor(part) for part in parts.values())},
     )
     return sum(_bytes(tensor) for tensor in parts.values())
 
@@ -142,13 +142,14 @@ def _form() -> str:
     return "torch" if "torch" in sys.modules else "numpy"
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """True for a torch tensor; False in a process without torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if _is_tensor(value) else value
+    return value.detach() if is_tensor(value) else value
 
 
 def _key(key: Any, path: str) -> str | int:
@@ -160,7 +161,7 @@ def _key(key: Any, path: str) -> str | int:
 def _own(tensor: Any, *, torch: bool) -> Any:
     if torch:
         return tensor.clone()
-    return np.array(tensor.numpy() if _is_tensor(tensor) else tensor)
+    return np.array(tensor.numpy() if is_tensor(tensor) else tensor)
 
 
 def _bytes(tensor: Any) -> int:

@@ -126,9 +126,14 @@ class Instance:
         """Run one operation."""
         return await self._control.run(self._call(request))
 
-    async def save(self, *, n: int, epoch: int, loop_epoch: int, edges: tuple[str, ...]) -> dict[str, Any]:
-        """Save the state of commit ``n``: ``done`` with bytes and seconds, ``failed`` or ``stale``."""
-        return await self._control.run(self._save(n, Epoch(epoch), Epoch(loop_epoch), edges))
+    async def save(
+        self, *, n: int, epoch: int, loop_epoch: int, edges: tuple[str, ...], folder: str = ""
+    ) -> dict[str, Any]:
+        """Save the state of commit ``n``: ``done`` with bytes and seconds, ``failed`` or ``stale``.
+
+        The state goes into shared memory and, if given, into the checkpoint ``folder``; ``edges`` are published.
+        """
+        return await self._control.run(self._save(n, Epoch(epoch), Epoch(loop_epoch), edges, folder))
 
     # -- in the control lane ------------------------------------------------------------------------------------------
 
@@ -188,12 +193,14 @@ class Instance:
             return Reply(kind="stale", text=refusal)
         return await self._body.call(request)
 
-    async def _save(self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...]) -> dict[str, Any]:
+    async def _save(
+        self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
+    ) -> dict[str, Any]:
         refusal = self._refusal(epoch, loop_epoch)
         if refusal or not isinstance(self._body, ClassBody):
             return {**STALE, "text": refusal or "no class"}
         try:
-            return {**DONE, **await self._body.save(n, tuple(edges))}
+            return {**DONE, **await self._body.save(n, tuple(edges), folder)}
         except Exception as error:  # noqa: BLE001 - user code in state() may raise anything; the master hears of it
             failed = self._failed(error, epoch)
             self._note_failure(codec.from_json_value(Failure, failed["failure"]))

@@ -1,0 +1,78 @@
+"""Checkpoints: when they are due, what a file gives back, which folders stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.makers import at
+
+from rota.job.checkpoint import Cadence, file_of, find, folder_of, prune, read, write
+from rota.spec.errors import BadInput
+from rota.spec.ids import Epoch
+from rota.spec.job import Checkpoint
+
+
+def cadence(every: str) -> Cadence:
+    return Cadence.of(Checkpoint(every=every), 0.0)
+
+
+def test_every_n_commits_counts_commits_and_not_time() -> None:
+    due = cadence("3 commits")
+    assert [n for n in range(1, 10) if due.due(n, 1e9)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(("every", "seconds"), [("5m", 300.0), ("90", 90.0), ("1h30m", 5400.0)])
+def test_a_duration_counts_from_the_last_one_saved(every: str, seconds: float) -> None:
+    due = cadence(every)
+    assert not due.due(1, seconds - 1) and due.due(1, seconds)
+    due.saved(seconds, 2.0)
+    assert not due.due(2, 2 * seconds - 1) and due.due(2, 2 * seconds)
+
+
+def test_auto_follows_the_cost_within_its_bounds() -> None:
+    due = cadence("auto")
+    assert due.period_s == 60
+    due.saved(0.0, 1.0)
+    assert due.period_s == pytest.approx((2 * 1.0 * 4 * 3600) ** 0.5)
+    due.saved(0.0, 1e6)
+    assert due.period_s == 3600
+
+
+def test_another_form_is_refused() -> None:
+    with pytest.raises(BadInput, match="'often' is none of"):
+        cadence("often")
+
+
+def test_a_numpy_state_comes_back_without_torch(tmp_path: Path) -> None:
+    state = {"x": np.arange(3.0), "n": 7, "deep": [("a", np.eye(2))]}
+    write(tmp_path, at("a/0"), state)
+    back = read(file_of(tmp_path, at("a/0")))
+    assert back["n"] == 7 and np.array_equal(back["x"], state["x"]) and np.array_equal(back["deep"][0][1], np.eye(2))
+
+
+def test_a_torch_state_of_mixed_types_comes_back_equal(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"w": torch.ones(2, dtype=torch.bfloat16), "i": torch.arange(3), "a": np.arange(2)}
+    write(tmp_path, at("a/1"), state)
+    back = read(file_of(tmp_path, at("a/1")))
+    assert torch.equal(back["w"], state["w"]) and torch.equal(back["i"], state["i"])
+    assert isinstance(back["a"], np.ndarray)
+
+
+def test_the_newest_epoch_of_a_commit_is_found(tmp_path: Path) -> None:
+    for epoch in (2, 10):
+        write(folder_of(tmp_path, 4, Epoch(epoch)), at("a/0"), {"epoch": epoch})
+    folder_of(tmp_path, 4, Epoch(11)).mkdir()
+    found = find(tmp_path, at("a/0"), 4)
+    assert found is not None and read(found) == {"epoch": 10}
+    assert find(tmp_path, at("a/0"), 5) is None
+    assert find(tmp_path / "nowhere", at("a/0"), 4) is None
+
+
+def test_only_the_newest_are_kept_and_what_a_rollback_took_back_goes(tmp_path: Path) -> None:
+    for n, epoch in ((1, 1), (2, 1), (3, 1), (3, 2), (9, 1)):
+        write(folder_of(tmp_path, n, Epoch(epoch)), at("a/0"), {})
+    prune(tmp_path, keep=2, newest=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2.e1", "step-3.e2"]

@@ -50,16 +50,18 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "sim compare": ("Tools", "rota.service.verbs.sim:compare", "Compare scheduling profiles on a trace."),
     "sim cases": ("Tools", "rota.service.verbs.sim:cases", "Replay recorded scheduling cases."),
     "tensors ls": ("Tools", "rota.service.verbs.tensors:ls", "List the named tensors of this machine."),
-    "tensors stat": ("Tools", "rota.service.verbs.tensors:stat", "Show one tensor."),
+    "tensors stat": ("Tools", "rota.service.verbs.tensors:stat", "Show one tensor and who holds it."),
+    "tensors top": ("Tools", "rota.service.verbs.tensors:top", "The names that take the most bytes."),
     "tensors gc": ("Tools", "rota.service.verbs.tensors:gc", "Sweep what dead processes left."),
     "tensors fsck": ("Tools", "rota.service.verbs.tensors:fsck", "Check registry and shared memory."),
+    "tensors doctor": ("Tools", "rota.service.verbs.tensors:doctor", "Check the tensor plane, and say what to do."),
     "tensors recover": ("Tools", "rota.service.verbs.tensors:recover", "Build the registry again."),
 }
 """Verb to (group, where it is, one line of help); two words for a verb below another."""
 FAMILIES = {
     "sim": "The scheduler in virtual time: run, compare, cases.",
     "plan": "Parallel plans: search, show, explain, validate.",
-    "tensors": "Named tensors: ls, stat, gc, fsck, recover.",
+    "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover.",
 }
 
 SYNONYMS = {

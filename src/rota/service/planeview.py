@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rota.runtime import environ, redis_server
-from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
 from rota.tensors.plane import Plane, connect
-from rota.tensors.reports import row_document
 
 API = "rota/v1"
 
@@ -16,16 +14,24 @@ API = "rota/v1"
 def tensor_list(prefix: str, *, namespace: str) -> dict[str, Any]:
     """``TensorList``: every name with that prefix; empty when no registry runs."""
     plane = _join(namespace)
-    rows = [] if plane is None else plane.ls(prefix)
-    now_s = SystemClock().wall_s()
-    items = [row_document(row, now_s) for row in rows]
-    return {"api": API, "kind": "TensorList", "items": items, "next": None}
+    found: dict[str, Any] = {"items": []} if plane is None else plane.list_document(prefix)
+    return {"api": API, "kind": "TensorList", **found, "next": None}
 
 
 def tensor(name: str, *, namespace: str) -> dict[str, Any]:
-    """``Tensor``: one name. Raises NotFound."""
-    plane = _need(namespace)
-    return {"api": API, "kind": "Tensor", **row_document(plane.info(name), SystemClock().wall_s())}
+    """``Tensor``: one name with its versions and their holders; ``form`` is tensor or group. Raises NotFound."""
+    found = _need(namespace).stat_document(name)
+    return {**found, "form": found.get("kind"), "api": API, "kind": "Tensor"}
+
+
+def tensor_top(count: int, *, namespace: str) -> dict[str, Any]:
+    """``TensorTop``: names by the bytes that all their versions take."""
+    return {"api": API, "kind": "TensorTop", **_need(namespace).top(count), "next": None}
+
+
+def tensor_doctor(*, namespace: str) -> dict[str, Any]:
+    """``TensorDoctor``: what is wrong with the plane on this machine, and what to do."""
+    return {"api": API, "kind": "TensorDoctor", **_need(namespace).doctor()}
 
 
 def tensor_gc(*, namespace: str, dry_run: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""rota tensors ls, stat, gc, fsck, recover: which bytes are shared under which name, and whether all is well."""
+"""rota tensors: which bytes are shared under which name, who holds them, and whether all is well."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def stat(
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Show one tensor.
+    """Show one tensor, its versions and who holds them.
 
     Examples
     --------
@@ -77,7 +77,64 @@ def stat(
 
 
 def _one(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.pairs((name, value) for name, value in doc.items() if name not in ("api", "kind"))
+    term.pairs((name, value) for name, value in doc.items() if name not in ("api", "kind", "versions"))
+    for version in doc["versions"]:
+        term.line(
+            f"version {version['version']} {version['state']}: {size(version['bytes'])}, {version['leases']} leases"
+        )
+        for holder in version["holders"]:
+            term.line(
+                "  held by " + ", ".join(f"{name} {value}" for name, value in holder.items() if value is not None)
+            )
+
+
+def top(
+    count: Annotated[int, Parameter(help="How many names.")] = 20,
+    *,
+    namespace: NAMESPACE = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show the names that take the most bytes, old versions that are still read included.
+
+    Examples
+    --------
+    rota tensors top 5
+    """
+    from rota.service.planeview import tensor_top
+
+    terminal = flags.terminal()
+    document = tensor_top(max(1, count), namespace=namespace)
+    rows = [
+        (one["name"], size(one["bytes"]), size(one["doomed_bytes"]), one["versions"], one["leases"])
+        for one in document["items"]
+    ]
+    columns = ["NAME", "BYTES", "ONLY HELD BY OLD READERS", "VERSIONS", "LEASES"]
+    terminal.show(document, lambda term: term.table(columns, rows, empty="no tensors"))
+    return 0
+
+
+def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
+    """Check the tensor plane of this machine, and say what to do; exits with 1 when something fails.
+
+    Examples
+    --------
+    rota tensors doctor
+    """
+    from rota.service.planeview import tensor_doctor
+
+    terminal = flags.terminal()
+    document = tensor_doctor(namespace=namespace)
+    terminal.show(document, lambda term: _checks(term, document["checks"]))
+    return 1 if any(one["level"] == "fail" for one in document["checks"]) else 0
+
+
+def _checks(term: Terminal, checks: list[dict[str, Any]]) -> None:
+    width = max((len(one["name"]) for one in checks), default=0)
+    for one in checks:
+        mark = one["level"] if one["level"] == "ok" else one["level"].upper()
+        term.line(f"{mark:<4}  {one['name']:<{width}}  {one['value']}")
+        if one["remedy"]:
+            term.line(f"{'':<{width + 8}}{one['remedy']}")
 
 
 def gc(

@@ -1,0 +1,58 @@
+"""rota tensors against a real registry and real shared memory."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rota.tensors
+from rota.service import cli
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture
+def plane(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("ROTA_HOME", str(engine_home))
+    monkeypatch.delenv("ROTA_REDIS_URL", raising=False)
+    made = rota.tensors.connect(namespace="shown")
+    yield made
+    made.close()
+    rota.tensors.down(engine_home)
+
+
+def ask(*words: str, status: int = 0) -> dict[str, Any]:
+    """The document of one verb; its exit status must be the given one."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        done = cli.call([*words, "-n", "shown", "--json"])
+    assert done == status, err.getvalue()
+    return json.loads(out.getvalue())
+
+
+def test_what_is_published_is_listed_measured_checked_and_kept_whole(plane: Any) -> None:
+    plane.put("weights/a", np.arange(1000, dtype=np.float32))
+    plane.put("weights/b", np.zeros(10, dtype=np.int64))
+
+    items = ask("tensors", "ls", "weights/")["items"]
+    assert [(one["name"], one["dtype"], one["shape"], one["bytes"]) for one in items] == [
+        ("weights/a", "f32", [1000], 4032),  # with the head of the segment
+        ("weights/b", "i64", [10], 128),
+    ]
+    held = plane.get("weights/a")
+    shown = ask("tensors", "stat", "weights/a")
+    assert (shown["kind"], len(shown["versions"])) == ("Tensor", 1)
+    assert ask("tensors", "top", "1")["items"][0]["name"] == "weights/a"
+    assert ask("tensors", "fsck")["violations"] == []
+    assert {one["level"] for one in ask("tensors", "doctor")["checks"]} <= {"ok", "warn"}
+    assert ask("tensors", "gc", "--dry-run")["dry_run"] is True
+    assert ask("tensors", "recover")["names"] == 2
+    assert float(held[999]) == 999.0
+    assert ask("tensors", "stat", "weights/c", status=2)["kind"] == "Error"

@@ -15,13 +15,13 @@ from rota.spec.reasons import Reason
 WORKLOAD = """
 from rota import Workload, op
 class Actor(Workload):
-    @op(retry="commit")
+    @op
     def update(self, batch): return batch
 """
 
 
 def test_an_operation_that_the_workload_does_not_have_is_named_with_the_nearest_one(tmp_path: Path):
-    (tmp_path / "refused_roles.py").write_text(WORKLOAD.replace('retry="commit"', 'retry="safe"'))
+    (tmp_path / "refused_roles.py").write_text(WORKLOAD)
     role = RoleSpec(name=RoleName("actor"), workload="refused_roles:Actor")
     job = spec(role, edges=(Edge(source="actor.update", target="actor.updat"),))
     found = asyncio.run(inspect_workloads(job, str(tmp_path)))
@@ -30,12 +30,19 @@ def test_an_operation_that_the_workload_does_not_have_is_named_with_the_nearest_
     assert "role actor has no operation updat (did you mean update?)" in found.text
 
 
-def test_a_commit_operation_without_state_is_refused_with_the_next_step(tmp_path: Path):
-    (tmp_path / "stateless_roles.py").write_text(WORKLOAD)
-    job = spec(RoleSpec(name=RoleName("actor"), workload="stateless_roles:Actor"))
-    found = asyncio.run(inspect_workloads(job, str(tmp_path)))
+def test_a_mesh_without_the_axis_of_an_operation_is_refused_with_the_axes_it_has(tmp_path: Path):
+    (tmp_path / "sharded_roles.py").write_text(
+        "from rota import Shard, Workload, op\n"
+        "class Actor(Workload):\n"
+        "    @op(send=Shard('dp', pad='repeat'))\n"
+        "    def update(self, batch): return batch\n"
+    )
+    role = RoleSpec(
+        name=RoleName("actor"), workload="sharded_roles:Actor", replicas_min=2, replicas_max=2, mesh=(("tp", 2),)
+    )
+    found = asyncio.run(inspect_workloads(spec(role), str(tmp_path)))
     assert isinstance(found, Refused)
-    assert "add a method with @op.state" in found.text
+    assert "actor.update splits over the axis dp, which the mesh does not have" in found.text
 
 
 def test_a_sound_job_of_commands_passes_without_a_child():

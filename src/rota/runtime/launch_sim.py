@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
+import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +87,7 @@ class SimEngine:
     """What exists in the simulated engine, whoever asked for it. Time and chance are given; nothing is real.
 
     ``make_body`` makes the object that answers the calls to a new process. Reservations hold exact devices and CPUs of
-    ``capacity`` (node to CPUs); one that does not fit waits. ``violations`` collects what must never happen.
+    ``capacity`` (node to CPUs) on ``hosts``; one that does not fit waits. ``violations`` lists what must never be.
     """
 
     def __init__(
@@ -96,12 +98,14 @@ class SimEngine:
         make_body: MakeBody,
         faults: SimFaults = NO_FAULTS,
         capacity: dict[NodeId, float] | None = None,
+        hosts: frozenset[str] | None = None,
     ) -> None:
         self.clock = clock
         self.rng = rng
         self.make_body = make_body
         self.faults = faults
         self.capacity = capacity
+        self.hosts = hosts
         self.processes: dict[str, SimProcess] = {}
         self.reservations: dict[str, tuple[Reservation, tuple[BundleGrant, ...]]] = {}
         self.services: dict[str, SimProcess] = {}
@@ -142,6 +146,8 @@ class SimEngine:
             self._freed.notify_all()
 
     def _fits(self, bundles: Sequence[BundleGrant]) -> bool:
+        if self.hosts is not None and any(bundle.host not in self.hosts for bundle in bundles):
+            return False
         held = [bundle for _, taken in self.reservations.values() for bundle in taken]
         devices = {(bundle.node, device) for bundle in held for device in bundle.devices}
         if any((bundle.node, device) in devices for bundle in bundles for device in bundle.devices):
@@ -189,7 +195,11 @@ class SimEngine:
         )
         process = SimProcess(handle=handle, reservation=spec.reservation, bundle=spec.bundle)
         self._check_alone(process)
-        process.body = self.make_body(spec, process)
+        try:
+            process.body = self.make_body(spec, process)
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            raise
         self.processes[spec.name] = process
         return process
 
@@ -208,7 +218,7 @@ class SimEngine:
             return
         polite = getattr(process.body, "stop", None)
         if polite is not None and not process.hung:
-            process.spawn(polite())
+            process.spawn(_method(process.body, Call(method="stop")))
         try:
             async with asyncio.timeout(grace_s):
                 await process.gone.wait()
@@ -278,7 +288,7 @@ class SimEngine:
         if process.hung:
             await process.gone.wait()
             raise ProcessGone(f"{name} is gone")
-        work = process.spawn(getattr(process.body, call.method)(*call.args, **call.kwargs))
+        work = process.spawn(_method(process.body, call))
         await self._until(process, work)
         if self._chance(self.faults.late_p):
             await self._pause(self.faults.late_s)
@@ -316,15 +326,15 @@ class SimEngine:
             instances=tuple(one.handle for one in self.processes.values() if one.handle.job == job),
         )
 
-    async def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
+    def watch(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:
         """Deaths of processes of the job from now on."""
         queue: asyncio.Queue[RuntimeEvent] = asyncio.Queue()
         self._watchers[job].append(queue)
-        try:
-            while True:
-                yield await queue.get()
-        finally:
-            self._watchers[job].remove(queue)
+        return queue
+
+    def unwatch(self, job: JobId, queue: asyncio.Queue[RuntimeEvent]) -> None:
+        """Nobody looks at this queue any more."""
+        self._watchers[job].remove(queue)
 
     async def close(self) -> None:
         """End every process and task of the engine."""
@@ -352,16 +362,32 @@ class SimEngine:
         return self.clock.sleep(self.rng.expovariate(1.0 / mean_s) if mean_s > 0 else 0.0)
 
 
+async def _method(body: Any, call: Call) -> Any:
+    """Call a method, which may be a plain one; what it raises carries its traceback inside the process."""
+    try:
+        answer = getattr(body, call.method)(*call.args, **call.kwargs)
+        return await answer if inspect.isawaitable(answer) else answer
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        raise
+
+
 class SimLauncher:
     """The Launcher protocol over a SimEngine, as one client sees it; a client that was ``cut`` reaches nothing more."""
 
     def __init__(self, engine: SimEngine) -> None:
         self._engine = engine
+        self._deaths: dict[JobId, asyncio.Queue[RuntimeEvent]] = {}
         self._cut = False
 
     def cut(self) -> None:
         """The process of this client died: whatever it still tries has no effect."""
         self._cut = True
+        self._forget()
+
+    async def close(self) -> None:
+        """Watch nothing any more."""
+        self._forget()
 
     async def reserve(
         self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
@@ -371,10 +397,12 @@ class SimLauncher:
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
         self._reach()
+        self._watch(spec.job)
         return await self._engine.start(spec, timeout_s=timeout_s)
 
     async def find(self, job: JobId) -> Found:
         self._reach()
+        self._watch(job)
         await self._engine.clock.sleep(0.01)
         return self._engine.found(job)
 
@@ -391,8 +419,23 @@ class SimLauncher:
         await self._engine.release(reservation)
 
     def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
-        return self._engine.events(job)
+        return _each(self._watch(job))
+
+    def _watch(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:
+        if job not in self._deaths:
+            self._deaths[job] = self._engine.watch(job)
+        return self._deaths[job]
+
+    def _forget(self) -> None:
+        for job, queue in self._deaths.items():
+            self._engine.unwatch(job, queue)
+        self._deaths.clear()
 
     def _reach(self) -> None:
         if self._cut:
             raise asyncio.CancelledError("this client is dead")
+
+
+async def _each(queue: asyncio.Queue[RuntimeEvent]) -> AsyncIterator[RuntimeEvent]:
+    while True:
+        yield await queue.get()

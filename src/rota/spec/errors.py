@@ -151,7 +151,7 @@ class StoreUnavailable(NotReachable):
 
 
 class StoreCorrupt(RotaError):
-    """A record of the event log fails its checksum, or records that were acknowledged are gone; never mended in place."""
+    """A record of the event log fails its checksum, or acknowledged records are gone; never mended in place."""
 
     code = "STORE_CORRUPT"
 

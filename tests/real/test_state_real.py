@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 from tests.real.jobs import Run, job, role, run_job
 
+from rota.runtime.environ import Home
+from rota.runtime.redis_server import find_running
 from rota.spec.events import CheckpointSaved, Committed, FailoverStarted, RolledBack
 from rota.spec.ids import RoleName
 from rota.spec.job import Checkpoint, Fail, JobSpec, WeightsEdge
@@ -26,11 +29,15 @@ def registry(engine) -> Iterator[None]:
     from rota import tensors
 
     yield
+    server = find_running(Home.of(engine.home))
+    environment = psutil.Process(server.pid).environ() if server else {}
     left = tensors.connect(home=engine.home, keep=True)
     names = [row.name for row in left.ls()]
     left.close()
     tensors.down(engine.home)
     assert names == [], "a job that has ended leaves no tensor behind"
+    assert server is not None
+    assert not any(name.startswith("ROTA_ENGINE") for name in environment), "it is no process of the engine"
 
 
 def training(pause_at: int = 3, **fields: Any) -> JobSpec:

@@ -1,0 +1,264 @@
+"""Which level, which scope, which budget: verdicts as values, and the timers around them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.makers import admitted, at, command, fail, mesh, rl, service, spec
+
+from rota.job.core.context import Loss
+from rota.job.core.diagnosis import is_secondary, kind_of, root_cause
+from rota.job.core.intent import next_emit, wanted
+from rota.spec.commands import RunInstance, SetTimer, StartInstance
+from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
+    FailoverStarted,
+    GangReserveFailed,
+    InstanceEnded,
+    InstanceLost,
+    InstanceStarted,
+    JobEnded,
+    JobRequeued,
+    MasterStarted,
+    PreemptAsked,
+    ProgressStalled,
+    Reattached,
+    RolledBack,
+    StopAsked,
+    TimerFired,
+)
+from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState, Level
+
+
+def lost(role: str, rank: int, epoch: int, reason: Reason = Reason.SIGNALLED, text: str = "") -> InstanceLost:
+    return InstanceLost(role=RoleName(role), rank=rank, epoch=Epoch(epoch), reason=reason, text=text)
+
+
+def verdict(driven) -> FailoverStarted:
+    emit = next_emit(driven.ctx)
+    assert emit is not None
+    assert isinstance(emit.event, FailoverStarted)
+    return emit.event
+
+
+def timer(driven, kind: str) -> SetTimer:
+    return next(one for one in wanted(driven.ctx) if isinstance(one, SetTimer) and one.timer.startswith(kind))
+
+
+def test_the_scope_is_in_the_verdict_with_new_epochs(driven):
+    driven.run(rl())
+    driven.feed(lost("reward", 0, 1))
+    found = verdict(driven)
+    assert (found.level, found.scope, found.restore) == (Level.PROCESS, (("reward", 0, 2),), 0)
+
+
+def test_two_losses_before_the_verdict_are_one_charge_and_one_recovery(driven):
+    driven.run(rl())
+    driven.feed(lost("actor", 1, 1, Reason.USER_ERROR, "Connection reset by peer"), lost("actor", 0, 1))
+    found = verdict(driven)
+    assert (found.role, found.rank) == ("actor", 0)
+    driven.settle()
+    assert len(driven.ctx.charges) == 1
+
+
+def test_an_error_that_only_says_a_peer_is_gone_waits_for_its_cause_and_no_longer(driven):
+    driven.run(rl())
+    driven.feed(lost("actor", 1, 1, Reason.COLLECTIVE_TIMEOUT))
+    assert next_emit(driven.ctx) is None
+    wait = timer(driven, "diagnose")
+    assert wait.after_s == 2.0
+    driven.feed(TimerFired(timer=wait.timer))
+    assert verdict(driven).reason is Reason.COLLECTIVE_TIMEOUT
+
+
+def test_then_role_widens_before_the_job(driven):
+    driven.run(spec(service("w", 2, fail=fail(restart="process", limit_n=1, then=("role", "job")))))
+    levels = []
+    for _ in range(3):
+        epoch = driven.ctx.instances[at("w/0")].epoch
+        driven.feed(lost("w", 0, epoch))
+        levels.append((verdict(driven).level, verdict(driven).move_reason))
+        driven.settle()
+    assert levels == [
+        (Level.PROCESS, None),
+        (Level.ROLE, Reason.BUDGET_PROCESS),
+        (Level.JOB, Reason.BUDGET_PROCESS),
+    ]
+    assert driven.ctx.state is JobState.FAILED
+
+
+def test_the_budget_of_a_role_is_its_own(driven):
+    driven.run(spec(service("a", fail=fail(limit_n=1)), service("b", fail=fail(limit_n=1))))
+    for role in ("a", "b"):
+        driven.feed(lost(role, 0, driven.ctx.instances[at(f"{role}/0")].epoch))
+        driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+
+
+def test_the_budget_survives_the_master(driven):
+    driven.run(spec(service("w", fail=fail(limit_n=1))))
+    driven.feed(lost("w", 0, 1))
+    driven.settle().master(2).settle()
+    driven.feed(lost("w", 0, driven.ctx.instances[at("w/0")].epoch))
+    assert verdict(driven).level is Level.NODE
+
+
+def test_a_lost_node_costs_no_retry(driven):
+    driven.run(rl())
+    driven.feed(lost("reward", 0, 1, Reason.NODE_LOST))
+    driven.settle()
+    assert driven.ctx.state is JobState.QUEUED
+    assert driven.records[-1].event == JobRequeued(attempt=1, reason=Reason.NODE_LOST, counts=False)
+    assert [one.level for one in driven.ctx.failovers] == [Level.NODE, Level.JOB]
+
+
+def test_back_off_doubles_and_holds_the_start(driven):
+    driven.run(spec(service("w", fail=fail(limit_n=9, backoff_s=2.0))))
+    waits = []
+    for _ in range(4):
+        driven.feed(lost("w", 0, driven.ctx.instances[at("w/0")].epoch))
+        driven.settle()
+        if driven.ctx.state is JobState.RECOVERING:
+            assert not [one for one in wanted(driven.ctx) if isinstance(one, StartInstance)]
+            waits.append(timer(driven, "backoff").after_s)
+            driven.feed(TimerFired(timer=timer(driven, "backoff").timer))
+            driven.settle()
+        assert driven.ctx.state is JobState.RUNNING
+    assert waits == [2.0, 4.0, 8.0]
+
+
+def test_who_is_furthest_behind_is_given_up_when_a_start_takes_too_long(driven):
+    driven.admit(rl()).settle(hold="start/actor/1")
+    limit = timer(driven, "start")
+    assert limit.after_s == 300.0
+    driven.feed(TimerFired(timer=limit.timer), after_s=300.0)
+    found = verdict(driven)
+    assert (found.reason, found.role, found.rank) == (Reason.START_TIMEOUT, "actor", 1)
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+    driven.feed(TimerFired(timer=limit.timer))
+    assert driven.ctx.state is JobState.RUNNING
+
+
+def test_the_time_limit_counts_run_time_over_all_attempts(driven):
+    job = spec(service("w"), time_limit_s=100.0)
+    driven.run(job)
+    assert timer(driven, "time-limit").after_s == 100.0
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_RECLAIM), after_s=40.0)
+    driven.settle()
+    used_s = driven.ctx.used_s
+    assert used_s > 40.0
+    driven.feed(admitted(job, attempt=2), after_s=500.0)
+    driven.settle()
+    limit = timer(driven, "time-limit")
+    assert limit.after_s == pytest.approx(100.0 - used_s)
+    driven.feed(TimerFired(timer=limit.timer))
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.end_reason) == (JobState.FAILED, Reason.TIME_LIMIT)
+
+
+def test_a_stall_is_a_loss_with_its_stacks_and_the_silent_process_is_stopped(driven):
+    driven.run(rl())
+    driven.feed(ProgressStalled(role=RoleName("reward"), rank=1, epoch=Epoch(1), idle_s=301.0, stacks="S"))
+    found = verdict(driven)
+    assert (found.reason, found.text, found.traceback) == (Reason.NO_PROGRESS, "no progress for 301 s", "S")
+    driven.settle()
+    assert "stop/reward/1/1" in [one.id for one in driven.done]
+
+
+def test_an_engine_that_forgot_everything_requeues_the_job_for_free(driven):
+    job = rl()
+    driven.run(job).feed(Committed(n=1, loop_epoch=Epoch(1)))
+    driven.alive.clear()
+    driven.feed(MasterStarted(master_epoch=Epoch(2), pid=1), Reattached(master_epoch=Epoch(2)))
+    driven.settle()
+    assert driven.records[-1].event == JobRequeued(attempt=1, reason=Reason.ENGINE_LOST, counts=False)
+    driven.feed(admitted(job, attempt=2))
+    driven.settle()
+    assert [one.committed for one in wanted(driven.ctx) if isinstance(one, RunInstance)] == [1]
+
+
+def test_a_reservation_that_is_not_granted_is_tried_again_three_times(driven):
+    job = rl()
+    driven.admit(job)
+    for attempt in range(2, 6):
+        epoch = driven.ctx.gangs[0].epoch
+        driven.feed(GangReserveFailed(gang=GangId("all"), epoch=epoch, reason=Reason.GANG_TIMEOUT, text="full"))
+        driven.settle()
+        if driven.ctx.state is JobState.QUEUED:
+            driven.feed(admitted(job, attempt=attempt))
+    assert driven.records[-1].event == JobEnded(state=JobState.FAILED, reason=Reason.GANG_TIMEOUT, text="full")
+    assert driven.ctx.free_requeues == 3
+
+
+def test_state_in_the_memory_of_another_host_is_lost_and_the_checkpoint_counts(driven):
+    job = rl()
+    driven.run(job).feed(*(Committed(n=n, loop_epoch=Epoch(1)) for n in (1, 2, 3)), CheckpointSaved(n=2, path="/c"))
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
+    driven.settle()
+    driven.feed(admitted(job, attempt=2, host="h9"))
+    driven.settle()
+    assert RolledBack(from_commit=3, to_commit=2) in [one.event for one in driven.records]
+    assert {driven.ctx.instances[at(f"actor/{rank}")].restored for rank in (0, 1)} == {2}
+
+
+def test_a_stop_while_the_job_is_restarted_ends_it(driven):
+    driven.run(spec(service("w", fail=fail(limit_n=0)), retry=5))
+    driven.feed(lost("w", 0, 1))
+    driven.settle(hold="stop/")
+    driven.feed(StopAsked())
+    driven.settle()
+    assert driven.ctx.state is JobState.CANCELLED
+
+
+def test_a_stop_that_comes_after_success_changes_nothing(driven):
+    driven.run(spec(command("c"), service("w")))
+    one = driven.ctx.instances[at("c/0")]
+    driven.feed(InstanceEnded(role=one.id.role, rank=0, epoch=one.epoch))
+    driven.feed(StopAsked())
+    driven.settle()
+    assert driven.ctx.state is JobState.SUCCEEDED
+
+
+def test_a_process_that_appears_after_its_stop_is_stopped_again(driven):
+    driven.run(rl())
+    driven.feed(lost("reward", 0, 1))
+    driven.settle()
+    driven.feed(InstanceStarted(role=RoleName("reward"), rank=0, epoch=Epoch(1), node=NodeId("h0"), pid=7))
+    assert "stop/reward/0/1" in [one.id for one in wanted(driven.ctx)]
+
+
+def loss(reason: Reason, text: str = "", traceback: str = "", at_s: float = 1.0) -> Loss:
+    return Loss(instance=at("a/0"), epoch=Epoch(1), reason=reason, text=text, traceback=traceback, at_s=at_s)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "secondary"),
+    [
+        (loss(Reason.NODE_LOST), "node lost", False),
+        (loss(Reason.OOM_KILLED), "out of memory", False),
+        (loss(Reason.SIGNALLED, "connection reset by peer"), "killed", False),
+        (loss(Reason.USER_ERROR, "ValueError: x"), "own exception", False),
+        (loss(Reason.USER_ERROR, "", "Traceback\nRuntimeError: Connection closed by peer"), "peer lost", True),
+        (loss(Reason.COLLECTIVE_TIMEOUT), "peer lost", True),
+        (loss(Reason.NO_PROGRESS), "culprit of a wait", False),
+    ],
+)
+def test_each_symptom_has_one_kind(found, kind, secondary):
+    assert (kind_of(found), is_secondary(found)) == (kind, secondary)
+
+
+def test_the_root_is_the_strongest_rule_and_then_the_earliest():
+    own = loss(Reason.USER_ERROR, "ValueError: x", at_s=5.0)
+    later = loss(Reason.USER_ERROR, "ValueError: y", at_s=6.0)
+    peer = loss(Reason.COLLECTIVE_TIMEOUT, at_s=1.0)
+    assert root_cause([peer, later, own]) is own
+    assert root_cause([own, loss(Reason.OOM_KILLED, at_s=9.0)]).reason is Reason.OOM_KILLED
+
+
+def test_an_online_job_without_a_loop_re_forms_its_stateful_roles_alone(driven):
+    driven.run(spec(mesh("train", 2), service("feat", 2), command("driver")))
+    driven.feed(lost("train", 0, 1))
+    assert {role for role, _, _ in verdict(driven).scope} == {"train"}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from rota.service.cli import FAMILIES, GROUPS, VERBS, verb_function
 from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
 from rota.service.jobschema import JOB, json_schema
+from rota.service.scripts import SBATCH, SHORT
 from rota.service.verbs.flags import Flags
 from rota.spec.errors import RotaError
 
@@ -121,6 +122,16 @@ def page_of_job_file() -> str:
         "command}]}` is converted key by key: `jobName` to `name`, `dataDir` to `data`, `outputDir` to `output`; each",
         "entry becomes a role `name` or `task<n>`, `taskNumber` its `replicas`, `cpuNumber` its `cpus`, `memoryMB` its",
         "`memory` in MiB, `gpuNumber` its `gpus`, `command` its `run`. `//` comments are tolerated in JSON.",
+    ]
+    lines += [
+        "",
+        "## Scripts",
+        "",
+        "`rota run train.sh` (also `.sbatch`, `.slurm`) makes a job of one role from the head of the script: lines",
+        f"`#ROTA key=value`, where key is {', '.join(f'`{name}`' for name in SHORT)} or any path as in `--set`, and",
+        "these options of `#SBATCH`; others are refused with what takes their place. Every task runs the whole script.",
+        "",
+        *(f"- `--{name}`" for name in SBATCH),
     ]
     return "\n".join([*lines, ""])
 

@@ -76,12 +76,17 @@ def command_of(
     """The body of a job of one role ``main`` that runs ``argv`` word by word; ``res``: cpus, gpus, memory."""
     if not argv:
         raise BadInput("the command is empty", hint="for example ['python', 'train.py']")
-    stem = Path(argv[0]).stem or "command"
-    name = "".join(char if (char.isascii() and char.isalnum()) or char in "_.-" else "-" for char in stem)[:40]
     role = {"run": [str(word) for word in argv]}
-    source = json.dumps({"name": name if name[0].isalpha() else f"run-{name}", "roles": {"main": role}}, indent=1)
+    source = json.dumps({"name": job_name(argv[0]), "roles": {"main": role}}, indent=1)
     asked = [f"roles.main.resources.{key}={value}" for key, value in (res or {}).items() if value not in ("", None)]
     return {"source": source, "filename": "command", "sets": [*sets, *asked], "workdir": workdir or str(Path.cwd())}
+
+
+def job_name(path: str) -> str:
+    """The name of a job that runs a file: its stem with what no name may hold made a dash."""
+    stem = Path(path).stem[:40] or "command"
+    name = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in stem)
+    return name if name[0].isalpha() else f"run-{name}"
 
 
 def read_file(path: Path) -> str:

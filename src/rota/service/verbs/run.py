@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rota.service.client import Client
 
 INTERRUPTED = 130
-_NOT_JOB_FILES = (".py", ".sh", ".ipynb")
+SCRIPTS = (".sh", ".sbatch", ".slurm")
 
 
 def run(
-    file: Annotated[str, Parameter(help="Job file, YAML or JSON; '-' reads stdin.")] = "",
+    file: Annotated[str, Parameter(help="Job file (YAML, JSON; '-' is stdin) or shell script.")] = "",
     *,
     argv: Annotated[list[str] | None, Parameter(show=False)] = None,
     set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the file; repeatable.")] = None,
@@ -111,17 +111,22 @@ def _body(
         source, name, base = sys.stdin.read(), "stdin", Path.cwd()
     else:
         path = Path(file).expanduser()
-        if path.suffix in _NOT_JOB_FILES:
-            raise BadInput(f"{file} is not a job file", hint=f"rota run -- {_runner(path)} {file}")
         from rota.service.wire import read_file
 
+        if path.suffix == ".py" or path.suffix == ".ipynb":
+            raise BadInput(f"{file} is not a job file", hint=f"rota run -- python {file}")
         source, name, base = read_file(path), file, path.absolute().parent
+        if path.suffix in SCRIPTS:
+            from rota.service.scripts import script_body
+
+            made = script_body(source, filename=file, workdir=folder or str(base))
+            return {**made, "sets": made["sets"] + changes + _for_main(res)}
     given = [f"roles.{_only_role(source, name)}.resources.{key}={value}" for key, value in res.items() if value]
     return {"source": source, "filename": name, "sets": changes + given, "workdir": folder or str(base)}
 
 
-def _runner(path: Path) -> str:
-    return "bash" if path.suffix == ".sh" else "python"
+def _for_main(res: Mapping[str, str]) -> list[str]:
+    return [f"roles.main.resources.{key}={value}" for key, value in res.items() if value]
 
 
 def _only_role(source: str, name: str) -> str:

@@ -1,0 +1,180 @@
+"""Shell scripts as jobs: leading ``#ROTA key=value`` lines and a subset of ``#SBATCH`` become a job of one role.
+
+The script itself runs unchanged, under the torchrun contract when it asks for more than one task.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.service.problems import did_you_mean
+from rota.service.wire import Document, job_name
+from rota.service.yamltree import Node, Sink
+
+HEADER_LINES_MAX = 200
+SHORT = {
+    "cpus": "roles.main.resources.cpus",
+    "gpus": "roles.main.resources.gpus",
+    "gpu_type": "roles.main.resources.gpu_type",
+    "memory": "roles.main.resources.memory",
+    "replicas": "roles.main.mesh.dp",
+}
+"""Words of ``#ROTA`` for the only role; any other key is a path as in ``--set``."""
+REPLACED = {
+    "output": "Rota keeps the output: rota logs JOB",
+    "error": "Rota keeps the output: rota logs JOB",
+    "array": "submit several jobs from Python, with one label",
+    "dependency": "wait for the other job from Python: Client().attach(job).wait()",
+    "export": "write env: into a job file",
+    "mail-user": "notices are not sent yet",
+    "mail-type": "notices are not sent yet",
+    "account": "queues take the place of accounts: -p QUEUE",
+    "exclusive": "ask for all devices of a node instead",
+    "nodelist": "ask for resources, not for nodes by name",
+}
+_SHORT_OPTIONS = {
+    "J": "job-name", "p": "partition", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time",
+    "o": "output", "e": "error", "a": "array", "d": "dependency", "A": "account", "w": "nodelist",
+}  # fmt: skip
+_CLOCK = re.compile(r"^(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """One option of a script's head: its name, its value, and where it stands."""
+
+    name: str
+    value: str
+    line: int
+    col: int
+
+
+def script_body(text: str, *, filename: str, workdir: str) -> Document:
+    """The body of a submission for a script. Raises JobFileError with every option that has no meaning here."""
+    sink = Sink(text, filename)
+    interpreter = "python" if filename.endswith(".py") else "bash"
+    role: dict[str, Any] = {"run": [interpreter, Path(filename).name]}
+    source = {"name": job_name(filename), "roles": {"main": role}}
+    sets: list[str] = []
+    for number, line in enumerate(text.splitlines()[:HEADER_LINES_MAX], 1):
+        if line.startswith("#ROTA "):
+            sets += _rota(line[6:], number, sink)
+        elif line.startswith("#SBATCH "):
+            for header in _options(line[8:].partition(" #")[0], number):
+                sets += _sbatch(header, sink)
+        elif line.strip() and not line.startswith("#"):
+            break
+    _refuse_srun(text, sink)
+    sink.raise_if_any()
+    return {"source": json.dumps(source, indent=1), "filename": filename, "sets": sets, "workdir": workdir}
+
+
+def _refuse_srun(text: str, sink: Sink) -> None:
+    """A script that starts its own tasks would start them once a task."""
+    for number, line in enumerate(text.splitlines(), 1):
+        found = re.match(r"\s*srun\b", line)
+        if found is not None:
+            hint = "every task runs the script itself: write the command without srun"
+            sink.add_at(number, found.end() - 3, "srun has no meaning here", hint=hint, code="UNKNOWN_FIELD")
+
+
+def _rota(text: str, line: int, sink: Sink) -> list[str]:
+    path, equals, value = text.strip().partition("=")
+    if not equals or not path:
+        sink.add_at(line, 7, f"{text.strip()!r} is not key=value", hint="for example #ROTA gpus=2", code="BAD_SET")
+        return []
+    return [f"{SHORT.get(path, path)}={value.strip()}"]
+
+
+def _options(text: str, line: int) -> list[Header]:
+    """``-J name``, ``-Jname``, ``--job-name=name``, ``--job-name name`` of one line."""
+    found: list[Header] = []
+    words = [(part.group(), part.start() + 9) for part in re.finditer(r"\S+", text)]
+    while words:
+        word, col = words.pop(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        if not word.startswith("--") and word.startswith("-") and name:
+            name, value = _SHORT_OPTIONS.get(name[0], name[0]), name[1:] + (f"={value}" if equals else "")
+            equals = value
+        if not equals and words and not words[0][0].startswith("-"):
+            value = words.pop(0)[0]
+        found.append(Header(name=name, value=value, line=line, col=col))
+    return found
+
+
+def _sbatch(header: Header, sink: Sink) -> list[str]:
+    known = SBATCH.get(header.name)
+    if known is None:
+        hint = REPLACED.get(header.name) or did_you_mean(header.name, SBATCH)
+        sink.add_at(header.line, header.col, f"--{header.name} has no meaning here", hint=hint, code="UNKNOWN_FIELD")
+        return []
+    try:
+        return known(header.value)
+    except ValueError as exc:
+        sink.add(Node("scalar", header.line, header.col), f"--{header.name}", str(exc), code="BAD_TYPE")
+        return []
+
+
+def _time(text: str) -> list[str]:
+    """Slurm's ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``."""
+    found = _CLOCK.match(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a time such as 90, 1:30:00 or 1-12")
+    days, *parts = found.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:
+        units = (3600, 60, 1)
+    else:
+        units = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(numbers)]
+    seconds = 86400 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return [f"time_limit={seconds}s"]
+
+
+def _memory(text: str) -> list[str]:
+    """Megabytes unless a suffix says otherwise, binary as Slurm counts."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text, re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{text!r} is not a size such as 512M or 64G")
+    return [f"{SHORT['memory']}={found.group(1)}{(found.group(2) or 'M').upper()}iB"]
+
+
+def _devices(text: str) -> list[str]:
+    """``N`` or ``type:N``, with ``gpu:`` before it in ``--gres``."""
+    parts = text.removeprefix("gpu:").split(":") if text != "gpu" else ["1"]
+    if len(parts) > 2 or not parts[-1].isdigit():
+        raise ValueError(f"{text!r} is not N or TYPE:N")
+    kind = [f"{SHORT['gpu_type']}={parts[0]}"] if len(parts) == 2 else []
+    return [*kind, f"{SHORT['gpus']}={parts[-1]}"]
+
+
+def _signal(text: str) -> list[str]:
+    """``[B:]NAME@seconds``: the seconds between notice and end."""
+    seconds = text.rpartition("@")[2]
+    if "@" not in text or not seconds.isdigit():
+        raise ValueError(f"{text!r} is not NAME@SECONDS")
+    return [f"grace={seconds}s"]
+
+
+def _to(path: str) -> Callable[[str], list[str]]:
+    return lambda text: [f"{path}={text}"]
+
+
+SBATCH: dict[str, Callable[[str], list[str]]] = {
+    "job-name": _to("name"),
+    "partition": _to("queue"),
+    "nodes": _to(SHORT["replicas"]),
+    "ntasks": _to(SHORT["replicas"]),
+    "cpus-per-task": _to(SHORT["cpus"]),
+    "time": _time,
+    "gpus-per-node": _devices,
+    "gres": _devices,
+    "mem": _memory,
+    "requeue": lambda _: ["retry=1"],
+    "signal": _signal,
+}
+"""The subset that is understood, each to what it sets."""

@@ -1,0 +1,62 @@
+"""Shell scripts with #ROTA and #SBATCH lines: what they become, and what is refused where."""
+
+from __future__ import annotations
+
+import pytest
+
+from rota.service.jobfile import read_job
+from rota.service.scripts import script_body
+from rota.spec.errors import JobFileError
+from rota.spec.job import JobSpec
+
+
+def job(text: str, filename: str = "train.sh") -> JobSpec:
+    body = script_body(text, filename=filename, workdir="/w")
+    return read_job(body["source"], filename=filename, sets=body["sets"])
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(JobFileError) as caught:
+        job(text)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_slurm_head_becomes_a_job_of_one_world() -> None:
+    spec = job(
+        "#!/bin/bash\n#SBATCH -J big-one -p research\n#SBATCH --nodes=2\n#SBATCH -n4 -c 8   # four tasks\n"
+        "#SBATCH --time=1-02:30 --mem=64G\n#SBATCH --gres=gpu:h100:2 --requeue --signal=B:USR1@90\n"
+        "echo start\n#SBATCH --too-late\n"
+    )
+    role = spec.role("main")
+    assert (spec.name, spec.queue, spec.retry, spec.grace_s) == ("big-one", "research", 1, 90.0)
+    assert spec.time_limit_s == 86400 + 2 * 3600 + 30 * 60
+    assert (role.mesh, role.replicas_min) == ((("dp", 4),), 4)
+    assert (role.res.cpus, role.res.gpus, role.res.gpu_type, role.res.memory_bytes) == (8.0, 2.0, "h100", 64 * 2**30)
+    assert (role.run, role.shell) == (("bash", "train.sh"), False)
+
+
+def test_rota_lines_name_fields_and_short_words() -> None:
+    spec = job("#ROTA gpus=2\n#ROTA memory=1GiB\n#ROTA labels.team=vision\n\n# words\npython t.py\n", "9 x.sh")
+    assert (spec.name, spec.role("main").res.gpus, dict(spec.labels)) == ("run-9-x", 2.0, {"team": "vision"})
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 5400), ("1:30", 90), ("2:00:00", 7200), ("1-12", 129600), ("0-0:0:5", 5)]
+)
+def test_times_are_slurms(text: str, seconds: float) -> None:
+    assert job(f"#SBATCH -t {text}\n").time_limit_s == seconds
+
+
+def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
+    assert problems(
+        "#!/bin/bash\n#SBATCH --array=1-10\n#SBATCH -o out.txt --job-nam=x\n#SBATCH --mem=lots\n#ROTA gpus\n"
+        "#SBATCH --time=soon\nsrun python t.py\n"
+    ) == [
+        "train.sh:2:9: --array has no meaning here; submit several jobs from Python, with one label",
+        "train.sh:3:9: --output has no meaning here; Rota keeps the output: rota logs JOB",
+        "train.sh:3:20: --job-nam has no meaning here; did you mean 'job-name'?",
+        "train.sh:4:9: --mem: 'lots' is not a size such as 512M or 64G",
+        "train.sh:5:7: 'gpus' is not key=value; for example #ROTA gpus=2",
+        "train.sh:6:9: --time: 'soon' is not a time such as 90, 1:30:00 or 1-12",
+        "train.sh:7:1: srun has no meaning here; every task runs the script itself: write the command without srun",
+    ]

@@ -1,0 +1,91 @@
+"""rota sim on small traces: documents, tables, exit statuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota.service import cli
+
+TRACE = "job_id,submit_s,duration_s,gpus,vc\na,0,100,8,x\nb,10,100,8,x\nc,20,50,8,y\n"
+VCS = "vc,nodes\nx,1\ny,1\n"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs.csv").write_text(TRACE)
+    (tmp_path / "vcs.csv").write_text(VCS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
+
+
+def rota(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = cli.call(list(words))
+    return status, out.getvalue(), err.getvalue()
+
+
+GIVEN = ("--trace", "jobs.csv", "--vcs", "vcs.csv")
+
+
+def test_two_jobs_of_one_node_run_one_after_the_other(tmp_path: Path) -> None:
+    status, out, _ = rota("sim", "run", *GIVEN, "--profile", "private", "--out-jobs", "out.csv", "--json")
+    document: dict[str, Any] = json.loads(out)
+    assert (status, document["kind"], document["summary"]["jobs"]) == (0, "SimRun", 3)
+    starts = {job["job_id"]: job["first_start_s"] for job in document["jobs"]}
+    assert starts == {"a": 0.0, "b": 100.0, "c": 20.0}
+    assert (tmp_path / "out.csv").read_text().count("\n") == 4
+    status, out, _ = rota("sim", "run", *GIVEN, "--profile", "private")
+    assert status == 0
+    assert "3 of 3 finished" in out and "1m30s" in out
+
+
+def test_profiles_are_compared_with_the_first() -> None:
+    status, out, _ = rota("sim", "compare", *GIVEN, "--profiles", "private,pool", "--json")
+    document = json.loads(out)
+    assert (status, document["kind"], document["baseline"]) == (0, "SimCompare", "private")
+    assert {name: one["vs_baseline"]["later_jobs"] for name, one in document["profiles"].items()} == {
+        "private": 0,
+        "pool": 0,
+    }
+    assert "private (baseline)" in rota("sim", "compare", *GIVEN, "--profiles", "private,pool")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", *GIVEN, "--profile", "fifoo"), "did you mean fifo"),
+        (("run", *GIVEN, "--scale", "0"), "--scale 0: above 0"),
+        (("compare", *GIVEN, "--profiles", ","), "--profiles names none"),
+        (("run", "--trace", "vcs.csv", "--vcs", "vcs.csv"), "vcs.csv"),
+        (("cases", "jobs.csv"), "cannot be read as JSON"),
+        (("run",), "--trace"),
+    ],
+)
+def test_a_mistake_exits_with_2_and_names_what_is_wrong(words: tuple[str, ...], said: str) -> None:
+    status, _, err = rota("sim", *words)
+    assert (status, said in err, "Traceback" in err) == (2, True, False)
+
+
+def test_failing_cases_exit_with_1(tmp_path: Path) -> None:
+    (tmp_path / "cases.json").write_text(
+        json.dumps(
+            {
+                "physical_cluster": {"cellTypes": {}, "physicalCells": []},
+                "virtual_clusters": {},
+                "gangs": {},
+                "pods": {},
+                "cases": [{"id": "one", "title": "t", "config_overrides": {}, "steps": [{"op": "nonsense"}]}],
+            }
+        )
+    )
+    status, out, _ = rota("sim", "cases", "cases.json", "--json")
+    document = json.loads(out)
+    assert (status, document["kind"], document["failed"]) == (1, "SimCases", 1)
+    assert "unsupported" in document["cases"][0]["why"]

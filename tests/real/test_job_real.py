@@ -14,6 +14,7 @@ from rota.spec.events import (
     InstanceLost,
     InstanceStarted,
     MasterStarted,
+    ProgressStalled,
     Reattached,
     RolledBack,
     StopAsked,
@@ -182,3 +183,25 @@ def test_stop_ends_everything_as_cancelled(engine) -> None:
         assert (ended.state, ended.reason) == (JobState.CANCELLED, Reason.STOPPED_BY_USER)
 
     run_job(engine, doubling(), body)
+
+
+def test_a_hang_is_told_with_its_stack_and_healed_while_a_declared_rest_and_slow_work_are_left_alone(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        (stalled,) = run.events(ProgressStalled)
+        assert (stalled.role, stalled.rank) == ("sleepy", 0)
+        assert 3.0 < stalled.idle_s < 15.0
+        assert "stuck_here" in stalled.stacks
+        assert run.starts("sleepy/0") == 2, "the hung process was replaced"
+        assert run.context().metrics == {"rested": "rested", "pid": run.pids()["sleepy/0"]}
+
+    run_job(engine, job(role("sleepy", "basic:Sleepy", fail=Fail(progress_s=3.0)), role("loop", "basic:napping")), body)
+
+
+def test_a_plain_function_runs_once_with_its_context(engine) -> None:
+    async def body(run: Run) -> None:
+        assert (await run.end()).state is JobState.SUCCEEDED, run.story()
+        assert (run.output / "plain.txt").read_text() == f"main 0 {run.job}"
+
+    run_job(engine, job(role("main", "basic:plain")), body)

@@ -109,3 +109,35 @@ def rota_errors():
     import rota.spec.errors
 
     return rota.spec.errors
+
+
+class Sleepy(rota.Workload):
+    """Hangs once if the file ``hang`` exists; rests with notice, and reports progress in small steps."""
+
+    def setup(self, ctx) -> None:
+        self.ctx = ctx
+
+    @rota.op
+    def stuck_here(self) -> int:
+        trap = self.ctx.output_dir / "hang"
+        if trap.exists():
+            trap.unlink()
+            time.sleep(1000)
+        return os.getpid()
+
+    @rota.op
+    def rest(self) -> str:
+        with self.ctx.quiet("rest", max_s=60):
+            time.sleep(6)
+        for step in range(30):
+            time.sleep(0.2)
+            self.ctx.progress(step)
+        return "rested"
+
+
+async def napping(f) -> None:
+    """A declared rest, long work with progress, and an operation that hangs once."""
+    rested = await f.roles.sleepy.rest()
+    (f.output_dir / "hang").touch()
+    pid = await f.roles.sleepy.stuck_here()
+    await f.commit({"rested": rested, "pid": pid})

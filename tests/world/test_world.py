@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.world.bugs import BUGS, Bug
-from tests.world.world import play
+from tests.world.world import Swarm, play
 
 SEEDS = range(20)
 BUG_SEEDS_MAX = 40
@@ -20,6 +22,17 @@ def test_a_seed_keeps_every_law_and_every_job_ends(seed):
 
 def test_a_seed_gives_the_same_trace_again():
     assert play(7).trace.hexdigest() == play(7).trace.hexdigest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", (1, 5, 11, 23))
+def test_the_master_may_die_before_and_after_each_of_its_appends(scenario):
+    """Every one of them in turn; a kill of an instance every few seconds makes recoveries part of the scenario."""
+    swarm = Swarm(jobs=1, faults_s=20.0, kill_instance_s=6.0)
+    appends = play(scenario, swarm).appends
+    assert appends > 10
+    for crash_at in range(2, 2 * appends + 2):
+        play(scenario, replace(swarm, crash_at=crash_at))
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ class Swarm:
     preempt_job_s: float | None = None
     crash_before_append_p: float = 0.0
     crash_after_append_p: float = 0.0
+    crash_at: int | None = None
+    """Kill the master around its append of this number, before or after it is written (odd numbers: after)."""
     store_error_p: float = 0.0
     store_s: float = 0.003
     engine: SimFaults = NO_FAULTS
@@ -131,10 +133,12 @@ class ClientLog:
     ) -> tuple[Record, ...]:
         self._reach()
         swarm, rng = self._world.swarm, self._world.rng
-        if rng.random() < swarm.crash_before_append_p:
+        self._world.appends += 1
+        due = swarm.crash_at is not None and swarm.crash_at // 2 == self._world.appends
+        if rng.random() < swarm.crash_before_append_p or (due and not swarm.crash_at % 2):
             self._crash()
         records = self._world.write(events, writer=writer, job=job, expected_seq=expected_seq)
-        if rng.random() < swarm.crash_after_append_p:
+        if rng.random() < swarm.crash_after_append_p or due:
             self._crash()
         if rng.random() < swarm.store_error_p:
             raise StoreUnavailable("the answer of the store was lost")
@@ -198,6 +202,7 @@ class World:
         self.specs: dict[JobId, JobSpec] = {}
         self.scripts: dict[JobId, Scripts] = {}
         self.masters: dict[JobId, list[MasterProcess]] = {}
+        self.appends = 0
         self.mastered: set[JobId] = set()
         self.trace = hashlib.sha256()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -216,7 +221,8 @@ class World:
         for task in chaos:
             task.cancel()
         self.engine.faults = replace(NO_FAULTS, start_s=self.swarm.engine.start_s)
-        self.swarm = Swarm(jobs=self.swarm.jobs, quiet_max_s=self.swarm.quiet_max_s)
+        swarm = self.swarm
+        self.swarm = Swarm(jobs=swarm.jobs, quiet_max_s=swarm.quiet_max_s, crash_at=swarm.crash_at)
         await self._until(self.clock.monotonic_s() + self.swarm.quiet_max_s, self._all_ended)
         await self._until(self.clock.monotonic_s() + 200.0, self._nothing_left)
         service.cancel()

@@ -22,6 +22,7 @@ _IDENTITY_BYTES: Final = 4096
 _WORDS_FIRST: Final = 512
 _WORD: Final = 8
 FORK_MARK: Final = ".fork"
+PIN_MARK: Final = "pin:"
 
 
 class ClientFile:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from rota.tensors import faults
-from rota.tensors.clientfile import clients_in, dead_in
+from rota.tensors.clientfile import PIN_MARK, clients_in, dead_in
 from rota.tensors.space import Space
 
-PIN_MARK: Final = "pin:"
 _SLICE: Final = 1000
 _UNBORN_S: Final = 60.0
 _SLICES_MAX: Final = 10_000

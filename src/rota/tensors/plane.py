@@ -17,9 +17,9 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput
 from rota.tensors import doctor, errors, reports
 from rota.tensors.arrays import address_of, dtype_name, source_of, view_of
+from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
 from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
-from rota.tensors.liveness import PIN_MARK, sweep_client
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, own_label, remove_root, shm_root
@@ -281,7 +281,7 @@ class Plane:
             self.delete(row.name, missing_ok=True)
         for holder in self._space.registry.members("clients"):
             if holder.startswith(PIN_MARK) and names.label_covers(label, holder.split(":")[1]):
-                sweep_client(self._space, holder)
+                self._session.unpin(holder)
         self._session.sweep()
         self._writer.free_room()
         return len(rows)
@@ -293,18 +293,15 @@ class Plane:
     def pin(self, name: str, *, label: str | None = None) -> Pin:
         """Keep the current version of a name or group whatever happens to processes, until closed or its label ends."""
         holder = f"{PIN_MARK}{names.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
-        space = self._space
-        space.retry(lambda: space.registry.join(holder, ""))
         try:
-            leased = space.retry(lambda: space.registry.get(holder, 1, [(name, "")]))[0]
+            version = self._session.pin(holder, name)
         except Refused as refused:
-            sweep_client(space, holder)
             raise errors.NotFound(f"no tensor is named {name!r}", name=name) from refused
-        return Pin(holder, name, leased.version, lambda which: sweep_client(space, which))
+        return Pin(holder, name, version, self._session.unpin)
 
     def fence(self, label: str, epoch: int) -> int:
         """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence that now stands."""
-        return self._space.retry(lambda: self._space.registry.fence(names.check_label(label), epoch))
+        return self._session.fence(names.check_label(label), epoch)
 
     def ref(self, tensor: Any) -> TensorRef:
         """A small, picklable reference to the version a view belongs to; valid while somebody leases it."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rota.runtime.clock import blocking_sleep
+from rota.runtime.process import write_private
 from rota.tensors import errors
-from rota.tensors.clientfile import FORK_MARK, clients_in, read_file, take_if_dead
+from rota.tensors.clientfile import FORK_MARK, PIN_MARK, clients_in, read_file, take_if_dead
 from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
 from rota.tensors.registry import RedisMachine
 from rota.tensors.segments import PREPARED, READY, Header, Segments
@@ -20,6 +21,7 @@ from rota.tensors.space import Space
 _SETTLE_S: Final = 0.01
 _VERSION_GAP: Final = 1 << 20
 _COMMANDS_MAX: Final = 500
+_NOTES: Final = "notes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,24 @@ def scan(segments: Segments) -> Iterator[Found]:
                     yield Found(seg, index * block, -block, None)
 
 
+def read_notes(space: Space) -> dict[str, dict[str, Any]]:
+    """What no header says: ``fences`` (label -> epoch) and ``pins`` (holder -> version)."""
+    try:
+        return json.loads((space.folder / _NOTES).read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {"fences": {}, "pins": {}}
+
+
+def write_note(space: Space, kind: str, key: str, value: int | None) -> None:
+    """Change one note (None: strike it); the caller holds the recovery lock."""
+    notes = read_notes(space)
+    if value is None:
+        notes[kind].pop(key, None)
+    else:
+        notes[kind][key] = value
+    write_private(space.folder / _NOTES, json.dumps(notes))
+
+
 def live_clients(space: Space) -> dict[str, list[int]]:
     """Client files whose lock is held, with the versions they lease."""
     live: dict[str, list[int]] = {}
@@ -94,9 +114,12 @@ def rebuild(space: Space, machine: RedisMachine) -> Recovered:
     blocking_sleep(_SETTLE_S)  # a get that read the old epoch has noted its lease by now, or sees the new one
     plan = _Plan(space)
     plan.take_headers(list(scan(space.segments)))
-    plan.take_leases(live_clients(space))
+    notes = read_notes(space)
+    plan.take_leases(live_clients(space) | {holder: [version] for holder, version in notes["pins"].items()})
     machine.wipe()
     commands = plan.commands(machine.prefix)
+    if notes["fences"]:
+        commands.append(("HSET", f"{machine.prefix}fence", *_flat(notes["fences"])))
     for at in range(0, len(commands), _COMMANDS_MAX):
         machine.client.pipeline(commands[at : at + _COMMANDS_MAX])
     for slot, version in plan.currents():  # before the namespace opens: nothing newer can be overwritten
@@ -224,7 +247,9 @@ class _Plan:
             out.append(("HSET", f"{prefix}p:{name}", *_flat(parts)))
         for client, versions in self._leases.items():
             out.append(("SADD", f"{prefix}clients", client))
-            if FORK_MARK in client:  # all others join again themselves, and may do nothing before they did
+            if FORK_MARK in client or client.startswith(
+                PIN_MARK
+            ):  # all others join again themselves, and may do nothing before they did
                 out.append(("HSET", f"{prefix}c:{client}", "id", "{}"))
             if versions:
                 out.append(("HSET", f"{prefix}c:{client}:l", *[word for v in versions for word in (v, 0)]))

@@ -18,12 +18,12 @@ from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
 from rota.spec.errors import RegistryUnavailable, TensorError
 from rota.tensors import faults
-from rota.tensors.clientfile import ClientFile, clients_in, make_fork_hold, take_if_dead
+from rota.tensors.clientfile import PIN_MARK, ClientFile, clients_in, make_fork_hold, take_if_dead
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
-from rota.tensors.liveness import PIN_MARK, sweep_client, sweep_dead, sweep_unfiled, sweeping
+from rota.tensors.liveness import sweep_client, sweep_dead, sweep_unfiled, sweeping
 from rota.tensors.reader import Reader
-from rota.tensors.recovery import Recovered, rebuild
+from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
 from rota.tensors.registry import RedisMachine, Refused, Registry
 from rota.tensors.segments import Segments
 from rota.tensors.space import Space
@@ -38,6 +38,7 @@ _SWEEP_S: Final = 0.25
 _TRIM_S: Final = 5.0
 _TRIM_IDLE_MS: Final = 30_000
 _JITTER: Final = 0.2
+_LEAVE_S: Final = 10.0
 
 
 def shm_root(address_url: str) -> Path:
@@ -134,6 +135,31 @@ class Session:
             self._join()
             return self.last_recovery
 
+    def fence(self, label: str, epoch: int) -> int:
+        """Fence a label, and note it for a loss of the registry; the fence that now stands."""
+        with self._recover_gate, _locked(self._recover_fd):
+            write_note(self.space, "fences", label, max(epoch, read_notes(self.space)["fences"].get(label, -1)))
+        return self.space.retry(lambda: self.space.registry.fence(label, epoch))
+
+    def pin(self, holder: str, name: str) -> int:
+        """Lease the current version of a name for a holder that is no process, and note it. Raises Refused."""
+        space = self.space
+        space.retry(lambda: space.registry.join(holder, ""))
+        try:
+            version = space.retry(lambda: space.registry.get(holder, 1, [(name, "")]))[0].version
+        except Refused:
+            self.unpin(holder)
+            raise
+        with self._recover_gate, _locked(self._recover_fd):
+            write_note(space, "pins", holder, version)
+        return version
+
+    def unpin(self, holder: str) -> None:
+        """End a pin; harmless when it ended before."""
+        with self._recover_gate, _locked(self._recover_fd):
+            write_note(self.space, "pins", holder, None)
+        self.space.retry(lambda: sweep_client(self.space, holder))
+
     def release_ended(self) -> int:
         """Tell the registry of leases whose views died; how many."""
         ended = self.space.leases.drain()
@@ -163,7 +189,7 @@ class Session:
         if at_exit or not self._thread:
             self._leave()
         elif threading.current_thread() is not self._thread:
-            self._thread.join(timeout=0 if self._busy() else 2.0)
+            self._thread.join(timeout=0 if self._busy() else _LEAVE_S)
 
     def _busy(self) -> bool:
         with contextlib.suppress(TensorError, RegistryUnavailable, Refused):

@@ -71,9 +71,8 @@ def test_a_large_tensor_uses_a_file_of_its_own_and_its_block_again(plane: Plane)
     for n in range(4):
         plane.put("big", big + n)
         assert np.array_equal(plane.get("big", as_="numpy"), big + n)
-    plane.release("big")
-    gc.collect()
-    wait_until(lambda: leases(plane) == 0)
+        plane.release("big")
+        wait_until(lambda: leases(plane) == 0)
     assert len(list(plane._space.folder.glob("seg-*"))) <= 3
 
 
@@ -169,8 +168,7 @@ def test_create_publishes_on_exit_and_gives_up_on_an_exception(plane: Plane) -> 
     assert plane.get("c")[0] == 2
     del other
     gc.collect()
-    plane._session.release_ended()
-    assert plane.stats()["versions"] == {"ready": 1}
+    wait_until(lambda: plane.stats()["versions"] == {"ready": 1})
 
 
 def test_a_mutable_tensor_is_one_memory_for_all(plane: Plane, actors: Crew) -> None:

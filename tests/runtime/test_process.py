@@ -126,6 +126,27 @@ def test_a_session_is_found_after_its_leader_died_but_not_under_a_reused_pid() -
     assert process.session_of(ProcessId(pid=own.pid, start_time=own.start_time - 1)) == ()
 
 
+def test_a_process_that_wrote_over_its_environment_is_told_from_others() -> None:
+    code = """
+import ctypes, os
+start = int(open("/proc/self/stat").read().rpartition(")")[2].split()[47])
+print("ready", flush=True)
+input()
+ctypes.memset(start, ord(" "), 8)
+print("written over", flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as child:
+        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout.readline() == "ready\n"
+        assert not process.lost_environment(identity(child))
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "written over\n"
+        assert process.lost_environment(identity(child))
+        child.kill()
+
+
 def test_a_subreaper_takes_in_and_reaps_orphans() -> None:
     code = """
 import os, subprocess, time

@@ -85,6 +85,7 @@ class EngineState:
     storage: Storage
     raylet: ProcessId
     session: ProcessId
+    boot_id: str
     environment: Mapping[str, str | None]
     gcs: ProcessId | None = None
     gcs_command: tuple[str, ...] = ()
@@ -125,19 +126,26 @@ class EngineFiles:
 
 
 def end_all(engine: str, host: str, session: ProcessId) -> tuple[ProcessId, ...]:
-    """SIGKILL every process of a node: those of its session, and those with its mark that left the session.
+    """SIGKILL every process of a node; returns what cannot be ended.
 
-    Returns what cannot be ended.
+    Found by mark, or by session when their environment is lost: a session number alone may be reused in time.
     """
     mark = mark_of(engine, host)
-    return process.kill_all(lambda: {*process.session_of(session), *process.marked(mark)})
+
+    def find() -> set[ProcessId]:
+        members = process.session_of(session)
+        return {*process.marked(mark), *(each for each in members if process.lost_environment(each))}
+
+    return process.kill_all(find)
 
 
 def read_state(path: Path) -> EngineState | None:
-    """The state written by a node's watcher, or None when there is none."""
+    """The state written by a node's watcher under this boot, or None when there is none."""
     try:
         data: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if data.get("boot_id") != process.boot_id():
         return None
     gcs = data["gcs"]
     return EngineState(

@@ -232,6 +232,15 @@ def session_of(leader: ProcessId) -> tuple[ProcessId, ...]:
     return tuple(found)
 
 
+def lost_environment(process: ProcessId) -> bool:
+    """True when the process wrote its title over its environment, so that a mark in it cannot be found."""
+    try:
+        start = Path(f"/proc/{process.pid}/environ").read_bytes()[:1]
+    except OSError:
+        return False
+    return bool(start) and not (start.isalpha() or start == b"_")
+
+
 def _pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 

@@ -83,6 +83,7 @@ def start_node(plan: dict[str, Any]) -> EngineState:
         storage=plan["storage"],
         raylet=raylet,
         session=process.own_id(),
+        boot_id=process.boot_id(),
         environment=plan["environment"],
         gcs=process.identify(gcs.pid) if gcs is not None else None,
         gcs_command=tuple(gcs.args) if gcs is not None else (),

@@ -314,3 +314,33 @@ def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp
         assert process.wait_gone((identity(found),), 5.0) == ()
 
     run(rig, body)
+
+
+def test_a_sweep_ends_master_instances_and_reservations_of_one_job_alone(rig, tmp_path) -> None:
+    from rota.runtime.gateway_ops import GatewayOps
+    from rota.runtime.launch_ray import MasterStart
+
+    async def body(launcher, job) -> None:
+        other = rig.fresh_job()
+        await launcher.reserve(reservation(other), bundles(rig, 1), timeout_s=WAIT_S)
+        kept = await launcher.start(instance(rig, other), timeout_s=WAIT_S)
+        start = MasterStart(
+            job=job, target="master_target:CountingMaster", args={"folder": str(tmp_path)}, env={}, workdir=rig.workdir
+        )
+        master = await launcher.start_master(start, timeout_s=WAIT_S)
+        handles = [await launcher.start(instance(rig, job, i, bundle=i), timeout_s=WAIT_S) for i in range(2)]
+        ops = GatewayOps(rig.engine.namespace)
+        try:
+            assert {job, other} <= set(await ops.list_jobs())
+            told = await ops.sweep(job)
+            assert told == {"instances": [each.name for each in handles], "reservations": [reservation(job).name]}
+            assert process.wait_gone([identity(each) for each in (master, *handles)], 5.0) == ()
+            assert job not in await ops.list_jobs()
+            assert await ops.sweep(job) == {"instances": [], "reservations": []}
+            assert process.is_alive(identity(kept))
+            await ops.sweep(other)
+            assert not process.is_alive(identity(kept))
+        finally:
+            await ops.close()
+
+    run(rig, body)

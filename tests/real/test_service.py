@@ -133,6 +133,8 @@ def test_a_job_runs_to_its_end_and_is_shown_with_pids_lines_and_attempt(site: In
     shown = site.running(job)
     pids = [one["pid"] for one in shown["instances"]]
     assert all(process.identify(pid) is not None for pid in [*pids, shown["master"]["pid"]])
+    beating = site.wait(job, lambda one: all(i["progress"] for i in one["instances"]), "heard of by its master")
+    assert all(one["progress"]["idle_s"] < LIMIT_S for one in beating["instances"])
     assert job in [row["id"] for row in site.ask("/jobs")["items"]]
     site.finish(job)
     ended = site.ended(job)

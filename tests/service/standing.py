@@ -38,6 +38,7 @@ class PlayedEngine:
     asked: list[JobId] = field(default_factory=list)
     swept: list[JobId] = field(default_factory=list)
     alive: set[JobId] = field(default_factory=set)
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
     generation: int = 1
     away: str = ""
 
@@ -53,6 +54,9 @@ class PlayedEngine:
 
     async def jobs(self) -> tuple[JobId, ...]:
         return tuple(self.alive)
+
+    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+        return self.told
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from standing import HELLO, Standing, listening, stream, with_service
 
+from rota.job.probes import Beat
 from rota.runtime.logs import format_line, log_name
 from rota.spec.events import (
     FailoverEnded,
@@ -73,6 +75,12 @@ def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path)
         assert (job["state"], job["master"]["pid"]) == ("RUNNING", 77)
         one = job["instances"][0]
         assert (one["state"], one["pid"], one["node"], one["devices"]) == ("READY", 1000, "r0n0", [0, 1])
+        beat = Beat(role=MAIN, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1000, progress_n=7, idle_s=0.25)
+        service.engine.told = {"main/0": beat.to_json()}
+        one = (await service.get("/jobs/hello-1"))["instances"][0]
+        assert one["progress"] == {"n": 7, "unit": "", "idle_s": 0.25, "busy": [], "quiet": ""}
+        service.engine.told = {"main/0": replace(beat, epoch=Epoch(0)).to_json()}
+        assert (await service.get("/jobs/hello-1"))["instances"][0]["progress"] is None
 
     with_service(tmp_path, test)
 
@@ -165,6 +173,24 @@ def test_logs_merge_by_time_and_can_be_narrowed(tmp_path: Path) -> None:
         assert text.text.splitlines()[0].endswith("main/0 loss 1")
         unknown = await service.http.get("/api/v1/jobs/hello-1/logs", params={"role": "mane"})
         assert (unknown.status_code, "main" in unknown.json()["hint"]) == (404, True)
+
+    with_service(tmp_path, test)
+
+
+def test_following_from_the_end_gives_only_what_is_new(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        write_log(service, "hello-1", 0, "old 1", "old 2")
+        async with listening(service) as http:
+            following = asyncio.create_task(all_of(stream(http, "/jobs/hello-1/logs", tail=0)))
+            async with asyncio.timeout(10):
+                while service.doors.streams == 0:
+                    await service.doors.clock.sleep(0.01)
+            await service.doors.clock.sleep(0.2)  # the first page is read by then
+            write_log(service, "hello-1", 0, "new", at=5)
+            await service.seen(service.as_master("hello-1", ENDED))
+            events = await asyncio.wait_for(following, 10)
+        assert [event["data"]["text"] for event in events if event["event"] == "line"] == ["new"]
 
     with_service(tmp_path, test)
 

@@ -157,6 +157,10 @@ class GatewayClient:
         """``master`` (or null), ``instances`` and ``reservations`` of a job that exist in the engine."""
         return await self._ask("find", {"job": job}, timeout_s=timeout_s)
 
+    async def master_status(self, job: JobId, *, timeout_s: float = 2.0) -> dict[str, Any] | None:
+        """What the master of a job says of it and of the last beat of each instance; None while it does not answer."""
+        return await self.request("master_status", {"job": job}, timeout_s=timeout_s)
+
     async def kill_master(self, job: JobId, *, timeout_s: float = 30.0) -> None:
         """End the master of a job for good; its instances stay."""
         await self._ask("kill_master", {"job": job}, timeout_s=timeout_s)

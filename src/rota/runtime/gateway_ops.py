@@ -12,12 +12,13 @@ from typing import Any
 import ray
 
 from rota.runtime.engine import EngineState
-from rota.runtime.launch import Handle, master_name
+from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, master_name
 from rota.runtime.launch_ray import MasterStart, RayLauncher, handle_of
 from rota.spec.ids import JobId
 
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
+_STATUS_S = 1.0
 
 
 def connect(state: EngineState, namespace: str) -> GatewayOps:
@@ -66,6 +67,14 @@ class GatewayOps:
             "instances": [_plain(handle) for handle in found.instances],
             "reservations": [asdict(reservation) for reservation in found.reservations],
         }
+
+    async def master_status(self, job: str) -> dict[str, Any] | None:
+        """What the master says of its job and of the last beat of each instance; None while it does not answer."""
+        call = Call(method="status", timeout_s=_STATUS_S, control=True)
+        try:
+            return await self._launcher.call(_master(job), call)
+        except (ProcessGone, CallTimeout, RemoteError):
+            return None
 
     async def kill_master(self, job: str) -> None:
         """End the master and stop keeping it."""

@@ -38,6 +38,10 @@ class Engine(Protocol):
         """Jobs of which anything lives in the engine; none while the engine was not started."""
         ...
 
+    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+        """The last beat of each instance ``role/rank`` as its master heard it; empty while nobody can tell."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
@@ -65,6 +69,9 @@ class NoEngine:
 
     async def jobs(self) -> tuple[JobId, ...]:
         return ()
+
+    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+        return {}
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
@@ -108,6 +115,15 @@ class GatewayEngine:
             return await self._client.list_jobs()
         except (TimedOut, ValueError) as error:
             raise EngineUnavailable(str(error)) from error
+
+    async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+        if not self._started or not self._client.connected:
+            return {}
+        try:
+            found = await self._client.master_status(job)
+        except (EngineUnavailable, TimedOut, ValueError):
+            return {}
+        return dict(found["beats"]) if found else {}
 
     async def status(self) -> dict[str, Any]:
         gateway = RunFolder(self._home.run).find_alive(RECORD)

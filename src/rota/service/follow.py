@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ LOG_POLL_S = 0.15
 BEHIND_MAX = 10_000
 SETTLE_S = 1.0
 LINES_MAX = 10_000
+MARK_EVERY = 50
 
 
 def record_document(record: Record) -> dict[str, Any]:
@@ -134,16 +135,16 @@ def read_page(folder: Path, query: LogQuery) -> tuple[list[LogLine], dict[str, i
     offsets = read_cursor(query.cursor)
     batches: list[list[LogLine]] = []
     for instance, path in files.items():
-        if query.cursor:
-            lines = read_lines(path, offsets.get(instance, 0))
-        elif query.since is not None:
-            lines = read_lines(path, find_offset(path, query.since))
-        elif query.tail is not None:
-            lines = tail_lines(path, query.tail)
-        else:
-            lines = read_lines(path, 0)
-        if lines:
-            offsets[instance] = lines[-1].end
+        if query.tail is not None and not query.cursor:
+            newest = tail_lines(path, max(query.tail, 1))
+            offsets[instance] = newest[-1].end if newest else 0
+            batches.append(newest[-query.tail :] if query.tail else [])
+            continue
+        start = offsets.get(instance, 0)
+        if not query.cursor and query.since is not None:
+            start = find_offset(path, query.since)
+        lines = read_lines(path, start)
+        offsets[instance] = lines[-1].end if lines else start
         batches.append(lines)
     merged = [line for line in merge(batches) if query.wants(line)]
     if query.tail is not None and not query.cursor:
@@ -164,7 +165,7 @@ def _ends(lines: Sequence[LogLine], start: dict[str, int]) -> dict[str, int]:
 async def follow_logs(loop: ServiceLoop, story: JobStory, folder: Path, query: LogQuery) -> AsyncIterator[bytes]:
     """The page of ``query``, then every new line until the job ended and its files are still.
 
-    The id of the last event of each batch names every offset: a reader that comes back with it misses nothing, and
+    The id of every ``MARK_EVERY``-th event names every offset: a reader that comes back with it misses nothing, and
     drops the few lines it saw already by ``(instance, offset)``.
     """
     lines, offsets = await asyncio.to_thread(read_page, folder, query)
@@ -191,9 +192,13 @@ async def follow_logs(loop: ServiceLoop, story: JobStory, folder: Path, query: L
             await loop.clock.sleep(LOG_POLL_S)
 
 
-def _frames(lines: Sequence[LogLine], offsets: dict[str, int]) -> list[bytes]:
+def _frames(lines: Sequence[LogLine], ends: dict[str, int]) -> Iterator[bytes]:
+    """Lines as events; every few of them carry the exact place to go on from, the last one ``ends``."""
+    here = dict(ends)
+    for line in reversed(lines):
+        here[line.instance] = line.offset
     last = len(lines) - 1
-    return [
-        frame(line_document(line), event="line", id=write_cursor(offsets) if i == last else None)
-        for i, line in enumerate(lines)
-    ]
+    for i, line in enumerate(lines):
+        here[line.instance] = line.end
+        marked = i == last or i % MARK_EVERY == MARK_EVERY - 1
+        yield frame(line_document(line), event="line", id=write_cursor(here) if marked else None)

@@ -121,7 +121,9 @@ async def list_jobs(
 @router.get("/jobs/{job}")
 async def show(job: str, doors: Parts, caller: Asker) -> Document:
     """One job with every instance: state, node, pid, restarts, epoch, progress, last error."""
-    return show_document(doors, doors.loop.installation.find(job))
+    story = doors.loop.installation.find(job)
+    beats = await doors.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
+    return show_document(doors, story, beats)
 
 
 @router.patch("/jobs/{job}")
@@ -236,9 +238,9 @@ async def why(job: str, doors: Parts, caller: Asker) -> Document:
     }
 
 
-def show_document(doors: Doors, story: JobStory) -> Document:
+def show_document(doors: Doors, story: JobStory, beats: dict[str, dict[str, Any]] | None = None) -> Document:
     """The Job document with its page address."""
-    document = job_document(story, doors.clock.wall_s())
+    document = job_document(story, doors.clock.wall_s(), beats)
     return document | {"url": f"{doors.settings.url}/#/jobs/{story.id}"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,19 @@ def job_summary(story: JobStory, now: float) -> dict[str, Any]:
     }
 
 
-def job_document(story: JobStory, now: float) -> dict[str, Any]:
-    """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error."""
+def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error.
+
+    ``beats`` is what instances last told their master; it is the one thing that no event tells.
+    """
     return {
         "api": API,
         "kind": "Job",
         **job_summary(story, now),
         "roles": [_role(story, role.name) for role in story.spec.roles],
-        "instances": [instance_document(story, one) for one in story.instances.values()],
+        "instances": [
+            instance_document(story, one, (beats or {}).get(str(one.id))) for one in story.instances.values()
+        ],
         "master": _master(story),
         "attempts": [_attempt(one) for one in story.attempts],
         "error": _error(story),
@@ -110,8 +115,8 @@ def job_document(story: JobStory, now: float) -> dict[str, Any]:
     }
 
 
-def instance_document(story: JobStory, one: Instance) -> dict[str, Any]:
-    """One instance."""
+def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One instance; a beat of another epoch says nothing of it."""
     loss = one.error
     return {
         "instance": str(one.id),
@@ -125,7 +130,7 @@ def instance_document(story: JobStory, one: Instance) -> dict[str, Any]:
         "restarts": one.restarts,
         "devices": _devices(story, one),
         "restored": one.now.restored,
-        "progress": _progress(story),
+        "progress": _beat(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
         "error": None
         if loss is None
         else {
@@ -143,6 +148,16 @@ def instance_document(story: JobStory, one: Instance) -> dict[str, Any]:
 def _devices(story: JobStory, one: Instance) -> list[int]:
     bundle = story.bundle_of(one.id.role, one.id.rank)
     return list(bundle.devices) if bundle is not None else []
+
+
+def _beat(beat: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "n": beat["progress_n"],
+        "unit": beat["progress_unit"],
+        "idle_s": round(beat["idle_s"], 3),
+        "busy": list(beat["busy"]),
+        "quiet": beat["quiet"],
+    }
 
 
 def _progress(story: JobStory) -> dict[str, Any] | None:

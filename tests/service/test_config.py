@@ -1,0 +1,52 @@
+"""Settings: flag over environment over file over default, each value with its origin, each mistake with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rota.service.config import DEFAULT_PORT, load_settings
+from rota.spec.errors import BadInput
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('port = 1\nhost = "127.0.0.2"\nprofile = "pool"\n')
+    environ = {"ROTA_HOME": str(tmp_path), "ROTA_PORT": "2", "ROTA_HOST": "127.0.0.3"}
+    settings = load_settings({"port": 3}, environ)
+    assert (settings.port, settings.host, settings.profile) == (3, "127.0.0.3", "pool")
+    assert {name: settings.origins[name] for name in ("port", "host", "profile", "db_url")} == {
+        "port": "flag",
+        "host": "ROTA_HOST",
+        "profile": "config.toml",
+        "db_url": "default",
+    }
+
+
+def test_without_anything_the_service_is_on_the_loopback_address(tmp_path: Path) -> None:
+    settings = load_settings({"home": str(tmp_path)}, {})
+    assert (settings.host, settings.port, settings.url) == ("127.0.0.1", DEFAULT_PORT, "http://127.0.0.1:7700")
+
+
+def test_flags_that_were_not_given_do_not_count(tmp_path: Path) -> None:
+    settings = load_settings({"home": str(tmp_path), "port": None, "host": ""}, {"ROTA_PORT": "9"})
+    assert (settings.port, settings.host) == (9, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "said"),
+    [
+        ("prot = 1\n", {}, "unknown setting 'prot'"),
+        ("port = \n", {}, "config.toml"),
+        ("", {"ROTA_PORT": "many"}, r"port='many' \(from ROTA_PORT\)"),
+        ("", {"ROTA_PORT": "70000"}, "between 0 and 65535"),
+        ("", {"ROTA_PRETEND": "3by4"}, "3by4"),
+        ("", {"ROTA_RAY_ADDRESS": "ray://x"}, "not supported"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_origin(
+    tmp_path: Path, file: str, environ: dict[str, str], said: str
+) -> None:
+    (tmp_path / "config.toml").write_text(file)
+    with pytest.raises(BadInput, match=said):
+        load_settings({}, {"ROTA_HOME": str(tmp_path), **environ})

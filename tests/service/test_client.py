@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -199,6 +199,32 @@ def test_a_cut_stream_goes_on_after_the_last_event_without_gap_or_double() -> No
         assert server.seen == ["", "1", "2", "3", "4"]
 
     asyncio.run(with_server(server, test))
+
+
+class Cut(httpx.SyncByteStream):
+    """One event, then the connection is gone."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield b'id: 7\nevent: event\ndata: {"number": 7}\n\n'
+        raise httpx.ReadError("cut")
+
+
+def test_a_stream_that_never_began_is_given_up_at_once_and_a_lost_one_is_tried_again() -> None:
+    with Client("http://127.0.0.1:9", "t") as client, pytest.raises(NotReachable):
+        list(client.events("j", follow=True))
+    tries: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        tries.append(request.headers.get("last-event-id", ""))
+        if len(tries) == 1:
+            return httpx.Response(200, stream=Cut())
+        if len(tries) < 4:
+            raise httpx.ConnectError("refused", request=request)
+        return httpx.Response(200, text="id: 8\nevent: end\ndata: {}\n\n")
+
+    with Client("http://x", "t", transport=httpx.MockTransport(answer)) as client:
+        assert [event["number"] for event in client.events("j", follow=True)] == [7]
+    assert tries == ["", "7", "7", "7"]
 
 
 def flaky(failures: int, calls_seen: list[str]) -> httpx.MockTransport:

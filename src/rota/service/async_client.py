@@ -202,7 +202,7 @@ class AsyncClient(Wire):
                         return
             except httpx.TransportError as exc:
                 broken += 1
-                if broken > RETRIES_MAX:
+                if not self.may_reconnect(exc, broken, last):
                     raise self.unreachable(exc) from exc
                 await asyncio.sleep(self.wait_s(broken))
             else:

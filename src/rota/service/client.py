@@ -211,7 +211,7 @@ class Client(Wire):
                         return
             except httpx.TransportError as exc:
                 broken += 1
-                if broken > RETRIES_MAX:
+                if not self.may_reconnect(exc, broken, last):
                     raise self.unreachable(exc) from exc
                 sleep(self.wait_s(broken))
             else:

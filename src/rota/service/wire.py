@@ -21,6 +21,9 @@ STREAM_SILENCE_S = 45.0
 """The service sends a comment every 15 s; three missed ones mean that the connection is dead."""
 RETRIES_MAX = 4
 RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 3.0
+RECONNECTS_MAX = 12
+"""A follower outlives a restart of the service: about half a minute of trying in a row."""
 PAGE_MAX = 200
 
 Document = dict[str, Any]
@@ -117,11 +120,16 @@ class Wire:
 
     def wait_s(self, attempt: int) -> float:
         """Twice as long each time, plus up to as much again, so that many clients do not come back at once."""
-        return RETRY_FIRST_S * 2**attempt * (1 + secrets.randbelow(1000) / 1000)
+        return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + secrets.randbelow(1000) / 1000))
 
     def may_retry(self, ask: Ask, exc: httpx.TransportError, attempt: int) -> bool:
         refused = isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
         return ask.safe and not refused and attempt < RETRIES_MAX
+
+    def may_reconnect(self, exc: httpx.TransportError, broken: int, last: str) -> bool:
+        """True while a stream that broke ``broken`` times in a row is worth another try; not when it never began."""
+        began = bool(last) or not isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout)
+        return began and broken <= RECONNECTS_MAX
 
     def unreachable(self, exc: httpx.TransportError) -> RotaError:
         if isinstance(exc, httpx.ConnectError):

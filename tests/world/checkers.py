@@ -21,6 +21,7 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.placement import Placement
+from rota.spec.reasons import Reason
 
 
 class Violation(AssertionError):
@@ -114,7 +115,9 @@ class Checkers:
     def _budgets(self, job: JobId, record: Record, before: JobContext) -> None:
         """Count restarts from the log alone: more than the limit in one window is a budget that was forgotten."""
         match record.event:
-            case FailoverStarted(role=role, level=level, failover=n) if level in ("process", "role"):
+            case FailoverStarted(role=role, level=level, failover=n, move_reason=why):
+                if level not in ("process", "role") or why is Reason.RESIZED_DEGRADED:
+                    return
                 if n != before.failover_count + 1 or before.spec is None:
                     return
                 fail = before.spec.role(role).fail

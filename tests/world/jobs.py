@@ -59,6 +59,12 @@ def _fail(rng: random.Random) -> Fail:
     )
 
 
+def _degradable(rng: random.Random, role: RoleSpec) -> RoleSpec:
+    if role.replicas_min == 1 or rng.random() < 0.6:
+        return role
+    return replace(role, fail=replace(role.fail, degrade=role.replicas_min - 1))
+
+
 def _res(rng: random.Random) -> Res:
     return Res(cpus=rng.choice((0.5, 1.0)), gpus=rng.choice((0.0, 0.0, 1.0)))
 
@@ -75,7 +81,7 @@ def _script(rng: random.Random) -> Script:
 def _reinforcement(rng: random.Random) -> tuple[JobSpec, Scripts]:
     roles = [
         mesh("actor", rng.randint(1, 3), fail=_fail(rng), res=_res(rng)),
-        service("reward", rng.randint(1, 3), op("score"), fail=_fail(rng)),
+        _degradable(rng, service("reward", rng.randint(1, 3), op("score"), fail=_fail(rng))),
         loop(fail=_fail(rng)),
     ]
     if rng.random() < 0.5:

@@ -105,6 +105,22 @@ def test_the_budget_survives_the_master(driven):
     assert verdict(driven).level is Level.NODE
 
 
+def test_a_role_that_may_degrade_goes_on_with_fewer_instead_of_widening(driven):
+    driven.run(spec(service("w", 3, fail=fail(limit_n=1, degrade=2)), service("other")))
+    for _ in range(2):
+        driven.feed(lost("w", 1, driven.ctx.instances[at("w/1")].epoch))
+        driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+    assert driven.ctx.instances[at("w/1")].retired
+    assert not [key for key in driven.alive if key[:2] == ("w", 1)]
+    assert driven.ctx.failovers[-1].move_reason is Reason.RESIZED_DEGRADED
+    driven.master(2).settle()
+    assert driven.ctx.state is JobState.RUNNING
+    driven.feed(lost("w", 0, driven.ctx.instances[at("w/0")].epoch))
+    driven.settle()
+    assert driven.ctx.state is JobState.FAILED
+
+
 def test_a_lost_node_costs_no_retry(driven):
     driven.run(rl())
     driven.feed(lost("reward", 0, 1, Reason.NODE_LOST))

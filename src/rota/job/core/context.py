@@ -65,7 +65,8 @@ class Instance:
 
     ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
     ``doomed`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
-    told to run. ``ended``: it returned with success under this epoch. ``restored`` is the commit it came up with.
+    told to run. ``ended``: it returned with success under this epoch. ``retired``: the job goes on without it.
+    ``restored`` is the commit it came up with.
     """
 
     id: InstanceId
@@ -76,6 +77,7 @@ class Instance:
     restored: int = 0
     running: bool = False
     ended: bool = False
+    retired: bool = False
     restarts: int = 0
     error: Loss | None = None
 
@@ -86,8 +88,8 @@ class Instance:
 
     @property
     def settled(self) -> bool:
-        """Ready for work, or done with it."""
-        return self.state is InstanceState.READY or self.ended
+        """Ready for work, done with it, or given up: nobody waits for it."""
+        return self.state is InstanceState.READY or self.ended or self.retired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,8 +82,24 @@ class FailoverCoordinator:
             if self.budget_left(cause, level) > 0:
                 if level is ladder[0]:
                     return self._first(cause, level)
-                return Move(level, ladder[0], Reason.BUDGET_PROCESS)
+                return self._wider(cause, ladder[0], level)
         return Move(Level.JOB, ladder[0], Reason.BUDGET_PROCESS)
+
+    def _wider(self, cause: Loss, start: Level, level: Level) -> Move:
+        """A wider level, unless the role may go on with the instances that it still has."""
+        if self.may_degrade(cause):
+            return Move(Level.PROCESS, start, Reason.RESIZED_DEGRADED)
+        return Move(level, start, Reason.BUDGET_PROCESS)
+
+    def may_degrade(self, cause: Loss) -> bool:
+        """True when enough members are left for ``degrade`` and no one else needs the lost one to go on."""
+        role = self._role(cause)
+        if role.fail.degrade is None or role.finite or len(self.ctx.plan.unit(cause.instance)) > 1:
+            return False
+        if role.name in self.ctx.plan.stateful or any(loss.instance.role != role.name for loss in self.ctx.losses):
+            return False
+        left = sum(one.state is InstanceState.READY for one in self.ctx.of_role(role.name))
+        return left >= role.fail.degrade
 
     def ladder(self, cause: Loss) -> Iterator[Level]:
         """Levels to try for this cause, narrowest first: the contract of the role, then its ``then``."""
@@ -118,7 +134,8 @@ class FailoverCoordinator:
         if level is Level.NODE:
             home = self.ctx.bundle(cause.instance)[1].node
             lost += [one for one in graph.instances if self.ctx.bundle(one)[1].node == home]
-        joined = self.ctx.failover.scope if self.ctx.failover else ()
+        before = self.ctx.failover.scope if self.ctx.failover else ()
+        joined = [one for one in before if not self.ctx.instances[one].retired]
         return recovery_scope(graph, [*lost, *joined], self.whole_roles(level, cause.instance.role))
 
     def whole_roles(self, level: Level, role: RoleName) -> frozenset[RoleName]:
@@ -246,7 +263,9 @@ def _restart_scope(ctx: JobContext, failover: Failover) -> JobContext:
     fresh = frozenset(failover.replaced)
     lost = frozenset(loss.instance for loss in ctx.losses)
     changed = [
-        _replace(ctx.instances[member], failover.epoch, lost=member in lost)
+        _retire(ctx.instances[member], failover.epoch)
+        if member in lost and failover.move_reason is Reason.RESIZED_DEGRADED
+        else _replace(ctx.instances[member], failover.epoch, lost=member in lost)
         if member in fresh
         else _re_form(ctx.instances[member], failover.epoch)
         for member in failover.scope
@@ -275,8 +294,15 @@ def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
         doomed=doomed,
         running=False,
         ended=False,
+        retired=False,
         restarts=one.restarts + 1,
     )
+
+
+def _retire(one: Instance, epoch: Epoch) -> Instance:
+    """The job goes on without it: its process is stopped and none is started."""
+    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
+    return replace(one, state=InstanceState.GONE, epoch=epoch, process=None, doomed=doomed, running=False, retired=True)
 
 
 def _re_form(one: Instance, epoch: Epoch) -> Instance:
@@ -284,4 +310,4 @@ def _re_form(one: Instance, epoch: Epoch) -> Instance:
     state = InstanceState.STALE if one.alive else one.state
     if one.process is None:
         state = InstanceState.PLANNED
-    return replace(one, state=state, epoch=epoch, running=False, ended=False)
+    return replace(one, state=state, epoch=epoch, running=False, ended=False, retired=False)

@@ -229,7 +229,7 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
             *(Gang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
         ),
         instances={
-            one.id: replace(one, state=InstanceState.PLANNED, epoch=epoch, running=False, ended=False)
+            one.id: replace(one, state=InstanceState.PLANNED, epoch=epoch, running=False, ended=False, retired=False)
             for one in ctx.instances.values()
         },
     )

@@ -240,6 +240,13 @@ def test_set_through_an_alias_changes_one_place_only() -> None:
     assert [role.res.cpus for role in spec.roles] == [1.0, 4.0]
 
 
+def test_set_replaces_entries_of_lists_and_fields_that_are_empty() -> None:
+    text = job("a: {workload: m:A, env: }", "b: {workload: m:B}", top="edges: [a.x -> b.y]\n")
+    spec = read_job(text, filename="j", sets=["edges[0]=b.y -> a.x", "roles.a.env.K=v", "roles.b.mesh={dp: 2}"])
+    assert spec.edges == (Edge(source="b.y", target="a.x"),)
+    assert (spec.role("a").env, spec.role("b").replicas_min) == ((("K", "v"),), 2)
+
+
 def test_set_reaches_names_with_dots() -> None:
     spec = read_job(job("rollout.prefill: {run: hi}"), filename="j", sets=["roles.rollout.prefill.replicas=2"])
     assert spec.role("rollout.prefill").replicas_min == 2

@@ -62,35 +62,39 @@ def _lay(node: Node, path: str, value: Node, place: Node, sink: Sink) -> None:
         if node.kind != "map":
             sink.add(place, walked, "the field above it is not a mapping", code="BAD_SET")
             return
-        spot = next((i for i, (key, _) in enumerate(node.entries) if key.text == name), None)
-        last = not path
-        if index is None and last:
-            entry = (replace(place, text=name), value)
-            if spot is None:
-                node.entries.append(entry)
-            else:
-                node.entries[spot] = entry
+        if index is None and not path:
+            _put(node, name, value, place)
             return
-        below = node.entries[spot][1] if spot is not None else Node("map", 1, 1, file=place.file, source=place.source)
-        if spot is None:
-            node.entries.append((replace(place, text=name), below))
-        elif below.is_null:
-            below = Node("map", 1, 1, file=place.file, source=place.source)
-            node.entries[spot] = (node.entries[spot][0], below)
-        else:
-            # an alias shares its node with what it names; a change here must not show there
-            below = replace(below, entries=list(below.entries), items=list(below.items))
-            node.entries[spot] = (node.entries[spot][0], below)
-        if index is not None:
-            if below.kind != "list" or index >= len(below.items):
-                sink.add(place, f"{walked}[{index}]", "no such entry", code="BAD_SET")
-                return
-            if last:
-                below.items[index] = value
-                return
-            item = below.items[index]
-            below.items[index] = below = replace(item, entries=list(item.entries), items=list(item.items))
-        node = below
+        node = _below(node, name, place)
+        if index is None:
+            continue
+        if node.kind != "list" or index >= len(node.items):
+            sink.add(place, f"{walked}[{index}]", "no such entry", code="BAD_SET")
+            return
+        node.items[index] = value if not path else _copy(node.items[index])
+        node = node.items[index]
+
+
+def _put(node: Node, name: str, value: Node, place: Node) -> None:
+    """Set a key of a mapping; the key that is there keeps its place in the order."""
+    entry = (replace(place, text=name), value)
+    spot = next((i for i, (key, _) in enumerate(node.entries) if key.text == name), None)
+    if spot is None:
+        node.entries.append(entry)
+    else:
+        node.entries[spot] = entry
+
+
+def _below(node: Node, name: str, place: Node) -> Node:
+    """What stands under a key, made when nothing does; a copy, since an alias shares its node with what it names."""
+    key, old = next(((key, value) for key, value in node.entries if key.text == name), (None, None))
+    new = Node("map", 1, 1, file=place.file, source=place.source) if old is None or old.is_null else _copy(old)
+    _put(node, name, new, key or place)
+    return new
+
+
+def _copy(node: Node) -> Node:
+    return replace(node, entries=list(node.entries), items=list(node.items))
 
 
 def _step(node: Node, path: str) -> tuple[str, int | None, str]:

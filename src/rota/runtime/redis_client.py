@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ class _Connection:
     def close(self) -> None:
         self.socket.close()
 
+    __del__ = close
+
 
 class RedisClient:
     """Commands to one server; thread-safe, since each thread has a socket of its own.
@@ -124,7 +127,7 @@ class RedisClient:
         self.address = address
         self._timeout_s = timeout_s
         self._local = threading.local()
-        self._open: set[_Connection] = set()
+        self._open: weakref.WeakSet[_Connection] = weakref.WeakSet()  # a thread's socket ends with its thread
         self._lock = threading.Lock()
 
     def call(self, *command: Argument) -> Any:
@@ -149,7 +152,8 @@ class RedisClient:
     def close(self) -> None:
         """Close the sockets of all threads."""
         with self._lock:
-            connections, self._open = self._open, set()
+            connections = list(self._open)
+            self._open.clear()
         for connection in connections:
             connection.close()
         self._local = threading.local()

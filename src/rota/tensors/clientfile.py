@@ -25,11 +25,16 @@ FORK_MARK: Final = ".fork"
 PIN_MARK: Final = "pin:"
 
 
+# the files of this process: a plane that was closed while views live still has its client
+_own: dict[tuple[int, Path], ClientFile] = {}
+
+
 class ClientFile:
     """The file of this process in ``folder``: created, locked, then made visible under the client's name."""
 
     def __init__(self, folder: Path, client: str, identity: dict[str, Any]) -> None:
         self.path = folder / client
+        self.identity = identity
         partial = folder / f".{client}"
         self._fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,6 +44,7 @@ class ClientFile:
         self._words: memoryview[int] | None = None
         self._outgrown: list[mmap.mmap] = []
         self._grow(_WORDS_FIRST)
+        _own[os.getpid(), self.path] = self
         partial.rename(self.path)
 
     def add(self, version: int) -> int:
@@ -50,6 +56,11 @@ class ClientFile:
             assert self._words is not None
             self._words[place] = version
             return place
+
+    def noted(self) -> list[int]:
+        """Every noted version."""
+        with self._lock:
+            return [] if self._words is None else [version for version in self._words if version]
 
     def clear(self, place: int) -> None:
         """Strike a place."""
@@ -70,6 +81,7 @@ class ClientFile:
             if unlink:
                 self.path.unlink(missing_ok=True)
             os.close(self._fd)
+            _own.pop((os.getpid(), self.path), None)
 
     def _grow(self, count: int) -> None:
         before = 0 if self._words is None else self._count
@@ -91,6 +103,8 @@ def clients_in(folder: Path) -> list[str]:
 
 def take_if_dead(folder: Path, client: str) -> int | None:
     """A descriptor holding the dead client's lock, which is the right to sweep it; None while it lives or is gone."""
+    if (os.getpid(), folder / client) in _own:  # a process always gets its own lock, and loses it by closing
+        return None
     try:
         fd = os.open(folder / client, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -107,7 +121,10 @@ def take_if_dead(folder: Path, client: str) -> int | None:
 
 
 def read_file(folder: Path, client: str) -> tuple[dict[str, Any], list[int]]:
-    """Identity and noted versions of another client; never one's own, whose lock the closing would lose."""
+    """Identity and noted versions of a client; those of this process come from memory, not through its file."""
+    own = _own.get((os.getpid(), folder / client))
+    if own is not None:
+        return own.identity, own.noted()
     try:
         raw = (folder / client).read_bytes()
     except FileNotFoundError:
@@ -129,11 +146,9 @@ def make_fork_hold(folder: Path, client: str, index: int, versions: list[int]) -
     return name, fd
 
 
-def dead_in(folder: Path, own: str) -> Iterator[tuple[str, int]]:
+def dead_in(folder: Path) -> Iterator[tuple[str, int]]:
     """Every dead client with the descriptor that holds its lock; the caller closes it."""
     for client in clients_in(folder):
-        if client == own:  # opening and closing one's own file would lose its lock
-            continue
         fd = take_if_dead(folder, client)
         if fd is not None:
             yield client, fd

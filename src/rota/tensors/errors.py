@@ -14,11 +14,9 @@
     |   +-- PublishBlocked    another process stands inside the lock of the name
     +-- OutOfMemory           neither free, nor trimmed, nor evicted bytes suffice
     |   +-- QuotaExceeded     the namespace's ``bytes_max``
-    +-- BackPressure          readers are too far behind
     +-- UnsupportedTensor     sparse, quantised, unknown dtype or layout
     +-- Corrupt               a header or a record contradicts itself
-    |   +-- TornRead          payload CRC differs at the first read
-    |   +-- WrittenByReader   payload CRC differs at release
+    |   +-- TornRead          payload CRC differs at a read (with ROTA_TENSORS_CHECK=1)
     +-- EpochChanged          the registry was rebuilt (caught and retried inside)
     +-- ForkedClient          a forked child used its parent's plane
     +-- ClosedPlane           the plane was closed
@@ -96,12 +94,6 @@ class QuotaExceeded(OutOfMemory):
     code = "TENSOR_QUOTA_EXCEEDED"
 
 
-class BackPressure(TensorError):
-    """Readers or consumers are too far behind; fields say who."""
-
-    code, http = "TENSOR_BACK_PRESSURE", 429
-
-
 class UnsupportedTensor(TensorError):
     """A layout or dtype the plane cannot share; fields: dtype, layout."""
 
@@ -115,15 +107,9 @@ class Corrupt(TensorError):
 
 
 class TornRead(Corrupt):
-    """The payload's CRC differs from the one written; fields: name, version."""
+    """The payload differs from what was published: somebody wrote into a read-only view; fields: name, version."""
 
     code = "TENSOR_TORN_READ"
-
-
-class WrittenByReader(Corrupt):
-    """The payload changed while it was leased; fields: name, client."""
-
-    code = "TENSOR_WRITTEN_BY_READER"
 
 
 class EpochChanged(TensorError):

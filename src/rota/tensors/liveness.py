@@ -39,7 +39,7 @@ def sweeping(space: Space, fd: int) -> Iterator[bool]:
 def sweep_dead(space: Space) -> list[str]:
     """Undo what every dead client had; the clients swept. The caller is the one sweeper."""
     swept: list[str] = []
-    for client, fd in dead_in(space.clients, space.client):
+    for client, fd in dead_in(space.clients):
         try:
             sweep_client(space, client)
             (space.clients / client).unlink(missing_ok=True)

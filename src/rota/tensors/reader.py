@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -42,8 +43,9 @@ class Entry:
 class Reader:
     """The read path of one namespace. ``cache`` and ``words`` are read by the plane's own fast path."""
 
-    def __init__(self, space: Space, *, sealed: bool) -> None:
+    def __init__(self, space: Space, *, sealed: bool, check: bool) -> None:
         self._space = space
+        self._check = check
         self.sealed = sealed
         self.words = space.table.words
         self.cache: dict[Any, Entry] = {}
@@ -167,6 +169,11 @@ class Reader:
                 where = f"{block.seg}+{block.offset}"
                 text = f"{where}: holds version {header.version}, the registry says {block.version}"
                 raise errors.Corrupt(text, file=where, field="version")
+            if self._check and header.payload_crc:
+                payload = raw[each.base + header.offset : each.base + header.offset + header.bytes]
+                if (zlib.crc32(payload) or 1) != header.payload_crc:
+                    text = f"{header.name}: the bytes of version {header.version} are not those that were published"
+                    raise errors.TornRead(text, name=header.name, version=header.version)
             start = each.base + HEADER_BYTES
             manifest = json.loads(bytes(raw[start : start + header.manifest_bytes]))
             tensors: dict[str, Any] = {}

@@ -91,9 +91,6 @@ def live_clients(space: Space) -> dict[str, list[int]]:
     """Client files whose lock is held, with the versions they lease."""
     live: dict[str, list[int]] = {}
     for client in clients_in(space.clients):
-        if client == space.client:  # reading one's own file would close it, and so lose its lock
-            live[client] = [version for version, _ in space.leases.live()]
-            continue
         fd = take_if_dead(space.clients, client)
         if fd is not None:
             os.close(fd)
@@ -284,8 +281,6 @@ class _Plan:
         return out
 
     def _alive(self, client: str) -> bool:
-        if client == self._space.client:
-            return True
         fd = take_if_dead(self._space.clients, client)
         if fd is not None:
             os.close(fd)

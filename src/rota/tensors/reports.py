@@ -254,7 +254,7 @@ def holders(space: Space, dump: dict[str, Any], version: str, now_s: float) -> l
     out: list[dict[str, Any]] = []
     for client in sorted(dump.get("clients", ())):
         if version in dump.get(f"c:{client}:l", {}):
-            facts = space.identity if client == space.client else read_file(space.clients, client)[0]
+            facts = read_file(space.clients, client)[0]
             age_s = round(now_s - facts["joined_s"], 3) if facts.get("joined_s") else None
             out.append({"client": client, "pid": facts.get("pid"), "label": facts.get("label", ""), "age_s": age_s})
     return out

@@ -30,6 +30,7 @@ from rota.tensors.space import Space
 from rota.tensors.writer import Writer
 
 SHM_DIR: Final = "ROTA_SHM_DIR"
+CHECK: Final = "ROTA_TENSORS_CHECK"
 _TICK_BUSY_S: Final = 0.005
 _TICK_IDLE_S: Final = 0.02
 _AGE_S: Final = 0.04
@@ -92,8 +93,9 @@ class Session:
             table=table, segments=segments, leases=leases, file=file, rejoin=self.rejoin,
             identity=identity,
         )  # fmt: skip
-        self.reader = Reader(self.space, sealed=sealed)
-        self.writer = Writer(self.space, chance)
+        check = environ.get(CHECK) == "1"
+        self.reader = Reader(self.space, sealed=sealed, check=check)
+        self.writer = Writer(self.space, chance, check=check)
         self._sweeper_fd = _open_lock(folder / "sweeper.lock")
         self._recover_fd = _open_lock(folder / "recover.lock")
         self._recover_gate = threading.Lock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -84,8 +85,9 @@ class Pending:
 class Writer:
     """The write path of one namespace."""
 
-    def __init__(self, space: Space, chance: Chance) -> None:
+    def __init__(self, space: Space, chance: Chance, *, check: bool) -> None:
         self._space = space
+        self._check = check
         self._chance = chance
 
     def publish(self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Any) -> Version:
@@ -141,6 +143,11 @@ class Writer:
     def commit(self, pending: Pending) -> Version:
         """Make it visible, under the lock of its slot; the header says so after the registry does."""
         space, reserved = self._space, pending.reserved
+        if self._check and not pending.ask.mutable:
+            block = space.segments.open(reserved.seg).array[reserved.offset : reserved.offset + pending.ask.block]
+            payload = block[pending.draft.start : pending.draft.start + pending.draft.payload]
+            pending.header = pending.header.with_state(PENDING, payload_crc=zlib.crc32(payload.data) or 1)
+            self._write(pending, 0, pending.header.pack())
         self._stamp(pending, pending.header.with_state(PREPARED))
         with space.table.changing(reserved.slot, pending.name):
             done = self._commit(pending)

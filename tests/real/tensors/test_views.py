@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.real.tensors.crew import Crew, clean, wait_until
 
+import rota.tensors
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.core.names import ITEM_BYTES
@@ -96,8 +97,6 @@ def test_a_lease_lives_exactly_as_long_as_the_last_view(plane: Plane, as_: str) 
 
 
 def test_a_view_in_another_thread_and_after_close_stays_valid(plane: Plane, space_name: str, tensor_home: Path) -> None:
-    import rota.tensors
-
     plane.put("w", np.arange(10))
     other = rota.tensors.connect(home=tensor_home, namespace=space_name + "x")
     other.put("w", np.arange(10))
@@ -186,6 +185,22 @@ def test_an_exact_version_and_a_reference_to_it_stay_readable(plane: Plane) -> N
     assert (ref.name, ref.version) == ("w", versions[4])
     with pytest.raises(errors.NotFound, match="no view"):
         plane.ref(np.zeros(3))
+
+
+def test_a_reader_that_wrote_into_a_published_tensor_is_found_out(
+    tensor_home: Path, space_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROTA_TENSORS_CHECK", "1")
+    with rota.tensors.connect(home=tensor_home, namespace=space_name) as plane:
+        plane.put("w", np.arange(1000))
+        plane.publish_group("g", {"x": np.zeros(9), "y": np.ones(3_000_000, np.uint8)}, step=1)
+        assert plane.get_group("g", as_="numpy")["y"].all()
+        plane.get("w", as_="numpy")[7] = -1
+        plane.release("w")
+        with pytest.raises(errors.TornRead, match="not those that were published"):
+            plane.get("w", as_="numpy")
+        for name in ("w", "g"):
+            plane.delete(name)
 
 
 def test_a_sealed_read_cannot_be_written(plane: Plane, actors: Crew) -> None:

@@ -316,6 +316,20 @@ def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp
     run(rig, body)
 
 
+def test_a_death_is_told_without_rays_guesses(engine) -> None:
+    from rota.runtime.launch_ray import death_text
+
+    guess = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\nThe actor is dead because its "
+        "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+        "connection error code 2. End of file. Some common causes include: (1) the process was killed by the OOM "
+        "killer due to high memory usage, (2) ray stop --force was called, or (3) the worker crashed."
+    )
+    assert death_text(guess) == "its process ended without a word"
+    assert death_text("1 worker(s) were killed due to the node running low on memory. Object...").startswith("out of")
+    assert death_text("The actor died because\n  its node has died.") == "The actor died because its node has died."
+
+
 def test_a_sweep_ends_master_instances_and_reservations_of_one_job_alone(rig, tmp_path) -> None:
     from rota.runtime.gateway_ops import GatewayOps
     from rota.runtime.launch_ray import MasterStart

@@ -21,6 +21,8 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
     RayActorError,
     RayError,
     RaySystemError,
@@ -65,7 +67,9 @@ _POLL_S = 0.05
 _BLOCKING_THREADS_MAX = 32
 # What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
 _UNEXPECTED = re.compile(r"Worker unexpectedly exits with a connection error code")
-_OUT_OF_MEMORY = re.compile(r"OutOfMemory|memory usage threshold|OOM killer due to the node", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory")
+_OUT_OF_MEMORY_TEXT = "out of memory: the node ran low and Ray ended the process"
+_NODE_DIED = re.compile(r"node has died|node was terminated")
 
 
 _as_actor: Any = ray.remote
@@ -170,8 +174,8 @@ class RayLauncher:
         except CallTimeout:
             await self._kill(actor)
             raise CallTimeout(f"{boot.name} did not start within {timeout_s:g} s") from None
-        except RayActorError as error:
-            raise ProcessGone(f"{boot.name} ended while it started: {death_text(str(error))}") from error
+        except RayError as error:
+            raise ProcessGone(f"{boot.name} ended while it started: {_death(error)}") from error
         if begun.failure is not None:
             await self._kill(actor)
             await self._wait_gone(ProcessId(pid=begun.pid, start_time=begun.start_time))
@@ -219,7 +223,7 @@ class RayLauncher:
         try:
             actor = await self._lookup(name)
             begun: Begun = await _answer(actor.begin.remote(), _FIND_S)
-        except (ProcessGone, RayActorError):
+        except (ProcessGone, RayActorError, OutOfMemoryError):
             return None
         except CallTimeout:
             return await self._blocking(lambda: _from_table(name, self._actors[name]))
@@ -233,7 +237,7 @@ class RayLauncher:
             return
         known = handle if handle.pid else await self.find_one(handle.name)
         if grace_s > 0:
-            with contextlib.suppress(CallTimeout, RayActorError):  # deaf, or gone already: force it
+            with contextlib.suppress(CallTimeout, RayActorError, OutOfMemoryError):  # deaf, or gone already: force it
                 await _answer(actor.end.remote(), grace_s)
         await self._kill(actor)
         if known is not None:
@@ -289,9 +293,9 @@ class RayLauncher:
             answer = await _answer(method.remote(call), timeout_s)
         except CallTimeout:
             raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
-        except ActorDiedError as error:
+        except (ActorDiedError, OutOfMemoryError, ObjectLostError) as error:
             self._actors.pop(name, None)
-            raise ProcessGone(f"{name} is gone: {death_text(str(error))}") from error
+            raise ProcessGone(f"{name} is gone: {_death(error)}") from error
         if isinstance(answer, Raised):
             raise _rebuilt(answer)
         return answer
@@ -328,7 +332,7 @@ class RayLauncher:
             status = await self._blocking(lambda: _exit_status(exits))
         finally:
             exits.close()
-        if "node" in text and "died" in text:
+        if _NODE_DIED.search(text):
             self._queue(handle.job).put_nowait(NodeDied(node=handle.node, text=text))
         died = ProcessDied(
             name=handle.name,
@@ -355,9 +359,9 @@ class RayLauncher:
                 return str(error)
             except ActorUnavailableError:
                 await asyncio.sleep(_POLL_S)
-            except RayActorError as error:
+            except (RayActorError, OutOfMemoryError) as error:
                 self._actors.pop(name, None)
-                return death_text(str(error))
+                return _death(error)
 
     async def close(self) -> None:
         """Stop watching; processes and reservations stay."""
@@ -412,12 +416,17 @@ def _exit_status(exits: ExitWatch) -> int | None:
     return status
 
 
+def _death(error: RayError) -> str:
+    return _OUT_OF_MEMORY_TEXT if isinstance(error, OutOfMemoryError) else death_text(str(error))
+
+
 def death_text(text: str) -> str:
     """Ray's account of a death in one line; its standing guess at out-of-memory is left out."""
-    if _UNEXPECTED.search(text) and not _OUT_OF_MEMORY.search(text.replace("OOM killer due to high memory usage", "")):
+    if _OUT_OF_MEMORY.search(text):
+        return _OUT_OF_MEMORY_TEXT
+    if _UNEXPECTED.search(text):
         return "its process ended without a word"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines)[:1000]
+    return " ".join(text.split())[:1000]
 
 
 def handle_of(name: str, *, pid: int, start_time: float, node: str) -> Handle:

@@ -204,9 +204,13 @@ def test_a_plan_shows_placement_and_blast_radius_and_keeps_nothing(tmp_path: Pat
         assert plan["roles"][0]["blast_radius"]["restarts"] == ["main/0"]
         assert (await service.get("/jobs", all=True))["items"] == []
         assert (await service.get("/status"))["parts"]["store"]["records"] == before["parts"]["store"]["records"]
-        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
-        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        for _ in range(3):
+            await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
         await service.until("hello-2", JobState.ADMITTED)
+        body = {"source": HELLO.replace("gpus: 2", "gpus: 4")}
+        full = (await service.http.post("/api/v1/jobs:plan", json=body)).json()
+        assert (full["starts_now"], full["placement"]) == (False, None)
+        assert full["why"]["code"] in ("NO_FREE_DEVICES", "BEHIND_IN_ORDER")
 
     with_service(tmp_path, test)
 

@@ -21,11 +21,11 @@ from rota.service.loop import ServiceLoop
 from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.errors import BadInput, IdempotencyConflict, Infeasible, JobFileError, LimitExceeded, UnknownName
-from rota.spec.events import JobAdmitted, JobEnded, JobQueued, JobSubmitted, Record
+from rota.spec.events import JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
 from rota.spec.ids import JobId
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
-from rota.spec.reasons import Reason
+from rota.spec.reasons import INFO, Reason
 from rota.spec.states import JobState
 
 PARSE_TIMEOUT_S = 2.0
@@ -99,16 +99,19 @@ class Intake:
             where = f"roles.{completed.role}.workload: " if completed.role else ""
             raise BadInput(f"{where}{completed.text}", code=str(completed.reason), traceback=completed.traceback)
         now = self._clock.wall_s()
-        why = self._loop.scheduler.explain_spec(completed, now).to_json()
-        placement = self._trial(completed, now) if why["starts_now"] else None
+        explanation = self._loop.scheduler.explain_spec(completed, now).to_json()
+        placement, waits = self._trial(completed, now)
+        if waits is not None:
+            why = {"code": waits.reason, "text": waits.text or INFO[waits.reason].text, "fields": waits.fields}
+            explanation |= {"why": why, "starts_now": False}
         return {
             "kind": "PlanReport",
             "name": completed.name,
             "digest": completed.digest,
             "feasible": True,
-            "starts_now": why["starts_now"],
-            "why": why["why"],
-            "explanation": why,
+            "starts_now": placement is not None,
+            "why": None if placement is not None else explanation["why"],
+            "explanation": explanation,
             "roles": _roles(completed),
             "gangs": [codec.to_json_value(request) for request in requests_of(completed)],
             "subgraphs": [[str(member) for member in part.members] for part in expand(completed).subgraphs],
@@ -149,8 +152,11 @@ class Intake:
                 nearest=list(shortfall.nearest),
             )
 
-    def _trial(self, spec: JobSpec, now: float) -> Placement | None:
-        """Where the job would go: it is put before the scheduler and taken back before anybody else may look."""
+    def _trial(self, spec: JobSpec, now: float) -> tuple[Placement | None, JobWaits | None]:
+        """Where the job would go, or why it would wait.
+
+        It is put before the scheduler and taken back before anybody else may look.
+        """
         scheduler = self._loop.scheduler
         trial = (JobSubmitted(spec=spec), JobQueued())
         for event in trial:
@@ -160,8 +166,9 @@ class Intake:
         finally:
             ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))
-        admitted = (event for job, event in outcome.events if job == _DRY_RUN and isinstance(event, JobAdmitted))
-        return next((event.placement for event in admitted), None)
+        mine = [event for job, event in outcome.events if job == _DRY_RUN]
+        placement = next((event.placement for event in mine if isinstance(event, JobAdmitted)), None)
+        return placement, next((event for event in mine if isinstance(event, JobWaits)), None)
 
 
 def _from_json(raw: dict[str, Any]) -> JobSpec:

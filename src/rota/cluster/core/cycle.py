@@ -21,6 +21,7 @@ from rota.cluster.core.facts import (
     Tick,
 )
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, WaitOn, WakeAt
+from rota.cluster.core.reserve import Reservation, earliest_start
 from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, Wait, line_key
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -85,6 +86,8 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
 
 def decide(state: State, profile: Profile, now: float) -> list[Decision]:
     """What should happen now. The state stays as it was: whoever carries a decision out applies its fact."""
+    if profile.prepare is not None:
+        profile.prepare(state)
     with state.txn() as txn:
         return _Pass(state, txn, profile, now).run()
 
@@ -98,6 +101,9 @@ class _Pass:
         self.blocked: dict[str, JobId] = {}
         self.verdicts: dict[LineKey, Wait] = {}
         self.wake: list[float] = []
+        self.reservations: list[Reservation] = []
+        self.reserved_queues: set[str] = set()
+        self.claimed = False
         self.started = 0
         self.tried = 0
 
@@ -163,9 +169,14 @@ class _Pass:
             self.wake.append(self.now)
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:
-            self.tried += 1
-            wait = self._start(row)
-            if wait is not None and self.profile.block != "none":
+            local = self.profile.local and not row.ask.opportunistic
+            wait = self.state.memory.recall(self.profile.name, key, local=local)
+            if wait is None:
+                self.tried += 1
+                wait = self._start(row)
+                if wait is not None and not self.claimed and self.profile.block != "reserve":
+                    self.state.memory.learn(self.profile.name, key, wait, local=local)
+            if wait is not None and self.profile.block == "queue":
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
         if wait is not None:
             self.verdicts[key] = wait
@@ -174,14 +185,46 @@ class _Pass:
     def _start(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
-        held = self.profile.placer.place(self.state, self.txn, row)
+        held = self._place_beside_reservations(row)
         if held is not None:
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
             why = {"profile": self.profile.name, "order": self.started, "nodes": len({h.node for h in held})}
             self.decisions.append(Admit(job=row.ask.id, held=held, why=why))
             self.started += 1
             return None
-        return self._preempt(row) or waits_because(self.state, row.ask, self.profile.placer)
+        wait = self._preempt(row)
+        if wait is None and self.profile.block == "reserve":
+            wait = self._reserve(row)
+        return wait or waits_because(self.state, row.ask, self.profile.placer)
+
+    def _place_beside_reservations(self, row: JobRow) -> tuple[Held, ...] | None:
+        """Place the job where it is out of the way of every reservation that it would outlive."""
+        with self.txn.trial():
+            for reservation in self.reservations:
+                if reservation.outlived_by(row, self.now):
+                    for slot in reservation.held:
+                        self._take_what_is_free(slot)
+            return self.profile.placer.place(self.state, self.txn, row)
+
+    def _reserve(self, row: JobRow) -> Wait | None:
+        """The first blocked job of a queue gets the earliest time at which it fits; others may run until then."""
+        with self.txn.trial():
+            fits = self.profile.placer.place(self.state, self.txn, row) is not None
+        if fits:
+            ahead = [r.job for r in self.reservations if r.outlived_by(row, self.now)]
+            return Wait(
+                reason=Reason.RESERVED_FOR_OTHER,
+                text=f"Free devices are kept for {', '.join(ahead[:3])}.",
+                fields={"for": ahead},
+            )
+        if row.ask.queue not in self.reserved_queues:
+            self.reserved_queues.add(row.ask.queue)
+            reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
+            if reservation is not None:
+                self.reservations.append(reservation)
+            elif self.now - row.ask.queued_at >= self.profile.starve_s:
+                self.blocked.setdefault(row.ask.queue, row.ask.id)
+        return None
 
     def _preempt(self, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
@@ -219,6 +262,7 @@ class _Pass:
             return False
         for slot in held:
             self._take_what_is_free(slot)
+        self.claimed = True
         return True
 
     def _take_what_is_free(self, slot: Held) -> None:
@@ -248,7 +292,7 @@ class _Pass:
 
     def _gate_order(self, row: JobRow) -> Wait | None:
         first = self.blocked.get(row.ask.queue)
-        if self.profile.block == "queue" and first is not None:
+        if first is not None:
             return Wait(reason=Reason.BEHIND_IN_ORDER, text=f"{first} must start first.", fields={"behind": first})
         return None
 

@@ -16,8 +16,8 @@ from rota.spec.errors import BadInput
 PRIORITY_MAX = 1000
 
 GangState = Literal["allocated", "preempting", "being_preempted"]
-Allowed = Callable[[int], bool]
-"""Whether a node (its row among the nodes of the forest) may be used."""
+Allowed = Callable[[int], bool] | None
+"""Whether a node (its row among the nodes of the forest) may be used; None: every node may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,8 @@ class HivedCluster:
     reserver: dict[int, str] = field(default_factory=dict[int, str])
     _views: dict[tuple[str, str, int], list[int]] = field(default_factory=dict[tuple[str, str, int], list[int]])
 
+    _owned: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+
     def __post_init__(self) -> None:
         self.buddy = BuddyCells(self.cells)
 
@@ -112,11 +114,10 @@ class HivedCluster:
 
     def _chains(self, ask: GangAsk) -> list[str]:
         """Chains that may serve the gang, in descending order of their names."""
-        owned = {
-            self.cells.vchain[root]
-            for root in self.cells.virtual.roots
-            if self._is_mine(root, ask.tenant) and not self.cells.pin[root]
-        }
+        owned = self._owned.get(ask.tenant)
+        if owned is None:
+            roots = [r for r in self.cells.virtual.roots if self._is_mine(r, ask.tenant) and not self.cells.pin[r]]
+            owned = self._owned[ask.tenant] = {self.cells.vchain[root] for root in roots}
         return [
             chain
             for chain in self.cells.chains
@@ -174,7 +175,11 @@ class HivedCluster:
         lazy = self._displaced_lazily(vleaves, ask.name)
         for name in lazy:
             self.preempt_lazily(txn, name)
-        found = map_leaves(buddy, vleaves, lambda cell: self._cell_allowed(cell, allowed))
+
+        def usable(cell: int) -> bool:
+            return self._cell_allowed(cell, allowed)
+
+        found = map_leaves(buddy, vleaves, None if allowed is None else usable)
         if found is None:
             return None
         return GangPlan(
@@ -191,6 +196,8 @@ class HivedCluster:
         return [n for n in names if self.gangs[n].plan.ask.lazy and self.gangs[n].state == "allocated"]
 
     def _cell_allowed(self, cell: int, allowed: Allowed) -> bool:
+        if allowed is None:
+            return True
         physical = self.cells.physical
         node = int(physical.node[cell])
         if node >= 0:

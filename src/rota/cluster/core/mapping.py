@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rota.cluster.core.buddy import NONE, OPPORTUNISTIC, BuddyCells, Key, swap_out
 
-Usable = Callable[[int], bool]
+Usable = Callable[[int], bool] | None
 
 
 @dataclass(slots=True)
@@ -145,10 +145,13 @@ def _still_safe(
 
 def _usable(buddy: BuddyCells, cells: Sequence[int], needed: int, allowed: Usable) -> list[int]:
     """Candidates in order, those with fewest opportunistic devices first; none if there are fewer than needed."""
-    able = [c for c in cells if buddy.bound[c] == NONE and buddy.healthy[c] and allowed(c)]
+    bound, healthy, used = buddy.bound, buddy.healthy, buddy.used
+    able = [c for c in cells if bound[c] == NONE and healthy[c]]
+    if allowed is not None:
+        able = [c for c in able if allowed(c)]
     if len(able) < needed:
         return []
-    return sorted(able, key=lambda c: buddy.used[c].get(OPPORTUNISTIC, 0))
+    return sorted(able, key=lambda c: used[c].get(OPPORTUNISTIC, 0))
 
 
 def _map(

@@ -41,15 +41,21 @@ PREFERENCES: dict[Manner, Preference] = {"pack": best_fit, "spread": spread}
 
 
 def place(
-    state: State, txn: Txn, shape: Shape, *, prefer: Preference = best_fit, allowed: Mask | None = None
+    state: State,
+    txn: Txn,
+    shape: Shape,
+    *,
+    prefer: Preference = best_fit,
+    allowed: Mask | None = None,
+    close: bool = True,
 ) -> tuple[Held, ...] | None:
     """Find a slot holding for every slot of the shape at once, or None; the state is as before either way.
 
-    Tried in this order: one enclosing cell (fewest free devices first), then the whole cluster. Deterministic. Exact
-    for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots.
+    With ``close`` one enclosing cell is tried first (fewest free devices), then the whole cluster. Deterministic.
+    Exact for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots.
     """
     mask = state.usable if allowed is None else state.usable & allowed
-    for part in _domains(state, shape, mask):
+    for part in _domains(state, shape, mask) if close else ():
         found = _place_in(state, txn, shape, prefer, part)
         if found is not None:
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -114,3 +115,9 @@ class Profile:
     """Different kinds of request tried in one pass; equal ones share a verdict."""
     grace_max_s: float = 300.0
     cool_down_s: float = 0.0
+    local: bool = False
+    """What a guaranteed job may get depends on its own queue alone."""
+    starve_s: float = 3600.0
+    """Under ``reserve``: a job that waited so long and has no known start holds up what is behind it."""
+    prepare: Callable[[State], None] | None = None
+    """Called before every pass, for policies that keep books of their own."""

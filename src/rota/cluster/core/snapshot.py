@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +90,62 @@ def line_key(row: JobRow) -> LineKey:
     )
 
 
+class Book(Protocol):
+    """What a policy keeps beside the state, in step with who holds what."""
+
+    def hold(self, txn: Txn, state: State, row: JobRow) -> None:
+        """A job was given ``row.held``."""
+        ...
+
+    def release(self, txn: Txn, state: State, row: JobRow) -> None:
+        """A job gave ``row.held`` back."""
+        ...
+
+
+class Memory:
+    """Verdicts of "no" that hold as long as nothing was given back since they were reached.
+
+    For the cluster (empty name) and for each queue it keeps what was taken since the last time that something was
+    given back. A verdict is good on every continuation of the takings under which it was reached.
+    """
+
+    def __init__(self) -> None:
+        self._takings: dict[str, tuple[int, list[int]]] = {}
+        self._verdicts: dict[tuple[str, LineKey], tuple[int, int, int, Wait]] = {}
+        self._count = 0
+
+    def took(self, txn: Txn, row: JobRow) -> None:
+        """A job was given devices."""
+        for name in ("", row.ask.queue):
+            _, steps = self._of(name)
+            steps.append(hash((steps[-1] if steps else 0, row.ask.id, row.held)))
+            txn.did(steps.pop)
+
+    def gave(self, txn: Txn, queue: str | None) -> None:
+        """Devices of a queue, or anything at all (None), came back."""
+        self._count += 1
+        for name in ("", queue) if queue is not None else tuple(self._takings):
+            txn.put(self._takings, name, (self._count, []))
+
+    def _of(self, name: str) -> tuple[int, list[int]]:
+        return self._takings.setdefault(name, (0, []))
+
+    def learn(self, profile: str, key: LineKey, wait: Wait, *, local: bool) -> None:
+        """Remember why a line could not start."""
+        epoch, steps = self._of(key.queue if local else "")
+        self._verdicts[profile, key] = (epoch, len(steps), steps[-1] if steps else 0, wait)
+
+    def recall(self, profile: str, key: LineKey, *, local: bool) -> Wait | None:
+        """Why a line could not start, if that still holds. With ``local`` only its own queue matters."""
+        known = self._verdicts.get((profile, key))
+        if known is None:
+            return None
+        now, steps = self._of(key.queue if local else "")
+        epoch, length, last, wait = known
+        holds = epoch == now and len(steps) >= length and (length == 0 or steps[length - 1] == last)
+        return wait if holds else None
+
+
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
@@ -107,6 +163,8 @@ class State:
         self.lines: dict[LineKey, list[tuple[float, JobId]]] = {}
         self.fresh: dict[JobId, None] = {}
         self.stopping: dict[JobId, None] = {}
+        self.books: list[Book] = []
+        self.memory = Memory()
         self.version = 0
         self._txn: Txn | None = None
         type_row = {name: i for i, name in enumerate(self.types)}
@@ -177,6 +235,7 @@ class State:
         if row is None:
             return
         value = LOST if health is None else HEALTH_ROW[health]
+        self.memory.gave(txn, None)
         if not devices:
             txn.set(self.node_health, row, value)
             return
@@ -239,10 +298,11 @@ class State:
         for slot in held:
             self.take(txn, slot, 1)
         self._charge(txn, row, 1)
-        self.put(
-            txn,
-            replace(row, phase="running", held=held, attempt=row.attempt + 1, started_at=now, saved_at=now, wait=None),
-        )
+        row = replace(row, phase="running", held=held, attempt=row.attempt + 1, started_at=now, saved_at=now, wait=None)
+        self.put(txn, row)
+        self.memory.took(txn, row)
+        for book in self.books:
+            book.hold(txn, self, row)
 
     def release(self, txn: Txn, job: JobId) -> None:
         """Take back what a job holds, if anything; it is queued again with its old queue time."""
@@ -251,6 +311,9 @@ class State:
             self.take(txn, slot, -1)
         if row.held:
             self._charge(txn, row, -1)
+            self.memory.gave(txn, row.ask.queue)
+            for book in self.books:
+                book.release(txn, self, row)
         self.put(txn, replace(row, phase="queued", held=(), stopping_for=None))
 
     def drop(self, txn: Txn, job: JobId) -> None:

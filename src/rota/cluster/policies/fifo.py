@@ -47,12 +47,13 @@ class LimitsOnly:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One enclosing cell if possible; inside it the fullest (``pack``) or emptiest (``spread``) node first."""
+    """The fullest (``pack``) or emptiest (``spread``) node first; ``close``: inside one enclosing cell if possible."""
 
     manner: Manner = "pack"
+    close: bool = True
 
     def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
-        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner])
+        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], close=self.close)
 
 
 def fifo() -> Profile:

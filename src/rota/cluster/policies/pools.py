@@ -39,19 +39,26 @@ class OwnNodes:
 
     def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
         mine = state.tenant == state.queues.row.get(row.ask.queue, -2)
-        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine)
+        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine, close=False)
 
 
 def private() -> Profile:
     """Every tenant alone on its own nodes, first come first served: what a guarantee is measured against."""
-    return Profile(name="private", order=ByArrival(), division=OwnDevices(), placer=OwnNodes(), block="queue")
+    return Profile(
+        name="private", order=ByArrival(), division=OwnDevices(), placer=OwnNodes(), block="queue", local=True
+    )
 
 
 def pool() -> Profile:
     """One cluster, quotas in devices, best fit."""
-    return Profile(name="pool", order=ByArrival(), division=OwnDevices(), placer=Fit("pack"), block="queue")
+    return _pool("pool", "pack")
 
 
 def pool_spread() -> Profile:
     """One cluster, quotas in devices, emptiest node first: shows why a quota of devices is no guarantee."""
-    return Profile(name="pool-spread", order=ByArrival(), division=OwnDevices(), placer=Fit("spread"), block="queue")
+    return _pool("pool-spread", "spread")
+
+
+def _pool(name: str, manner: Manner) -> Profile:
+    placer = Fit(manner, close=False)
+    return Profile(name=name, order=ByArrival(), division=OwnDevices(), placer=placer, block="queue")

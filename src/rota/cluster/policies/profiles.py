@@ -6,12 +6,27 @@ import difflib
 from collections.abc import Callable
 
 from rota.cluster.core.plugins import Profile
+from rota.cluster.policies.capacity import yarn
+from rota.cluster.policies.default import default
+from rota.cluster.policies.drf import drf
+from rota.cluster.policies.fairshare import kai, kueue
 from rota.cluster.policies.fifo import fifo
+from rota.cluster.policies.hived import hived
+from rota.cluster.policies.las import las
 from rota.cluster.policies.pools import pool, pool_spread, private
+from rota.cluster.policies.srtf import srtf
 from rota.spec.errors import UnknownName
 
 PROFILES: dict[str, Callable[[], Profile]] = {
+    "default": default,
     "fifo": fifo,
+    "hived": hived,
+    "yarn": yarn,
+    "kai": kai,
+    "kueue": kueue,
+    "drf": drf,
+    "las": las,
+    "srtf": srtf,
     "private": private,
     "pool": pool,
     "pool-spread": pool_spread,

@@ -1,0 +1,89 @@
+"""Queues with guarantees, borrowing, taking back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from rota.cluster.core.plugins import Placer, Profile, Victim
+from rota.cluster.core.preemption import choose_victims, lost_gpu_s
+from rota.cluster.core.quota import GPU, UNLIMITED
+from rota.cluster.core.reclaim import QueueUse, ReclaimRules, reclaim
+from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.txn import Txn
+from rota.cluster.policies.default import share_of
+from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.spec.reasons import Reason
+
+ROOT = "(cluster)"
+
+
+@dataclass(frozen=True, slots=True)
+class MostUnderServed:
+    """Lowest used over guaranteed first; first come first served inside a queue."""
+
+    by_job = False
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        return (share_of(state, row.ask.queue),)
+
+
+@dataclass(frozen=True, slots=True)
+class Proportional:
+    """Stop jobs only of queues that, by the proportional rule over the whole tree, should give something back.
+
+    Whole gangs are taken, so a queue may give more than the number; the set is the smallest in cost that makes room.
+    """
+
+    rules: ReclaimRules = field(default_factory=ReclaimRules)
+
+    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        giving = reclaim(queue_uses(state), self.rules)
+        candidates = [
+            other
+            for other in state.jobs.values()
+            if other.phase == "running"
+            and other.ask.preemptible
+            and other.ask.queue != row.ask.queue
+            and giving.get(other.ask.queue, Fraction(0)) > 0
+        ]
+        candidates.sort(key=lambda r: (r.ask.priority, lost_gpu_s(r, now), -r.started_at, r.ask.id))
+        kept: list[tuple[JobRow, Reason]] = []
+        for other in candidates:
+            if giving[other.ask.queue] > 0:
+                giving[other.ask.queue] -= other.ask.shape.gpu_milli
+                kept.append((other, Reason.PREEMPTED_RECLAIM))
+        return choose_victims(state, txn, row, placer, kept, now)
+
+
+def queue_uses(state: State) -> list[QueueUse]:
+    """The queue tree in thousandths of devices, under one root that is the cluster."""
+    tree = state.queues
+    pending = [0] * len(tree.rows)
+    for key, line in state.lines.items():
+        if key.queue in tree.row:
+            pending[tree.row[key.queue]] += key.shape.gpu_milli * len(line)
+    total = Fraction(1000 * int((state.dev_health == 0).sum()))
+    uses = [QueueUse(name=ROOT, parent=None, guaranteed=total, limit=total, used=Fraction(0), pending=Fraction(0))]
+    for row, queue in enumerate(tree.rows):
+        limit = int(tree.limit[row, GPU])
+        uses.append(
+            QueueUse(
+                name=queue.path,
+                parent=queue.parent or ROOT,
+                guaranteed=Fraction(int(tree.guaranteed[row, GPU])),
+                limit=total if limit >= UNLIMITED else Fraction(limit),
+                used=Fraction(int(state.used[row, GPU])),
+                pending=Fraction(pending[row]),
+                preemptible=queue.preemptible,
+            )
+        )
+    return uses
+
+
+def yarn() -> Profile:
+    """Most under-served queue first, excess taken back in proportion."""
+    return Profile(
+        name="yarn", order=MostUnderServed(), division=LimitsOnly(), placer=Fit(), victims=Proportional(), block="none"
+    )

@@ -1,0 +1,131 @@
+"""Priority, then fair share; borrow what is idle, take it back at least cost; backfill before reservations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rota.cluster.core.plugins import Placer, Profile, Victim
+from rota.cluster.core.preemption import choose_victims, lost_gpu_s
+from rota.cluster.core.quota import GPU
+from rota.cluster.core.snapshot import JobRow, State, Wait
+from rota.cluster.core.txn import Txn
+from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityThenShare:
+    """Highest priority first; then the queue that uses least of its guarantee, or of its weight."""
+
+    by_job = False
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        return (-row.ask.priority, share_of(state, row.ask.queue))
+
+
+def share_of(state: State, queue: str) -> float:
+    """Used over guaranteed devices of a queue; without one, 1 plus used over weight: after the others."""
+    tree = state.queues
+    row = tree.row.get(queue)
+    if row is None:
+        return 0.0
+    used, guaranteed = int(state.used[row, GPU]), int(tree.guaranteed[row, GPU])
+    return used / guaranteed if guaranteed else 1.0 + used / 1000 / max(tree.rows[row].weight, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsAndGuarantee:
+    """No queue passes its limit; work that may not be preempted must fit into the guarantee, where there is one."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        wait = LimitsOnly().verdict(state, row)
+        if wait is not None or row.ask.preemptible:
+            return wait
+        tree = state.queues
+        queue = tree.row[row.ask.queue]
+        guaranteed, need = int(tree.guaranteed[queue, GPU]), int(tree.need(row.ask.shape)[GPU])
+        if guaranteed and need and int(state.used[queue, GPU]) + need > guaranteed:
+            return Wait(
+                reason=Reason.NON_PREEMPTIBLE_OVER_QUOTA,
+                text=f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed gpus are in use.",
+                fields={"queue": row.ask.queue},
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LeastCost:
+    """Opportunistic work first, then borrowed, then lower priority of the same queue; never what may not be preempted.
+
+    A queue takes back only while it stays inside its guarantee, and only from queues that are above theirs; a queue
+    that is not preemptible loses nothing. ``min_runtime_s`` protects fresh jobs, so that idle rounds change nothing.
+    """
+
+    restart_s: float = 60.0
+    min_runtime_s: float = 0.0
+
+    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        if row.ask.opportunistic:
+            return None
+        found: list[tuple[tuple[Any, ...], JobRow, Reason]] = []
+        over = self._spare(state)
+        entitled = self._inside_guarantee(state, row)
+        for other in state.jobs.values():
+            kind = self._kind(state, row, other, over, entitled, now)
+            if kind is not None:
+                cost = lost_gpu_s(other, now, self.restart_s)
+                reason = Reason.PREEMPTED_PRIORITY if kind == 2 else Reason.PREEMPTED_RECLAIM
+                found.append(((kind, other.ask.priority, cost, -other.started_at, other.ask.id), other, reason))
+        found.sort(key=lambda entry: entry[0])
+        kept = [(other, reason) for _, other, reason in found if self._may_lose(state, other, reason, over)]
+        return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s)
+
+    def _kind(
+        self, state: State, row: JobRow, other: JobRow, over: dict[str, int], entitled: bool, now: float
+    ) -> int | None:
+        """0 opportunistic, 1 borrowed by another queue, 2 lower priority of this queue, None = safe."""
+        fresh = now - other.started_at < self.min_runtime_s
+        if other.phase != "running" or not other.ask.preemptible or fresh:
+            return None
+        if other.ask.opportunistic:
+            return 0
+        if other.ask.queue != row.ask.queue:
+            return 1 if entitled and over.get(other.ask.queue, 0) > 0 else None
+        return 2 if other.ask.priority < row.ask.priority else None
+
+    def _spare(self, state: State) -> dict[str, int]:
+        """Thousandths of devices that each preemptible queue uses above its guarantee."""
+        tree = state.queues
+        return {
+            queue.path: int(state.used[row, GPU] - tree.guaranteed[row, GPU])
+            for row, queue in enumerate(tree.rows)
+            if tree.leaf[row] and all(tree.rows[above].preemptible for above in tree.line[row])
+        }
+
+    def _inside_guarantee(self, state: State, row: JobRow) -> bool:
+        tree = state.queues
+        queue = tree.row[row.ask.queue]
+        need = int(tree.need(row.ask.shape)[GPU])
+        return bool(need) and int(state.used[queue, GPU]) + need <= int(tree.guaranteed[queue, GPU])
+
+    def _may_lose(self, state: State, other: JobRow, reason: Reason, over: dict[str, int]) -> bool:
+        """Count down what a queue may lose: the last victim may take it below its excess, no further one may."""
+        if reason is not Reason.PREEMPTED_RECLAIM or other.ask.opportunistic:
+            return True
+        if over[other.ask.queue] <= 0:
+            return False
+        over[other.ask.queue] -= other.ask.shape.gpu_milli
+        return True
+
+
+def default() -> Profile:
+    """What a shared cluster wants: guarantees kept, idle devices lent, gangs not starved."""
+    return Profile(
+        name="default",
+        order=PriorityThenShare(),
+        division=LimitsAndGuarantee(),
+        placer=Fit(),
+        victims=LeastCost(),
+        block="reserve",
+    )

@@ -1,0 +1,210 @@
+"""Virtual clusters on buddy cells, safe sharing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rota.cluster.core.asks import Shape
+from rota.cluster.core.cells import CellSpec
+from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
+from rota.cluster.core.plugins import Placer, Profile, Victim
+from rota.cluster.core.quota import GPU
+from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.txn import Txn
+from rota.cluster.core.vcells import CellType, TenantCells, VirtualCells
+from rota.cluster.policies.fifo import ByArrival, LimitsOnly
+from rota.spec.errors import BadInput
+from rota.spec.reasons import Reason
+from rota.spec.resources import Node
+
+
+class CellBook:
+    """The virtual clusters of one state: leaf number i is device row i, tenants are leaf queues, cells whole nodes."""
+
+    def __init__(self, state: State) -> None:
+        types: dict[str, CellType] = {}
+        forest = [_node_cell(node, types) for node in state.nodes]
+        self.cluster = HivedCluster(VirtualCells(forest, types, _tenants(state)))
+        self.leaf: list[int] = self.cluster.cells.physical.leaf_cells
+        self.row = {leaf: device for device, leaf in enumerate(self.leaf)}
+        txn = Txn()
+        self.seen_good: bytes = b""
+        self.follow_health(txn, state)
+        for row in sorted(state.holding(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
+            self.hold(txn, state, row)
+
+    def follow_health(self, txn: Txn, state: State) -> None:
+        """Take over which devices are in order."""
+        good = (state.dev_health == 0) & (state.node_health[state.dev_node] == 0)
+        seen = good.tobytes()
+        if seen != self.seen_good:
+            self.seen_good = seen
+            for device, leaf in enumerate(self.leaf):
+                self.cluster.buddy.set_health(txn, leaf, bool(good[device]))
+
+    def hold(self, txn: Txn, state: State, row: JobRow) -> None:
+        """A job runs: find its virtual cells, or let it run as opportunistic if its tenant has none for it."""
+        members = [[self.leaf[d] for d in held.devices] for held in row.held if held.devices]
+        if members:
+            physical = self.cluster.cells.physical
+            level = [int(physical.level[physical.node_cells[int(state.dev_node[self.row[m[0]]])]]) for m in members]
+            levels = [at for member, at in zip(members, level) for _ in member]
+            self.cluster.adopt(txn, gang_ask(row), members, levels)
+
+    def release(self, txn: Txn, state: State, row: JobRow) -> None:
+        """A job gave its devices back."""
+        if row.ask.id in self.cluster.gangs:
+            self.cluster.release(txn, row.ask.id)
+
+    def find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
+        """A placement by cells, victims included, or None."""
+        if any(slot.milli for slot in row.ask.shape.slots) or not row.ask.shape.gpus:
+            return None
+        usable = state.usable
+
+        def allowed(node: int) -> bool:
+            return bool(usable[node])
+
+        try:
+            return self.cluster.find(txn, gang_ask(row), None if usable.all() else allowed)
+        except BadInput:
+            return None
+
+
+def book_of(state: State) -> CellBook:
+    """The cell book of a state, made when there is none yet."""
+    for book in state.books:
+        if isinstance(book, CellBook):
+            return book
+    made = CellBook(state)
+    state.books.append(made)
+    return made
+
+
+def _prepare(state: State) -> None:
+    book_of(state).follow_health(Txn(), state)
+
+
+def gang_ask(row: JobRow) -> GangAsk:
+    """The gang of a job: one member a slot with devices, ascending."""
+    slots = [slot for slot in row.ask.shape.slots if slot.gpus]
+    kinds = {slot.type for slot in slots}
+    return GangAsk(
+        name=row.ask.id,
+        tenant=row.ask.queue,
+        priority=min(row.ask.priority, 1000) if row.ask.priority >= 0 else -1,
+        members=tuple(sorted(slot.gpus for slot in slots)),
+        kind=next(iter(kinds)) if len(kinds) == 1 else None,
+    )
+
+
+def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:
+    """A node as a tree of halves as long as its devices halve; nodes of one make share their kinds."""
+    device = node.devices[0].type if node.devices else "none"
+
+    def build(indices: Sequence[int], top: bool) -> CellSpec:
+        kind = f"{device}/{len(indices)}" + ("-node" if top else "")
+        if len(indices) == 1 and not top:
+            return CellSpec(kind=device, address=str(indices[0]))
+        if len(indices) % 2 or len(indices) == 2:
+            children = tuple(CellSpec(kind=device, address=str(i)) for i in indices)
+            types[kind] = CellType(child=device, count=len(indices), is_node=top)
+        else:
+            half = len(indices) // 2
+            children = (build(indices[:half], False), build(indices[half:], False))
+            types[kind] = CellType(child=children[0].kind, count=2, is_node=top)
+        return CellSpec(kind=kind, address=node.id if top else "", children=children, is_node=top)
+
+    return build([d.index for d in node.devices], True)
+
+
+def _tenants(state: State) -> list[TenantCells]:
+    """Leaf queues own the nodes that carry their label, else as many nodes of the commonest make as were promised."""
+    tree = state.queues
+    kinds = [_node_cell(node, {}).kind for node in state.nodes]
+    owned: dict[int, Counter[str]] = {}
+    for node, kind in enumerate(kinds):
+        if state.tenant[node] >= 0:
+            owned.setdefault(int(state.tenant[node]), Counter())[kind] += 1
+    if not owned and kinds:
+        kind = Counter(kinds).most_common(1)[0][0]
+        size = len(state.nodes[kinds.index(kind)].devices)
+        for row in range(len(tree.rows)):
+            if tree.leaf[row] and tree.guaranteed[row, GPU]:
+                owned[row] = Counter({kind: int(tree.guaranteed[row, GPU]) // (1000 * max(size, 1))})
+    return [
+        TenantCells(name=queue.path, cells=tuple(sorted(owned.get(row, Counter[str]()).items())))
+        for row, queue in enumerate(tree.rows)
+        if tree.leaf[row]
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ByCells:
+    """Guaranteed jobs in their tenant's cells, opportunistic ones packed on what is left."""
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        book = book_of(state)
+        plan = book.find(txn, state, row)
+        if plan is None or plan.victims or plan.lazy:
+            return None
+        return held_of(state, book, row.ask.shape, plan)
+
+
+def held_of(state: State, book: CellBook, shape: Shape, plan: GangPlan) -> tuple[Held, ...] | None:
+    """The plan as holdings in slot order; None if cores or memory beside the devices are short."""
+    order = sorted((i for i, slot in enumerate(shape.slots) if slot.gpus), key=lambda i: (shape.slots[i].gpus, i))
+    found: dict[int, Held] = {}
+    cpu: Counter[int] = Counter()
+    mem: Counter[int] = Counter()
+    for i, leaves in zip(order, plan.leaves):
+        slot = shape.slots[i]
+        devices = tuple(sorted(book.row[leaf] for leaf in leaves))
+        node = int(state.dev_node[devices[0]])
+        cpu[node] += slot.cpu_milli
+        mem[node] += slot.mem
+        found[i] = Held(node, devices, 0, slot.cpu_milli, slot.mem)
+    if any(cpu[n] > state.cpu[n] or mem[n] > state.mem[n] for n in cpu):
+        return None
+    for i, slot in enumerate(shape.slots):
+        if not slot.gpus:
+            able = (state.cpu >= slot.cpu_milli) & (state.mem >= slot.mem) & state.usable
+            if not able.any():
+                return None
+            found[i] = Held(int(able.argmax()), (), 0, slot.cpu_milli, slot.mem)
+    return tuple(found[i] for i in range(len(shape.slots)))
+
+
+@dataclass(frozen=True, slots=True)
+class CellVictims:
+    """Whoever runs on the cells that a guaranteed job is entitled to."""
+
+    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        plan = book_of(state).find(txn, state, row)
+        if plan is None:
+            return None
+        names = (*plan.victims, *plan.lazy)
+        found: list[Victim] = []
+        for name in dict.fromkeys(names):
+            victim = next(other for other in state.jobs.values() if other.ask.id == name)
+            if victim.phase != "stopping":
+                reason = Reason.PREEMPTED_RECLAIM if victim.ask.opportunistic else Reason.PREEMPTED_PRIORITY
+                lost = (now - victim.saved_at) * victim.ask.shape.gpus
+                found.append(Victim(job=victim.ask.id, reason=reason, lost_gpu_s=lost))
+        return tuple(found) or None
+
+
+def hived() -> Profile:
+    """Cells promised to tenants; strict order inside a tenant as in a private cluster."""
+    return Profile(
+        name="hived",
+        order=ByArrival(),
+        division=LimitsOnly(),
+        placer=ByCells(),
+        victims=CellVictims(),
+        block="queue",
+        prepare=_prepare,
+        local=True,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,13 @@ def fake_devices(text: str) -> tuple[Device, ...]:
         Device(index=index, type=match.group(2), memory_bytes=memory_bytes, uuid=f"fake-{index}")
         for index in range(int(match.group(1)))
     )
+
+
+def own_names() -> frozenset[str]:
+    """Host name and addresses of this machine, in lower case."""
+    addresses = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    name = socket.gethostname()
+    return frozenset(one.lower() for one in (*addresses, name, name.partition(".")[0]))
 
 
 def nvidia_devices(root: Path = _NVIDIA) -> tuple[Device, ...]:

@@ -13,7 +13,7 @@ from rota.cluster.policies.profiles import get_profile
 from rota.job.core.placement import requests_of
 from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import LOCAL_HOST, local_node
+from rota.runtime.devices import LOCAL_HOST, local_node, own_names
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
@@ -70,13 +70,19 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         clock=clock,
         loop=loop,
         intake=Intake(loop, home=home, clock=clock, chance=chance),
-        auth=Auth.of(ensure_token(home.token), clock=clock, hosts=frozenset({*LOOPBACK, settings.host.lower()})),
+        auth=Auth.of(ensure_token(home.token), clock=clock, hosts=_names(settings)),
         engine=engine,
         metrics=metrics,
         version=rota_version(),
         pid=os.getpid(),
         started_at=clock.wall_s(),
     )
+
+
+def _names(settings: Settings) -> frozenset[str]:
+    """Under which names the service may be asked: those it listens on, and no other that somebody points at it."""
+    everywhere = settings.host in ("0.0.0.0", "::")
+    return frozenset({*LOOPBACK, settings.host.lower(), *(own_names() if everywhere else ())})
 
 
 def make_engine(settings: Settings, home: Home) -> Engine:

@@ -82,7 +82,10 @@ def test_a_spawned_child_is_recorded_and_adopted_by_whoever_reads_the_folder(tmp
     assert os.getsid(child.pid) == child.pid
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "run" / "sleeper.json").stat().st_mode & 0o777 == 0o600
-    environment = Path(f"/proc/{child.pid}/environ").read_bytes().split(b"\0")
+    deadline = time.monotonic() + WAIT_S
+    while not (given := Path(f"/proc/{child.pid}/environ").read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.01)  # empty until the new program is in place
+    environment = given.split(b"\0")
     assert b"MARK=x" in environment and not any(entry.startswith(b"HOME=") for entry in environment)
     child.kill()
     child.wait()

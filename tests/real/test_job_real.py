@@ -113,7 +113,7 @@ def test_kill_9_of_the_master_replaces_no_instance(engine, moment: str) -> None:
 
 def test_an_operation_that_raises_once_costs_one_recovery_and_no_result(engine) -> None:
     async def body(run: Run) -> None:
-        (run.output / "raise-doubler").write_text("1")
+        (run.output / "raise-once").touch()
         await succeed(run)
         lost = run.events(InstanceLost)
         assert [(one.reason, one.alive) for one in lost] == [(Reason.USER_ERROR, True)]
@@ -126,7 +126,7 @@ def test_an_operation_that_raises_once_costs_one_recovery_and_no_result(engine) 
 
 def test_an_operation_that_always_raises_ends_the_job_after_its_limit(engine) -> None:
     async def body(run: Run) -> None:
-        (run.output / "raise-doubler").write_text("1000")
+        (run.output / "raise-always").touch()
         ended = await run.end()
         assert (ended.state, ended.reason) == (JobState.FAILED, Reason.USER_ERROR), run.story()
         assert (ended.role, ended.rank) == ("doubler", 0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
@@ -315,7 +316,9 @@ def _commit_arguments(
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A metric as JSON: numbers of numpy and torch become Python's."""
+    """A metric as JSON: numbers of numpy and torch become Python's, those that are not finite a text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if isinstance(value, Mapping):
@@ -323,5 +326,5 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(key, item) for item in value]
     if getattr(value, "size", None) == 1 or (hasattr(value, "numel") and value.numel() == 1):
-        return value.item()
+        return _plain(key, value.item())
     raise BadInput(f"metric {key!r} is a {type(value).__name__}; give numbers, texts, lists or dicts of them")

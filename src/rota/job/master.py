@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -48,6 +49,8 @@ T = TypeVar("T")
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 RAY_LAUNCHER = "rota.runtime.launch_ray:RayLauncher.here"
+READ_MAX = 5000
+"""Records read at once."""
 POLL_S = 0.15
 """The log is read this often for events of the service."""
 WATCH_S = 1.0
@@ -204,8 +207,12 @@ class JobMaster:
         return records
 
     async def _read_log(self) -> None:
-        after = self._number
-        self._step(await self._ask_store(lambda: self._log.read(after=after, job=self._job)))
+        while True:
+            read = functools.partial(self._log.read, after=self._number, job=self._job, limit=READ_MAX)
+            records: tuple[Record, ...] = await self._ask_store(read)
+            self._step(records)
+            if len(records) < READ_MAX:
+                return
 
     async def _ask_store(self, question: Callable[[], T]) -> T:
         """Ask the store; while it is away nothing changes, beats are answered. Raises StoreUnavailable in the end."""

@@ -14,20 +14,18 @@ from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, make_context
 from rota.job.calls import Reply, Request
 from rota.job.inspect import import_target
-from rota.job.probes import Failure
 from rota.job.rendezvous import Meeting
 from rota.job.workload import Marks, marks_of
-from rota.spec.errors import TensorError
-from rota.spec.reasons import Reason
+from rota.spec.ids import Epoch
 
-REPLIES_KEPT_MAX = 256
+REPLIES_KEPT_MAX = 32
 """Answers kept by call id: a repeated request gets the first answer, the operation does not run again."""
 
 
 class ClassBody:
     """One object of the user's class at a time, made anew for each epoch."""
 
-    def __init__(self, seat: Seat, on_failure: Callable[[Failure], None]) -> None:
+    def __init__(self, seat: Seat, on_failure: Callable[[Exception, Epoch], None]) -> None:
         self._seat = seat
         self._on_failure = on_failure
         self._forming: Forming | None = None
@@ -127,8 +125,7 @@ class ClassBody:
         text = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
         if report and self._forming is not None:
-            reason = Reason.TENSOR_LOST if isinstance(error, TensorError) else Reason.USER_ERROR
-            self._on_failure(Failure(epoch=self._forming.epoch, reason=reason, text=text, traceback=trace))
+            self._on_failure(error, self._forming.epoch)
         return Reply(kind="failed", text=text, traceback=trace)
 
     async def _in_user(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

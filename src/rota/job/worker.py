@@ -31,6 +31,8 @@ from rota.spec.reasons import Reason
 
 BEAT_ANSWER_S = 5.0
 FENCED_EXIT_STATUS = 70
+TEXT_MAX, TRACE_MAX = 4000, 20_000
+"""Characters of a failure that go into the log of the job."""
 DONE = {"answer": "done"}
 STALE = {"answer": "stale"}
 
@@ -202,9 +204,8 @@ class Instance:
         try:
             return {**DONE, **await self._body.save(n, tuple(edges), folder)}
         except Exception as error:  # noqa: BLE001 - user code in state() may raise anything; the master hears of it
-            failed = self._failed(error, epoch)
-            self._note_failure(codec.from_json_value(Failure, failed["failure"]))
-            return {**failed, "text": str(error)}
+            self._note_failure(error, epoch)
+            return {**self._failed(error, epoch), "text": str(error)}
 
     def _refusal(self, epoch: Epoch, loop_epoch: Epoch) -> str:
         """Why a call is refused; empty when it may run. A newer loop fences the calls of an older one."""
@@ -224,10 +225,10 @@ class Instance:
         failure = failure_of(error, epoch)
         return {"answer": "failed", "failure": codec.to_json_value(failure)}
 
-    def _note_failure(self, failure: Failure) -> None:
-        """An operation raised: no further calls under this epoch; the next beat tells the master."""
-        if self._failure is None and failure.epoch == self._epoch:
-            self._failure = failure
+    def _note_failure(self, error: Exception, epoch: Epoch) -> None:
+        """User code raised: no further calls under this epoch; the next beat tells the master."""
+        if self._failure is None and epoch == self._epoch:
+            self._failure = failure_of(error, epoch)
             self._beat_now.set()
 
     async def _beats(self) -> None:
@@ -277,7 +278,7 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
         reason = getattr(error, "reason", Reason.USER_ERROR)
     trace = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
     text = str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"
-    return Failure(epoch=epoch, reason=Reason(reason), text=text, traceback=trace)
+    return Failure(epoch=epoch, reason=Reason(reason), text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 
 def open_launcher(place: JobPlace) -> Launcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ import rota
 
 
 class Doubler(rota.Workload):
-    """Stateless; ``misbehave`` files in the output folder make it raise."""
+    """Stateless; the files ``raise-once`` and ``raise-always`` in the output folder make it raise."""
 
     def setup(self, ctx) -> None:
         self.ctx = ctx
@@ -23,12 +24,11 @@ class Doubler(rota.Workload):
     def double(self, item: int) -> dict[str, int]:
         if "torch" in sys.modules:
             raise AssertionError("an instance imports torch only if its workload does")
-        trap = self.ctx.output_dir / f"raise-{self.ctx.role}"
-        if trap.exists():
-            left = int(trap.read_text())
-            if left > 0:
-                trap.write_text(str(left - 1))
-                raise RuntimeError(f"planned failure on item {item}")
+        if (self.ctx.output_dir / "raise-always").exists():
+            raise RuntimeError(f"planned failure on item {item}")
+        with contextlib.suppress(FileNotFoundError):
+            (self.ctx.output_dir / "raise-once").unlink()  # one of the instances gets it
+            raise RuntimeError(f"planned failure on item {item}")
         return {"value": item * 2, "pid": os.getpid()}
 
     @rota.op(retry="never")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from sqlalchemy import create_engine, text
 from rota.runtime.clock import VirtualClock
 from rota.runtime.log import EventLog, MemoryLog
 from rota.runtime.sql_log import SqlLog
-from rota.spec.errors import SchemaTooNew, StoreCorrupt, StoreUnavailable
+from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnavailable
 from rota.spec.ids import JobId
 
 POSTGRES_URL = os.environ.get("ROTA_TEST_POSTGRES_URL", "")
@@ -59,6 +60,13 @@ def test_the_files_of_the_log_are_private(tmp_path: Path) -> None:
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(("rota.db", "rota.db-wal", "rota.db-shm", "rota.db-mark"), "0o600")
     log.close()
+
+
+@pytest.mark.skipif(find_spec("psycopg") is not None, reason="the driver of PostgreSQL is installed")
+def test_without_the_driver_of_postgresql_the_extra_is_named() -> None:
+    with pytest.raises(MissingExtra) as missing:
+        SqlLog("postgresql://nobody@127.0.0.1:1/nothing")
+    assert "rota[postgres]" in missing.value.hint
 
 
 def test_only_who_migrates_may_open_an_empty_store(tmp_path: Path) -> None:

@@ -115,8 +115,11 @@ def _sqlite_path(url: str) -> Path | None:
 
 def _make_engine(url: str, path: Path | None) -> Engine:
     if path is None:
+        parsed = make_url(url)
+        if parsed.drivername in ("postgresql", "postgres"):  # without a driver SQLAlchemy would want an older one
+            parsed = parsed.set(drivername="postgresql+psycopg")
         try:
-            return create_engine(url, pool_size=POOL_MAX, pool_pre_ping=True)
+            return create_engine(parsed, pool_size=POOL_MAX, pool_pre_ping=True)
         except ImportError as error:
             raise MissingExtra(f"{error}", hint="pip install 'rota[postgres]'") from error
     path.parent.mkdir(parents=True, exist_ok=True)

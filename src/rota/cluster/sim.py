@@ -116,6 +116,7 @@ class Simulation:
         check_every: int = 1000,
         until_s: float = float("inf"),
         stop_when_started: JobId | None = None,
+        now: float | None = None,
     ) -> None:
         self.state, self.profile, self.clock = state, profile, clock
         self.overheads = overheads or Overheads()
@@ -125,13 +126,16 @@ class Simulation:
         self.wakes: set[float] = set()
         self._empty: State | None = None
         self._feasible: dict[LineKey, bool] = {}
-        first = min((job.submit_s for job in jobs), default=0.0)
+        first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
         self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(state.free[state.usable].sum()))
         self._borrowed = np.zeros(len(state.queues.rows))
         self._samples: list[float] = []
         self.now = first
         for job in jobs:
-            heappush(self.heap, (job.submit_s, ARRIVE, job.ask.id, 0, None))
+            if job.ask.id in state.jobs and state.jobs[job.ask.id].held:
+                self._already_running(job)
+            else:
+                heappush(self.heap, (job.submit_s, ARRIVE, job.ask.id, 0, None))
         for failure in failures:
             heappush(self.heap, (failure.at_s, FAIL, failure.node, 0, None))
             heappush(self.heap, (failure.back_s, FAIL, failure.node, 1, Health.HEALTHY))
@@ -155,6 +159,12 @@ class Simulation:
         result.violations += len(violations(self.state))
         result.wall_s = self.clock.monotonic_s() - began
         return result
+
+    def _already_running(self, job: SimJob) -> None:
+        run = self.runs[job.ask.id]
+        run.attempts, run.state = 1, "RUNNING"
+        run.first_start_s = run.started_s = run.work_from_s = self.now
+        heappush(self.heap, (self.now + job.work_s, END, job.ask.id, 1, None))
 
     def _advance(self, to: float) -> None:
         seconds = to - self.now

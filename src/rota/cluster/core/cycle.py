@@ -92,6 +92,10 @@ def decide(state: State, profile: Profile, now: float) -> list[Decision]:
         return _Pass(state, txn, profile, now).run()
 
 
+FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
+"""Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
+
+
 class _Pass:
     """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass."""
 
@@ -146,7 +150,7 @@ class _Pass:
             return None
         if wait is None:
             return self._next(key, depth)
-        return self._next(key, depth + 1) if wait.reason is Reason.AWAITING_PREEMPTION else None
+        return self._next(key, depth + 1) if wait.reason in FOR_ONE_JOB else None
 
     def _next(self, key: LineKey, depth: int) -> _Entry | None:
         line = self.state.lines.get(key, ())
@@ -162,7 +166,7 @@ class _Pass:
 
     def _try(self, key: LineKey, row: JobRow) -> Wait | None:
         """Start the job, or say why not: gates, then quota, then place, then preempt."""
-        if (known := self.verdicts.get(key)) is not None and known.reason is not Reason.AWAITING_PREEMPTION:
+        if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
         wait = self._gate_time(key) or self._gate_queue(row) or self._gate_order(row)
         if wait is None and self.tried >= self.profile.candidates_max:
@@ -174,7 +178,12 @@ class _Pass:
             if wait is None:
                 self.tried += 1
                 wait = self._start(row)
-                if wait is not None and not self.claimed and self.profile.block != "reserve":
+                if (
+                    wait is not None
+                    and wait.reason not in FOR_ONE_JOB
+                    and not self.claimed
+                    and self.profile.block != "reserve"
+                ):
                     self.state.memory.learn(self.profile.name, key, wait, local=local)
             if wait is not None and self.profile.block == "queue":
                 self.blocked.setdefault(row.ask.queue, row.ask.id)

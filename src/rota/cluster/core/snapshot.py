@@ -229,6 +229,10 @@ class State:
         whole = (self.dev_milli[rows] == 1000) & (self.dev_health[rows] == 0)
         return np.bincount(self.dev_type[rows][whole], minlength=len(self.types)).astype(np.int32)
 
+    def recount(self, node: int) -> None:
+        """Count the free devices of a node anew, after its health was copied from elsewhere."""
+        self.free[node] = self._count_free(node)
+
     def mark(self, txn: Txn, node: NodeId, health: Health | None, devices: Sequence[int] = ()) -> None:
         """Change the fitness of a node, or of the devices with these indices; None = it left."""
         row = self.node_row.get(node)

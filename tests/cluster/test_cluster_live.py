@@ -1,0 +1,194 @@
+"""The live scheduler says what to append, changes nothing by itself, and replays to the same state."""
+
+from __future__ import annotations
+
+from rota.cluster.live import Scheduler, queue_from_json
+from rota.cluster.policies.profiles import get_profile
+from rota.spec.events import (
+    Event,
+    JobAdmitted,
+    JobEnded,
+    JobQueued,
+    JobRequeued,
+    JobSubmitted,
+    JobWaits,
+    NodeJoined,
+    NodeLost,
+    NodeMarked,
+    PreemptAsked,
+    QueuesChanged,
+    Record,
+)
+from rota.spec.gang import BundleAsk, GangRequest
+from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health, Res, pretend_nodes
+from rota.spec.states import JobState
+
+
+def requests_of(spec: JobSpec) -> tuple[GangRequest, ...]:
+    members = [(role, rank) for role in spec.roles for rank in range(role.replicas_max)]
+    bundles = tuple(
+        BundleAsk(index=i, members=(InstanceId(role.name, rank),), res=role.res)
+        for i, (role, rank) in enumerate(members)
+    )
+    return (GangRequest(gang=GangId("all"), bundles=bundles),)
+
+
+def spec(name: str, count: int, gpus: float, **more: object) -> JobSpec:
+    role = RoleSpec(
+        name=RoleName("w"), run=("true",), replicas_min=count, replicas_max=count, res=Res(cpus=1, gpus=gpus)
+    )
+    return JobSpec(name=name, roles=(role,), **more)  # type: ignore[arg-type]
+
+
+class Log:
+    """A log that is applied to a scheduler record by record, and kept."""
+
+    def __init__(self, profile: str = "fifo") -> None:
+        self.profile = profile
+        self.scheduler = Scheduler(get_profile(profile), requests_of)
+        self.records: list[Record] = []
+
+    def add(self, event: Event, job: str | None = None, at: float = 0.0) -> None:
+        number = len(self.records) + 1
+        record = Record(number=number, job=JobId(job) if job else None, seq=number, at=at, event=event)
+        self.records.append(record)
+        self.scheduler.apply(record)
+
+    def submit(self, name: str, count: int, gpus: float, at: float = 0.0, **more: object) -> None:
+        self.add(JobSubmitted(spec=spec(name, count, gpus, **more)), name, at)
+        self.add(JobQueued(), name, at)
+
+    def decide(self, now: float) -> list[tuple[JobId, Event]]:
+        found = list(self.scheduler.decide(now).events)
+        for job, event in found:
+            self.add(event, job, now)
+        return found
+
+
+def with_nodes(profile: str = "fifo") -> Log:
+    log = Log(profile)
+    for node in pretend_nodes("1x2x4", host="real"):
+        log.add(NodeJoined(node=node))
+    return log
+
+
+def test_a_job_is_admitted_with_exact_devices_and_the_next_one_learns_why_it_waits_once() -> None:
+    log = with_nodes()
+    log.submit("one", 2, 3)
+    log.submit("two", 1, 2, at=1)
+    (job, admitted), (_, waits) = log.decide(2.0)
+    assert isinstance(admitted, JobAdmitted)
+    assert (job, admitted.attempt) == ("one", 1)
+    assert [(b.node, b.host, b.devices) for b in admitted.placement.bundles] == [
+        ("r0n0", "real", (0, 1, 2)),
+        ("r0n1", "real", (0, 1, 2)),
+    ]
+    assert isinstance(waits, JobWaits)
+    assert waits.reason is Reason.FRAGMENTED
+    assert log.decide(3.0) == []
+
+
+def test_deciding_changes_nothing_until_the_records_come_back() -> None:
+    log = with_nodes()
+    log.submit("one", 1, 4)
+    before = log.scheduler.state.digest()
+    assert log.scheduler.decide(1.0) == log.scheduler.decide(1.0)
+    assert log.scheduler.state.digest() == before
+
+
+def test_every_prefix_of_the_log_replays_to_the_same_state() -> None:
+    log = with_nodes("default")
+    digests = []
+    log.submit("one", 1, 4)
+    log.decide(1.0)
+    log.submit("two", 2, 2, at=2, priority=60)
+    log.decide(2.0)
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.BAD, devices=(3,)), at=3.0)
+    log.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST), "one", 4.0)
+    log.decide(5.0)
+    log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "two", 6.0)
+    for length in range(len(log.records) + 1):
+        twin = Scheduler(get_profile("default"), requests_of)
+        for record in log.records[:length]:
+            twin.apply(record)
+        digests.append(twin.state.digest())
+    assert digests[-1] == log.scheduler.state.digest()
+
+
+def test_a_second_attempt_has_the_next_number_and_epoch() -> None:
+    log = with_nodes()
+    log.submit("one", 1, 1)
+    log.decide(1.0)
+    log.add(JobRequeued(attempt=1, reason=Reason.EXIT_NONZERO), "one", 2.0)
+    ((_, admitted),) = log.decide(3.0)
+    assert isinstance(admitted, JobAdmitted)
+    assert (admitted.attempt, admitted.epoch) == (2, 2)
+
+
+def test_a_higher_priority_of_the_same_queue_takes_devices_and_starts_when_they_are_free() -> None:
+    log = with_nodes("default")
+    log.submit("low", 2, 4)
+    log.decide(1.0)
+    log.submit("high", 1, 4, at=2, priority=90)
+    events = dict(log.decide(2.0))
+    asked = events[JobId("low")]
+    assert isinstance(asked, PreemptAsked)
+    assert (asked.for_job, asked.reason) == ("high", Reason.PREEMPTED_PRIORITY)
+    assert log.decide(3.0) == []
+    log.add(JobRequeued(attempt=1, reason=asked.reason, counts=False), "low", 4.0)
+    assert [job for job, event in log.decide(4.0) if isinstance(event, JobAdmitted)] == ["high"]
+
+
+def test_a_lost_node_keeps_what_runs_there_in_the_books_and_takes_no_new_work() -> None:
+    log = with_nodes()
+    log.submit("one", 1, 4)
+    log.decide(1.0)
+    log.add(NodeLost(node=NodeId("r0n0")), at=2.0)
+    log.add(NodeJoined(node=pretend_nodes("1x3x4", host="real")[2]), at=3.0)
+    log.submit("two", 2, 4, at=4)
+    assert {b.node for _, e in log.decide(4.0) if isinstance(e, JobAdmitted) for b in e.placement.bundles} == {
+        "r0n1",
+        "r0n2",
+    }
+
+
+def test_what_can_never_run_is_refused_with_numbers_and_the_nearest_request() -> None:
+    log = with_nodes()
+    short = log.scheduler.infeasible(spec("x", 3, 4))
+    assert short is not None
+    assert "asks 12 gpus at once" in short.text
+    assert short.nearest[0]["value"] == 2
+    assert log.scheduler.infeasible(spec("x", 2, 4)) is None
+
+
+def test_every_change_that_is_listed_makes_the_job_start() -> None:
+    log = with_nodes()
+    log.submit("one", 1, 3)
+    log.decide(1.0)
+    log.submit("two", 2, 4, at=2)
+    log.decide(2.0)
+    answer = log.scheduler.explain(JobId("two"), 3.0)
+    assert answer is not None
+    shown = answer.to_json()
+    assert shown["why"]["code"] == "NO_FREE_DEVICES"
+    counts = {c["change"]["set"]: c["change"]["value"] for c in shown["would_start_now_with"]}
+    assert counts == {"roles.w.replicas": 1, "roles.w.resources.gpus": 2}
+    assert log.scheduler.explain_spec(spec("new", 2, 5), 3.0).starts_now is False
+
+
+def test_a_limit_of_a_queue_holds_for_all_below_it() -> None:
+    log = with_nodes()
+    queues = ({"path": "team", "limit": {"gpus": 4}}, {"path": "team/a"}, {"path": "team/b"})
+    log.add(QueuesChanged(queues=queues))
+    log.submit("one", 1, 3, queue="team/a")
+    log.submit("two", 1, 2, at=1, queue="team/b")
+    events = dict(log.decide(2.0))
+    waits = events[JobId("two")]
+    assert isinstance(waits, JobWaits)
+    assert (waits.reason, waits.fields["queue"]) == (Reason.QUOTA_LIMIT, "team")
+    assert log.scheduler.find_queue("team") is not None
+    assert log.scheduler.find_queue("team/a") is None
+    assert queue_from_json({"path": "q", "limit": {"gpus": 4}}).limit == Res(cpus=0, gpus=4)

@@ -1,0 +1,128 @@
+"""Every profile keeps the invariants on random work, starts gangs whole, and lets nobody wait on an idle cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cluster_makers import ask, node, slot, state
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rota.cluster.core.asks import JobAsk
+from rota.cluster.core.check import check
+from rota.cluster.core.cycle import apply, decide, step
+from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick
+from rota.cluster.core.plugins import Admit, Preempt, WaitOn
+from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.spec.errors import UnknownName
+from rota.spec.ids import JobId, NodeId
+from rota.spec.queue import Queue
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health, Res
+
+QUEUES = (
+    Queue(path="a", guaranteed=Res(cpus=0, gpus=8)),
+    Queue(path="b", guaranteed=Res(cpus=0, gpus=8)),
+)
+
+
+def cluster() -> State:
+    nodes = (replace(node(f"n-{tenant}", 8), labels=((TENANT_LABEL, tenant),)) for tenant in "ab")
+    return state(*nodes, queues=QUEUES)
+
+
+ASKS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]),
+        st.sampled_from([-1, 10, 50]),
+        st.lists(st.sampled_from([1, 2, 4, 8]), min_size=1, max_size=2),
+        st.sampled_from([None, 5.0, 50.0]),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+def _ask(i: int, drawn: tuple[str, int, list[int], float | None]) -> JobAsk:
+    queue, priority, gpus, est = drawn
+    return ask(f"j{i:02}", *(slot(n) for n in gpus), queue=queue, priority=priority, at=float(i), est_s=est)
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(drawn=ASKS, ends=st.lists(st.integers(0, 9), max_size=10))
+def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_trials(
+    name: str, drawn: list[tuple[str, int, list[int], float | None]], ends: list[int]
+) -> None:
+    s, profile = cluster(), get_profile(name)
+    asks = [_ask(i, one) for i, one in enumerate(drawn)]
+    for now, one in enumerate(asks):
+        apply(s, JobArrived(ask=one), float(now))
+        before = s.digest()
+        assert decide(s, profile, float(now)) == decide(s, profile, float(now))
+        assert s.digest() == before
+        for decision in step(s, Tick(), profile, float(now)):
+            if isinstance(decision, Preempt):
+                apply(s, JobReleased(job=decision.job), float(now))
+        check(s)
+        if now < len(ends) and ends[now] < len(asks):
+            apply(s, JobGone(job=asks[ends[now]].id), float(now))
+        check(s)
+    for row in s.jobs.values():
+        assert len(row.held) in (0, len(row.ask.shape.slots))
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_a_lonely_job_starts_at_once(name: str) -> None:
+    s = cluster()
+    decisions = step(s, JobArrived(ask=ask("j", slot(4), queue="a")), get_profile(name), 0.0)
+    assert [type(d) for d in decisions] == [Admit]
+
+
+def test_fifo_holds_up_a_queue_behind_its_first_job_and_names_it() -> None:
+    s, fifo = cluster(), get_profile("fifo")
+    step(s, JobArrived(ask=ask("one", slot(8), slot(4), queue="a")), fifo, 0.0)
+    step(s, JobArrived(ask=ask("two", slot(8), queue="a", at=1)), fifo, 1.0)
+    waits = step(s, JobArrived(ask=ask("three", slot(1), queue="a", at=2)), fifo, 2.0)
+    assert [(d.job, d.wait.reason) for d in waits if isinstance(d, WaitOn)] == [("three", Reason.BEHIND_IN_ORDER)]
+
+
+def test_a_queue_takes_back_what_it_lent_and_only_as_much_as_it_is_promised() -> None:
+    s, default = cluster(), get_profile("default")
+    for i in range(4):
+        step(s, JobArrived(ask=ask(f"b{i}", slot(4), queue="b", at=i)), default, float(i))
+    decisions = step(s, JobArrived(ask=ask("mine", slot(8), queue="a", at=9)), default, 9.0)
+    victims = [d.job for d in decisions if isinstance(d, Preempt)]
+    assert len(victims) == 2
+    assert all(d.reason is Reason.PREEMPTED_RECLAIM for d in decisions if isinstance(d, Preempt))
+    for victim in victims:
+        apply(s, JobReleased(job=victim), 10.0)
+    assert any(isinstance(d, Admit) and d.job == "mine" for d in step(s, Tick(), default, 10.0))
+    assert not any(isinstance(d, Preempt) for _ in range(100) for d in step(s, Tick(), default, 11.0))
+
+
+def test_a_short_job_runs_before_a_reservation_and_a_long_one_waits_for_it() -> None:
+    s, default = state(node("n", 8)), get_profile("default")
+    step(s, JobArrived(ask=ask("run", slot(6), est_s=100.0)), default, 0.0)
+    step(s, JobArrived(ask=ask("big", slot(8), at=1)), default, 1.0)
+    long = step(s, JobArrived(ask=ask("long", slot(2), at=2, est_s=500.0)), default, 2.0)
+    assert [d.wait.reason for d in long if isinstance(d, WaitOn)] == [Reason.RESERVED_FOR_OTHER]
+    short = step(s, JobArrived(ask=ask("short", slot(2), at=3, est_s=50.0)), default, 3.0)
+    assert [d.job for d in short if isinstance(d, Admit)] == ["short"]
+
+
+def test_a_node_out_of_order_takes_no_new_work_and_is_named_as_the_cause() -> None:
+    s, fifo = state(node("n", 4)), get_profile("fifo")
+    apply(s, NodeChanged(node=NodeId("n"), health=Health.BAD), 0.0)
+    decisions = step(s, JobArrived(ask=ask("j", slot(1))), fifo, 0.0)
+    assert [d.wait.reason for d in decisions if isinstance(d, WaitOn)] == [Reason.BAD_CELLS]
+    apply(s, NodeChanged(node=NodeId("n"), health=Health.HEALTHY), 1.0)
+    assert [d.job for d in step(s, Tick(), fifo, 1.0) if isinstance(d, Admit)] == [JobId("j")]
+
+
+def test_an_unknown_profile_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(UnknownName) as caught:
+        get_profile("hivd")
+    assert "hived" in caught.value.hint

@@ -1,0 +1,107 @@
+"""Traces play through the live cycle; figures follow from them; a private cluster is the yardstick of guarantees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cluster_makers import ask, node, slot, state
+
+from rota.cluster.core.cycle import step
+from rota.cluster.core.facts import JobArrived
+from rota.cluster.forecast import estimated_start
+from rota.cluster.policies.profiles import get_profile
+from rota.cluster.sim import SimInput, compare, lines_of, run_sim, simulate
+from rota.cluster.traces import Tenant, TraceError, generate, read_trace
+from rota.runtime.chance import SeededChance
+from rota.runtime.clock import SystemClock
+from rota.spec.ids import JobId
+
+TRACE = """job_id,submit_s,duration_s,gpus,vc
+late,5,10,8,a
+first,0,100,8,a
+other,0,7,12,b
+lost,0,1,1,nowhere
+"""
+
+
+def files(tmp_path: Path, trace: str = TRACE, vcs: str = "vc,nodes\na,1\nb,2\n") -> tuple[Path, Path]:
+    (tmp_path / "t.csv").write_text(trace)
+    (tmp_path / "v.csv").write_text(vcs)
+    return tmp_path / "t.csv", tmp_path / "v.csv"
+
+
+def test_a_private_run_has_the_times_that_follow_by_hand(tmp_path: Path) -> None:
+    shown = run_sim(*files(tmp_path), "private")
+    times = {job["job_id"]: (job["first_start_s"], job["end_s"], job["gpus"]) for job in shown["jobs"]}
+    assert times == {"first": (0, 100, 8), "late": (100, 110, 8), "other": (0, 7, 16)}
+    assert shown["cluster"] == {"nodes": 3, "gpus": 24, "vcs": {"a": 1, "b": 2}}
+    figures = shown["summary"]
+    assert (figures["jobs"], figures["finished"], figures["skipped"], figures["makespan_s"]) == (3, 3, 1, 110)
+    assert figures["wait_s"]["max"] == 95
+    assert figures["utilisation"] == pytest.approx((8 * 110 + 16 * 7) / (24 * 110))
+    assert figures["invariant_violations"] == 0
+
+
+def test_the_same_input_gives_the_same_output(tmp_path: Path) -> None:
+    one, two = (run_sim(*files(tmp_path), "hived") for _ in range(2))
+    for shown in (one, two):
+        for measured in ("wall_s", "jobs_per_s", "decision_ms"):
+            shown["summary"].pop(measured)
+    assert one == two
+
+
+def test_a_job_that_never_fits_is_unschedulable_and_has_no_times(tmp_path: Path) -> None:
+    shown = run_sim(*files(tmp_path, TRACE + "huge,1,1,64,a\n"), "private")
+    (huge,) = (job for job in shown["jobs"] if job["job_id"] == "huge")
+    assert (huge["state"], huge["first_start_s"], shown["summary"]["unschedulable"]) == ("UNSCHEDULABLE", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ("job_id,submit_s,gpus,vc\n", "lacks duration_s"),
+        (TRACE + "first,1,1,1,a\n", "occurs twice"),
+        (TRACE + "x,1,soon,1,a\n", "t.csv:6: duration_s: 'soon' is not a number"),
+        (TRACE + "x,-1,1,1,a\n", "is below 0"),
+    ],
+)
+def test_a_bad_trace_names_line_field_and_rule(tmp_path: Path, trace: str, message: str) -> None:
+    path, _ = files(tmp_path, trace)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path, [Tenant(vc="a", nodes=1)])
+
+
+def random_input(seed: int, load: float, jobs: int = 250) -> SimInput:
+    tenants = (Tenant(vc="a", nodes=2), Tenant(vc="b", nodes=3), Tenant(vc="c", nodes=1))
+    trace = generate(SeededChance(seed), tenants, jobs=jobs, load=load)
+    return SimInput(trace=trace, tenants=tenants, scale=1.0, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_guaranteed_job_starts_later_on_shared_cells_than_on_a_private_cluster(seed: int) -> None:
+    given = random_input(seed, load=0.9)
+    starts = {
+        profile: {line.job_id: line.first_start_s for line in lines_of(given, simulate(given, profile, SystemClock()))}
+        for profile in ("private", "hived")
+    }
+    assert starts["private"] == starts["hived"]
+
+
+def test_comparing_counts_who_starts_later_than_in_the_baseline(tmp_path: Path) -> None:
+    trace = "job_id,submit_s,duration_s,gpus,vc\n" + "".join(f"s{i},0,100,1,a\n" for i in range(4)) + "big,1,10,8,b\n"
+    shown = compare(*files(tmp_path, trace, "vc,nodes\na,1\nb,1\n"), ["private", "hived", "pool-spread"])
+    later = {name: run["vs_baseline"]["later_guaranteed"] for name, run in shown["profiles"].items()}
+    assert later == {"private": 0, "hived": 0, "pool-spread": 1}
+    assert shown["profiles"]["pool-spread"]["vs_baseline"]["extra_s"]["max"] == 99
+
+
+def test_an_estimate_is_exact_when_durations_are_and_leaves_the_state_alone() -> None:
+    s, fifo = state(node("n", 8)), get_profile("fifo")
+    step(s, JobArrived(ask=ask("run", slot(8), est_s=100.0)), fifo, 0.0)
+    step(s, JobArrived(ask=ask("next", slot(8), at=10, est_s=50.0)), fifo, 10.0)
+    step(s, JobArrived(ask=ask("last", slot(1), at=20, est_s=5.0)), fifo, 20.0)
+    before = s.digest()
+    found = estimated_start(s, fifo, JobId("last"), 30.0, SystemClock())
+    assert found.p50 == 150.0
+    assert s.digest() == before

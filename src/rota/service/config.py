@@ -35,7 +35,7 @@ class Settings:
     redis_url: str = ""
     ray_address: str = ""
     pretend: str = ""
-    profile: str = "fifo"
+    profile: str = "default"
     log_level: str = "INFO"
     poll_s: float = 0.08
     origins: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -31,10 +31,11 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.spec.commands import Emit
-from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
+from rota.spec.errors import Fenced, NotReachable, SeqConflict, StoreUnavailable, TensorError
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
+    JobEnded,
     JobEvent,
     JobSubmitted,
     MasterStarted,
@@ -90,7 +91,8 @@ class Gathering:
 class JobMaster:
     """One run of the master of a job; belongs to one event loop.
 
-    ``offload`` runs a blocking call of the log elsewhere (in virtual time: at once).
+    ``offload`` runs a blocking call elsewhere (in virtual time: at once). ``give_back`` drops the tensors of the job,
+    before the end is written: whoever reads the end may end this process.
     """
 
     def __init__(
@@ -103,12 +105,13 @@ class JobMaster:
         clock: Clock,
         offload: Offload = asyncio.to_thread,
         pid: int = 0,
+        give_back: Callable[[], None] = lambda: None,
     ) -> None:
         self.ctx: JobContext = initial(job)
         self.epoch = Epoch(0)
         self.beats: dict[str, Beat] = {}
         self._job, self._place, self._log, self._launcher, self._clock = job, place, log, launcher, clock
-        self._offload, self._pid = offload, pid
+        self._offload, self._pid, self._give_back = offload, pid, give_back
         self._number = 0
         self._workdir = ""
         self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue()
@@ -158,6 +161,8 @@ class JobMaster:
 
     async def _emit(self, emit: Emit) -> None:
         """Append a fact that follows from the state, only if the state is still the one it follows from."""
+        if isinstance(emit.event, JobEnded) and _shares_tensors(self.ctx):
+            await self._offload(self._give_back)
         try:
             await self._append_at(emit.event, self.ctx.seq)
         except SeqConflict:
@@ -407,6 +412,18 @@ class JobMaster:
             await self._executor.close()
 
 
+def _shares_tensors(ctx: JobContext) -> bool:
+    return ctx.spec is not None and (bool(ctx.spec.weights) or bool(ctx.plan.stateful))
+
+
+def drop_tensors(job: JobId, home: str) -> None:
+    """Give the shared memory of a job back; a registry that is gone has nothing left of it."""
+    try:
+        shadow.drop(job, home)
+    except (NotReachable, TensorError) as error:
+        sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
+
+
 def _same(left: PeerTable, right: PeerTable) -> bool:
     return (left.peers, left.weights, left.committed, left.master_epoch) == (
         right.peers,
@@ -426,7 +443,6 @@ class Master:
     def __init__(self, *, job: str, db_url: str, home: str, launcher: str = RAY_LAUNCHER) -> None:
         self._lane = Lane("master")
         self._job = JobId(job)
-        self._home = home
         found = self._lane.submit(self._make(db_url, home, launcher)).result()
         self._master: JobMaster = found
         self._run = self._lane.submit(self._live())
@@ -444,13 +460,12 @@ class Master:
             launcher=opened(),
             clock=SystemClock(),
             pid=os.getpid(),
+            give_back=functools.partial(drop_tensors, self._job, home),
         )
 
     async def _live(self) -> None:
         try:
             await self._master.run()
-            if self._shares_tensors():
-                await asyncio.to_thread(shadow.drop, self._job, self._home)
         except Fenced:
             os._exit(0)  # another master has taken over; this process must not answer in its place
         except Exception:  # noqa: BLE001 - the edge of the process: the engine starts it again, and it replays
@@ -459,10 +474,6 @@ class Master:
             sys.stderr.flush()
             await asyncio.sleep(CRASH_PAUSE_S)
             os._exit(1)
-
-    def _shares_tensors(self) -> bool:
-        spec = self._master.ctx.spec
-        return spec is not None and (bool(spec.weights) or bool(self._master.ctx.plan.stateful))
 
     async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
         """See JobMaster."""

@@ -106,6 +106,11 @@ def find_running(home: environ.Home) -> Server | None:
     return server
 
 
+def was_ended(home: environ.Home) -> bool:
+    """True when no server is recorded: the last one was ended on purpose, and did not die."""
+    return not _record(home).exists()
+
+
 def stop_server(home: environ.Home) -> bool:
     """End the recorded server, kept or not; True when there was one. What it knew is gone with it."""
     with registry_lock(home):

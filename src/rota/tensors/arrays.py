@@ -45,6 +45,7 @@ class Layout:
     bytes: int
 
 
+@cache
 def load_torch() -> Any:
     """The torch module. Raises MissingExtra when it is not installed."""
     try:

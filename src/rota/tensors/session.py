@@ -239,6 +239,8 @@ class Session:
         if not self.server.ours:
             raise RegistryUnavailable(f"tensor registry at {self.server.address.url} is away")
         with redis_server.registry_lock(self.home):
+            if redis_server.was_ended(self.home):
+                raise RegistryUnavailable("the tensor registry was ended", hint="connect() starts another")
             found = redis_server.find_or_start(self.home, keep=self.server.kept)
         if found.address != self.server.address:
             raise RegistryUnavailable(f"the registry moved to {found.address.url}", hint="connect() again")

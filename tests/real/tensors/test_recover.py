@@ -146,6 +146,25 @@ def test_damaged_headers_are_reported_and_never_shown(lone: Plane) -> None:
     assert [row.name for row in lone.ls()] == ["a", "c"]
 
 
+def test_what_was_brought_down_is_not_started_again_by_those_who_are_left(tensor_home: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="rt"))
+    plane = rota.tensors.connect(home=home, keep=True)
+    plane.put("w", np.zeros(3))
+    root = plane._session.root
+    assert rota.tensors.down(home)
+    assert not root.exists()
+    with pytest.raises(RegistryUnavailable, match="was ended"):
+        plane.put("w", np.zeros(3))
+    assert redis_server.find_running(environ.Home.of(home)) is None
+    assert not rota.tensors.down(home)
+    plane.close()
+    again = rota.tensors.connect(home=home)
+    again.put("w", np.ones(3))
+    again.close()
+    wait_until(lambda: redis_server.find_running(environ.Home.of(home)) is None)
+    shutil.rmtree(home)
+
+
 def test_two_starters_agree_on_one_server(tensor_home: Path) -> None:
     home = Path(tempfile.mkdtemp(prefix="rt"))
     folder = Path(tempfile.mkdtemp(prefix="rt"))
@@ -165,6 +184,7 @@ def test_two_starters_agree_on_one_server(tensor_home: Path) -> None:
         wait_until(lambda: not root.exists())
     finally:
         actors.close()
+        rota.tensors.down(home)
         shutil.rmtree(folder)
         shutil.rmtree(home)
 

@@ -19,7 +19,7 @@ from rota import Concat, Each, Mean, Shard, Workload, op
 
 CHUNK = 8
 """Problems in one item of work: four items a step keep two rollouts busy and let a lost one cost little."""
-EVALUATE_EVERY = 25
+EVALUATE_EVERY, EVALUATION_ITEMS = 25, 4
 
 
 class Policy(Workload):
@@ -85,14 +85,14 @@ class Rollout(Workload):
         """Take over a committed version."""
         self.net.load_state_dict(tensors)
 
-    @op(send=Each, recv=Concat(), retry="safe", progress="2m")
+    @op(send=Each, retry="safe", progress="2m")
     def generate(self, item: dict[str, Any]) -> dict[str, task.Tokens]:
         """GROUP sampled answers to each problem of the item."""
         from sampling import sample_groups
 
         return sample_groups(self.net, self.seed, item["step"], item["indices"], item["texts"])
 
-    @op(send=Each, recv=Concat(), retry="safe", progress="2m")
+    @op(send=Each, retry="safe", progress="2m")
     def answer(self, texts: list[str]) -> list[str]:
         """The greedy answer to each text."""
         from sampling import greedy_answers
@@ -103,7 +103,7 @@ class Rollout(Workload):
 class Verifier(Workload):
     """reasoning-gym's own verifier; loads no torch."""
 
-    @op(send=Each, recv=Concat(), retry="safe", progress="1m")
+    @op(send=Each, retry="safe", progress="1m")
     def score(self, item: dict[str, Any]) -> Any:
         """Rewards [B] of the answers to the problems of the item."""
         return task.score_groups(item["answers"], item["indices"])
@@ -134,15 +134,18 @@ async def reinforce(f: Any, n: int) -> dict[str, float]:
     chunks = [problems[start : start + CHUNK] for start in range(0, len(problems), CHUNK)]
     indices = [[each.index for each in chunk] for chunk in chunks]
     texts = [[each.text for each in chunk] for chunk in chunks]
-    groups = await f.roles.rollout.generate(
+    sampled = await f.roles.rollout.generate(
         [{"step": n, "indices": one, "texts": two} for one, two in zip(indices, texts, strict=True)]
     )
-    answers = np.split(groups["answers"], len(chunks))
-    rewards, old, base = await asyncio.gather(
-        f.roles.reward.score([{"answers": a, "indices": one} for a, one in zip(answers, indices, strict=True)]),
+    groups = {name: np.concatenate([one[name] for one in sampled]) for name in ("prompts", "answers")}
+    scored, old, base = await asyncio.gather(
+        f.roles.reward.score(
+            [{"answers": one["answers"], "indices": two} for one, two in zip(sampled, indices, strict=True)]
+        ),
         f.roles.actor.logprobs(groups),
         f.roles.ref.logprobs(groups),
     )
+    rewards = np.concatenate(scored)
     advantage = method.advantages(rewards.reshape(method.PROMPTS, method.GROUP)).reshape(-1)
     step = n - sft.STEPS
     row = await f.roles.actor.update({**groups, "old": old, "base": base, "advantage": advantage, "step": step})
@@ -155,4 +158,6 @@ async def reinforce(f: Any, n: int) -> dict[str, float]:
 async def accuracy(f: Any) -> float:
     """Share of the held-out problems that the committed policy answers rightly when greedy."""
     texts = [each.text for each in task.held_out()]
-    return task.share_right(await f.roles.rollout.answer([texts[start::4] for start in range(4)]))
+    width = len(texts) // EVALUATION_ITEMS
+    answers = await f.roles.rollout.answer([texts[at : at + width] for at in range(0, len(texts), width)])
+    return task.share_right([answer for chunk in answers for answer in chunk])

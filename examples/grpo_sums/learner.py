@@ -22,6 +22,11 @@ def alone(flat: Tensor) -> None:
     """The reduction of a single process."""
 
 
+def _tensor(value: Any) -> Tensor:
+    """A tensor of its own: arrays that came by reference are shared and read-only."""
+    return torch.tensor(value) if not isinstance(value, Tensor) else value
+
+
 class Learner:
     """A network with its optimiser. All ranks hold equal weights because they apply equal gradients."""
 
@@ -32,13 +37,16 @@ class Learner:
 
     def _begin(self, phase: str, betas: tuple[float, float]) -> None:
         self._phase = phase
-        self._optimiser = torch.optim.Adam(self.net.parameters(), betas=betas)
+        # A supervised policy is calibrated as it is; only rewards say that it should be sharper.
+        self.net.sharpness.requires_grad_(phase == "grpo")
+        self._trained = [each for each in self.net.parameters() if each.requires_grad]
+        self._optimiser = torch.optim.Adam(self._trained, betas=betas)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def fit(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """One supervised step on `prompts` [B, P] and right `answers` [B, T]; `step` counts from 1."""
-        prompts, answers = torch.as_tensor(batch["prompts"]), torch.as_tensor(batch["answers"])
+        prompts, answers = _tensor(batch["prompts"]), _tensor(batch["answers"])
         loss = sft.sft_loss(answer_logprobs(self.net, prompts, answers), answer_mask(answers))
         (mean,) = self._apply(loss, sft.learning_rate(batch["step"]), len(prompts))
         return {"loss": mean}
@@ -49,9 +57,9 @@ class Learner:
         """
         if self._phase != "grpo":
             self._begin("grpo", grpo.BETAS)
-        prompts, answers = torch.as_tensor(batch["prompts"]), torch.as_tensor(batch["answers"])
-        old, base = torch.as_tensor(batch["old"]), torch.as_tensor(batch["base"])
-        advantage, mask = torch.as_tensor(batch["advantage"]), answer_mask(answers)
+        prompts, answers = _tensor(batch["prompts"]), _tensor(batch["answers"])
+        old, base = _tensor(batch["old"]), _tensor(batch["base"])
+        advantage, mask = _tensor(batch["advantage"]), answer_mask(answers)
         shown: dict[str, float] = {}
         for _ in range(grpo.UPDATES):
             loss = grpo.policy_loss(answer_logprobs(self.net, prompts, answers), old, base, advantage, mask)
@@ -63,7 +71,7 @@ class Learner:
     def logprobs(self, batch: Mapping[str, Any]) -> Tensor:
         """Log-probability [B, T] of each token of `answers` after `prompts`."""
         with torch.no_grad():
-            return answer_logprobs(self.net, torch.as_tensor(batch["prompts"]), torch.as_tensor(batch["answers"]))
+            return answer_logprobs(self.net, _tensor(batch["prompts"]), _tensor(batch["answers"]))
 
     def _apply(self, loss: Tensor, rate: float, rows: int, *shown: Tensor) -> list[float]:
         """One optimiser step with the gradient of the mean over the rows of all ranks; the means of what is shown.
@@ -72,8 +80,7 @@ class Learner:
         """
         self._optimiser.zero_grad()
         loss.backward()
-        parameters = list(self.net.parameters())
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [each.grad for each in self._trained if each.grad is not None]
         sums = torch.stack([loss.detach(), *shown, torch.tensor(float(rows))])
         flat = torch.cat([sums, *(each.flatten() for each in gradients)])
         self._reduce(flat)

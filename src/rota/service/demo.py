@@ -1,220 +1,290 @@
-"""The main job, killed three times and healed: what a newcomer sees first, in an installation of its own."""
+"""The main job, killed three times and healed: what `rota demo` plays, judges and reports."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import rota
+from rota.runtime import process
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.environ import Home
+from rota.service import daemon, demo_report
 from rota.service.client import Client
 from rota.service.config import Settings, load_settings
-from rota.service.daemon import down, up
-from rota.service.verbs.start import template_files
-from rota.spec.errors import NotReachable
+from rota.spec.errors import BadInput, RotaError, TimedOut
+from rota.spec.ids import JobId
 from rota.spec.states import JobState
 
 PRETEND = "3x4x8"
-PREFIX = "rota-demo-"
-JOB_LIMIT_S = 900.0
-HOLDER = """\
-name: holder
-roles: {main: {run: [sleep, "1800"], resources: {cpus: 0.1, gpus: 8}}}
-time_limit: 30m
-"""
-BIG = """\
-name: big
-roles: {main: {run: [sleep, "1"], replicas: 12, resources: {cpus: 0.1, gpus: 8}}}
-time_limit: 30m
-"""
-MEAN_OF = 10
-"""Commits over which the reward before and after is averaged."""
+REWARD_RISE_MIN = 0.25
+PLAY_MAX_S = 460.0
+"""The whole demonstration ends within 8 minutes; this leaves 20 s for start and end of the service."""
+POLL_S = 0.25
+EXPLAIN_LOOKS_MAX = 40
+COMMITS_AFTER_KILL = 2
+"""A kill counts as healed when this many further commits are in the log."""
 
 Say = Callable[[str], None]
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stroke:
+    """Kill ``victim`` (``role/rank`` or ``master``) once the job has reached commit ``after``."""
+
+    victim: str
+    after: int
+
+
+STROKES = (
+    Stroke(victim="rollout/1", after=140),
+    Stroke(victim="actor/1", after=170),
+    Stroke(victim="master", after=200),
+)
 
 
 @dataclass(slots=True, kw_only=True)
 class Kill:
-    """One planned death: after which commit, of what; then the pid, when, and when it was over."""
+    """One kill -9 and what came of it. ``at`` is commit, ``healed_s`` from the signal to the first commits after it."""
 
-    at_commit: int
-    what: str
-    pid: int = 0
-    at: str = ""
+    victim: str
+    pid: int
+    at: int
+    wall_s: float
+    new_pid: int | None = None
     healed_s: float | None = None
-    lost_commits: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class Show:
-    """What is shown: the job file, the commits after which something dies, and what has been seen so far."""
+class Outcome:
+    """Everything the demonstration showed; ``problems`` is empty when it went as promised."""
 
-    job_file: Path
+    job: str
+    state: str
+    seconds: float
+    commits: list[int]
+    figures: dict[str, float]
     kills: list[Kill]
-    rewards: dict[int, float] = field(default_factory=dict[int, float])
+    waiting: list[Document]
+    failures: list[Document]
+    events: list[Document]
+    problems: list[str]
 
 
-def play(*, keep: bool, say: Say) -> dict[str, Any]:
-    """``DemoReport``: start everything, kill, watch it heal, end everything but for ``keep``.
+def find_example() -> Path:
+    """The job file of `examples/grpo_sums`. Raises BadInput where the examples are not installed."""
+    found = Path(rota.__file__).resolve().parents[2] / "examples" / "grpo_sums" / "job.yaml"
+    if not found.is_file():
+        raise BadInput("the examples are not part of this installation", hint="run it from a checkout: make demo")
+    return found
 
-    Raises what the service raises when it cannot start. Writes ``rota-demo.json`` into the present folder.
+
+def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
+    """Start a service of its own, run the job, kill and watch, write the report, end everything.
+
+    With ``keep`` the service goes on and its address is told. Raises RotaError when something does not start.
     """
-    home = Path(tempfile.mkdtemp(prefix=PREFIX))
+    example = find_example()
+    home = Path(tempfile.mkdtemp(prefix="rota-demo-"))
     settings = load_settings({"home": str(home), "port": 0, "pretend": PRETEND})
-    began = datetime.now(UTC)
+    clock = SystemClock()
+    began_s = clock.monotonic_s()
+    left: list[str] = []
     try:
-        # 1 a service of its own, on a pretend cluster of 3 racks, 4 nodes each, 8 devices each
-        status = up(settings)
-        say(f"service ready at {status['url']}, pretend cluster {PRETEND}; its page: {status['login']}")
-        token = (home / "token").read_text(encoding="utf-8").strip()
-        with Client(str(status["url"]), token) as client:
-            # 2 a queue, and why a job in it waits
-            explanation = _queue(client, say)
-            # 3 the main job, with three deaths on the way
-            show = _main_job(home)
-            job = client.run(show.job_file).id
-            say(f"{job} submitted: {show.job_file}")
-            _watch(client, job, show, say)
-            document = client.wait(job, timeout_s=JOB_LIMIT_S)
-            failures = client.failures(job)
-            # 4 what it came to
-            report = _report(document, failures, show, explanation, seconds=(datetime.now(UTC) - began).total_seconds())
+        started = daemon.up(settings)
+        say(f"service up with a pretend cluster {PRETEND}; home {home}; page {started['login']}")
+        with _client(settings) as client:
+            outcome = _scenario(client, example, say, began_s)
+        outcome.seconds = round(clock.monotonic_s() - began_s, 1)
+        page = demo_report.write(report, outcome, Home.of(str(home)).job(JobId(outcome.job)).output)
     finally:
         if not keep:
-            down(settings, force=True)
-            shutil.rmtree(home, ignore_errors=True)
+            left = _end(settings, say)
     if keep:
-        report |= {"url": status["login"], "home": str(home)}
-        say(f"it stays: ROTA_HOME={home}   page: {status['login']}   end it: rota demo --clean")
-    path = Path("rota-demo.json").absolute()
-    path.write_text(json.dumps(report, indent=2), encoding="utf-8")
-    return report | {"report": str(path)}
+        say(f"kept: ROTA_HOME={home} rota status; end it with ROTA_HOME={home} rota down")
+    outcome.problems += [f"left behind: {each}" for each in left]
+    say(f"report {page}  {page.as_uri()}")
+    return outcome
 
 
-def clean() -> list[str]:
-    """End and remove what earlier demos with ``--keep`` left; the folders that went."""
-    gone: list[str] = []
-    for home in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
-        if home.is_dir() and home.stat().st_uid == os.getuid():
-            down(Settings(home=str(home)), force=True)
-            shutil.rmtree(home, ignore_errors=True)
-            gone.append(str(home))
-    return gone
+def _end(settings: Settings, say: Say) -> list[str]:
+    """End the service with all it started and take its folder away; what could not be ended."""
+    document = daemon.down(settings, force=True)
+    shutil.rmtree(settings.root, ignore_errors=True)
+    say(f"service {document['state']}: {', '.join(document['ended'])}")
+    return [] if document["state"] == "down" else [str(each) for each in document["still_running"]]
 
 
-def _queue(client: Client, say: Say) -> dict[str, Any]:
-    client.run(HOLDER)
-    big = client.run(BIG).id
-    explanation = client.explain(big)
-    for _ in client.events(big, follow=True):  # each event is a reason to look again
-        explanation = client.explain(big)
-        if explanation["state"] == JobState.QUEUED and explanation["why"]:
-            break
-    say(f"why {big} waits: {explanation['why']['code']}: {explanation['why']['text']}")
-    return explanation
+def _client(settings: Settings) -> Client:
+    record = daemon.find_service(Home.of(settings.home))
+    assert record is not None, "up() returned"
+    return Client(record["url"], (settings.root / "token").read_text(encoding="utf-8").strip())
 
 
-def _main_job(home: Path) -> Show:
-    """The job of examples/grpo_sums where the examples are, else the PPO template."""
-    example = Path(__file__).resolve().parents[3] / "examples" / "grpo_sums" / "job.yaml"
-    needed = ("torch", "reasoning_gym", "tensorboard", "matplotlib")
-    if example.is_file() and all(importlib.util.find_spec(name) for name in needed):
-        return Show(job_file=example, kills=_kills(30, 140, 180))
-    folder = home / "ppo"
-    folder.mkdir()
-    for name, text in template_files("ppo").items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return Show(job_file=folder / "job.yaml", kills=_kills(8, 16, 24))
+def _scenario(client: Client, example: Path, say: Say, began_s: float) -> Outcome:
+    """1 submit the job 2 fill the queue behind a full node 3 kill and watch 4 wait for the end 5 judge."""
+    job: str = client.run(example, workdir=str(example.parent)).id
+    say(f"{job} submitted: actor 2, ref 1, rollout 2, reward 2, loop 1")
+    holder, waiting = _fill_queue(client, say)
+    watch = _Watch(client, job, say, began_s)
+    kills = [watch.strike(stroke) for stroke in STROKES]
+    state = watch.until_end()
+    for other in [*(one["job"] for one in waiting), holder]:
+        client.stop(other, grace_s=0.0)
+    events = list(client.events(job, follow=True))
+    failures = client.failures(job)["items"]
+    commits = [event["n"] for event in events if event["kind"] == "Committed"]
+    outcome = Outcome(
+        job=job,
+        state=state,
+        seconds=0.0,
+        commits=commits,
+        figures=_figures(events),
+        kills=kills,
+        waiting=waiting,
+        failures=failures,
+        events=events,
+        problems=[],
+    )
+    outcome.problems = judge(outcome)
+    _tell(outcome, say)
+    return outcome
 
 
-def _kills(first: int, second: int, third: int) -> list[Kill]:
-    return [
-        Kill(at_commit=first, what="actor/0"),
-        Kill(at_commit=second, what="rollout/0"),
-        Kill(at_commit=third, what="master"),
+def _fill_queue(client: Client, say: Say) -> tuple[str, list[Document]]:
+    """A job that holds one node, and two that cannot start beside it, with the reason of each."""
+    holder: str = client.run(_sleeper("holder", 1, 8)).id
+    waiting: list[Document] = []
+    for name, instances, gpus in (("pretrain", 12, 8), ("sweep", 89, 1)):
+        other: str = client.run(_sleeper(name, instances, gpus)).id
+        found = _explained(client, other)
+        waiting.append({"job": other, "asks": f"{instances} x {gpus} devices", "why": found})
+        say(f"{other} waits ({instances} x {gpus} devices): {found}")
+    return holder, waiting
+
+
+def _sleeper(name: str, instances: int, gpus: int) -> str:
+    role = {"run": "sleep 3600", "replicas": instances, "resources": {"cpus": 0.05, "gpus": gpus}}
+    return json.dumps({"name": name, "roles": {"main": role}})
+
+
+def _explained(client: Client, job: str) -> str:
+    """The reason of the scheduler, once it has looked at the job."""
+    for _ in range(EXPLAIN_LOOKS_MAX):
+        found = client.explain(job)
+        if found["why"]:
+            return f"{found['why']['code']}: {found['why']['text']}"
+        blocking_sleep(POLL_S)
+    return "not looked at yet"
+
+
+class _Watch:
+    """Looks at one job until the limit of the demonstration."""
+
+    def __init__(self, client: Client, job: str, say: Say, began_s: float) -> None:
+        self._client, self._job, self._say = client, job, say
+        self._clock = SystemClock()
+        self._deadline_s = began_s + PLAY_MAX_S
+        self._told = -1
+
+    def strike(self, stroke: Stroke) -> Kill:
+        """Wait for the commit, kill, wait until the job has gone on."""
+        document = self._until(lambda doc: _commit(doc) >= stroke.after, f"commit {stroke.after}")
+        pid = _pid(document, stroke.victim)
+        found = process.identify(pid) if pid else None
+        if found is None or not process.send_signal(found, signal.SIGKILL):
+            raise TimedOut(f"{stroke.victim} of {self._job} was gone before it could be killed")
+        kill = Kill(victim=stroke.victim, pid=found.pid, at=_commit(document), wall_s=self._clock.wall_s())
+        self._say(f"commit {kill.at}: kill -9 {stroke.victim} (pid {kill.pid})")
+        began_s = self._clock.monotonic_s()
+        document = self._until(lambda doc: _healed(doc, kill), f"recovery of {stroke.victim}")
+        kill.healed_s, kill.new_pid = round(self._clock.monotonic_s() - began_s, 2), _pid(document, kill.victim)
+        self._say(f"commit {_commit(document)}: {stroke.victim} is back as pid {kill.new_pid}, {kill.healed_s} s")
+        return kill
+
+    def until_end(self) -> str:
+        """The state in which the job ends."""
+        return self._until(lambda doc: JobState(doc["state"]).terminal, "the end of the job")["state"]
+
+    def _until(self, holds: Callable[[Document], bool], what: str) -> Document:
+        while True:
+            document = self._client.job(self._job)
+            self._progress(document)
+            if holds(document):
+                return document
+            if JobState(document["state"]).terminal:
+                raise RotaError(f"{self._job} ended as {document['state']} before {what}: {document.get('error')}")
+            if self._clock.monotonic_s() > self._deadline_s:
+                raise TimedOut(f"no {what} within {PLAY_MAX_S:.0f} s; commit {_commit(document)}")
+            blocking_sleep(POLL_S)
+
+    def _progress(self, document: Document) -> None:
+        commit = _commit(document)
+        if commit // 30 > self._told // 30:
+            metrics = document["progress"]["metrics"] if document["progress"] else {}
+            self._say(f"commit {commit}: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        self._told = max(self._told, commit)
+
+
+def _commit(document: Mapping[str, Any]) -> int:
+    return document["progress"]["commit"] if document["progress"] else 0
+
+
+def _pid(document: Mapping[str, Any], victim: str) -> int | None:
+    if victim == "master":
+        return document["master"]["pid"] if document["master"] else None
+    return next((one["pid"] for one in document["instances"] if one["instance"] == victim), None)
+
+
+def _healed(document: Mapping[str, Any], kill: Kill) -> bool:
+    """Another process is in the place of the killed one, everybody is ready, and commits have gone on."""
+    renewed = _pid(document, kill.victim) not in (None, kill.pid)
+    ready = all(one["state"] == "READY" for one in document["instances"])
+    return renewed and ready and _commit(document) >= kill.at + COMMITS_AFTER_KILL
+
+
+def _figures(events: list[Document]) -> dict[str, float]:
+    """Mean sampled reward over the first and the last ten reinforcement commits, from the log alone."""
+    rewards = [
+        event["metrics"]["reward"] for event in events if event["kind"] == "Committed" and "reward" in event["metrics"]
     ]
+    if len(rewards) < 20:
+        return {}
+    before, after = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+    return {"reward_before": before, "reward_after": after, "rise": after - before}
 
 
-def _watch(client: Client, job: str, show: Show, say: Say) -> None:
-    """Read the events of the job; kill what is due; note when it is whole again."""
-    open_kill: Kill | None = None
-    for event in client.events(job, follow=True):
-        match event["kind"]:
-            case "Committed":
-                if "reward" in event["metrics"]:
-                    show.rewards[event["n"]] = event["metrics"]["reward"]
-                if event["n"] % 50 == 0:
-                    say(f"  commit {event['n']}{_metrics(event['metrics'])}")
-                due = next((one for one in show.kills if not one.pid and one.at_commit <= event["n"]), None)
-                if due is not None and open_kill is None:
-                    open_kill = due
-                    _kill(client, job, due, say)
-            case "FailoverStarted" if open_kill is not None:
-                words = f"{event['level']} level, {len(event['scope'])} instances, from commit {event['restore']}"
-                say(f"  decided: {words}")
-            case "RolledBack" if open_kill is not None:
-                open_kill.lost_commits += event["from_commit"] - event["to_commit"]
-            case "FailoverEnded" if open_kill is not None and open_kill.what != "master":
-                open_kill = _healed(open_kill, event, say)
-            case "Reattached" if open_kill is not None and open_kill.what == "master":
-                open_kill = _healed(open_kill, event, say)
-            case _:
-                pass
+def judge(outcome: Outcome) -> list[str]:
+    """What did not go as promised; empty when everything did."""
+    found: list[str] = []
+    if outcome.state != JobState.SUCCEEDED.value:
+        found.append(f"the job ended as {outcome.state}")
+    found += [f"{kill.victim} did not come back" for kill in outcome.kills if kill.healed_s is None]
+    if len(outcome.kills) != len(STROKES):
+        found.append(f"{len(outcome.kills)} of {len(STROKES)} kills were done")
+    if outcome.commits != list(range(1, len(outcome.commits) + 1)) or not outcome.commits:
+        found.append("the commits are not 1..N, each once")
+    if outcome.figures.get("rise", 0.0) < REWARD_RISE_MIN:
+        found.append(f"the reward rose by {outcome.figures.get('rise', 0.0):.3f}, less than {REWARD_RISE_MIN}")
+    return found
 
 
-def _kill(client: Client, job: str, kill: Kill, say: Say) -> None:
-    document = client.job(job)
-    if kill.what == "master":
-        kill.pid = int((document["master"] or {}).get("pid") or 0)
-    else:
-        kill.pid = next(int(one["pid"] or 0) for one in document["instances"] if one["instance"] == kill.what)
-    if kill.pid <= 1:
-        raise NotReachable(f"{kill.what} of {job} has no process to kill", hint="see rota show")
-    kill.at = datetime.now(UTC).isoformat()
-    os.kill(kill.pid, signal.SIGKILL)
-    say(f"killed {kill.what} (pid {kill.pid}) after commit {kill.at_commit}")
+def _tell(outcome: Outcome, say: Say) -> None:
+    for one in outcome.failures:
+        scope = ", ".join(each["instance"] for each in one["scope"])
+        say(f"{one['seen_at']}  {one['instance']} {one['reason']} -> {one['level']} ({scope}), {one['seconds']} s")
+    if outcome.figures:
+        say(f"reward {outcome.figures['reward_before']:.3f} -> {outcome.figures['reward_after']:.3f}")
+    say(f"commits 1..{len(outcome.commits)}: {'each once' if not outcome.problems else 'see the problems below'}")
 
 
-def _healed(kill: Kill, event: Mapping[str, Any], say: Say) -> None:
-    kill.healed_s = round((datetime.fromisoformat(event["at"]) - datetime.fromisoformat(kill.at)).total_seconds(), 2)
-    say(f"healed {kill.what} after {kill.healed_s} s, {kill.lost_commits} commits lost")
-
-
-def _metrics(metrics: Mapping[str, Any]) -> str:
-    shown = [f"{name} {value:.3f}" for name, value in metrics.items() if isinstance(value, float)]
-    return ": " + ", ".join(shown[:3]) if shown else ""
-
-
-def _report(
-    document: Mapping[str, Any],
-    failures: Mapping[str, Any],
-    show: Show,
-    explanation: Mapping[str, Any],
-    *,
-    seconds: float,
-) -> dict[str, Any]:
-    rewards = [show.rewards[n] for n in sorted(show.rewards)]
-    few = max(1, min(MEAN_OF, len(rewards) // 2))
-    before, after = (sum(part) / few if rewards else None for part in (rewards[:few], rewards[-few:]))
-    healed = all(kill.healed_s is not None for kill in show.kills)
-    learned = before is not None and after is not None and after > before
-    return {
-        "api": "rota/v1",
-        "kind": "DemoReport",
-        "ok": document["state"] == JobState.SUCCEEDED and healed and learned,
-        "job": document["id"],
-        "state": document["state"],
-        "commits": (document.get("progress") or {}).get("commit"),
-        "reward": {"before": before, "after": after, "mean_of": few},
-        "kills": [asdict(kill) for kill in show.kills],
-        "failures": failures["items"],
-        "explanation": dict(explanation),
-        "seconds": round(seconds, 1),
-    }
+def document(outcome: Outcome) -> Document:
+    """The outcome as one JSON document."""
+    return {"api": "rota/v1", "kind": "Demo", **asdict(outcome)}

@@ -311,7 +311,7 @@ class SimInput:
                 cpus=tenant.cpu_milli / 1000,
                 memory_bytes=tenant.mem_mib * 2**20,
                 devices=tuple(Device(index=d, type=tenant.gpu_type) for d in range(tenant.gpus_per_node)),
-                labels=((TENANT_LABEL, path_of(tenant)),),
+                labels=((TENANT_LABEL, tenant.path),),
             )
             for tenant in self.tenants
             for i in range(tenant.nodes)
@@ -322,8 +322,8 @@ class SimInput:
         """One queue a tenant; its guarantee is its own nodes unless the file says otherwise."""
         return tuple(
             Queue(
-                path=path_of(tenant),
-                guaranteed=Res(cpus=0, gpus=_guarantee(tenant)),
+                path=tenant.path,
+                guaranteed=Res(cpus=0, gpus=tenant.entitled),
                 limit=None if tenant.limit is None else Res(cpus=0, gpus=tenant.limit),
                 weight=tenant.weight,
             )
@@ -333,17 +333,8 @@ class SimInput:
     def jobs(self) -> list[SimJob]:
         """The jobs of the trace as asks; equal gangs share one shape."""
         shapes: dict[tuple[object, ...], Shape] = {}
-        paths = {tenant.vc: path_of(tenant) for tenant in self.tenants}
+        paths = {tenant.vc: tenant.path for tenant in self.tenants}
         return [_sim_job(job, paths[job.vc], shapes) for job in self.trace.jobs]
-
-
-def path_of(tenant: Tenant) -> str:
-    """Queue path of a tenant."""
-    return f"{tenant.parent}/{tenant.vc}" if tenant.parent else tenant.vc
-
-
-def _guarantee(tenant: Tenant) -> float:
-    return tenant.nodes * tenant.gpus_per_node if tenant.guaranteed is None else tenant.guaranteed
 
 
 def _sim_job(job: TraceJob, queue: str, shapes: dict[tuple[object, ...], Shape]) -> SimJob:
@@ -393,7 +384,7 @@ def simulate(given: SimInput, profile: str, clock: Clock, overheads: Overheads |
 
 def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
     """The finished run as a table, in order of submission."""
-    names = {path_of(tenant): tenant.vc for tenant in given.tenants}
+    names = {tenant.path: tenant.vc for tenant in given.tenants}
     return [
         JobLine(
             job_id=run.job.ask.id,
@@ -433,7 +424,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
         decision_s=result.decision_s,
         skipped=given.trace.skipped,
     )
-    names = {path_of(tenant): tenant.vc for tenant in given.tenants}
+    names = {tenant.path: tenant.vc for tenant in given.tenants}
     borrowed = {names[path]: seconds for path, seconds in result.borrowed_gpu_s.items() if path in names}
     shown = {
         "profile": profile,
@@ -445,7 +436,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
             "gpus": result.gpus,
             "vcs": {tenant.vc: tenant.nodes for tenant in given.tenants},
         },
-        "summary": summary(lines, figures, {tenant.vc: _guarantee(tenant) for tenant in given.tenants}),
+        "summary": summary(lines, figures, {tenant.vc: tenant.entitled for tenant in given.tenants}),
         "vcs": per_tenant(lines, borrowed),
     }
     if all_jobs or len(lines) <= JOBS_SHOWN_MAX:

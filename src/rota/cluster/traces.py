@@ -59,6 +59,16 @@ class Tenant:
     cpu_milli: int = 96_000
     mem_mib: int = 2**20
 
+    @property
+    def path(self) -> str:
+        """Queue path of the tenant."""
+        return f"{self.parent}/{self.vc}" if self.parent else self.vc
+
+    @property
+    def entitled(self) -> float:
+        """Devices it may count on: its guarantee, else its own nodes."""
+        return self.nodes * self.gpus_per_node if self.guaranteed is None else self.guaranteed
+
     def scaled(self, scale: float) -> Tenant:
         """The tenant with ``max(1, round(nodes * scale))`` nodes, Python's ``round``."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}

@@ -18,6 +18,8 @@ from rota.cluster.core.vcells import CellType, TenantCells, TopologyError, Virtu
 from rota.spec.errors import BadInput
 
 Raw = dict[str, Any]
+Kept = tuple[GangAsk, list[list[tuple[str, str]]], list[str]]
+"""A gang, the node and device of every leaf of every member, and per leaf the kind of the owned cell around it."""
 
 
 def hived_case(document: Raw, case: Raw) -> None:
@@ -461,30 +463,34 @@ class _Replay:
         self._kept = self._bindings(old)
         self._start(step.get("config_overrides") or step.get("overrides") or self.case.get("config_overrides") or {})
 
-    _kept: dict[str, tuple[GangAsk, list[list[tuple[str, str]]], list[int]]] = field(default_factory=dict)
+    _kept: dict[str, Kept] = field(default_factory=dict)
 
-    def _bindings(self, old: HivedCluster) -> dict[str, tuple[GangAsk, list[list[tuple[str, str]]], list[int]]]:
+    def _bindings(self, old: HivedCluster) -> dict[str, Kept]:
         physical = old.cells.physical
         names = [physical.specs[cell].address for cell in physical.node_cells]
-        kept: dict[str, tuple[GangAsk, list[list[tuple[str, str]]], list[int]]] = {}
+        kept: dict[str, Kept] = {}
         for pod in self.committed.values():
             plan = old.gangs[pod.gang].plan
             leaves = [
                 [(names[int(physical.node[leaf])], physical.specs[leaf].address) for leaf in member]
                 for member in plan.leaves
             ]
-            levels = [old.buddy.vlevel[old.cells.root[v]] if v != NONE else 0 for _, v in plan.flat]
-            kept[pod.gang] = (plan.ask, leaves, levels)
+            kinds = [old.cells.virtual.specs[old.cells.root[v]].kind if v != NONE else "" for _, v in plan.flat]
+            kept[pod.gang] = (plan.ask, leaves, kinds)
         return kept
 
     def _op_replay(self, step: Raw) -> None:
         physical = self.cluster.cells.physical
         names = self._node_names()
         where = {(names[int(physical.node[leaf])], physical.specs[leaf].address): leaf for leaf in physical.leaf_cells}
-        for name, (ask, members, levels) in self._kept.items():
+        level_of = {
+            (self.cluster.cells.chain[row], spec.kind): int(physical.level[row])
+            for row, spec in enumerate(physical.specs)
+        }
+        for name, (ask, members, kinds) in self._kept.items():
             leaves = [[where[at] for at in member if at in where] for member in members]
-            flat = iter(levels)
-            kept = [level for member in members for at in member if ((level := next(flat)) >= 0) and at in where]
+            placed = [(where[at], k) for at, k in zip((a for m in members for a in m), kinds) if at in where]
+            kept = [level_of.get((self.cluster.cells.chain[leaf], kind), 0) for leaf, kind in placed]
             if any(leaves):
                 self.cluster.adopt(self.txn, ask, leaves, kept)
             else:

@@ -31,7 +31,14 @@ def tree_of_files() -> str:
     """A line a file, for docs/reference/tree.md."""
     lines = ["# The tree", "", "One line a file: the first sentence of the file itself.", ""]
     for package in PACKAGES:
-        lines += [f"## rota/{package}", "", sentence(SOURCE / package / "__init__.py"), "", "| file | what it is |", "|---|---|"]
+        lines += [
+            f"## rota/{package}",
+            "",
+            sentence(SOURCE / package / "__init__.py"),
+            "",
+            "| file | what it is |",
+            "|---|---|",
+        ]
         for path in sorted((SOURCE / package).rglob("*.py")):
             name = path.relative_to(SOURCE / package)
             if name.name != "__init__.py":

@@ -1,0 +1,97 @@
+"""What rota demo accepts as healed and as success, and the page it writes."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rota.service import demo, demo_report
+from rota.service.demo import STROKES, Kill, Outcome, judge
+
+
+def kill(victim: str, **fields: Any) -> Kill:
+    return Kill(**{"victim": victim, "pid": 7, "at": 140, "wall_s": 1.0, "new_pid": 8, "healed_s": 2.0, **fields})
+
+
+def commits(last: int, *, reward_to: float = 0.7) -> list[dict[str, Any]]:
+    rise = (reward_to - 0.4) / last
+    return [
+        {"kind": "Committed", "n": n, "at": f"2026-01-01T00:{n // 60:02}:{n % 60:02}Z", "metrics": metrics(n, rise)}
+        for n in range(1, last + 1)
+    ]
+
+
+def metrics(n: int, rise: float) -> dict[str, float]:
+    return {"reward": 0.4 + rise * n}
+
+
+def outcome(**fields: Any) -> Outcome:
+    events = fields.pop("events", commits(200))
+    return Outcome(
+        **{
+            "job": "grpo-sums-1",
+            "state": "SUCCEEDED",
+            "seconds": 100.0,
+            "commits": [one["n"] for one in events],
+            "figures": demo._figures(events),
+            "kills": [kill(stroke.victim) for stroke in STROKES],
+            "waiting": [{"job": "pretrain-1", "asks": "12 x 8 devices", "why": "NO_FREE_DEVICES: <88> free"}],
+            "failures": [],
+            "events": events,
+            "problems": [],
+            **fields,
+        }
+    )
+
+
+def test_three_healed_kills_commits_once_each_and_a_risen_reward_are_success() -> None:
+    assert judge(outcome()) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"state": "FAILED"}, "ended as FAILED"),
+        ({"kills": [kill("rollout/1"), kill("actor/1")]}, "2 of 3 kills"),
+        ({"kills": [kill("rollout/1"), kill("actor/1"), kill("master", healed_s=None)]}, "master did not come back"),
+        ({"commits": [1, 2, 2, 3]}, "not 1..N"),
+        ({"commits": [1, 3]}, "not 1..N"),
+        ({"commits": []}, "not 1..N"),
+        ({"events": commits(200, reward_to=0.6)}, "reward rose by 0.1"),
+        ({"events": commits(12)}, "reward rose by 0.000"),
+    ],
+)
+def test_each_broken_promise_is_named(fields: dict[str, Any], problem: str) -> None:
+    found = judge(outcome(**fields))
+    assert len(found) == 1 and problem in found[0]
+
+
+def document(commit: int, pid: int, *, state: str = "READY", master: int = 5) -> dict[str, Any]:
+    instances = [{"instance": "rollout/1", "pid": pid, "state": state}]
+    return {"progress": {"commit": commit}, "instances": instances, "master": {"pid": master}}
+
+
+def test_a_kill_counts_as_healed_only_with_a_new_ready_process_and_further_commits() -> None:
+    done = kill("rollout/1", pid=7, at=140)
+    assert demo._healed(document(142, 8), done)
+    assert not demo._healed(document(142, 7), done), "the log does not know of the death yet"
+    assert not demo._healed(document(141, 8), done), "no progress yet"
+    assert not demo._healed(document(142, 8, state="STALE"), done)
+    assert demo._healed(document(142, 7, master=6), kill("master", pid=5, at=140))
+    assert not demo._healed(document(142, 7, master=5), kill("master", pid=5, at=140))
+
+
+def test_the_report_holds_the_curve_every_kill_and_every_reason_and_needs_no_other_file(tmp_path: Path) -> None:
+    output = tmp_path / "job"
+    output.mkdir()
+    (output / "curve.png").write_bytes(b"picture")
+    page = demo_report.write(tmp_path / "report", outcome(), output).read_text(encoding="utf-8")
+    assert base64.b64encode(b"picture").decode() in page
+    assert all(stroke.victim in page for stroke in STROKES) and "<polyline" in page
+    assert "&lt;88&gt; free" in page, "texts of the log are no markup"
+    facts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
+    assert [one["victim"] for one in facts["kills"]] == [stroke.victim for stroke in STROKES]

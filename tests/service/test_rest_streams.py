@@ -76,10 +76,11 @@ def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path)
         one = job["instances"][0]
         assert (one["state"], one["pid"], one["node"], one["devices"]) == ("READY", 1000, "r0n0", [0, 1])
         beat = Beat(role=MAIN, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1000, progress_n=7, idle_s=0.25)
-        service.engine.told = {"main/0": beat.to_json()}
+        service.engine.told = {"main/0": {**beat.to_json(), "age_s": 0.125}}
         one = (await service.get("/jobs/hello-1"))["instances"][0]
-        assert one["progress"] == {"n": 7, "unit": "", "idle_s": 0.25, "busy": [], "quiet": ""}
-        service.engine.told = {"main/0": replace(beat, epoch=Epoch(0)).to_json()}
+        told = {"n": 7, "unit": "", "idle_s": 0.25, "beat_age_s": 0.125, "busy": [], "quiet": ""}
+        assert one["progress"] == told
+        service.engine.told = {"main/0": {**replace(beat, epoch=Epoch(0)).to_json(), "age_s": 0.125}}
         assert (await service.get("/jobs/hello-1"))["instances"][0]["progress"] is None
 
     with_service(tmp_path, test)

@@ -109,7 +109,6 @@ class JobMaster:
     ) -> None:
         self.ctx: JobContext = initial(job)
         self.epoch = Epoch(0)
-        self.beats: dict[str, Beat] = {}
         self._job, self._place, self._log, self._launcher, self._clock = job, place, log, launcher, clock
         self._offload, self._pid, self._give_back = offload, pid, give_back
         self._number = 0
@@ -314,7 +313,6 @@ class JobMaster:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
         beat = Beat.from_json(raw)
         self._watch.heard(beat)
-        self.beats[str(beat.id)] = beat
         one = self.ctx.instances.get(beat.id)
         lost = beat.lost()
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
@@ -382,8 +380,10 @@ class JobMaster:
             return f"no stacks: {error}"
 
     def status(self) -> dict[str, Any]:
-        """The last beat of every instance and the state of the job."""
-        beats = {name: beat.to_json() for name, beat in self.beats.items()}
+        """The state of the job and the last beat of every instance, with the seconds since it was heard."""
+        now_s = self._clock.monotonic_s()
+        heard = self._watch.beats.items()
+        beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in heard}
         return {"job": self._job, "state": self.ctx.state, "master_epoch": self.epoch, "beats": beats}
 
     def story(self) -> list[str]:

@@ -155,6 +155,7 @@ def _beat(beat: Mapping[str, Any]) -> dict[str, Any]:
         "n": beat["progress_n"],
         "unit": beat["progress_unit"],
         "idle_s": round(beat["idle_s"], 3),
+        "beat_age_s": round(beat["age_s"], 3),
         "busy": list(beat["busy"]),
         "quiet": beat["quiet"],
     }

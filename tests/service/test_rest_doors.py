@@ -76,8 +76,9 @@ def test_a_code_opens_one_session_once_and_a_change_needs_the_page_header(tmp_pa
         assert (await browser.post("/api/v1/jobs/hello-1:stop")).status_code == 403
         assert (await browser.post("/api/v1/jobs/hello-1:stop", headers={"Rota-CSRF": "1"})).status_code == 202
         assert (await stranger(service).get(f"/login?code={code}")).status_code == 422
-        forged = stranger(service, Cookie="rota_session=99999999999.00")
-        assert (await forged.get("/api/v1/jobs")).status_code == 401
+        for value in (b"99999999999.00", b"99999999999.\xe9", b"\xb2.00"):
+            forged = await stranger(service).get("/api/v1/jobs", headers=[(b"Cookie", b"rota_session=" + value)])
+            assert forged.status_code == 401, value
 
     with_service(tmp_path, test)
 
@@ -220,6 +221,18 @@ def test_metrics_parse_and_counters_survive_a_restart(tmp_path: Path) -> None:
     ended = "rota_jobs_total[('queue', 'default'), ('reason', 'STOPPED_BY_USER'), ('state', 'CANCELLED')]"
     assert before[ended] == 1.0
     assert with_service(tmp_path, samples) == before
+
+
+def test_words_of_strangers_add_no_rows_to_the_metrics(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        nobody = stranger(service)
+        for number in range(20):
+            await nobody.request(f"WORD{number}", f"/nowhere/{number}")
+        text = (await service.http.get("/metrics")).text
+        assert "WORD" not in text and "nowhere" not in text
+        assert 'rota_http_request_seconds_count{method="other",route="",status="404"} 20.0' in text
+
+    with_service(tmp_path, test)
 
 
 def test_the_page_and_its_files_load_without_inline_code(tmp_path: Path) -> None:

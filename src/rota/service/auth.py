@@ -101,7 +101,7 @@ class Auth:
 
     def _check_session(self, asked: Asked) -> Caller:
         expires, _, signature = asked.cookie.partition(".")
-        if not expires.isdigit() or not hmac.compare_digest(signature, self._sign(expires)):
+        if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self._sign(expires).encode()):
             raise NoToken("the session is not known", hint="open the address that 'rota status' prints")
         if int(expires) < self.clock.wall_s():
             raise NoToken("the session has ended", hint="open the address that 'rota status' prints")

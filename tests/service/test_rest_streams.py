@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,68 @@ def test_events_resume_after_the_last_one_that_was_seen(tmp_path: Path) -> None:
         assert rest[-1]["event"] == "end"
         numbers = [one["data"]["seq"] for one in [*seen, *rest] if one["event"] == "event"]
         assert numbers == list(range(1, 60))
+
+    with_service(tmp_path, test)
+
+
+def test_a_place_in_the_log_that_cannot_be_is_refused_as_bad_input(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        for params in ({"after": -1}, {"after": 2**70}):
+            answer = await service.http.get("/api/v1/events", params=params)
+            assert (answer.status_code, answer.json()["code"]) == (422, "INVALID"), params
+        for last_id in (b"\xb2", b"9" * 40):
+            answer = await service.http.get("/api/v1/events", headers=[(b"Last-Event-ID", last_id)])
+            assert (answer.status_code, answer.json()["exit"]) == (422, 2), last_id
+        for cursor in ("main/0:\u00b2", "main/0:" + "9" * 40):
+            answer = await service.http.get("/api/v1/jobs/hello-1/logs", params={"cursor": cursor})
+            assert (answer.status_code, answer.json()["exit"]) == (422, 2), cursor
+        assert (await service.get("/events", after=2**62))["items"] == []
+
+    with_service(tmp_path, test)
+
+
+def test_a_stream_of_one_type_brings_no_other_and_ends_with_the_job(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        async with listening(service) as http:
+            await service.seen(service.as_master("hello-1", TimerFired(timer="a"), ENDED))
+            found = await asyncio.wait_for(all_of(stream(http, "/jobs/hello-1/events", type="TimerFired")), 10)
+        assert [one["event"] for one in found] == ["event", "end"]
+        assert found[0]["data"]["kind"] == "TimerFired"
+
+    with_service(tmp_path, test)
+
+
+def test_readers_that_leave_before_the_first_byte_hold_no_place(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        app = service.http._transport.app  # type: ignore[attr-defined]
+        headers = [(name.lower().encode(), value.encode()) for name, value in service.http.headers.items()]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "GET",
+            "scheme": "http",
+            "path": "/api/v1/events",
+            "raw_path": b"/api/v1/events",
+            "query_string": b"follow=true",
+            "root_path": "",
+            "headers": [*headers, (b"host", b"127.0.0.1:7700")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 7700),
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            raise OSError("the reader is gone")
+
+        for _ in range(3):
+            with suppress(Exception):
+                await asyncio.wait_for(app(dict(scope), receive, send), 10)
+        assert service.doors.streams == 0
 
     with_service(tmp_path, test)
 

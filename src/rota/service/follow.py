@@ -25,6 +25,7 @@ BEHIND_MAX = 10_000
 SETTLE_S = 1.0
 LINES_MAX = 10_000
 MARK_EVERY = 50
+OFFSET_DIGITS_MAX = 18
 
 
 def record_document(record: Record) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def frame(data: Any, *, event: str | None = None, id: str | None = None) -> byte
     return format_sse_event(data_str=json.dumps(data, ensure_ascii=False), event=event, id=id)
 
 
-async def follow_events(loop: ServiceLoop, *, job: JobId | None, after: int) -> AsyncIterator[bytes]:
-    """Every record after ``after``, then each new one; of one job until it ended.
+async def follow_events(loop: ServiceLoop, *, job: JobId | None, after: int, kind: str = "") -> AsyncIterator[bytes]:
+    """Every record after ``after``, then each new one, of all kinds or of one; of one job until it ended.
 
     A reader that is more than ``BEHIND_MAX`` records behind gets ``reset`` with the newest number and goes on there.
     """
@@ -70,7 +71,9 @@ async def follow_events(loop: ServiceLoop, *, job: JobId | None, after: int) -> 
         records = await asyncio.to_thread(loop.log.read, after=cursor, job=job, limit=1000)
         for record in records:
             cursor = record.number
-            yield frame(record_document(record), event="event", id=str(cursor))
+            document = record_document(record)
+            if not kind or document["kind"] == kind:
+                yield frame(document, event="event", id=str(cursor))
             if job is not None and isinstance(record.event, JobEnded):
                 yield frame({"state": record.event.state}, event="end")
                 return
@@ -123,7 +126,7 @@ def read_cursor(text: str) -> dict[str, int]:
     offsets: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         instance, _, offset = part.rpartition(":")
-        if not instance or not offset.isdigit():
+        if not instance or not offset.isdecimal() or len(offset) > OFFSET_DIGITS_MAX:
             raise BadInput(f"{text[:80]!r} is not a cursor of logs", hint="use 'next', or the id of the last event")
         offsets[instance] = int(offset)
     return offsets

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
 from rota.service.follow import (
@@ -27,6 +28,8 @@ from rota.spec.ids import InstanceId, JobId
 
 EVENT_STREAM = "text/event-stream"
 TAIL_MAX = 100_000
+NUMBER_MAX = 2**62
+"""Above every number of a record; what a store takes as a number at all."""
 
 router = APIRouter(prefix="/api/v1", tags=["streams"])
 
@@ -37,7 +40,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 async def events(
     doors: Parts,
     caller: Asker,
-    after: int = 0,
+    after: Annotated[int, Query(ge=0, le=NUMBER_MAX)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 200,
     follow: bool = False,
     type: str = "",
@@ -53,7 +56,7 @@ async def job_events(
     job: str,
     doors: Parts,
     caller: Asker,
-    after: int = 0,
+    after: Annotated[int, Query(ge=0, le=NUMBER_MAX)] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     follow: bool = False,
     type: str = "",
@@ -67,7 +70,7 @@ async def job_events(
 
 async def _events(doors: Doors, job: JobId | None, after: int, limit: int, kind: str, stream: bool) -> Response:
     if stream:
-        return _stream(doors, follow_events(doors.loop, job=job, after=after))
+        return _stream(doors, follow_events(doors.loop, job=job, after=after, kind=kind))
     records = await asyncio.to_thread(doors.loop.log.read, after=after, job=job, limit=limit)
     items = [record_document(record) for record in records]
     document = {
@@ -137,25 +140,31 @@ async def logs(
     )
 
 
+class _Counted(StreamingResponse):
+    """A stream that gives its place back however it ends, also when its reader left before the first byte."""
+
+    def __init__(self, doors: Doors, frames: AsyncIterator[bytes]) -> None:
+        super().__init__(frames, media_type=EVENT_STREAM, headers=_HEADERS)
+        self._doors = doors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._doors.close_stream()
+
+
 def _stream(doors: Doors, frames: AsyncIterator[bytes]) -> StreamingResponse:
     doors.open_stream()
-
-    async def counted() -> AsyncIterator[bytes]:
-        try:
-            async for chunk in frames:
-                yield chunk
-        finally:
-            doors.close_stream()
-
-    return StreamingResponse(counted(), media_type=EVENT_STREAM, headers=_HEADERS)
+    return _Counted(doors, frames)
 
 
 def _number(last_event_id: str, after: int) -> int:
     if not last_event_id:
         return after
-    if not last_event_id.isdigit():
+    if not last_event_id.isdecimal() or len(last_event_id) > len(str(NUMBER_MAX)):
         raise BadInput(f"Last-Event-ID {last_event_id[:40]!r} is not the number of an event")
-    return int(last_event_id)
+    return min(int(last_event_id), NUMBER_MAX)
 
 
 def _instance(text: str) -> tuple[str, int | None]:

@@ -182,7 +182,10 @@ class Gateway:
                 self._leaving.set()
                 return
             if find_engine(self._home) is not None:
-                await asyncio.to_thread(start_engine, self._home, self._settings)
+                try:
+                    await asyncio.to_thread(start_engine, self._home, self._settings)
+                except (EngineUnavailable, OSError) as error:  # the loss of the raylet must still be seen
+                    sys.stderr.write(f"no watcher over the engine: {error}\n")
 
     def _stamped(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "gateway": os.getpid(), "engine": self._engine}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import struct
@@ -35,6 +36,8 @@ RECORD = "gateway"
 _BACKOFF_S = (0.2, 5.0)
 _CONNECT_S = 10.0
 _DEAF_S = 5.0
+
+_log = logging.getLogger("rota.runtime")
 
 
 class UnknownResult(EngineUnavailable):
@@ -202,7 +205,8 @@ class GatewayClient:
         deadline = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                await self._connected.wait()
+                while self._writer is None:  # a gateway may come and go before this task runs again
+                    await self._connected.wait()
         except TimeoutError:
             raise EngineUnavailable(f"no gateway within {timeout_s:g} s", hint=f"see {self._files.log}") from None
         if len(self._waiting) >= IN_FLIGHT_MAX:
@@ -240,7 +244,11 @@ class GatewayClient:
     async def _keep(self) -> None:
         pause_s, pause_max_s = _BACKOFF_S
         while True:
-            opened = await self._open()
+            try:
+                opened = await self._open()
+            except OSError as error:  # no memory, disk or process number for a child: as if it had not started
+                _log.error("the gateway cannot be started: %s", error)
+                opened = None
             if opened is None:
                 await asyncio.sleep(pause_s * (0.5 + self._chance.rng().random() / 2))
                 pause_s = min(pause_s * 2, pause_max_s)

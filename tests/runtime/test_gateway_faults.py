@@ -1,0 +1,100 @@
+"""What the two sides of the gateway do when the machine refuses them something: they go on."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rota.runtime import gateway, gateway_client, process
+from rota.runtime.engine import EngineSettings
+from rota.runtime.gateway import ENGINE_LOST, Gateway
+from rota.runtime.gateway_client import GatewayClient, GatewayFiles, encode, read_message
+from rota.spec.errors import EngineUnavailable
+
+SETTINGS = EngineSettings()
+LIMIT_S = 10.0
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(encode({"request_id": "", "gateway": 1, "engine": ""}))
+    message = await read_message(reader)
+    writer.write(encode({"request_id": message["request_id"], "result": {"pid": 1}, "gateway": 1, "engine": ""}))
+    await writer.drain()
+    writer.close()
+
+
+def test_a_client_goes_on_after_the_machine_refused_it_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals, servers = [OSError(11, "no process left"), OSError(28, "no space left")], list[asyncio.Task[Any]]()
+
+    def spawn(*_: object, **__: object) -> SimpleNamespace:
+        if refusals:
+            raise refusals.pop()
+        address = GatewayFiles(tmp_path).address
+        servers.append(asyncio.get_running_loop().create_task(asyncio.start_unix_server(answer, address)))
+        return SimpleNamespace(poll=lambda: None)
+
+    async def body() -> None:
+        client = GatewayClient(tmp_path, SETTINGS)
+        try:
+            assert await client.ping(timeout_s=LIMIT_S) == {"pid": 1}
+        finally:
+            await client.close()
+            for server in servers:
+                (await server).close()
+
+    monkeypatch.setattr(gateway_client.process, "spawn", spawn)
+    asyncio.run(body())
+    assert refusals == []
+
+
+def test_a_gateway_that_leaves_at_once_is_waited_for_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        client = GatewayClient(tmp_path, SETTINGS)
+        client._keeper = asyncio.create_task(asyncio.sleep(LIMIT_S))
+        asking = asyncio.create_task(client.request("ping", {}, timeout_s=0.1))
+        await asyncio.sleep(0)
+        client._connected.set()
+        client._lost()
+        with pytest.raises(EngineUnavailable, match="no gateway within"):
+            await asking
+        await client.close()
+
+    asyncio.run(body())
+
+
+def test_a_gateway_that_cannot_watch_its_engine_still_leaves_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = asyncio.Event()
+
+    def start_engine(*_: object) -> None:
+        loop.call_soon_threadsafe(tried.set)
+        raise OSError(11, "no process left")
+
+    async def body() -> None:
+        raylet = subprocess.Popen(["sleep", "60"])
+        try:
+            own = Gateway(tmp_path, SETTINGS, "rota/test")
+            own._raylet = process.identify(raylet.pid)
+            watch = asyncio.create_task(own._watch_engine())
+            await asyncio.wait_for(tried.wait(), LIMIT_S)
+            raylet.kill()
+            await asyncio.wait_for(own._leaving.wait(), LIMIT_S)
+            await watch
+            assert own.exit_status == ENGINE_LOST
+        finally:
+            raylet.kill()
+
+    monkeypatch.setattr(gateway, "_ENGINE_CHECK_S", 0.01)
+    monkeypatch.setattr(gateway, "find_engine", lambda _: object())
+    monkeypatch.setattr(gateway, "start_engine", start_engine)
+    loop = asyncio.new_event_loop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(body())

@@ -219,14 +219,20 @@ class RayLauncher:
         return tuple(_reservation_of(name) for name in (await self._blocking(lambda: self._groups.names(""))))
 
     async def find_one(self, name: str) -> Handle | None:
-        """The living process of that name, instance or master, or None."""
+        """The living process of that name, instance or master, or None. Raises Ray's error when the engine is away.
+
+        One that cannot be reached just now is not gone: Ray's table decides, as for one that is stopped.
+        """
         try:
             actor = await self._lookup(name)
-            begun: Begun = await _answer(actor.begin.remote(), _FIND_S)
-        except (ProcessGone, RayActorError, OutOfMemoryError):
+        except ProcessGone:
             return None
-        except CallTimeout:
-            return await self._blocking(lambda: _from_table(name, self._actors[name]))
+        try:
+            begun: Begun = await _answer(actor.begin.remote(), _FIND_S)
+        except (CallTimeout, ActorUnavailableError):
+            return await self._blocking(lambda: _from_table(name, actor))
+        except (RayActorError, OutOfMemoryError):
+            return None
         return self._handle(name, begun)
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:

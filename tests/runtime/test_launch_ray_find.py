@@ -1,0 +1,47 @@
+"""Who is found alive on Ray when a process does not answer; without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from rota.runtime import launch_ray
+from rota.runtime.launch_ray import RayLauncher
+
+pytestmark = pytest.mark.slow
+NAME = "job-1/actor/0/3"
+
+
+def actor_that_fails(error: Exception) -> Any:
+    future = Future[None]()
+    future.set_exception(error)
+    begin = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: future))
+    return SimpleNamespace(begin=begin, _actor_id=SimpleNamespace(hex=lambda: "a"))
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "alive"),
+    [
+        (ActorUnavailableError("the connection broke", None), "ALIVE", True),
+        (ActorUnavailableError("the connection broke", None), "DEAD", False),
+        (ActorDiedError(), "ALIVE", False),
+    ],
+)
+def test_a_process_that_cannot_be_reached_is_alive_if_the_table_says_so(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, state: str, alive: bool
+) -> None:
+    async def body() -> None:
+        launcher = RayLauncher("rota/test")
+        launcher._actors[NAME] = actor_that_fails(error)
+        found = await launcher.find_one(NAME)
+        assert (found is not None and found.pid == os.getpid()) is alive
+        await launcher.close()
+
+    monkeypatch.setattr(launch_ray.state, "actors", lambda _: {"Pid": os.getpid(), "State": state})
+    asyncio.run(body())

@@ -17,7 +17,7 @@ from rota.job.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone
 from rota.spec.dispatch import Concat, Each, First, Mean, OpSpec, Same, Shard, rule_to_text
-from rota.spec.errors import CallFailed, CallLost, RoleDown, TimedOut
+from rota.spec.errors import CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, NodeId
 from rota.spec.job import RoleSpec, WeightsEdge
 
@@ -141,6 +141,30 @@ def test_a_safe_call_to_a_dead_member_waits_for_its_new_epoch() -> None:
         made.update(table(1, version=3, epochs={0: 2}))
         assert await call == 2
         assert len(launcher.calls) == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("first", ["the table", "the loop"])
+def test_a_call_of_a_loop_that_is_over_is_not_sent_to_who_came_back(first: str) -> None:
+    async def main() -> None:
+        role = service("w", 1)
+        made, launcher = courier(role, echo, table(1, down=(0,)))
+        made.enter(Epoch(3))
+        call = asyncio.create_task(made.call(role, op(Same, retry="commit"), ("x",), {}))
+        await asyncio.sleep(0)
+        back = table(1, version=2, epochs={0: 4})
+        own = replace(back.peers[0], role=at("loop/0").role, epoch=Epoch(4))
+        news = [lambda: made.update(replace(back, peers=(*back.peers, own))), lambda: made.enter(Epoch(4))]
+        for tell in news if first == "the table" else reversed(news):
+            tell()
+            for _ in range(10):
+                await asyncio.sleep(0)
+        with pytest.raises(RolledBack, match="loop epoch 3"):
+            await call
+        assert launcher.calls == []
+        assert await made.call(role, op(Same), ("y",), {}) == "y"
+        assert [request.loop_epoch for _, request in launcher.calls] == [4]
 
     asyncio.run(main())
 

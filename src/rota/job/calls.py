@@ -1,7 +1,8 @@
 """Calls from an instance to the instances of a role: epoch, deadline, retry class; waiting uses no CPU.
 
 A call names the epoch of the instance it is for and, for calls of the loop, the epoch of the loop; the callee refuses
-older ones. What happens when a callee dies or its operation raises is decided by the retry class alone: ``safe`` is run
+older ones. A call of a loop that is over is not sent at all: a callee that came back has not heard of the newer loop.
+What happens when a callee dies or its operation raises is decided by the retry class alone: ``safe`` is run
 again, elsewhere or after the recovery; ``commit`` waits for the rollback that must follow, and is never repeated;
 ``never`` raises to the caller.
 """
@@ -19,7 +20,7 @@ from rota.job.peers import Peer, PeerTable
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard
-from rota.spec.errors import CallFailed, CallLost, RoleDown, TimedOut
+from rota.spec.errors import CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec, RoleSpec
 
@@ -63,12 +64,21 @@ class _Lost:
     traceback: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Until when a call may be sent: the deadline on the clock, and the epoch of the loop that asked for it."""
+
+    deadline_s: float | None
+    loop_epoch: Epoch
+
+
 class Courier:
     """Sends calls by the newest table of peers; belongs to one event loop."""
 
     def __init__(self, *, job: JobId, spec: JobSpec, launcher: Launcher, clock: Clock, caller: InstanceId) -> None:
         self.table = PeerTable()
         self.loop_epoch = Epoch(0)
+        """Of the loop in this process; set by ``enter``."""
         self.calls_open = 0
         self._job, self._spec, self._launcher, self._clock, self._caller = job, spec, launcher, clock, caller
         self._changed = asyncio.Event()
@@ -85,22 +95,36 @@ class Courier:
         self._down &= present
         self.wake()
 
+    def enter(self, loop_epoch: Epoch) -> None:
+        """The loop is entered under a new epoch: calls of an older one that still wait are refused."""
+        self.loop_epoch = loop_epoch
+        self.wake()
+
     def wake(self) -> None:
         """Let everybody who waits look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def call(
+        self,
+        role: RoleSpec,
+        op: OpSpec,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        loop_epoch: Epoch | None = None,
+    ) -> Any:
         """Call an operation on the members that its send rule names; one merged result.
 
-        Raises RoleDown when nobody could take it before the deadline, CallLost, CallFailed, TimedOut, BadInput.
+        ``loop_epoch`` is the one of the loop that calls, the present one when left out. Raises RoleDown when nobody
+        could take it before the deadline, CallLost, CallFailed, TimedOut, BadInput; RolledBack when the loop is over.
         """
-        deadline_s = self._deadline(op)
+        limits = self._limits(op, loop_epoch)
         world = len(self.table.of_role(role.name)) or role.replicas_min
         send, recv = op.send_rule, op.recv_rule
         parts = dispatch.split(args[0] if args else None, send, mesh=role.mesh, world=world)
         calls = {
-            rank: self._member_call(role, rank, op, ((part.value, *args[1:]) if args else ()), kwargs, deadline_s)
+            rank: self._member_call(role, rank, op, ((part.value, *args[1:]) if args else ()), kwargs, limits)
             for rank, part in parts.items()
         }
         if isinstance(recv, FirstRule):
@@ -113,26 +137,40 @@ class Courier:
         return dispatch.merge(results, parts, recv, axis=axis, mesh=role.mesh)
 
     async def each(
-        self, role: RoleSpec, op: OpSpec, items: Sequence[Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        role: RoleSpec,
+        op: OpSpec,
+        items: Sequence[Any],
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        loop_epoch: Epoch | None = None,
     ) -> list[Any]:
         """Every item to the least loaded ready instance; results in the order of the items."""
         results: list[Any] = [None] * len(items)
-        async for index, value in self.stream(role, op, items, rest, kwargs):
+        async for index, value in self.stream(role, op, items, rest, kwargs, loop_epoch=loop_epoch):
             results[index] = value
         return results
 
     async def stream(
-        self, role: RoleSpec, op: OpSpec, items: Sequence[Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        role: RoleSpec,
+        op: OpSpec,
+        items: Sequence[Any],
+        rest: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        loop_epoch: Epoch | None = None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """Like ``each``, but (index, result) pairs as they finish."""
-        deadline_s = self._deadline(op)
+        limits = self._limits(op, loop_epoch)
         waiting = iter(enumerate(items))
         done: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue(len(items))
 
         async def take() -> None:
             try:
                 for index, item in waiting:
-                    done.put_nowait((index, await self._item_call(role, op, (item, *rest), kwargs, deadline_s)))
+                    done.put_nowait((index, await self._item_call(role, op, (item, *rest), kwargs, limits)))
             except Exception as error:  # noqa: BLE001 - handed to the consumer below, which raises it
                 done.put_nowait(error)
 
@@ -156,31 +194,31 @@ class Courier:
         op: OpSpec,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        deadline_s: float | None,
+        limits: _Limits,
     ) -> Any:
         call_id = self._call_id()
         while True:
-            peer = await self._ready(role, lambda rank=rank: self._member(role, rank), deadline_s)
-            found = await self._attempt(peer, op, call_id, args, kwargs, deadline_s)
+            peer = await self._ready(role, lambda rank=rank: self._member(role, rank), limits)
+            found = await self._attempt(peer, op, call_id, args, kwargs, limits)
             if isinstance(found, Reply):
                 return found.value
-            await self._after_loss(peer, op, found, deadline_s)
+            await self._after_loss(peer, op, found, limits.deadline_s)
 
     async def _item_call(
-        self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], deadline_s: float | None
+        self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], limits: _Limits
     ) -> Any:
         call_id = self._call_id()
         while True:
-            peer = await self._ready(role, lambda: self._free(role, op), deadline_s)
+            peer = await self._ready(role, lambda: self._free(role, op), limits)
             self._load[peer.id] = self._load.get(peer.id, 0) + 1
             try:
-                found = await self._attempt(peer, op, call_id, args, kwargs, deadline_s)
+                found = await self._attempt(peer, op, call_id, args, kwargs, limits)
             finally:
                 self._load[peer.id] -= 1
                 self.wake()
             if isinstance(found, Reply):
                 return found.value
-            await self._after_loss(peer, op, found, deadline_s)
+            await self._after_loss(peer, op, found, limits.deadline_s)
 
     async def _attempt(
         self,
@@ -189,7 +227,7 @@ class Courier:
         call_id: str,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        deadline_s: float | None,
+        limits: _Limits,
     ) -> Reply | _Lost:
         """Send once. A refused call ran nowhere and is sent again when the table has changed."""
         request = Request(
@@ -198,14 +236,14 @@ class Courier:
             args=args,
             kwargs=kwargs,
             epoch=peer.epoch,
-            loop_epoch=self.loop_epoch,
+            loop_epoch=limits.loop_epoch,
             weights={
                 edge.name: self.table.weights[edge.name]
                 for edge in self._spec.weights
                 if edge.target == peer.role and edge.name in self.table.weights
             },
         )
-        call = Call(method="call", args=(request,), timeout_s=self._left(deadline_s))
+        call = Call(method="call", args=(request,), timeout_s=self._left(limits.deadline_s))
         self.calls_open += 1
         try:
             reply: Reply = await self._launcher.call(peer.handle(self._job), call)
@@ -251,19 +289,26 @@ class Courier:
         left_s = self._left(deadline_s)
         await self._clock.sleep(ROLLBACK_MAX_S if left_s is None else min(left_s, ROLLBACK_MAX_S))
 
-    async def _ready(self, role: RoleSpec, choose: Any, deadline_s: float | None) -> Peer:
+    async def _ready(self, role: RoleSpec, choose: Any, limits: _Limits) -> Peer:
         since_s = self._clock.monotonic_s()
         while True:
             changed = self._changed
-            peer: Peer | None = choose()
+            if limits.loop_epoch < self.loop_epoch:
+                raise RolledBack(f"loop epoch {limits.loop_epoch} of {self._job} is over, it is at {self.loop_epoch}")
+            peer: Peer | None = None if self._loop_is_over(limits.loop_epoch) else choose()
             if peer is not None:
                 return peer
-            left_s = self._left(deadline_s)
+            left_s = self._left(limits.deadline_s)
             try:
                 async with asyncio.timeout(left_s):
                     await changed.wait()
             except TimeoutError:
                 raise self._role_down(role, since_s) from None
+
+    def _loop_is_over(self, epoch: Epoch) -> bool:
+        """True when the master gave the loop a newer epoch: it is about to be cancelled, and sends nothing more."""
+        own = self.table.find(self._caller.role, self._caller.rank)
+        return own is not None and epoch < own.epoch
 
     def _role_down(self, role: RoleSpec, since_s: float) -> RoleDown:
         causes = sorted({peer.cause for peer in self.table.of_role(role.name) if peer.cause})
@@ -294,8 +339,9 @@ class Courier:
     def _call_id(self) -> str:
         return f"{self._caller}/{self.loop_epoch}/{next(self._numbers)}"
 
-    def _deadline(self, op: OpSpec) -> float | None:
-        return None if op.deadline_s is None else self._clock.monotonic_s() + op.deadline_s
+    def _limits(self, op: OpSpec, loop_epoch: Epoch | None) -> _Limits:
+        deadline_s = None if op.deadline_s is None else self._clock.monotonic_s() + op.deadline_s
+        return _Limits(deadline_s, self.loop_epoch if loop_epoch is None else loop_epoch)
 
     def _left(self, deadline_s: float | None) -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - self._clock.monotonic_s())

@@ -113,17 +113,18 @@ class Flow:
     async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call an operation; see ``calls.Courier`` for what it raises."""
         await self.settle()
-        courier = self._seat.courier
+        courier, epoch = self._seat.courier, self._epoch
         if isinstance(op.send_rule, EachRule):
-            return await self._in_control(courier.each(role, op, _items(op, args), args[1:], kwargs))
-        return await self._in_control(courier.call(role, op, args, kwargs))
+            items = _items(op, args)
+            return await self._in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
+        return await self._in_control(courier.call(role, op, args, kwargs, loop_epoch=epoch))
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> AsyncIterator[tuple[int, Any]]:
         """(index, result) of each item as it finishes."""
         await self.settle()
-        found = self._seat.courier.stream(role, op, _items(op, args), args[1:], kwargs)
+        found = self._seat.courier.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
         try:
             while True:
                 try:
@@ -137,7 +138,8 @@ class Flow:
         """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(n, metrics=...)``.
 
         ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
-        call or commit waits for it. Raises BadInput for another n or for metrics that are no JSON.
+        call waits for it. Raises BadInput for another n, for metrics that are no JSON, and while the commit before is
+        under way.
         """
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
@@ -247,7 +249,7 @@ class LoopBody:
     async def form(self, forming: Forming) -> None:
         """Import the function; it is entered by ``run``."""
         self._forming = forming
-        self._seat.courier.loop_epoch = forming.epoch
+        self._seat.courier.enter(forming.epoch)
         workload = self._seat.role.workload or ""
         found: Any = await self._seat.user.do(lambda: import_target(workload))
         self._function = found

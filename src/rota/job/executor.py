@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal as signals
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from rota.runtime.launch import (
     remote_traceback,
     reservation_name,
 )
+from rota.runtime.process import signal_name
 from rota.spec import codec
 from rota.spec.commands import (
     AskNode,
@@ -305,7 +305,7 @@ def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
 def death_event(death: ProcessDied) -> InstanceLost:
     """The event of the death of a process; its epoch is the one the process was started under."""
     if death.signal is not None:
-        reason, text = Reason.SIGNALLED, f"ended by {signals.Signals(death.signal).name}"
+        reason, text = Reason.SIGNALLED, f"ended by {signal_name(death.signal)}"
     elif death.exit_code is not None:
         reason, text = Reason.EXIT_NONZERO, f"ended with exit status {death.exit_code}"
     else:

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -223,8 +222,7 @@ class CommandBody:
         if first is not None:
             return CommandFailed(first[0], reason=Reason.USER_ERROR, traceback_text=first[1])
         if status < 0:
-            name = signal.Signals(-status).name
-            return CommandFailed(f"rank {rank} was ended by {name}", reason=Reason.SIGNALLED)
+            return CommandFailed(f"rank {rank} was ended by {process.signal_name(-status)}", reason=Reason.SIGNALLED)
         return CommandFailed(f"rank {rank} ended with exit status {status}", reason=Reason.EXIT_NONZERO)
 
     async def _follow_progress(self) -> None:

@@ -233,7 +233,10 @@ class Instance:
 
     async def _beats(self) -> None:
         while True:
-            await self._beat()
+            try:
+                await self._beat()
+            except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must go on running out
+                traceback.print_exc()
             silent_s = self._seat.clock.monotonic_s() - self._answered_s
             if silent_s > FENCE_EXIT_S:
                 os._exit(FENCED_EXIT_STATUS)

@@ -146,6 +146,11 @@ def send_signal(process: ProcessId, signum: int) -> bool:
     return True
 
 
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; real-time signals between the first and the last have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
     """Wait until all are gone (or zombies); returns those that still run when the time is up."""
     deadline = time.monotonic() + timeout_s

@@ -17,7 +17,6 @@ import importlib
 import inspect
 import itertools
 import math
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -285,8 +284,3 @@ def spmd(
         elastic_axis="dp" if elastic else None,
     )
     return job
-
-
-def command_text(role: model.RoleSpec) -> str:
-    """The command of a ``run`` role as a shell would show it."""
-    return role.run[0] if role.shell and role.run else shlex.join(role.run or ())

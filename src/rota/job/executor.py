@@ -31,7 +31,6 @@ from rota.runtime.launch import (
 from rota.runtime.process import signal_name
 from rota.spec import codec
 from rota.spec.commands import (
-    AskNode,
     Assemble,
     Command,
     Emit,
@@ -110,7 +109,7 @@ class Executor:
 
     def launch(self, command: Command, ctx: JobContext) -> None:
         """Start carrying out a command."""
-        if command.id not in self.tasks and not isinstance(command, Emit | AskNode):
+        if command.id not in self.tasks and not isinstance(command, Emit):
             older = self.tasks.get(_superseded(command))
             task = asyncio.get_running_loop().create_task(self._carry_out(command, ctx, older), name=command.id)
             self.tasks[command.id] = task

@@ -148,22 +148,6 @@ class Home:
         return self.run / "up.lock"
 
     @property
-    def gateway_socket(self) -> Path:
-        return self.run / "gateway.sock"
-
-    @property
-    def ray_dir(self) -> Path:
-        return self.run / "ray"
-
-    @property
-    def ray_token(self) -> Path:
-        return self.run / "ray_token"
-
-    @property
-    def gcs_dir(self) -> Path:
-        return self.run / "gcs"
-
-    @property
     def registry_socket(self) -> Path:
         return self.run / "registry.sock"
 

@@ -32,7 +32,6 @@ from rota.spec.job import (
 from rota.spec.resources import Res
 
 ARROW = "->"
-_TORCHRUN = ("torchrun", "torch.distributed.run")
 
 
 def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> JobSpec:

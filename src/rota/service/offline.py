@@ -99,10 +99,3 @@ def sim_cases(file: Path, profile: str) -> dict[str, Any]:
     from rota.cluster.cases import run_cases
 
     return {"api": "rota/v1", "kind": "SimCases", **run_cases(file, profile)}
-
-
-def scheduling_profiles() -> list[str]:
-    """Names of the scheduling profiles."""
-    from rota.cluster.policies.profiles import PROFILES
-
-    return list(PROFILES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rota.spec.events import JobEvent
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +125,4 @@ class Emit:
         return f"emit/{self.key}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskNode:
-    """Ask the cluster for another node for a role. Outcome: an event of the cluster, or a timer."""
-
-    role: RoleName
-    avoid: tuple[str, ...]
-    deadline_s: float
-
-    @property
-    def id(self) -> str:
-        return f"node/{self.role}/{','.join(self.avoid)}"
-
-
-Command = ReserveGang | ReleaseGang | StartInstance | Assemble | RunInstance | StopInstance | SetTimer | Emit | AskNode
+Command = ReserveGang | ReleaseGang | StartInstance | Assemble | RunInstance | StopInstance | SetTimer | Emit

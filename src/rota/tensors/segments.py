@@ -180,11 +180,6 @@ class Segments:
             for seg in [seg for seg in self._maps if not self.path(seg).exists()]:
                 del self._maps[seg]
 
-    def forget_all(self) -> None:
-        """Drop every mapping that no view holds."""
-        with self._lock:
-            self._maps.clear()
-
     def unlink(self, seg: str) -> None:
         """Give a segment's memory back; views that still map it keep it until they die."""
         with self._lock:

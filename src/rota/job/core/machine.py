@@ -55,8 +55,6 @@ from rota.spec.states import InstanceState, JobState
 
 WAITING = frozenset({JobState.SUBMITTED, JobState.QUEUED, JobState.PAUSED})
 """The job holds nothing."""
-LIVE = frozenset({JobState.ADMITTED, JobState.CHECKING, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING})
-"""An attempt is under way; its end is decided only when ``ending`` is set."""
 
 
 def initial(job: JobId) -> JobContext:

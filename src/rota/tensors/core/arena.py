@@ -31,10 +31,6 @@ class SizeClass:
     def file(self) -> int:
         return round_up(self.block * self.count, PAGE_BYTES)
 
-    @property
-    def own_file(self) -> bool:
-        return self.count == 1
-
 
 def round_up(value: int, step: int) -> int:
     """The least multiple of ``step`` that is not below ``value``."""

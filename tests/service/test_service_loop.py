@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import pytest
 from standing import HELLO, PlayedEngine, Standing, with_service
 
+from rota.service import loop
 from rota.spec.events import JobEnded, JobRequeued, MasterStarted, TimerFired
 from rota.spec.ids import Epoch, JobId
 from rota.spec.reasons import Reason
@@ -160,3 +164,49 @@ def test_an_engine_whose_state_is_not_durable_is_told_in_status_and_in_the_log(t
                 await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
 
     with_service(tmp_path, test, engine=VolatileEngine())
+
+
+class FaultyEngine(PlayedEngine):
+    """Fails three times at ``fault`` in a way that nobody foresaw."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(alive={JobId("gone-1")})
+        self.fault, self.failed_at = fault, list[float]()
+
+    def _fail(self, what: str) -> None:
+        if what == self.fault and len(self.failed_at) < 3:
+            self.failed_at.append(monotonic())
+            raise RuntimeError("a bug")
+
+    async def ensure_master(self, job: JobId) -> None:
+        self._fail("ensure_master")
+        await super().ensure_master(job)
+
+    async def jobs(self) -> tuple[JobId, ...]:
+        self._fail("jobs")
+        return await super().jobs()
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_done"),
+    [
+        ("ensure_master", lambda engine: "hello-1" in engine.asked),
+        ("jobs", lambda engine: "gone-1" in engine.swept),
+    ],
+)
+def test_work_that_failed_unforeseen_is_begun_again_and_not_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, is_done: Callable[[FaultyEngine], bool]
+) -> None:
+    monkeypatch.setattr(loop, "FAILED_PAUSE_S", 0.05)
+    engine = FaultyEngine(fault)
+
+    async def test(service: Standing) -> None:
+        await service.submit()
+        async with asyncio.timeout(10):
+            while not is_done(engine):
+                await asyncio.sleep(0.005)
+
+    with_service(tmp_path, test, engine=engine)
+    assert len(engine.failed_at) == 3
+    gaps = [later - sooner for sooner, later in zip(engine.failed_at, engine.failed_at[1:], strict=False)]
+    assert min(gaps) >= 0.05

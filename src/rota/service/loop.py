@@ -25,6 +25,8 @@ PAGE = 10_000
 SWEEP_PERIOD_S = 30.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 INSPECTIONS_MAX = 2
+FAILED_PAUSE_S = 1.0
+"""Work that failed in a way nobody foresaw is begun again no sooner than this."""
 
 _log = logging.getLogger("rota.service")
 
@@ -103,10 +105,11 @@ class ServiceLoop:
         Raises Fenced when another service took over the installation.
         """
         failures = 0
-        self._spawn("sweeper", self._sweep_forever())
         while not self.stopping:
             if self._fenced is not None:
                 raise self._fenced
+            if "sweeper" not in self._tasks:
+                self._spawn("sweeper", self._sweep_forever())
             try:
                 while await self._turn():
                     pass
@@ -209,18 +212,23 @@ class ServiceLoop:
         if name in self._tasks or self.stopping:
             work.close()
             return
-        task = asyncio.create_task(work, name=name)
+        task = asyncio.create_task(self._paced(name, work), name=name)
         self._tasks[name] = task
-        task.add_done_callback(lambda done: self._done(name, done))
+        task.add_done_callback(lambda _: self._done(name, work))
 
-    def _done(self, name: str, task: asyncio.Task[None]) -> None:
+    async def _paced(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Fenced as fenced:
+            self._replaced(fenced)
+        except Exception:  # noqa: BLE001 - a bug in one job's work must not end the others'; the next turn begins it again
+            _log.exception("%s failed", name)
+            await self.clock.sleep(FAILED_PAUSE_S)
+
+    def _done(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        work.close()  # one that was cancelled before it began
         self._tasks.pop(name, None)
         self._wake.set()
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Fenced):
-            self._replaced(error)
-        elif error is not None:
-            _log.error("%s failed", name, exc_info=error)
 
     def _replaced(self, fenced: Fenced) -> None:
         """Another service has the installation: end at the next turn."""

@@ -36,7 +36,7 @@ lint: $(VENV)/.setup-dev
 	@set -e; $(BIN)/lint-imports --no-logo & first=$$!; $(BIN)/pyright --outputjson > $(VENV)/pyright.json || \
 	  { $(BIN)/python tests/show_pyright.py $(VENV)/pyright.json; kill $$first 2>/dev/null; exit 1; }; wait $$first
 
-test: check real ## everything that CI runs
+test: check real ## every check there is
 
 real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
 	$(BIN)/pytest -q -m "(real or slow) and not gpu"

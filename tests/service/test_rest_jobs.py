@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from standing import HELLO, Standing, standing, with_service
 
+from rota.service import intake
 from rota.spec.errors import Fenced
+from rota.spec.job import JobSpec
 from rota.spec.states import JobState
 
 BROKEN = "name: x\nroles:\n  main:\n    rum: [echo]\n    replicas: -1\n"
@@ -278,3 +280,22 @@ def test_of_two_services_over_one_home_the_older_one_is_refused_and_ends(tmp_pat
 
     with pytest.raises(Fenced):
         asyncio.run(test())
+
+
+def test_dry_runs_import_workloads_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = [0], [0]
+
+    async def inspect(spec: JobSpec, workdir: str) -> JobSpec:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.01)
+        running[0] -= 1
+        return spec
+
+    async def test(service: Standing) -> None:
+        asked = [service.http.post("/api/v1/jobs:plan", json={"source": HELLO}) for _ in range(8)]
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
+
+    monkeypatch.setattr(intake, "inspect_workloads", inspect)
+    with_service(tmp_path, test)
+    assert most == [intake.DRY_RUNS_MAX]

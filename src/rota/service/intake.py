@@ -30,6 +30,8 @@ from rota.spec.states import JobState
 
 PARSE_TIMEOUT_S = 2.0
 QUEUED_MAX = 10_000
+DRY_RUNS_MAX = 2
+"""Children that import workloads for dry runs at once; the next one waits."""
 _DRY_RUN = JobId("(dry run)")
 
 
@@ -59,6 +61,7 @@ class Intake:
     def __init__(self, loop: ServiceLoop, *, home: Home, clock: Clock, chance: Chance) -> None:
         self._loop, self._home, self._clock, self._chance = loop, home, clock, chance
         self._one_at_a_time = asyncio.Lock()
+        self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
 
     async def submit(self, given: Submission, *, user: str, key: str = "") -> tuple[JobStory, bool]:
         """The job, and whether it is new. Durable when it returns.
@@ -94,7 +97,8 @@ class Intake:
         """
         spec = await self._read(given)
         self._check(spec)
-        completed = await inspect_workloads(spec, _workdir(spec, given))
+        async with self._dry_runs:
+            completed = await inspect_workloads(spec, _workdir(spec, given))
         if isinstance(completed, Refused):
             where = f"roles.{completed.role}.workload: " if completed.role else ""
             raise BadInput(f"{where}{completed.text}", code=str(completed.reason), traceback=completed.traceback)

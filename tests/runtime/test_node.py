@@ -15,8 +15,8 @@ from rota.runtime.node import Sampler, stacks_of
 SPIN = """
 import faulthandler, signal, sys
 faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-print("ready", flush=True)
 def a_hot_loop():
+    print("ready", flush=True)
     while True:
         pass
 a_hot_loop()

@@ -103,6 +103,10 @@ def test_events_follow_to_the_end_and_an_async_client_sees_the_same(tmp_path: Pa
             assert (await client.wait("hello-1", timeout_s=5))["state"] == "SUCCEEDED"
         assert kinds == ["JobSubmitted", "JobQueued", "JobAdmitted", "JobEnded"]
         assert await asyncio.wait_for(following, 10) == kinds
+        paged = await asked(service, lambda client: [one["kind"] for one in client.events("hello-1", limit=1)])
+        assert paged == kinds, "a story longer than a page is told to its end"
+        async with AsyncClient(**address(service)) as client:
+            assert [one["kind"] async for one in client.events("hello-1", limit=1)] == kinds
 
     with_service(tmp_path, test)
 

@@ -181,11 +181,20 @@ class AsyncClient(Wire):
                 seen[line["instance"]] = line["offset"]
                 yield line
 
+    async def event_pages(self, job: str, **filters: Any) -> AsyncIterator[Document]:
+        """See ``Client.event_pages``."""
+        page = await self.event_page(job, **filters)
+        yield page
+        while page["next"] is not None:
+            page = await self.event_page(job, **{**filters, "after": page["next"]})
+            yield page
+
     async def events(self, job: str, *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
         """See ``Client.events``."""
         if not follow:
-            for event in (await self.event_page(job, **filters)).get("items", []):
-                yield event
+            async for page in self.event_pages(job, **filters):
+                for event in page["items"]:
+                    yield event
             return
         async for event in self._stream(calls.job_path(job, "events"), {**filters, "follow": True}):
             if event.event == "event":

@@ -194,11 +194,20 @@ class Client(Wire):
     def events(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Events of a job in order; with ``follow`` until the job has ended, without gap over lost connections."""
         if not follow:
-            yield from self.event_page(job, **filters).get("items", [])
+            for page in self.event_pages(job, **filters):
+                yield from page["items"]
             return
         for event in self._stream(calls.job_path(job, "events"), {**filters, "follow": True}):
             if event.event == "event":
                 yield event.document()
+
+    def event_pages(self, job: str, **filters: Any) -> Iterator[Document]:
+        """``EventList``, page after page until there is no next one."""
+        page = self.event_page(job, **filters)
+        yield page
+        while page["next"] is not None:
+            page = self.event_page(job, **{**filters, "after": page["next"]})
+            yield page
 
     def _stream(self, path: str, params: Mapping[str, Any]) -> Iterator[Sse]:
         ask, last, broken = calls.get(path, **params), "", 0

@@ -108,7 +108,9 @@ def events(
     terminal = flags.terminal()
     with flags.client() as client:
         if terminal.json and not follow:
-            terminal.show(client.event_page(job, type=type_), lambda _: None)
+            pages = list(client.event_pages(job, type=type_))
+            items = [item for page in pages for item in page["items"]]
+            terminal.show({**pages[-1], "items": items}, lambda _: None)
             return 0
         for event in client.events(job, follow=follow, type="" if follow else type_):
             if not type_ or event["kind"] == type_:

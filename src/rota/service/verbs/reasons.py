@@ -124,7 +124,7 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
             )
             for item in doc["items"]
         ],
-        empty=f"{doc['job']}: nothing has failed",
+        empty=f"{doc['job']}: no instance has failed",
     )
     first, end = doc.get("first"), doc.get("end")
     if first:
@@ -160,7 +160,7 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.table(
         ["INSTANCE", "STATE", "FOR"],
         [(item["instance"], item["state"], age(item["since"])) for item in doc["items"]],
-        empty=f"{doc['job']} {doc['state']}: every instance is ready",
+        empty=f"{doc['job']} {doc['state']}: nobody waits",
     )
     term.line(f"see also: {doc['see']}")
 

@@ -169,10 +169,9 @@ def test_what_does_not_fit_together_is_refused(roles: list[str], top: str, messa
 
 
 def test_roles_collocated_on_a_node_may_be_apart_on_its_devices() -> None:
-    read_job(
-        job("a: {run: hi, collocate: [{role: b, level: node}], apart: [{role: b, level: device}]}", "b: {run: hi}"),
-        filename="j",
-    )
+    text = job("a: {run: hi, collocate: [{role: b, level: node}], apart: [{role: b, level: device}]}", "b: {run: hi}")
+    role = read_job(text, filename="j").role("a")
+    assert [(near.role, near.level) for near in (*role.collocate, *role.apart)] == [("b", "node"), ("b", "device")]
 
 
 def test_yaml_1_2_keeps_words_and_numbers_as_written() -> None:

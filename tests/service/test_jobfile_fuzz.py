@@ -29,7 +29,7 @@ SCRAPS = st.sampled_from(
 )  # fmt: skip
 
 
-def read_or_problems(text: str | bytes, sets: list[str]) -> None:
+def assert_read_or_problems(text: str | bytes, sets: list[str]) -> None:
     try:
         spec = read_job(text, filename="f", sets=sets)
     except JobFileError as exc:
@@ -44,13 +44,13 @@ def read_or_problems(text: str | bytes, sets: list[str]) -> None:
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(SCRAPS, max_size=30).map("".join), st.lists(st.text(max_size=20), max_size=2))
 def test_scraps_of_yaml_never_break_the_reader(text: str, sets: list[str]) -> None:
-    read_or_problems(text, sets)
+    assert_read_or_problems(text, sets)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_never_break_the_reader(raw: bytes) -> None:
-    read_or_problems(raw, [])
+    assert_read_or_problems(raw, [])
 
 
 VALUES = st.recursive(
@@ -66,7 +66,7 @@ def test_known_fields_with_any_value_never_break_the_reader(fields: dict[str, ob
     import json
 
     text = json.dumps({"name": "t", "roles": {"a": role, "b": {"run": "hi"}}} | fields)
-    read_or_problems(text, [])
+    assert_read_or_problems(text, [])
 
 
 pytestmark = pytest.mark.slow

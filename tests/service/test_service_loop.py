@@ -45,6 +45,7 @@ def test_when_the_engine_or_gateway_is_another_one_every_live_master_is_asked_fo
         service.engine.generation += 1
         await service.until_asked("hello-1", 2)
         await service.until_asked("other-1", 2)
+        assert sorted(service.engine.asked) == ["hello-1", "hello-1", "other-1", "other-1"]
 
     with_service(tmp_path, test)
 

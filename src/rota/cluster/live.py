@@ -12,6 +12,7 @@ from rota.cluster.core.check import check
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn, WakeAt
 from rota.cluster.core.snapshot import Held, State, Wait
 from rota.spec import codec
+from rota.spec.changes import changed_spec
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -107,7 +108,7 @@ class Scheduler:
             case JobQueued(spec=spec) if known is not None:
                 self._learn(job, replace(known, spec=spec or known.spec, queued=True), at)
             case JobChanged(changes=changes) if known is not None:
-                self._learn(job, replace(known, spec=_changed(known.spec, changes)), at)
+                self._learn(job, replace(known, spec=changed_spec(known.spec, changes)), at)
             case JobAdmitted(placement=placement) if known is not None:
                 self._jobs[job] = replace(known, attempts=event.attempt, epoch=int(event.epoch))
                 self._fact(facts.JobHolds(job=job, held=self._held(known.requests, placement)), at)
@@ -269,24 +270,3 @@ def queue_from_json(raw: dict[str, Any]) -> Queue:
         if isinstance(filled.get(key), dict):
             filled[key] = {"cpus": 0.0, **filled[key]}
     return codec.from_json_value(Queue, filled)
-
-
-def _changed(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """The spec with dotted paths replaced; roles are addressed by name. Paths that do not exist change nothing."""
-    raw = spec.to_json()
-    for path, value in changes.items():
-        target: Any = raw
-        *parents, last = path.split(".")
-        for part in parents:
-            target = _child(target, part)
-        if isinstance(target, dict) and last in target:
-            target[last] = value
-        elif isinstance(target, dict) and last == "replicas" and "replicas_min" in target:
-            target["replicas_min"] = target["replicas_max"] = value
-    return JobSpec.from_json(raw)
-
-
-def _child(value: Any, part: str) -> Any:
-    if isinstance(value, list):
-        return next((item for item in value if isinstance(item, dict) and item.get("name") == part), None)
-    return value.get({"resources": "res"}.get(part, part)) if isinstance(value, dict) else None

@@ -139,6 +139,7 @@ def test_the_cache_lets_go_of_a_replaced_version(plane: Plane) -> None:
     plane.put("w", torch.ones(3))
     wait_until(lambda: plane.stats()["versions"] == {"ready": 1})  # nobody asked for w again
     wait_until(lambda: plane.stats()["leases"] == 0)
+    assert plane.get("w")[0] == 1
 
 
 def test_names_read_together_are_of_one_moment(plane: Plane) -> None:

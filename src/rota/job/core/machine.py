@@ -19,6 +19,7 @@ from rota.job.core.graph import expand
 from rota.job.core.intent import wanted
 from rota.job.core.placement import bindings, requests_of
 from rota.job.core.settling import settle
+from rota.spec.changes import changed_spec
 from rota.spec.commands import Command
 from rota.spec.events import (
     CheckpointSaved,
@@ -114,7 +115,7 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
         case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
             return _with_spec(ctx, spec)
         case _, JobChanged(changes=changes) if ctx.spec is not None:
-            return _with_spec(ctx, winding.changed_spec(ctx.spec, changes))
+            return _with_spec(ctx, changed_spec(ctx.spec, changes))
         case _, JobAdmitted():
             return _admit(ctx, event)
         case _, StopAsked(reason=reason, grace_s=grace_s):
@@ -192,8 +193,8 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,
-                spec=winding.changed_spec(ctx.spec, winding.changeable(changes)),
-                next_spec=winding.changed_spec(ctx.next_spec or ctx.spec, changes),
+                spec=changed_spec(ctx.spec, winding.changeable(changes)),
+                next_spec=changed_spec(ctx.next_spec or ctx.spec, changes),
             )
         case JobEnded(state=state, reason=reason):
             return replace(ctx, state=state, end_reason=reason, open_failover=None, losses=())

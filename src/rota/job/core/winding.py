@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from rota.job.core.context import Ending, GangState, Instance, JobContext, Loss
 from rota.job.core.failover import job_level_ending
 from rota.spec.events import GangReserveFailed, JobRequeued, StopAsked
 from rota.spec.ids import Epoch, GangId, InstanceId
-from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -83,34 +82,6 @@ def restore_point(ctx: JobContext) -> JobContext:
 def changeable(changes: dict[str, Any]) -> dict[str, Any]:
     """Those of the changes that need no new attempt."""
     return {path: value for path, value in changes.items() if path in CHANGEABLE}
-
-
-def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
-    """The spec with dotted paths replaced (roles by name). Paths that do not exist, or values that do not fit, are left
-    out: whoever appended the change has checked it."""
-    raw = spec.to_json()
-    for path, value in changes.items():
-        *parents, last = path.split(".")
-        target: Any = raw
-        for part in parents:
-            target = _child(target, part)
-        if isinstance(target, dict) and last in target:
-            target[last] = value
-        elif isinstance(target, dict) and last == "replicas" and "replicas_min" in target:
-            target["replicas_min"] = target["replicas_max"] = value
-    try:
-        return JobSpec.from_json(raw)
-    except (TypeError, ValueError):
-        return spec
-
-
-def _child(value: Any, part: str) -> Any:
-    if isinstance(value, list):
-        rows = cast("list[dict[str, Any]]", value)
-        return next((row for row in rows if row.get("name") == part), None)
-    if isinstance(value, dict):
-        return cast("dict[str, Any]", value).get("res" if part == "resources" else part)
-    return None
 
 
 def _keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:

@@ -216,6 +216,11 @@ class JobContext:
         return self.graph
 
     @property
+    def released(self) -> bool:
+        """True when no reservation is held and no process is left that must go."""
+        return not self.gangs and not any(one.doomed for one in self.instances.values())
+
+    @property
     def loop_epoch(self) -> Epoch:
         """Epoch that a commit must carry; 0 when the job has no loop."""
         loop = self.loop

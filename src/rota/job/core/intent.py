@@ -52,7 +52,7 @@ def next_emit(ctx: JobContext) -> Emit | None:
 def emits(ctx: JobContext) -> Iterator[Emit]:
     """Facts that follow from the state and are not in the log yet, in the order in which they belong there."""
     if ctx.ending is not None:
-        if not ctx.gangs and not any(one.doomed for one in ctx.instances.values()):
+        if ctx.released:
             yield _end(ctx)
         return
     if ctx.rollback_to is not None:

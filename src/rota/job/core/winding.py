@@ -40,8 +40,8 @@ def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch, state: GangState) 
 
 def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
     """The attempt is over: nothing is held; the next admission starts anew, with fresh budgets."""
-    if event.attempt != ctx.attempt:
-        return ctx
+    if event.attempt != ctx.attempt or not ctx.released:
+        return ctx  # a job in the queue holds nothing, so a report that comes before the release says nothing
     free = not event.counts and event.reason in (Reason.ENGINE_LOST, Reason.NODE_LOST, Reason.GANG_TIMEOUT)
     return replace(
         ctx,

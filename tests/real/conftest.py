@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def engine_home() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
+    assert "ray" not in sys.modules, "a test file imports Ray at its top: Ray reads its environment when imported"
     with made_short_home() as home:
         state = start_engine(home, EngineSettings(host=HOST, cpus=64))
         apply_environment(state)

@@ -165,8 +165,8 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
         case _, GangReserveFailed(gang=gang, epoch=epoch):
             return winding.without_gang(ctx, gang, epoch, "reserving")
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
-            ctx = winding.requeue(ctx, event)
-            return _with_spec(ctx, ctx.next_spec) if ctx.next_spec else ctx
+            queued = winding.requeue(ctx, event)
+            return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
         case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
             return _commit(ctx, event)
         case _:

@@ -10,7 +10,10 @@ from standing import HELLO, Standing, standing, with_service
 
 from rota.service import intake
 from rota.spec.errors import Fenced
+from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
+from rota.spec.ids import Epoch
 from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 BROKEN = "name: x\nroles:\n  main:\n    rum: [echo]\n    replicas: -1\n"
@@ -299,3 +302,44 @@ def test_dry_runs_import_workloads_a_few_at_a_time(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(intake, "inspect_workloads", inspect)
     with_service(tmp_path, test)
     assert most == [intake.DRY_RUNS_MAX]
+
+
+def test_a_waiting_job_is_paused_and_resumed_and_asking_twice_is_asking_once(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        first = await service.submit(HELLO.replace("gpus: 2}", "gpus: 4}\n    replicas: 2"))
+        await service.until(first["id"], JobState.ADMITTED)
+        second = (await service.submit())["id"]
+        await service.until(second, JobState.QUEUED)
+        for _ in range(2):
+            paused = await service.http.post(f"/api/v1/jobs/{second}:pause")
+            assert (paused.status_code, paused.json()["state"], paused.json()["reason"]) == (202, "PAUSED", "PAUSED")
+        await service.http.post(f"/api/v1/jobs/{first['id']}:stop")
+        service.as_master(first["id"], JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER))
+        await service.until(first["id"], JobState.CANCELLED)
+        assert (await service.get(f"/jobs/{second}"))["state"] == "PAUSED", "the devices are free, and it waits"
+        for _ in range(2):
+            assert (await service.http.post(f"/api/v1/jobs/{second}:resume")).status_code == 202
+        await service.until(second, JobState.ADMITTED)
+
+    with_service(tmp_path, test)
+
+
+def test_a_running_job_gives_everything_back_before_it_is_paused(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        job = (await service.submit())["id"]
+        await service.until(job, JobState.ADMITTED)
+        service.as_master(job, MasterStarted(master_epoch=Epoch(1), pid=1))
+        await service.seen(service.as_master(job, Reattached(master_epoch=Epoch(1))))
+        asked = (await service.http.post(f"/api/v1/jobs/{job}:pause", json={"grace_s": 3})).json()
+        assert (asked["state"], asked["reason"]) == ("PREEMPTING", "PAUSED")
+        refused = await service.http.post(f"/api/v1/jobs/{job}:resume")
+        assert (refused.status_code, refused.json()["code"]) == (409, "CONFLICT")
+        gang = service.doors.loop.installation.find(job).ctx.gangs[0]
+        service.as_master(job, GangReleased(gang=gang.id, epoch=gang.epoch))
+        service.as_master(job, JobRequeued(attempt=1, reason=Reason.PAUSED, counts=False))
+        await service.until(job, JobState.PAUSED)
+        await service.http.post(f"/api/v1/jobs/{job}:resume")
+        again = await service.until(job, JobState.ADMITTED)
+        assert [one["reason"] for one in again["attempts"]] == ["PAUSED", None]
+
+    with_service(tmp_path, test)

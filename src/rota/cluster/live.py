@@ -37,6 +37,7 @@ from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
 from rota.spec.queue import Queue
+from rota.spec.reasons import Reason
 from rota.spec.resources import Node
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
@@ -107,6 +108,7 @@ class Scheduler:
                 self._jobs[job] = _Known(spec=spec, user=user, requests=self._requests_of(spec), queued_at=at)
             case JobQueued(spec=spec) if known is not None:
                 self._learn(job, replace(known, spec=spec or known.spec, queued=True), at)
+                self._fact(facts.JobPaused(job=job, paused=False), at)
             case JobChanged(changes=changes) if known is not None:
                 self._learn(job, replace(known, spec=changed_spec(known.spec, changes)), at)
             case JobAdmitted(placement=placement) if known is not None:
@@ -115,13 +117,15 @@ class Scheduler:
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._fact(facts.JobWaits(job=job, wait=wait), at)
-            case PreemptAsked(for_job=for_job):
+            case PreemptAsked(for_job=for_job, reason=reason):
                 self._fact(facts.JobStopping(job=job, for_job=JobId(for_job) if for_job else None), at)
+                self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case StopAsked():
                 self._fact(facts.JobStopping(job=job), at)
                 self._fact(facts.JobPaused(job=job, paused=True), at)
-            case JobRequeued():
+            case JobRequeued(reason=reason):
                 self._fact(facts.JobReleased(job=job), at)
+                self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 self._fact(facts.JobSaved(job=job), at)
             case JobEnded():

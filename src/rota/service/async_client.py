@@ -134,6 +134,14 @@ class AsyncClient(Wire):
         """See ``Client.stop``."""
         return await self.ask(calls.stop(job, grace_s=grace_s))
 
+    async def pause(self, job: str, *, grace_s: float | None = None) -> Document:
+        """See ``Client.pause``."""
+        return await self.ask(calls.pause(job, grace_s=grace_s))
+
+    async def resume(self, job: str) -> Document:
+        """See ``Client.resume``."""
+        return await self.ask(calls.resume(job))
+
     async def nodes(self) -> Document:
         """See ``Client.nodes``."""
         return await self.ask(calls.get("/nodes"))

@@ -54,6 +54,17 @@ def stop(job: str, *, grace_s: float | None) -> Ask:
     return Ask(method="POST", path=API_PATH + job_path(job) + ":stop", body=body)
 
 
+def pause(job: str, *, grace_s: float | None) -> Ask:
+    """Ask a job to give its devices back and wait."""
+    body = {} if grace_s is None else {"grace_s": grace_s}
+    return Ask(method="POST", path=API_PATH + job_path(job) + ":pause", body=body or None)
+
+
+def resume(job: str) -> Ask:
+    """Put a paused job into the queue again."""
+    return Ask(method="POST", path=API_PATH + job_path(job) + ":resume")
+
+
 def change(job: str, changes: Mapping[str, Any]) -> Ask:
     """Change fields of a job that has not ended."""
     return Ask(method="PATCH", path=API_PATH + job_path(job), body={"changes": dict(changes)}, safe=False)

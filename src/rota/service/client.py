@@ -146,6 +146,14 @@ class Client(Wire):
         """Ask a job to end; gives the ``Job`` document."""
         return self.ask(calls.stop(job, grace_s=grace_s))
 
+    def pause(self, job: str, *, grace_s: float | None = None) -> Document:
+        """Ask a job to give its devices back and wait until ``resume``; gives the ``Job`` document."""
+        return self.ask(calls.pause(job, grace_s=grace_s))
+
+    def resume(self, job: str) -> Document:
+        """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
+        return self.ask(calls.resume(job))
+
     def change(self, job: str, changes: Mapping[str, Any]) -> Document:
         """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
         return self.ask(calls.change(job, changes))
@@ -299,6 +307,16 @@ class JobHandle:
     def set(self, **changes: Any) -> Self:
         """Change priority, queue, time_limit_s or labels."""
         self.document = self._client.change(self.id, changes)
+        return self
+
+    def pause(self, *, grace_s: float | None = None) -> Self:
+        """Ask it to give its devices back and wait."""
+        self.document = self._client.pause(self.id, grace_s=grace_s)
+        return self
+
+    def resume(self) -> Self:
+        """Put it into the queue again."""
+        self.document = self._client.resume(self.id)
         return self
 
     def stop(self, *, grace_s: float | None = None) -> Self:

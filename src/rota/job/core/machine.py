@@ -52,6 +52,7 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
 
 WAITING = frozenset({JobState.SUBMITTED, JobState.QUEUED, JobState.PAUSED})
@@ -116,6 +117,8 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
             return _with_spec(ctx, spec)
         case _, JobChanged(changes=changes) if ctx.spec is not None:
             return _with_spec(ctx, changed_spec(ctx.spec, changes))
+        case JobState.QUEUED, PreemptAsked(reason=Reason.PAUSED):
+            return replace(ctx, state=JobState.PAUSED)
         case _, JobAdmitted():
             return _admit(ctx, event)
         case _, StopAsked(reason=reason, grace_s=grace_s):
@@ -162,6 +165,8 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
         case JobState.RECOVERING, PreemptAsked(reason=reason, grace_s=grace_s):
             sooner = replace(ending, reason=reason, counts=False, grace_s=grace_s)
             return replace(ctx, state=JobState.PREEMPTING, ending=sooner)
+        case JobState.PREEMPTING, PreemptAsked(reason=Reason.PAUSED):
+            return replace(ctx, ending=replace(ending, reason=Reason.PAUSED))
         case _, GangReserveFailed(gang=gang, epoch=epoch):
             return winding.without_gang(ctx, gang, epoch, "reserving")
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):

@@ -14,7 +14,7 @@ _TURNS = frozenset({_J.RECOVERING, _J.PREEMPTING, _J.STOPPING}) | _ENDS
 
 JOB: Mapping[JobState, frozenset[JobState]] = {
     _J.SUBMITTED: frozenset({_J.QUEUED, _J.ADMITTED, _J.STOPPING}) | _ENDS,
-    _J.QUEUED: frozenset({_J.ADMITTED, _J.STOPPING}) | _ENDS,
+    _J.QUEUED: frozenset({_J.ADMITTED, _J.PAUSED, _J.STOPPING}) | _ENDS,
     _J.PAUSED: frozenset({_J.QUEUED, _J.ADMITTED, _J.STOPPING}) | _ENDS,
     _J.ADMITTED: frozenset({_J.STARTING}) | _TURNS,
     _J.CHECKING: frozenset({_J.STARTING}) | _TURNS,

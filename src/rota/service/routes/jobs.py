@@ -18,7 +18,7 @@ from rota.service.views.jobs import API, JobFilter, job_document, job_list, when
 from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.errors import BadInput, Conflict, SeqConflict
-from rota.spec.events import Event, JobChanged, StopAsked
+from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, StopAsked
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -145,6 +145,34 @@ async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = No
     if story.stop is None or asked.grace_s < story.stop.grace_s:
         event = StopAsked(reason=Reason.STOPPED_BY_USER, by=caller.user, grace_s=asked.grace_s)
         await _append_live(doors, story, event)
+    return show_document(doors, story)
+
+
+@router.post("/jobs/{job}:pause", status_code=202)
+async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Document:
+    """Give the devices back and keep the job: it stops within ``grace_s`` and waits, PAUSED, until it is resumed.
+
+    What it committed stays. Asking again is harmless.
+    """
+    story = doors.loop.installation.find(job)
+    if story.state in (JobState.SUBMITTED, JobState.STOPPING):
+        raise Conflict(f"{story.id} is {story.state.value}: it cannot be paused now", state=story.state.value)
+    pausing = story.preempt is not None and story.preempt.reason is Reason.PAUSED
+    if story.state is not JobState.PAUSED and not pausing:
+        asked = body or StopBody(grace_s=story.spec.grace_s)
+        await _append_live(doors, story, PreemptAsked(reason=Reason.PAUSED, grace_s=asked.grace_s))
+    return show_document(doors, story)
+
+
+@router.post("/jobs/{job}:resume", status_code=202)
+async def resume(job: str, doors: Parts, caller: Asker) -> Document:
+    """Put a paused job into the queue again, with its old queue time; it goes on from its last commit."""
+    story = doors.loop.installation.find(job)
+    if story.ended is not None or story.state is JobState.PREEMPTING:
+        hint = "" if story.ended else "ask again when it is PAUSED"
+        raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)
+    if story.state is JobState.PAUSED:
+        await _append_live(doors, story, JobQueued())
     return show_document(doors, story)
 
 

@@ -48,6 +48,8 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
         return story.ended.reason, story.ended.text or INFO[story.ended.reason].text
     if story.stop is not None:
         return story.stop.reason, INFO[story.stop.reason].text
+    if story.state is JobState.PAUSED:
+        return Reason.PAUSED, INFO[Reason.PAUSED].text
     if story.preempt is not None:
         return story.preempt.reason, INFO[story.preempt.reason].text
     if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:

@@ -169,7 +169,7 @@ class JobStory:
     def _note(self, at: float, event: e.Event) -> None:
         match event:
             case e.JobQueued():
-                self.queued_at = self.queued_at or at
+                self.queued_at, self.preempt = self.queued_at or at, None
             case e.JobWaits():
                 self.waits, self.waits_at = event, at
             case e.StopAsked():

@@ -1,0 +1,406 @@
+"""Process group ``rota_shm``: collectives of CPU tensors on one machine through shared memory of the tensor plane.
+
+``register()`` makes it known; then ``dist.init_process_group("rota_shm")`` or ``new_group(backend="rota_shm")``. What
+the arena does not carry (point to point, gather, scatter, other dtypes) goes to an inner Gloo group, and so does all
+when the ranks are not on one machine. A collective is done when its call returns, in the order of the calls.
+"""
+
+# torch's stubs name the parameters of these methods otherwise than its own callers, which pass them by position.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false, reportIncompatibleVariableOverride=false
+
+from __future__ import annotations
+
+import platform
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from rota import tensors
+from rota.runtime import process
+from rota.runtime.chance import SystemChance
+from rota.runtime.clock import SystemClock
+from rota.spec.errors import RotaError
+from rota.train.shm_arena import CHUNK_BYTES, Arena, carries, pieces, reduce_into
+
+c10d: Any = _distributed_c10d  # its stub lacks half of what it has
+NAME: Final = "rota_shm"
+_OPS: Final = {
+    dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "product",
+}  # fmt: skip
+_DIRECT_MAX: Final = 16 * 1024
+"""Bytes up to which an all-reduce of more than two ranks takes one round of everything instead of two of parts."""
+
+
+def register() -> None:
+    """Make the backend ``rota_shm`` known to torch.distributed; harmless when it is."""
+    if not hasattr(dist.Backend, NAME.upper()):
+        dist.Backend.register_backend(NAME, make_group, devices=["cpu"])
+
+
+def make_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of this rank: a ShmGroup, or a Gloo group (with a warning) when shared memory cannot serve all ranks.
+
+    Every rank takes part; ``timeout`` bounds the meeting and later each wait.
+    """
+    gloo = c10d.ProcessGroupGloo(c10d.PrefixStore("gloo/", store), rank, size, timeout)
+    reason, memory = _share(store, rank, size, timeout)
+    if memory is None:
+        if rank == 0:
+            warnings.warn(f"rota_shm falls back to gloo: {reason}", RuntimeWarning, stacklevel=2)
+        return ShmGroup(rank, size, gloo, None)
+    arena = Arena(memory, rank, size, timeout_s=timeout.total_seconds(), clock=SystemClock())
+    return ShmGroup(rank, size, gloo, arena)
+
+
+def _share(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[str, torch.Tensor | None]:
+    """The shared memory of the group, or why there is none; the same answer on all ranks."""
+    store.set_timeout(timeout)
+    store.set(f"machine/{rank}", _machine())
+    machines = {store.get(f"machine/{peer}") for peer in range(size)}
+    if len(machines) > 1:
+        return f"the ranks are on {len(machines)} machines", None
+    if platform.machine() != "x86_64":
+        return f"stores may be reordered on {platform.machine()}", None
+    name, memory = "", None
+    if rank == 0:
+        try:
+            name = f"collectives/{SystemChance().fresh()}"
+            with tensors.connect().create(name, (Arena.bytes_for(size),), "uint8", mutable=True, orphan="drop") as made:
+                made[: Arena.bytes_for(size) - size * CHUNK_BYTES].zero_()
+            memory = made
+            store.set("arena", name)
+        except RotaError as error:
+            store.set("arena", f"!{error.message}")
+    name = store.get("arena").decode()
+    if name.startswith("!"):
+        return name[1:], None
+    if memory is None:
+        memory = tensors.connect().get(name, wait_s=timeout.total_seconds(), sealed=False)
+    if store.add("mapped", 1) == size:
+        store.set("all_mapped", "1")
+    store.wait(["all_mapped"], timeout)
+    if rank == 0:
+        tensors.connect().delete(name)  # from now on the memory ends with the last rank, however it ends
+    return "", memory
+
+
+def _machine() -> str:
+    return f"{process.boot_id()} {Path('/proc/self/ns/pid').readlink()}"
+
+
+class ShmGroup(dist.ProcessGroup):
+    """The collectives of one rank. Raises PeerLost when a rank died or is late, CollectiveMismatch, BadInput."""
+
+    def __init__(self, rank: int, size: int, gloo: Any, arena: Arena | None) -> None:
+        c10d.ProcessGroup.__init__(self, rank, size)
+        self._rank, self._size, self._gloo, self._arena = rank, size, gloo, arena
+        self._lock, self._name = threading.Lock(), ""
+
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self._size
+
+    def getBackendName(self) -> str:  # torch's name
+        """The name that torch shows."""
+        return NAME
+
+    def _set_group_name(self, name: str) -> None:  # torch keeps names in C++ backends, which this group has none of
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """The name under which torch finds this group."""
+        return self._name
+
+    @property
+    def shared(self) -> bool:
+        """False when the group fell back to Gloo."""
+        return self._arena is not None
+
+    def allreduce(self, tensor_list: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Combine over all ranks in rank order: the same bits on all ranks."""
+        opts = opts or c10d.AllreduceOptions()
+        op = self._op(opts.reduceOp, tensor_list)
+        if op is None:
+            return self._gloo.allreduce(list(tensor_list), opts)
+        return self._each(tensor_list, lambda tensor: self._all_reduce(tensor, op))
+
+    def allreduce_coalesced(self, tensor_list: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """``allreduce`` of each."""
+        plain = c10d.AllreduceOptions()
+        if opts is not None:
+            plain.reduceOp = opts.reduceOp
+        return self.allreduce(tensor_list, plain)
+
+    def broadcast(self, tensor_list: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Copy from ``opts.rootRank`` to all."""
+        opts = opts or c10d.BroadcastOptions()
+        if not self._carried(tensor_list):
+            return self._gloo.broadcast(list(tensor_list), opts)
+        return self._each(tensor_list, lambda tensor: self._broadcast(tensor, opts.rootRank))
+
+    def allgather(self, output_tensors: Sequence[Any], input_tensor: Sequence[torch.Tensor], opts: Any = None) -> Any:
+        """Every rank's tensor to every rank, as lists; equal shapes go through shared memory."""
+        (outputs,), (given,) = output_tensors, input_tensor
+        if not self._carried((given, *outputs)) or any(each.shape != given.shape for each in outputs):
+            return self._gloo.allgather(output_tensors, input_tensor, opts or c10d.AllgatherOptions())
+        flats = [_flat(each) for each in outputs]
+        self._do(lambda: self._all_gather(flats, _flat(given)))
+        _restore(outputs, flats)
+        return _done([outputs])
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """Every rank's tensor to every rank, joined along dim 0."""
+        if not self._carried((output, input)):
+            return self._gloo._allgather_base(output, input, opts or c10d.AllgatherOptions())
+        flat = _flat(output)
+        self._do(lambda: self._all_gather(list(flat.view(self._size, -1)), _flat(input)))
+        _restore([output], [flat])
+        return _done([output])
+
+    def reduce_scatter(self, output_tensors: Sequence[torch.Tensor], input_tensors: Any, opts: Any = None) -> Any:
+        """Combine lists over all ranks and give each rank its entry; equal shapes go through shared memory."""
+        opts = opts or c10d.ReduceScatterOptions()
+        (output,), (given,) = output_tensors, input_tensors
+        op = self._op(opts.reduceOp, (output, *given))
+        if op is None or any(each.shape != output.shape for each in given):
+            return self._gloo.reduce_scatter(output_tensors, input_tensors, opts)
+        flat = _flat(output)
+        self._do(lambda: self._reduce_scatter(flat, [_flat(each) for each in given], op))
+        _restore([output], [flat])
+        return _done([output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """Combine over all ranks and give each rank its part along dim 0."""
+        opts = opts or c10d.ReduceScatterOptions()
+        op = self._op(opts.reduceOp, (output, input))
+        if op is None:
+            return self._gloo._reduce_scatter_base(output, input, opts)
+        flat = _flat(output)
+        self._do(lambda: self._reduce_scatter(flat, list(_flat(input).view(self._size, -1)), op))
+        _restore([output], [flat])
+        return _done([output])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """``all_gather_single`` of each."""
+        for output, given in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, given).wait()
+        return _done(list(outputs))
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """``reduce_scatter_single`` of each."""
+        for output, given in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, given, opts).wait()
+        return _done(list(outputs))
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """Part j of rank i goes to part i of rank j, along dim 0; even parts go through shared memory."""
+        uneven = len(set(output_splits)) > 1 or len(set(input_splits)) > 1 or output.shape != input.shape
+        # each rank sees its own splits alone, so that only a call without any is known to be even everywhere
+        if output_splits or input_splits or uneven or not self._carried((output, input)):
+            opts = opts or c10d.AllToAllOptions()
+            return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)
+        flat = _flat(output)
+        parts = list(flat.view(self._size, -1))
+        self._do(lambda: self._all_to_all(parts, list(_flat(input).view(self._size, -1))))
+        _restore([output], [flat])
+        return _done([output])
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks."""
+        if self._arena is None:
+            return self._gloo.barrier(opts or c10d.BarrierOptions())
+        arena = self._arena
+        self._do(lambda: arena.run("barrier", _NOTHING, 0, 1, None, None))
+        return _done([])
+
+    def alltoall(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.alltoall(*args, **kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.gather(*args, **kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.scatter(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.reduce(*args, **kwargs)
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.send(*args, **kwargs)
+
+    def recv(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.recv(*args, **kwargs)
+
+    def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
+        """By Gloo."""
+        return self._gloo.recv_anysource(*args, **kwargs)
+
+    # -- algorithms on flat tensors -----------------------------------------------------------------------------------
+
+    def _all_reduce(self, flat: torch.Tensor, op: str) -> None:
+        if self._size > 2 and flat.nbytes > _DIRECT_MAX and flat.numel() % self._size == 0:
+            parts = list(flat.view(self._size, -1))
+            self._reduce_scatter(parts[self._rank], parts, op)
+            self._all_gather(parts, parts[self._rank])
+            return
+        spans = list(pieces(flat.numel(), CHUNK_BYTES // flat.element_size()))
+
+        def put(i: int, slot: torch.Tensor) -> None:
+            begin, end = spans[i]
+            slot[: end - begin].copy_(flat[begin:end])
+
+        def take(i: int, slots: list[torch.Tensor]) -> None:
+            begin, end = spans[i]
+            part = flat[begin:end]
+            reduce_into(part, [slot[: end - begin] for slot in slots], op)
+            if op == "avg":
+                part.div_(self._size)
+
+        self._run("all_reduce", flat, len(spans), put, take)
+
+    def _reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:
+        room = CHUNK_BYTES // output.element_size() // self._size
+        spans, me, others = list(pieces(output.numel(), room)), self._rank, self._others
+
+        def put(i: int, slot: torch.Tensor) -> None:
+            begin, end = spans[i]
+            for peer in others:
+                slot[peer * room : peer * room + end - begin].copy_(parts[peer][begin:end])
+
+        def take(i: int, slots: list[torch.Tensor]) -> None:
+            begin, end = spans[i]
+            mine = slice(me * room, me * room + end - begin)
+            given = [parts[me][begin:end] if rank == me else slot[mine] for rank, slot in enumerate(slots)]
+            if self._size > 2 and me > 1 and output.data_ptr() == parts[me].data_ptr():
+                given[me] = given[me].clone()  # it would be overwritten before its turn comes
+            reduce_into(output[begin:end], given, op)
+            if op == "avg":
+                output[begin:end].div_(self._size)
+
+        self._run("reduce_scatter", output, len(spans), put, take)
+
+    def _all_gather(self, outputs: list[torch.Tensor], given: torch.Tensor) -> None:
+        spans, me, others = list(pieces(given.numel(), CHUNK_BYTES // given.element_size())), self._rank, self._others
+        own = outputs[me]
+        if own.data_ptr() != given.data_ptr():
+            own.copy_(given)
+
+        def put(i: int, slot: torch.Tensor) -> None:
+            begin, end = spans[i]
+            slot[: end - begin].copy_(given[begin:end])
+
+        def take(i: int, slots: list[torch.Tensor]) -> None:
+            begin, end = spans[i]
+            for peer in others:
+                outputs[peer][begin:end].copy_(slots[peer][: end - begin])
+
+        self._run("all_gather", given, len(spans), put, take)
+
+    def _broadcast(self, flat: torch.Tensor, root: int) -> None:
+        spans = list(pieces(flat.numel(), CHUNK_BYTES // flat.element_size()))
+
+        def put(i: int, slot: torch.Tensor) -> None:
+            begin, end = spans[i]
+            slot[: end - begin].copy_(flat[begin:end])
+
+        def take(i: int, slots: list[torch.Tensor]) -> None:
+            begin, end = spans[i]
+            flat[begin:end].copy_(slots[root][: end - begin])
+
+        is_root = self._rank == root
+        self._run("broadcast", flat, len(spans), put if is_root else None, None if is_root else take)
+
+    def _all_to_all(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        room = CHUNK_BYTES // parts[0].element_size() // self._size
+        spans, me, others = list(pieces(parts[0].numel(), room)), self._rank, self._others
+        outputs[me].copy_(parts[me])
+
+        def put(i: int, slot: torch.Tensor) -> None:
+            begin, end = spans[i]
+            for peer in others:
+                slot[peer * room : peer * room + end - begin].copy_(parts[peer][begin:end])
+
+        def take(i: int, slots: list[torch.Tensor]) -> None:
+            begin, end = spans[i]
+            for peer in others:
+                outputs[peer][begin:end].copy_(slots[peer][me * room : me * room + end - begin])
+
+        self._run("all_to_all", parts[0], len(spans), put, take)
+
+    # -- around them --------------------------------------------------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self._size) if peer != self._rank]
+
+    def _run(self, operation: str, flat: torch.Tensor, rounds: int, put: Any, take: Any) -> None:
+        assert self._arena is not None
+        self._arena.run(operation, flat, flat.numel(), rounds, put, take)
+
+    def _carried(self, given: Sequence[torch.Tensor]) -> bool:
+        return self._arena is not None and all(carries(tensor) for tensor in given)
+
+    def _op(self, reduce_op: Any, given: Sequence[torch.Tensor]) -> str | None:
+        """The name of the operation, or None when Gloo has to do it."""
+        op = next((name for known, name in _OPS.items() if reduce_op == known), None)
+        fits = self._carried(given) and all(each.dtype is not torch.bool for each in given)
+        return op if fits and (op != "avg" or all(each.is_floating_point() for each in given)) else None
+
+    def _each(self, given: Sequence[torch.Tensor], act: Callable[[torch.Tensor], None]) -> Any:
+        flats = [_flat(tensor) for tensor in given]
+        self._do(lambda: [act(flat) for flat in flats])
+        _restore(given, flats)
+        return _done(list(given))
+
+    def _do(self, act: Callable[[], object]) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("two threads are in one rota_shm group: give each its own group")
+        try:
+            with torch.no_grad():
+                act()
+        finally:
+            self._lock.release()
+
+
+_NOTHING: Final = torch.empty(0)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor with the elements of ``tensor``: its memory, or a copy when it has gaps."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _restore(tensors_: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
+    """Write copies that ``_flat`` had to make back."""
+    for tensor, flat in zip(tensors_, flats, strict=True):
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _done(result: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return c10d._create_work_from_future(future)

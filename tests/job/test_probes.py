@@ -9,7 +9,8 @@ from tests.makers import fail as contract
 
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
-from rota.job.probes import Beat, BeatAnswer, Failure, Pulse, Watch
+from rota.job.diagnosis import DiagnosisManager
+from rota.job.probes import Beat, BeatAnswer, Failure, Pulse
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
@@ -64,7 +65,7 @@ def test_idle_counts_from_the_last_mark_of_what_runs_and_not_through_quiet_spans
 
 def test_an_instance_is_given_up_after_80_s_without_a_beat_once_an_epoch() -> None:
     clock, ctx = VirtualClock(), ready()
-    watch = Watch(clock)
+    watch = DiagnosisManager(clock)
     assert watch.overdue(ctx) == []
     clock.advance(79)
     assert watch.overdue(ctx) == []
@@ -76,7 +77,7 @@ def test_an_instance_is_given_up_after_80_s_without_a_beat_once_an_epoch() -> No
 
 def test_a_new_master_gives_every_instance_the_whole_limit_again() -> None:
     clock, ctx = VirtualClock(start_s=5000.0), ready()
-    watch = Watch(clock)
+    watch = DiagnosisManager(clock)
     watch.overdue(ctx)
     clock.advance(60)
     watch.heard(EMPTY)
@@ -86,7 +87,7 @@ def test_a_new_master_gives_every_instance_the_whole_limit_again() -> None:
 
 def test_no_progress_is_told_after_the_limit_of_the_role() -> None:
     clock, ctx = VirtualClock(), ready(progress_s=30)
-    watch = Watch(clock)
+    watch = DiagnosisManager(clock)
     watch.heard(replace(EMPTY, idle_s=29, busy=("update",)))
     assert watch.overdue(ctx) == []
     watch.heard(replace(EMPTY, idle_s=31, busy=("update",)))
@@ -96,6 +97,6 @@ def test_no_progress_is_told_after_the_limit_of_the_role() -> None:
 
 def test_silence_of_an_older_epoch_accuses_nobody() -> None:
     clock, ctx = VirtualClock(), ready()
-    watch = Watch(clock)
+    watch = DiagnosisManager(clock)
     watch.heard(replace(EMPTY, epoch=Epoch(0), idle_s=500, busy=("update",)))
     assert watch.overdue(ctx) == []

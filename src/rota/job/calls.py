@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from rota.job import dispatch
 from rota.job.peers import Peer, PeerTable
+from rota.job.waiting import Waiting, size_of
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard
@@ -75,7 +76,17 @@ class _Limits:
 class Courier:
     """Sends calls by the newest table of peers; belongs to one event loop."""
 
-    def __init__(self, *, job: JobId, spec: JobSpec, launcher: Launcher, clock: Clock, caller: InstanceId) -> None:
+    def __init__(
+        self,
+        *,
+        job: JobId,
+        spec: JobSpec,
+        launcher: Launcher,
+        clock: Clock,
+        caller: InstanceId,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self.waiting = waiting or Waiting(clock)
         self.table = PeerTable()
         self.loop_epoch = Epoch(0)
         """Of the loop in this process; set by ``enter``."""
@@ -245,8 +256,13 @@ class Courier:
         )
         call = Call(method="call", args=(request,), timeout_s=self._left(limits.deadline_s))
         self.calls_open += 1
+        wait = self.waiting.begin(str(peer.id), "call", op.name)
+        answered = False
+        size = size_of(args)
         try:
             reply: Reply = await self._launcher.call(peer.handle(self._job), call)
+            answered = reply.kind == "ok"
+            size += size_of(reply.value)
         except ProcessGone as error:
             self._down.add((peer.id, peer.epoch))
             return _Lost(str(error))
@@ -259,6 +275,7 @@ class Courier:
             ) from None
         finally:
             self.calls_open -= 1
+            self.waiting.end(wait, ok=answered, size=size)
         if reply.kind == "ok":
             return reply
         self._down.add((peer.id, peer.epoch))
@@ -300,8 +317,9 @@ class Courier:
                 return peer
             left_s = self._left(limits.deadline_s)
             try:
-                async with asyncio.timeout(left_s):
-                    await changed.wait()
+                with self.waiting.on(role.name, "ready"):
+                    async with asyncio.timeout(left_s):
+                        await changed.wait()
             except TimeoutError:
                 raise self._role_down(role, since_s) from None
 

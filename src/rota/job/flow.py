@@ -18,6 +18,7 @@ import contextlib
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rota.job.bodies import Forming, Seat, make_context
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
+from rota.job.probes import QUIET_MAX_S
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec, StreamRule
 from rota.spec.errors import BadInput, CallError, Fenced, RolledBack
@@ -105,6 +107,13 @@ class Flow:
         """Who is where and ready, as last told by the master."""
         return self._seat.courier.table
 
+    def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> AbstractContextManager[None]:
+        """Declare a legal silence: ``with f.quiet("waiting for data", max_s=3600):``.
+
+        A loop that neither calls nor commits for its ``progress`` limit counts as hung.
+        """
+        return self._seat.pulse.quiet(why, max_s)
+
     def log(self, message: str) -> None:
         """One line in the log of the loop; the log adds the time."""
         sys.stdout.write(f"{message}\n")
@@ -176,7 +185,11 @@ class Flow:
     # -- in the control lane ------------------------------------------------------------------------------------------
 
     async def _in_control(self, work: Any) -> Any:
-        return await self._seat.control.run(_as_coroutine(work))
+        """What comes back from there is progress: between two answers it is the loop's own code that is at work."""
+        try:
+            return await self._seat.control.run(_as_coroutine(work))
+        finally:
+            self._seat.pulse.touch()
 
     async def _save_and_commit(self, n: int, metrics: dict[str, Any]) -> PeerTable:
         spec, courier = self._seat.spec, self._seat.courier
@@ -207,7 +220,8 @@ class Flow:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
         call = Call(method="save", kwargs=kwargs)
         try:
-            reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)
+            with self._seat.pulse.waiting.on(str(peer.id), "commit", f"save {n}"):
+                reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)
         except (ProcessGone, CallTimeout) as error:
             reply = {"answer": "lost", "text": str(error)}
         if reply["answer"] != "done":
@@ -222,7 +236,8 @@ class Flow:
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:
-                answer = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
+                with self._seat.pulse.waiting.on("master", "commit", str(n)):
+                    answer = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
             except (ProcessGone, CallTimeout):
                 await self._seat.clock.sleep(0.2)  # the master comes back; the commit is the same by (loop epoch, n)
                 continue
@@ -261,7 +276,8 @@ class LoopBody:
         self._task = asyncio.current_task()
         self._left = left = asyncio.Event()
         try:
-            await self._seat.user.run(self._enter(self._function, flow, left))
+            with self._seat.pulse.running(self._function.__name__):
+                await self._seat.user.run(self._enter(self._function, flow, left))
         finally:
             self._task = None
 

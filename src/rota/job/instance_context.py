@@ -58,6 +58,13 @@ class InstanceContext:
         """Declare a legal silence: ``with ctx.quiet("checkpoint", max_s=600):``."""
         return self.pulse.quiet(why, max_s)
 
+    def waiting(self, target: str, what: str = "") -> AbstractContextManager[None]:
+        """Say that this code waits for ``target`` (``role/rank``, or any name) over a channel of its own.
+
+        ``with ctx.waiting("rollout/0", "my socket"):`` makes the wait an edge of the graph that ``rota why`` shows.
+        """
+        return self.pulse.waiting.on(target, "declared", what)
+
     def log(self, message: str) -> None:
         """One line in the log of this instance; the log adds the time."""
         sys.stdout.write(f"{message}\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -22,16 +23,19 @@ from rota.job import shadow
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, initial, step
+from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.inspect import import_target
 from rota.job.lanes import Lane
 from rota.job.peers import PeerTable, cursor_with, table_of
-from rota.job.probes import Beat, BeatAnswer, Watch
+from rota.job.probes import Beat, BeatAnswer
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.log import EventLog, Writer, master_scope
+from rota.runtime.node import seen_from_outside
+from rota.runtime.process import ProcessId
 from rota.spec.commands import Emit
-from rota.spec.errors import Fenced, NotReachable, SeqConflict, StoreUnavailable, TensorError
+from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -59,6 +63,7 @@ STORE_RETRY_S = 0.5
 DEGRADED_MAX_S = 600.0
 """So long a master whose store is away answers beats and waits; after that it steps down."""
 PUSH_MAX_S = 5.0
+STACKS_MAX_S = 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
@@ -92,7 +97,8 @@ class JobMaster:
     """One run of the master of a job; belongs to one event loop.
 
     ``offload`` runs a blocking call elsewhere (in virtual time: at once). ``give_back`` drops the tensors of the job,
-    before the end is written: whoever reads the end may end this process.
+    before the end is written: whoever reads the end may end this process. ``look_at`` gives the stacks of a process of
+    this node that does not answer, empty when it cannot.
     """
 
     def __init__(
@@ -106,16 +112,17 @@ class JobMaster:
         offload: Offload = asyncio.to_thread,
         pid: int = 0,
         give_back: Callable[[], None] = lambda: None,
+        look_at: Callable[[ProcessId], str] = lambda which: "",
     ) -> None:
         self.ctx: JobContext = initial(job)
         self.epoch = Epoch(0)
         self._job, self._place, self._log, self._launcher, self._clock = job, place, log, launcher, clock
-        self._offload, self._pid, self._give_back = offload, pid, give_back
+        self._offload, self._pid, self._give_back, self._look_at = offload, pid, give_back, look_at
         self._number = 0
         self._workdir = ""
         self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue()
         self._story: deque[str] = deque(maxlen=STORY_MAX)
-        self._watch = Watch(clock)
+        self._watch = DiagnosisManager(clock)
         self._executor: Executor | None = None
         self._owned: set[asyncio.Task[Any]] = set()
         self._table = PeerTable()
@@ -160,7 +167,7 @@ class JobMaster:
 
     async def _emit(self, emit: Emit) -> None:
         """Append a fact that follows from the state, only if the state is still the one it follows from."""
-        if isinstance(emit.event, JobEnded) and _shares_tensors(self.ctx):
+        if isinstance(emit.event, JobEnded) and self.ctx.shares_tensors:
             await self._offload(self._give_back)
         try:
             await self._append_at(emit.event, self.ctx.seq)
@@ -271,13 +278,18 @@ class JobMaster:
     async def _watch_silences(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            for event in self._watch.overdue(self.ctx):
+            for event in self._watch.overdue(self.ctx, self._absent()):
                 if isinstance(event, ProgressStalled):
-                    stacks = await self.stacks(event.role, event.rank)
-                    event = ProgressStalled(
-                        role=event.role, rank=event.rank, epoch=event.epoch, idle_s=event.idle_s, stacks=stacks
-                    )
+                    event = dataclasses.replace(event, stacks=await self.stacks(event.role, event.rank))
                 self.report(event)
+
+    def _absent(self) -> dict[str, tuple[str, ...]]:
+        """Who has not come to the meeting of its process group, by role."""
+        return {
+            role: tuple(f"{role}/{rank}" for rank in range(here.world) if rank not in here.ranks)
+            for (role, _), here in self._gatherings.items()
+            if not here.complete.is_set()
+        }
 
     def report(self, event: JobEvent) -> None:
         """Put an event into the inbox: it is appended and stepped in its turn."""
@@ -288,7 +300,7 @@ class JobMaster:
     def _push_table(self) -> None:
         """Tell every ready instance that calls others; the rest learn by their next beat."""
         table = table_of(self.ctx)
-        if _same(table, self._table):
+        if table.same(self._table):
             return
         self._table = table
         loop = self.ctx.loop
@@ -373,14 +385,23 @@ class JobMaster:
         return None if here.over else here.address
 
     async def stacks(self, role: str, rank: int) -> str:
-        """The stacks of one instance; empty when it does not answer."""
+        """The stacks of one instance; one that does not answer is looked at from outside, if it is on this node."""
         try:
-            return str(await self._tell(role, rank, Call(method="stacks", timeout_s=PUSH_MAX_S, control=True)))
+            return str(await self._tell(role, rank, Call(method="stacks", timeout_s=STACKS_MAX_S, control=True)))
         except (ProcessGone, CallTimeout, RemoteError) as error:
-            return f"no stacks: {error}"
+            peer = table_of(self.ctx).find(role, rank)
+            one = self.ctx.instances.get(peer.id) if peer is not None else None
+            if one is None or one.process is None:
+                return f"no stacks: {error}"
+            which = ProcessId(pid=one.process.pid, start_time=one.process.start_time)
+            return await self._offload(lambda: self._look_at(which)) or f"no stacks: {error}"
+
+    async def why(self) -> dict[str, Any]:
+        """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
+        return await self._watch.explain(self.ctx, self._absent(), self.stacks)
 
     def status(self) -> dict[str, Any]:
-        """The state of the job and the last beat of every instance, with the seconds since it was heard."""
+        """The state of the job and the last beat of every instance, with its age."""
         now_s = self._clock.monotonic_s()
         heard = self._watch.beats.items()
         beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in heard}
@@ -412,27 +433,6 @@ class JobMaster:
             await self._executor.close()
 
 
-def _shares_tensors(ctx: JobContext) -> bool:
-    return ctx.spec is not None and (bool(ctx.spec.weights) or bool(ctx.plan.stateful))
-
-
-def drop_tensors(job: JobId, home: str) -> None:
-    """Give the shared memory of a job back; a registry that is gone has nothing left of it."""
-    try:
-        shadow.drop(job, home)
-    except (NotReachable, TensorError) as error:
-        sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
-
-
-def _same(left: PeerTable, right: PeerTable) -> bool:
-    return (left.peers, left.weights, left.committed, left.master_epoch) == (
-        right.peers,
-        right.weights,
-        right.committed,
-        right.master_epoch,
-    )
-
-
 class Master:
     """The master as the engine hosts it: detached, restarted by the engine, no user code, no torch.
 
@@ -460,7 +460,8 @@ class Master:
             launcher=opened(),
             clock=SystemClock(),
             pid=os.getpid(),
-            give_back=functools.partial(drop_tensors, self._job, home),
+            give_back=functools.partial(shadow.give_back, self._job, home),
+            look_at=seen_from_outside,
         )
 
     async def _live(self) -> None:
@@ -490,6 +491,10 @@ class Master:
     async def stacks(self, role: str, rank: int) -> str:
         """See JobMaster."""
         return await self._lane.run(self._master.stacks(role, rank))
+
+    async def why(self) -> dict[str, Any]:
+        """See JobMaster."""
+        return await self._lane.run(self._master.why())
 
     async def status(self) -> dict[str, Any]:
         """See JobMaster."""

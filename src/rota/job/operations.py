@@ -158,7 +158,9 @@ class ClassBody:
     async def _load(self, edge: str, version: tuple[int, int]) -> None:
         if self._marks.weights is not None:
             job, plane = self._seat.place.job, self._plane
-            tensors = await self._seat.user.do(lambda: shadow.fetch(plane, job, edge, version))
+            source = next((one.source for one in self._seat.spec.weights if one.name == edge), edge)
+            with self._seat.pulse.waiting.on(f"{source}/0", "weights", edge):
+                tensors = await self._seat.user.do(lambda: shadow.fetch(plane, job, edge, version))
             await self._in_user(getattr(self._object, self._marks.weights), (version[1], tensors), {})
         self._loaded[edge] = version
 

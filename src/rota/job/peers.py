@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.job.core.context import Instance, JobContext
@@ -63,6 +63,10 @@ class PeerTable:
     def find(self, role: str, rank: int) -> Peer | None:
         """One instance, or None when the job has none of that name."""
         return next((peer for peer in self.peers if peer.role == role and peer.rank == rank), None)
+
+    def same(self, other: PeerTable) -> bool:
+        """True when it says the same as another table, whatever the versions are."""
+        return replace(self, version=other.version, loop_epoch=other.loop_epoch) == other
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for the way between processes."""

@@ -1,30 +1,32 @@
-"""Beats and progress: what an instance tells its master once a second, and what the master reads from silence."""
+"""Beats and progress: what an instance tells its master once a second, and where it counts that."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
-from rota.job.core.context import JobContext
+from rota.job.core.waits import Wait
 from rota.job.peers import PeerTable
+from rota.job.waiting import Waiting, place_in_collectives
 from rota.runtime.clock import Clock
 from rota.spec import codec
-from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
+from rota.spec.events import InstanceLost
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState
 
 BEAT_S = 1.0
 LEASE_S = 60.0
 """Without an answer of the master for this long an instance takes no calls."""
 FENCE_EXIT_S = 75.0
 """Without an answer for this long an instance ends itself."""
-SILENCE_MAX_S = 80.0
-"""After this long without a beat the master treats an instance as gone: it has ended itself before."""
 QUIET_MAX_S = 600.0
+STEPS_KEPT = 20
+"""Durations of steps whose median a beat tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,10 @@ class Failure:
 class Beat:
     """What an instance tells its master. ``idle_s`` = since its last mark of progress, 0 when nothing runs in it.
 
-    ``busy`` names the operations that run, ``quiet`` the reason of a declared silence.
+    ``busy`` names the operations that run, ``quiet`` the reason of a declared silence. ``still_s`` is since its last
+    mark whether or not something runs, ``waits`` whom it waits for, the oldest first. ``collectives`` counts those it
+    has entered (-1: no process group), ``inside`` names the one it is in. ``step_s`` is the median of its last
+    ``steps`` steps, ``cpu_s`` and ``rss_bytes`` what its processes have used.
     """
 
     role: RoleName
@@ -55,6 +60,16 @@ class Beat:
     idle_s: float = 0.0
     busy: tuple[str, ...] = ()
     quiet: str = ""
+    still_s: float = 0.0
+    waits: tuple[Wait, ...] = ()
+    collectives: int = -1
+    inside: str = ""
+    step_s: float = 0.0
+    steps: int = 0
+    cpu_s: float = 0.0
+    rss_bytes: int = 0
+    calls: tuple[tuple[str, str, str, int, int, float, int], ...] = ()
+    """Observed edges: kind, target role, operation, times, of which failed, seconds waited, bytes."""
     failure: Failure | None = None
 
     @property
@@ -116,13 +131,27 @@ class Pulse:
         self._running: dict[int, str] = {}
         self._tokens = 0
         self._quiet: dict[int, tuple[str, float]] = {}
+        self._step_at_s: float | None = None
+        self._steps: deque[float] = deque(maxlen=STEPS_KEPT)
+        self.waiting = Waiting(clock)
+        self.collectives: Callable[[], tuple[int, str]] = place_in_collectives
+        """How many collectives were entered and which one is under way; a command reads it from its ranks."""
+
+    def touch(self) -> None:
+        """Something moved that is no step of its own: the silence begins anew."""
+        with self._lock:
+            self._at_s = self._clock.monotonic_s()
 
     def mark(self, n: float | None = None, unit: str = "") -> None:
         """Progress was made; ``n`` is how far it is in ``unit``, one more than before when left out."""
         with self._lock:
-            self._n = self._n + 1 if n is None else float(n)
+            steps = 1.0 if n is None else float(n) - self._n
+            self._n += steps
             self._unit = unit or self._unit
-            self._at_s = self._clock.monotonic_s()
+            self._at_s = now_s = self._clock.monotonic_s()
+            if self._step_at_s is not None and steps > 0:
+                self._steps.append((now_s - self._step_at_s) / steps)
+            self._step_at_s = now_s
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -131,7 +160,7 @@ class Pulse:
             self._tokens += 1
             token = self._tokens
             if not self._running:
-                self._at_s = self._clock.monotonic_s()
+                self._at_s = self._step_at_s = self._clock.monotonic_s()
             self._running[token] = name
         try:
             yield
@@ -156,6 +185,7 @@ class Pulse:
 
     def read(self, beat: Beat) -> Beat:
         """``beat`` with the present marks."""
+        entered, inside = self.collectives()
         with self._lock:
             now_s = self._clock.monotonic_s()
             quiet = next((why for why, until_s in self._quiet.values() if now_s < until_s), "")
@@ -166,43 +196,14 @@ class Pulse:
                 idle_s=now_s - self._at_s if self._running and not quiet else 0.0,
                 busy=tuple(self._running.values()),
                 quiet=quiet,
+                still_s=now_s - self._at_s,
+                waits=self.waiting.read(str(beat.id)),
+                collectives=entered,
+                inside=inside,
+                step_s=median(self._steps) if self._steps else 0.0,
+                steps=len(self._steps),
+                calls=tuple(
+                    (*edge, count.n, count.failed, round(count.seconds, 3), count.bytes)
+                    for edge, count in self.waiting.counts.copy().items()
+                ),
             )
-
-
-@dataclass(slots=True)
-class Watch:
-    """The master's side: the last beat of each instance, and which silences have become too long."""
-
-    clock: Clock
-    beats: dict[InstanceId, tuple[Beat, float]] = field(default_factory=dict[InstanceId, tuple[Beat, float]])
-    since: dict[tuple[InstanceId, Epoch], float] = field(default_factory=dict[tuple[InstanceId, Epoch], float])
-    stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
-
-    def heard(self, beat: Beat) -> None:
-        """Note a beat."""
-        self.beats[beat.id] = (beat, self.clock.monotonic_s())
-
-    def overdue(self, ctx: JobContext) -> list[JobEvent]:
-        """Events of silences that are too long now, each once an epoch."""
-        now_s = self.clock.monotonic_s()
-        found: list[JobEvent] = []
-        watched = [one for one in ctx.instances.values() if one.state is InstanceState.READY]
-        self.since = {key: self.since.get(key, now_s) for key in ((one.id, one.epoch) for one in watched)}
-        self.stalled &= set(self.since)
-        for one in watched:
-            key = (one.id, one.epoch)
-            beat, at_s = self.beats.get(one.id, (None, 0.0))
-            silent_s = now_s - max(at_s, self.since[key])
-            if key in self.stalled or ctx.spec is None:
-                continue
-            limit_s = ctx.spec.role(one.id.role).fail.progress_s
-            if silent_s > SILENCE_MAX_S:
-                text = f"no beat for {silent_s:.0f} s"
-                lost = InstanceLost(role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.HANG, text=text)
-                found.append(lost)
-                self.stalled.add(key)
-            elif beat is not None and beat.epoch == one.epoch and beat.idle_s > limit_s:
-                stall = ProgressStalled(role=one.id.role, rank=one.id.rank, epoch=one.epoch, idle_s=beat.idle_s)
-                found.append(stall)
-                self.stalled.add(key)
-        return found

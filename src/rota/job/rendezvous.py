@@ -93,7 +93,8 @@ async def meet(seat: Seat, forming: Forming, address: str) -> str:
     call = Call(method="meet", kwargs=kwargs, timeout_s=MEET_MAX_S)
     while True:
         try:
-            found: str | None = await seat.launcher.call(master_handle(seat.place.job), call)
+            with seat.pulse.waiting.on("master", "meeting", f"epoch {forming.epoch}"):
+                found: str | None = await seat.launcher.call(master_handle(seat.place.job), call)
         except (ProcessGone, CallTimeout):
             await seat.clock.sleep(RETRY_S)  # the master is back within seconds; everybody comes to it again
             continue

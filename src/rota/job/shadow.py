@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rota import tensors
-from rota.spec.errors import BadInput, TensorError
+from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.reasons import Reason
 from rota.tensors.plane import Plane
@@ -41,6 +41,14 @@ def connect(job: JobId, instance: InstanceId, epoch: Epoch) -> Plane:
 def drop(job: JobId, home: str) -> None:
     """Give back everything the job has published; harmless when there is nothing."""
     tensors.connect(home=home, keep=True).drop_label(job)
+
+
+def give_back(job: JobId, home: str) -> None:
+    """``drop`` at the end of a job: a registry that is gone has nothing left of it."""
+    try:
+        drop(job, home)
+    except (NotReachable, TensorError) as error:
+        sys.stderr.write(f"tensors of {job} were not given back: {error}\n")
 
 
 def shadow_name(job: JobId, instance: InstanceId) -> str:

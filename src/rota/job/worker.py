@@ -59,6 +59,7 @@ class Instance:
         found = JobPlace.from_json(dict(place))
         clock = SystemClock()
         launcher = open_launcher(found)
+        pulse = Pulse(clock)
         who = InstanceId.parse(instance)
         job_spec = JobSpec.from_json(dict(spec))
         self._started_epoch = Epoch(epoch)
@@ -71,8 +72,10 @@ class Instance:
             devices=tuple(devices),
             launcher=launcher,
             clock=clock,
-            pulse=Pulse(clock),
-            courier=Courier(job=found.job, spec=job_spec, launcher=launcher, clock=clock, caller=who),
+            pulse=pulse,
+            courier=Courier(
+                job=found.job, spec=job_spec, launcher=launcher, clock=clock, caller=who, waiting=pulse.waiting
+            ),
             control=self._control,
             user=user,
         )

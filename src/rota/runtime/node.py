@@ -97,6 +97,20 @@ def stacks_of(which: ProcessId) -> str:
     return f"process {which.pid} was asked to write its stacks to its log"
 
 
+def seen_from_outside(which: ProcessId) -> str:
+    """What a process of this node does, without its help: its state in words, then its stacks; empty when it is gone.
+
+    One that was stopped by a signal, or that waits in the kernel, says nothing itself. Blocks up to 10 s.
+    """
+    words = process.state_of(which)
+    if words is None:
+        return ""
+    try:
+        return f"process {which.pid} {words}\n{stacks_of(which)}"
+    except ProcessLookupError:
+        return ""
+
+
 def _py_spy() -> str | None:
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")

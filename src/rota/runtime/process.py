@@ -88,6 +88,21 @@ def _stat_of(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
+_STATES = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits in the kernel for I/O",
+    "T": "is stopped by a signal",
+    "t": "is stopped by a debugger",
+}
+
+
+def state_of(process: ProcessId) -> str | None:
+    """What the kernel says of a process, in words; None when it is gone."""
+    stat = _stat_of(process.pid)
+    return None if stat is None or not is_alive(process) else _STATES.get(stat[0], f"is in state {stat[0]}")
+
+
 def is_alive(process: ProcessId) -> bool:
     """True while exactly this process runs; a zombie does not."""
     return identify(process.pid) == process

@@ -211,6 +211,9 @@ class ProgressStalled(JobEvent):
     epoch: Epoch
     idle_s: float
     stacks: str = ""
+    reason: Reason = Reason.NO_PROGRESS
+    text: str = ""
+    """Who it is that others wait for, or the cycle of those that wait for each other (then the reason is HANG)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,6 +221,11 @@ class JobContext:
         return not self.gangs and not any(one.doomed for one in self.instances.values())
 
     @property
+    def shares_tensors(self) -> bool:
+        """True when shared memory holds state or weights of the job."""
+        return self.spec is not None and (bool(self.spec.weights) or bool(self.plan.stateful))
+
+    @property
     def loop_epoch(self) -> Epoch:
         """Epoch that a commit must carry; 0 when the job has no loop."""
         loop = self.loop

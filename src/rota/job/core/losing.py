@@ -47,12 +47,11 @@ def stall(ctx: JobContext, event: ProgressStalled) -> JobContext:
     one = ctx.instances.get(InstanceId(event.role, event.rank))
     if one is None or one.epoch != event.epoch or one.state is not InstanceState.READY:
         return ctx
-    text = f"no progress for {event.idle_s:.0f} s"
     loss = Loss(
         instance=one.id,
         epoch=one.epoch,
-        reason=Reason.NO_PROGRESS,
-        text=text,
+        reason=event.reason,
+        text=event.text or f"no progress for {event.idle_s:.0f} s",
         traceback=event.stacks,
         at_s=ctx.at_s,
     )

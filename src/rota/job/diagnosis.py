@@ -1,0 +1,262 @@
+"""DiagnosisManager: what the master reads from beats and from silence: who waits for whom, who is stuck, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rota.job.core.context import Instance, JobContext
+from rota.job.core.waits import Rank, Root, Standing, Wait, WaitGraph, collective_waits
+from rota.job.probes import BEAT_S, Beat
+from rota.runtime.clock import Clock
+from rota.spec import codec
+from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
+from rota.spec.ids import Epoch, InstanceId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState
+
+SILENCE_MAX_S = 80.0
+"""After this long without a beat the master treats an instance as gone: it has ended itself before."""
+SILENT_S = (4 * BEAT_S, 30.0)
+"""An instance counts as silent after half its limit on progress without a beat, but within these bounds."""
+SUSPECT_S = 2.0
+"""Who has made no progress for so long is named by ``rota why`` before any limit is reached."""
+STILL_MIN_S = 1.5
+"""A member of a process group waits in a collective when it has been still for so long."""
+STACKS_AT_ONCE_MAX = 4
+MASTER = "master"
+
+Meetings = Mapping[str, tuple[str, ...]]
+"""Role to the instances that have not come to the meeting of its process group."""
+
+
+@dataclass(slots=True)
+class DiagnosisManager:
+    """The last beat of each instance, and what follows from it; belongs to one master.
+
+    ``since`` is when the master first saw an instance ready under its epoch: a new master, and a new epoch, give every
+    instance the whole limit again.
+    """
+
+    clock: Clock
+    beats: dict[InstanceId, tuple[Beat, float]] = field(default_factory=dict[InstanceId, tuple[Beat, float]])
+    since: dict[tuple[InstanceId, Epoch], float] = field(default_factory=dict[tuple[InstanceId, Epoch], float])
+    stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
+
+    def heard(self, beat: Beat) -> None:
+        """Note a beat."""
+        self.beats[beat.id] = (beat, self.clock.monotonic_s())
+
+    # -- the wait-for graph -------------------------------------------------------------------------------------------
+
+    def graph(self, ctx: JobContext, absent: Meetings | None = None) -> WaitGraph:
+        """Who waits for whom now. Works on the last beats; a beat of another epoch says nothing."""
+        if ctx.spec is None:
+            return WaitGraph(standings={})
+        present = [one for one in ctx.instances.values() if not (one.ended or one.retired)]
+        heard = {one.id: (self._beat(one), self._silent_s(one)) for one in present}
+        waits = list(self._told(ctx, heard, absent or {}))
+        waits += self._collectives(ctx, heard)
+        waits += self._starts(ctx, present)
+        waited: dict[str, float] = {}
+        for wait in waits:
+            waited[wait.target] = max(waited.get(wait.target, 0.0), wait.age_s)
+        standings = {str(one.id): self._standing(ctx, one, waited.get(str(one.id))) for one in present}
+        strangers = set(waited) - set(standings) - {MASTER}
+        limit_s = max((role.fail.progress_s for role in ctx.spec.roles), default=0.0)
+        standings |= {
+            name: Standing(name=name, limit_s=limit_s, still_s=waited[name], doing="no instance of this job")
+            for name in strangers
+        }
+        return WaitGraph(waits=tuple(waits), standings=standings)
+
+    def _beat(self, one: Instance) -> Beat | None:
+        beat, _ = self.beats.get(one.id, (None, 0.0))
+        return beat if beat is not None and beat.epoch == one.epoch else None
+
+    def _age_s(self, one: Instance) -> float:
+        return self.clock.monotonic_s() - self.beats[one.id][1]
+
+    def _silent_s(self, one: Instance) -> float:
+        """Seconds without a beat, counted for as long as this master could have heard one."""
+        now_s = self.clock.monotonic_s()
+        _, at_s = self.beats.get(one.id, (None, 0.0))
+        return now_s - max(at_s, self.since.get((one.id, one.epoch), now_s))
+
+    def _is_silent(self, ctx: JobContext, one: Instance) -> bool:
+        least_s, most_s = SILENT_S
+        return self._silent_s(one) > min(most_s, max(least_s, _limit_s(ctx, one) / 2))
+
+    def _told(
+        self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Beat | None, float]], absent: Meetings
+    ) -> Iterator[Wait]:
+        """The waits that instances tell; those of a silent one are out of date: it is what others wait for."""
+        names = {str(one) for one in heard}
+        for instance, (beat, _) in heard.items():
+            one = ctx.instances[instance]
+            if beat is None or self._is_silent(ctx, one):
+                continue
+            age_s = self._age_s(one)
+            for wait in beat.waits:
+                older = replace(wait, age_s=round(wait.age_s + age_s, 3))
+                if wait.kind == "meeting":
+                    missing = [name for name in absent.get(instance.role, ()) if name != wait.source]
+                    yield from (replace(older, target=name) for name in missing)
+                elif wait.target in names or wait.target not in ctx.plan.ranks:
+                    yield older
+                else:
+                    members = (str(member.id) for member in ctx.of_role(RoleName(wait.target)))
+                    yield from (replace(older, target=name) for name in members if name in names)
+
+    def _collectives(self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Beat | None, float]]) -> Iterator[Wait]:
+        for members in ctx.plan.ranks.values():
+            beats = {member: heard[member][0] for member in members if member in heard}
+            ranks = [
+                Rank(
+                    name=str(member),
+                    entered=beat.collectives,
+                    inside=bool(beat.inside),
+                    silent=self._is_silent(ctx, ctx.instances[member]),
+                    still_s=beat.idle_s,
+                )
+                for member, beat in beats.items()
+                if beat is not None
+            ]
+            if len(ranks) > 1 and len(ranks) == len(beats):
+                yield from collective_waits(ranks, still_min_s=STILL_MIN_S)
+
+    def _starts(self, ctx: JobContext, present: Iterable[Instance]) -> Iterator[Wait]:
+        age_s = max(0.0, self.clock.wall_s() - ctx.starting_s)
+        for one in present:
+            if one.state in (InstanceState.STARTING, InstanceState.STALE):
+                what = "to start" if one.state is InstanceState.STARTING else "to be set up"
+                yield Wait(source=MASTER, target=str(one.id), kind="start", what=what, age_s=round(age_s, 3))
+
+    def _standing(self, ctx: JobContext, one: Instance, waited_s: float | None) -> Standing:
+        beat, limit_s, silent_s = self._beat(one), _limit_s(ctx, one), self._silent_s(one)
+        still_s = excuse = doing = None
+        if one.state is not InstanceState.READY:
+            excuse = f"it is {one.state.value}"
+        elif beat is None:
+            # Nothing was heard under this epoch yet: what is known is how long others have waited.
+            still_s = 0.0 if waited_s is None else min(waited_s, silent_s)
+        else:
+            excuse, doing = beat.quiet, ", ".join(beat.busy)
+            extra_s = silent_s if self._is_silent(ctx, one) else 0.0
+            if beat.busy:
+                still_s = beat.idle_s + extra_s
+            elif waited_s is not None:
+                still_s = min(waited_s, beat.still_s + extra_s)
+        return Standing(
+            name=str(one.id),
+            limit_s=limit_s,
+            still_s=round(still_s or 0.0, 3),
+            silent_s=round(silent_s, 3) if one.state is InstanceState.READY else 0.0,
+            excuse=excuse or "",
+            doing=doing or "",
+        )
+
+    # -- what is overdue ----------------------------------------------------------------------------------------------
+
+    def overdue(self, ctx: JobContext, absent: Meetings | None = None) -> list[JobEvent]:
+        """Events of silences that are too long now, each once an epoch: only those are accused who hold up the rest."""
+        now_s = self.clock.monotonic_s()
+        watched = [one for one in ctx.instances.values() if one.state is InstanceState.READY]
+        self.since = {key: self.since.get(key, now_s) for key in ((one.id, one.epoch) for one in watched)}
+        self.stalled &= set(self.since)
+        found: dict[InstanceId, JobEvent] = {}
+        if ctx.spec is None:
+            return []
+        for one in watched:
+            if (silent_s := self._silent_s(one)) > SILENCE_MAX_S:
+                text = f"no beat for {silent_s:.0f} s"
+                found[one.id] = InstanceLost(
+                    role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.HANG, text=text
+                )
+        graph = self.graph(ctx, absent)
+        for root in graph.roots():
+            for name in root.members:
+                member = next((one for one in watched if str(one.id) == name), None)
+                if member is not None and member.id not in found:
+                    found[member.id] = _stall(graph, root, member)
+        fresh = {(one, ctx.instances[one].epoch): event for one, event in found.items()}
+        new = [event for key, event in fresh.items() if key not in self.stalled]
+        self.stalled |= set(fresh)
+        return new
+
+    def suspects(self, graph: WaitGraph) -> tuple[Root, ...]:
+        """Who would be accused if every limit were ``SUSPECT_S``: what a person sees before the limit is reached."""
+        standings = {name: replace(one, limit_s=min(one.limit_s, SUSPECT_S)) for name, one in graph.standings.items()}
+        return replace(graph, standings=standings).roots()
+
+    async def explain(
+        self, ctx: JobContext, absent: Meetings, stacks: Callable[[str, int], Awaitable[str]]
+    ) -> dict[str, Any]:
+        """The graph as a document; culprits, and who is suspected before a limit is reached, with their stacks."""
+        document = self._document(ctx, self.graph(ctx, absent))
+        named = {name for root in (*document["culprits"], *document["suspects"]) for name in root["members"]}
+        accused = [one for one in ctx.instances if str(one) in named][:STACKS_AT_ONCE_MAX]
+        found = await asyncio.gather(*(stacks(one.role, one.rank) for one in accused))
+        return {**document, "stacks": {str(one): text for one, text in zip(accused, found, strict=True)}}
+
+    def _document(self, ctx: JobContext, graph: WaitGraph) -> dict[str, Any]:
+        culprits = graph.roots()
+        suspects = tuple(root for root in self.suspects(graph) if root not in culprits)
+        return {
+            "vertices": [
+                {**codec.to_json_value(one), "stuck": one.stuck, "state": _state(ctx, name)}
+                for name, one in graph.standings.items()
+            ],
+            "waits": [codec.to_json_value(wait) for wait in graph.waits],
+            "culprits": [_root(graph, root) for root in culprits],
+            "suspects": [_root(graph, root) for root in suspects],
+        }
+
+
+def _limit_s(ctx: JobContext, one: Instance) -> float:
+    assert ctx.spec is not None, "only a job with a spec has instances"
+    return ctx.spec.role(one.id.role).fail.progress_s
+
+
+def _state(ctx: JobContext, name: str) -> str:
+    return next((one.state.value for one in ctx.instances.values() if str(one.id) == name), "")
+
+
+def _root(graph: WaitGraph, root: Root) -> dict[str, Any]:
+    return {
+        "members": list(root.members),
+        "deadlock": root.deadlock,
+        "text": sentence(graph, root),
+        "cycle": [codec.to_json_value(wait) for wait in root.cycle],
+        "waiters": list(graph.waiters(root)),
+    }
+
+
+def sentence(graph: WaitGraph, root: Root) -> str:
+    """What people read: who makes no progress, at what, since when, and who waits for it."""
+    if root.deadlock:
+        return "; ".join(str(wait) for wait in root.cycle)
+    one = graph.standings[root.members[0]]
+    parts = [f"{one.name} made no progress for {one.still_s:.0f} s"]
+    if one.doing:
+        parts.append(f"in {one.doing}")
+    if one.silent_s > SILENT_S[0]:
+        parts.append(f"and does not answer since {one.silent_s:.0f} s")
+    waiters = graph.waiters(root)
+    tail = f"; {', '.join(waiters[:8])} {'waits' if len(waiters) == 1 else 'wait'} for it" if waiters else ""
+    return " ".join(parts) + tail
+
+
+def _stall(graph: WaitGraph, root: Root, one: Instance) -> ProgressStalled:
+    reason = Reason.HANG if root.deadlock else Reason.NO_PROGRESS
+    still_s = graph.standings[str(one.id)].still_s
+    return ProgressStalled(
+        role=one.id.role,
+        rank=one.id.rank,
+        epoch=one.epoch,
+        idle_s=still_s,
+        reason=reason,
+        text=sentence(graph, root),
+    )

@@ -1,0 +1,128 @@
+"""What this process waits for and has waited for: open waits with their ages, counts of calls, place in collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rota.job.core.waits import Wait, WaitKind
+from rota.runtime.clock import Clock
+
+WAITS_MAX = 64
+"""Open waits that one beat tells, the oldest first."""
+FRAMES_MAX = 80
+ITEMS_MAX = 64
+"""Items of a list or dict whose size is looked at; the rest is taken to be alike."""
+DEPTH_MAX = 4
+
+
+@dataclass(slots=True)
+class Count:
+    """Calls of one kind: how many came back, how many of them without an answer, seconds waited, bytes both ways."""
+
+    n: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    target: str
+    kind: WaitKind
+    what: str
+    since_s: float
+
+
+class Waiting:
+    """Open waits of one process; safe to use from any thread, about 1 us a wait.
+
+    ``counts`` maps (kind, role or thing waited for, operation) to what came of it: the observed edges of the job.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[int, _Open] = {}
+        self._tokens = itertools.count(1)
+        self.counts: dict[tuple[str, str, str], Count] = {}
+
+    def begin(self, target: str, kind: WaitKind, what: str = "") -> int:
+        """A wait for ``target`` (``role/rank``, a role, ``master`` or any name) begins; its token."""
+        token = next(self._tokens)
+        self._open[token] = _Open(target, kind, what, self._clock.monotonic_s())
+        return token
+
+    def end(self, token: int, *, ok: bool = True, size: int = 0) -> None:
+        """The wait is over; ``size`` in bytes is what was moved."""
+        was = self._open.pop(token, None)
+        if was is None:
+            return
+        count = self.counts.setdefault((was.kind, was.target.partition("/")[0], was.what), Count())
+        count.n += 1
+        count.failed += not ok
+        count.seconds += self._clock.monotonic_s() - was.since_s
+        count.bytes += size
+
+    @contextlib.contextmanager
+    def on(self, target: str, kind: WaitKind, what: str = "") -> Iterator[None]:
+        """Waiting for ``target`` while the block runs."""
+        token = self.begin(target, kind, what)
+        try:
+            yield
+        finally:
+            self.end(token)
+
+    def read(self, source: str) -> tuple[Wait, ...]:
+        """The open waits of ``source``, the oldest first."""
+        now_s = self._clock.monotonic_s()
+        waits = sorted(self._open.copy().values(), key=lambda one: one.since_s)[:WAITS_MAX]
+        return tuple(
+            Wait(source=source, target=one.target, kind=one.kind, what=one.what, age_s=round(now_s - one.since_s, 3))
+            for one in waits
+        )
+
+
+def size_of(value: Any, depth: int = 0) -> int:
+    """About how many bytes a value is: exact for arrays, tensors and texts, an estimate for what holds them."""
+    found = getattr(value, "nbytes", None)
+    if isinstance(found, int):
+        return found
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if depth == DEPTH_MAX or not isinstance(value, Mapping | Sequence):
+        return 8
+    some = list(itertools.islice(value.values() if isinstance(value, Mapping) else value, ITEMS_MAX))
+    return sum(size_of(one, depth + 1) for one in some) * len(value) // len(some) if some else 0
+
+
+def place_in_collectives() -> tuple[int, str]:
+    """How many collectives of torch's default process group this process has entered, and which one it is inside.
+
+    The count is that of torch (``ProcessGroup`` numbers its collectives); -1 while there is no group. The name is that
+    of the Python call, empty when no thread is in one (a collective that DDP starts in backward has no Python call).
+    """
+    module: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None:
+        return -1, ""
+    group = getattr(module.GroupMember, "WORLD", None)
+    if group is None:
+        return -1, ""
+    try:
+        entered = int(group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return -1, ""
+    return entered, _inside()
+
+
+def _inside() -> str:
+    for frame in sys._current_frames().values():
+        here, depth = frame, 0
+        while here is not None and depth < FRAMES_MAX:
+            if here.f_code.co_filename.endswith("distributed_c10d.py"):
+                return here.f_code.co_name
+            here, depth = here.f_back, depth + 1
+    return ""

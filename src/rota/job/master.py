@@ -403,8 +403,7 @@ class JobMaster:
     def status(self) -> dict[str, Any]:
         """The state of the job and the last beat of every instance, with its age."""
         now_s = self._clock.monotonic_s()
-        heard = self._watch.beats.items()
-        beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in heard}
+        beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in self._watch.beats.items()}
         return {"job": self._job, "state": self.ctx.state, "master_epoch": self.epoch, "beats": beats}
 
     def story(self) -> list[str]:

@@ -27,6 +27,7 @@ STILL_MIN_S = 1.5
 """A member of a process group waits in a collective when it has been still for so long."""
 STACKS_AT_ONCE_MAX = 4
 MASTER = "master"
+STRANGER = "no part of this job"
 
 Meetings = Mapping[str, tuple[str, ...]]
 """Role to the instances that have not come to the meeting of its process group."""
@@ -67,8 +68,7 @@ class DiagnosisManager:
         strangers = set(waited) - set(standings) - {MASTER}
         limit_s = max((role.fail.progress_s for role in ctx.spec.roles), default=0.0)
         standings |= {
-            name: Standing(name=name, limit_s=limit_s, still_s=waited[name], doing="no instance of this job")
-            for name in strangers
+            name: Standing(name=name, limit_s=limit_s, still_s=waited[name], doing=STRANGER) for name in strangers
         }
         return WaitGraph(waits=tuple(waits), standings=standings)
 
@@ -177,14 +177,20 @@ class DiagnosisManager:
                 )
         graph = self.graph(ctx, absent)
         for root in graph.roots():
-            for name in root.members:
-                member = next((one for one in watched if str(one.id) == name), None)
-                if member is not None and member.id not in found:
-                    found[member.id] = _stall(graph, root, member)
+            for one in self._accused(graph, root, watched):
+                found.setdefault(one.id, _stall(graph, root, one))
         fresh = {(one, ctx.instances[one].epoch): event for one, event in found.items()}
         new = [event for key, event in fresh.items() if key not in self.stalled]
         self.stalled |= set(fresh)
         return new
+
+    def _accused(self, graph: WaitGraph, root: Root, watched: Iterable[Instance]) -> list[Instance]:
+        """The members of a root; when it is no part of the job, those who wait for it: only they can be replaced."""
+        inside = [one for one in watched if str(one.id) in root.members]
+        if inside or not root.members:
+            return inside
+        direct = {wait.source for wait in graph.waits if wait.target in root.members}
+        return [one for one in watched if str(one.id) in direct]
 
     def suspects(self, graph: WaitGraph) -> tuple[Root, ...]:
         """Who would be accused if every limit were ``SUSPECT_S``: what a person sees before the limit is reached."""
@@ -240,7 +246,9 @@ def sentence(graph: WaitGraph, root: Root) -> str:
         return "; ".join(str(wait) for wait in root.cycle)
     one = graph.standings[root.members[0]]
     parts = [f"{one.name} made no progress for {one.still_s:.0f} s"]
-    if one.doing:
+    if one.doing == STRANGER:
+        parts = [f"{one.name}, no part of this job, was waited for {one.still_s:.0f} s"]
+    elif one.doing:
         parts.append(f"in {one.doing}")
     if one.silent_s > SILENT_S[0]:
         parts.append(f"and does not answer since {one.silent_s:.0f} s")

@@ -1,0 +1,82 @@
+"""Injected hangs in real processes: the culprit is named and replaced within twice its limit, and nobody else is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from tests.real.jobs import Run, job, role, run_job
+
+from rota.spec.events import InstanceLost, ProgressStalled
+from rota.spec.job import Fail
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
+
+LIMIT_S = 5.0
+FAIL = Fail(progress_s=LIMIT_S)
+
+
+def told(run: Run) -> dict[str, ProgressStalled]:
+    return {f"{one.role}/{one.rank}": one for one in run.events(ProgressStalled)}
+
+
+async def healed(run: Run) -> dict[str, ProgressStalled]:
+    ended = await run.end(limit_s=200.0)
+    assert ended.state is JobState.SUCCEEDED, run.story()
+    found = told(run)
+    assert len(run.events(ProgressStalled)) == len(found), "each culprit is told once"
+    assert run.events(InstanceLost) == []
+    assert all(LIMIT_S < one.idle_s <= 2 * LIMIT_S for one in found.values()), found
+    return found
+
+
+def test_eleven_ways_to_hang_at_once_are_each_told_with_their_culprit_and_healed(engine) -> None:
+    from hangs import ROLES
+
+    stacks = {"sleep": "hang_sleep", "spin": "hang_spin", "gil": "hang_gil", "lock": "hang_lock", "read": "hang_read"}
+
+    async def body(run: Run) -> None:
+        found = await healed(run)
+        assert set(found) == {f"{name}/0" for name in ROLES}, "neither who waits nor who is slow is accused"
+        assert {name: function in found[f"{name}/0"].stacks for name, function in stacks.items()} == dict.fromkeys(
+            stacks, True
+        )
+        assert "is stopped by a signal" in found["stop/0"].stacks
+        hang = {name for name, one in found.items() if one.reason is Reason.HANG}
+        assert hang == {"left/0", "right/0", "itself/0"}
+        cycle = "left/0 waits for right/0 (declared a socket); right/0 waits for left/0 (declared a socket)"
+        assert found["left/0"].text == found["right/0"].text == cycle
+        assert "process 4194305" in found["gone/0"].text
+        assert all("loop/0" in found[f"{name}/0"].text for name in stacks), "who waits for it is said"
+        assert run.context().metrics == {"found": sorted([*ROLES, "slow"])}
+
+    roles = [role(name, "hangs:Hanging", fail=FAIL) for name in ROLES]
+    quiet = [role("slow", "hangs:Slow", fail=FAIL), role("idle", "hangs:Slow", fail=FAIL)]
+    run_job(engine, job(*roles, *quiet, role("loop", "hangs:everything", fail=FAIL)), body)
+
+
+@deep
+def test_a_rank_that_does_not_come_to_the_collective_is_the_culprit_and_not_those_who_wait_there(engine) -> None:
+    async def body(run: Run) -> None:
+        found = await healed(run)
+        assert set(found) == {"ranks/1"}
+        assert "loop/0, ranks/0 wait for it" in found["ranks/1"].text
+        assert run.context().committed == 5
+
+    ranks = role("ranks", "hangs:Ranks", 2, mesh=(("dp", 2),), fail=FAIL)
+    run_job(engine, job(ranks, role("loop", "hangs:in_step", fail=FAIL)), body)
+
+
+@deep
+def test_a_loop_that_hangs_between_two_calls_is_told_and_entered_again(engine) -> None:
+    async def body(run: Run) -> None:
+        found = await healed(run)
+        assert set(found) == {"loop/0"}
+        assert run.context().metrics == {"done": True}
+
+    run_job(
+        engine, job(role("slow", "hangs:Slow", fail=FAIL), role("loop", "hangs:stuck_between_calls", fail=FAIL)), body
+    )

@@ -18,6 +18,7 @@ QUEUE = Record(
         "guaranteed": Field(kind=RESOURCES, doc="promised to this queue"),
         "limit": Field(kind=RESOURCES, doc="at most for this queue"),
         "weight": Field(kind=Number(low=0, whole=False), doc="share of what is left over", default="1"),
+        "priority": Field(kind=Number(low=0), doc="tier in which what is left over is divided", default="100"),
         "preemptible": Field(kind=Bool(), doc="may jobs of it be preempted", default="true"),
         "state": Field(kind=OneOf(choices=("open", "closed", "draining")), doc="does it take jobs", default="open"),
     },

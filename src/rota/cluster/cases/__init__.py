@@ -9,6 +9,7 @@ from typing import Any
 
 from rota.cluster.cases.compare import Mismatch, Unsupported
 from rota.cluster.cases.hived import hived_case
+from rota.cluster.cases.kai import kai_case
 from rota.cluster.cases.policies import policy_case
 from rota.cluster.policies.profiles import get_profile
 from rota.spec.errors import BadInput
@@ -45,6 +46,9 @@ def _cases(path: Path, raw: Any, profile: str) -> Iterator[Case]:
         if profile not in ("auto", "hived"):
             raise CaseError(f"{path}: cases of virtual clusters need the profile hived, not {profile}")
         return ((case.get("id", "?"), lambda case=case: hived_case(raw, case)) for case in raw["cases"])
+    if all("action" in case for case in raw["cases"]):
+        shared = get_profile("kai" if profile == "auto" else profile)
+        return ((case.get("id", "?"), lambda case=case: kai_case(case, shared)) for case in raw["cases"])
     if all("kind" in case for case in raw["cases"]):
         chosen = get_profile("fifo" if profile == "auto" else profile)
         return ((case.get("id", "?"), lambda case=case: policy_case(case, chosen)) for case in raw["cases"])

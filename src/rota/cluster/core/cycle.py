@@ -24,7 +24,7 @@ from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, WaitOn,
 from rota.cluster.core.reserve import Reservation, earliest_start
 from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, Wait, line_key
 from rota.cluster.core.txn import Txn
-from rota.spec.ids import JobId
+from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
 
 
@@ -107,7 +107,7 @@ class _Pass:
         self.wake: list[float] = []
         self.reservations: list[Reservation] = []
         self.reserved_queues: set[str] = set()
-        self.claimed = False
+        self.claims: list[tuple[Held, Held]] = []
         self.started = 0
         self.tried = 0
 
@@ -181,7 +181,8 @@ class _Pass:
                 if (
                     wait is not None
                     and wait.reason not in FOR_ONE_JOB
-                    and not self.claimed
+                    and not self.claims
+                    and self.profile.remember
                     and self.profile.block != "reserve"
                 ):
                     self.state.memory.learn(self.profile.name, key, wait, local=local)
@@ -194,7 +195,7 @@ class _Pass:
     def _start(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
-        held = self._place_beside_reservations(row)
+        held = self._place_beside_reservations(row) if self.profile.starts else None
         if held is not None:
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
             why = {"profile": self.profile.name, "order": self.started, "nodes": len({h.node for h in held})}
@@ -238,11 +239,13 @@ class _Pass:
     def _preempt(self, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
         stopping = sorted(self.state.stopping)
-        if stopping and self._claim(row, stopping):
-            return _awaiting(self.state, stopping)
+        if stopping and self.profile.starts and (wait := self._claim(row, stopping)) is not None:
+            return wait
         if self.profile.victims is None:
             return None
-        chosen = self.profile.victims.victims(self.state, self.txn, row, self.profile.placer, self.now)
+        with self.txn.trial():
+            self._let_go(stopping)
+            chosen = self.profile.victims.victims(self.state, self.txn, row, self.profile.placer, self.now)
         if not chosen:
             return None
         for victim in chosen:
@@ -255,32 +258,48 @@ class _Pass:
                     reason=victim.reason,
                     grace_s=min(ask.grace_s, self.profile.grace_max_s),
                     lost_gpu_s=victim.lost_gpu_s,
+                    to=victim.to,
                 )
             )
-        victims = [victim.job for victim in chosen]
-        self._claim(row, stopping + victims)
-        return _awaiting(self.state, victims)
+        wait = self._claim(row, stopping + [victim.job for victim in chosen])
+        for victim in chosen:
+            self._keep(victim.to)
+        return wait
 
-    def _claim(self, row: JobRow, stopping: list[JobId]) -> bool:
-        """Keep others off what the job will use once these jobs have let go. False if even then it does not fit."""
+    def _let_go(self, stopping: list[JobId]) -> None:
+        """The state as it will be once these jobs have let go, less what others have claimed of it."""
+        for job in stopping:
+            self.state.release(self.txn, job)
+        for claim, part in self.claims:
+            self.state.take(self.txn, part, -1)
+            self.state.take(self.txn, claim, 1)
+
+    def _claim(self, row: JobRow, stopping: list[JobId]) -> Wait | None:
+        """Keep others off what the job will use once these jobs have let go. None if even then it does not fit."""
         with self.txn.trial():
-            for job in stopping:
-                self.state.release(self.txn, job)
+            self._let_go(stopping)
             held = self.profile.placer.place(self.state, self.txn, row)
         if held is None:
-            return False
-        for slot in held:
-            self._take_what_is_free(slot)
-        self.claimed = True
-        return True
+            return None
+        self.state.charge(self.txn, row, 1)
+        self._keep(held)
+        nodes = sorted({self.state.nodes[slot.node].id for slot in held})
+        return _awaiting(self.state, stopping, nodes)
 
-    def _take_what_is_free(self, slot: Held) -> None:
+    def _keep(self, held: tuple[Held, ...]) -> None:
+        """Claim a holding: what is free of it is taken for the rest of the pass."""
+        for slot in held:
+            self.claims.append((slot, self._take_what_is_free(slot)))
+
+    def _take_what_is_free(self, slot: Held) -> Held:
         state = self.state
         need = slot.milli or 1000
         devices = tuple(d for d in slot.devices if int(state.dev_milli[d]) >= need)
         cpu = min(slot.cpu_milli, int(state.cpu[slot.node]))
         mem = min(slot.mem, int(state.mem[slot.node]))
-        state.take(self.txn, Held(slot.node, devices, slot.milli, cpu, mem), 1)
+        part = Held(slot.node, devices, slot.milli, cpu, mem)
+        state.take(self.txn, part, 1)
+        return part
 
     # -- gates -------------------------------------------------------------------------------------------------------
 
@@ -314,10 +333,10 @@ def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> t
     return (*profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
 
-def _awaiting(state: State, jobs: list[JobId]) -> Wait:
+def _awaiting(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
     gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
     return Wait(
         reason=Reason.AWAITING_PREEMPTION,
         text=f"{len(jobs)} jobs are giving {gpus} gpus back.",
-        fields={"jobs": list(jobs), "gpus": gpus},
+        fields={"jobs": list(jobs), "gpus": gpus, "nodes": nodes},
     )

@@ -23,13 +23,14 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempt:
-    """Ask a job for its devices back on behalf of another."""
+    """Ask a job for its devices back on behalf of another; ``to`` is where it could go on at once, if anywhere."""
 
     job: JobId
     for_job: JobId
     reason: Reason
     grace_s: float
     lost_gpu_s: float = 0.0
+    to: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +87,22 @@ class Placer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """One job to stop, why, and the device-seconds of work that are lost with it."""
+    """One job to stop, why, the device-seconds of work that are lost with it, and where it could go on at once."""
 
     job: JobId
     reason: Reason
     lost_gpu_s: float
+    to: tuple[Held, ...] = ()
 
 
 class Victims(Protocol):
     """Whom to stop so that a job fits."""
 
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
-        """A set that makes room, smallest cost first found, or None; the state is as before either way."""
+        """A set that makes room, smallest cost first found, or None; the state is as before either way.
+
+        Jobs that are stopping have let go in the state that it sees.
+        """
         ...
 
 
@@ -121,3 +126,7 @@ class Profile:
     """Under ``reserve``: a job that waited so long and has no known start holds up what is behind it."""
     prepare: Callable[[State], None] | None = None
     """Called before every pass, for policies that keep books of their own."""
+    starts: bool = True
+    """False: jobs are only stopped and moved; what is idle is left alone."""
+    remember: bool = True
+    """A verdict holds until something is given back. False where it also depends on what others ask."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
 from rota.cluster.core.plugins import Placer, Victim
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.snapshot import Held, JobRow, State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -95,3 +95,83 @@ def _cheapest(
             heappush(heap, (total + step, len(members) + 1, (*members, last + 1)))
             heappush(heap, (total - cost[order[last]] + step, len(members), (*members[:-1], last + 1)))
     return known
+
+
+# -- room by stopping and moving --
+
+
+def make_room(
+    state: State,
+    txn: Txn,
+    row: JobRow,
+    placer: Placer,
+    candidates: Iterable[JobRow],
+    allowed: Callable[[Sequence[JobRow]], bool],
+    reason: Reason,
+    now: float,
+    *,
+    victims_max: int = 100,
+) -> tuple[Victim, ...] | None:
+    """Stop candidates one by one until the job fits and the rest is ``allowed``; who fits elsewhere is only moved.
+
+    After each one more the job is placed and then the stopped ones are placed again in the same order, where they
+    were if possible. Whoever comes to lie as before is no victim; who comes to lie elsewhere is one that may go on
+    there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
+    taken. None if no such set of at most ``victims_max`` jobs was found; the state stays as it was.
+    """
+    taken: list[JobRow] = []
+    for other in candidates:
+        taken.append(other)
+        if len(taken) > victims_max:
+            return None
+        places = _refit(state, txn, row, placer, taken)
+        if places is not None and allowed([r for r in taken if r.ask.id not in places]):
+            # Whoever stays on its nodes need not stop at all, if the job fits beside it device by device.
+            moved = [r for r in taken if _nodes(places.get(r.ask.id, ())) != _nodes(r.held)]
+            least = _refit(state, txn, row, placer, moved) if len(moved) < len(taken) else None
+            if least is not None and allowed([r for r in moved if r.ask.id not in least]):
+                taken, places = moved, least
+            return tuple(
+                Victim(job=r.ask.id, reason=reason, lost_gpu_s=lost_gpu_s(r, now), to=places.get(r.ask.id, ()))
+                for r in taken
+                if places.get(r.ask.id) != r.held
+            )
+    return None
+
+
+def _refit(
+    state: State, txn: Txn, row: JobRow, placer: Placer, taken: Sequence[JobRow]
+) -> dict[JobId, tuple[Held, ...]] | None:
+    """Where each of the taken would lie again, as far as it fits, once the job has its place; None if it has none."""
+    places: dict[JobId, tuple[Held, ...]] = {}
+    with txn.trial():
+        for other in taken:
+            state.release(txn, other.ask.id)
+        held = placer.place(state, txn, row)
+        if held is None:
+            return None
+        _take_all(state, txn, held)
+        for other in taken:
+            back = other.held if _is_free(state, other.held) else placer.place(state, txn, other)
+            if back is not None:
+                _take_all(state, txn, back)
+                places[other.ask.id] = back
+    return places
+
+
+def _nodes(held: Sequence[Held]) -> list[int]:
+    return [slot.node for slot in held]
+
+
+def _take_all(state: State, txn: Txn, held: Sequence[Held]) -> None:
+    for slot in held:
+        state.take(txn, slot, 1)
+
+
+def _is_free(state: State, held: Sequence[Held]) -> bool:
+    return all(
+        int(state.cpu[slot.node]) >= slot.cpu_milli
+        and int(state.mem[slot.node]) >= slot.mem
+        and all(int(state.dev_milli[d]) >= (slot.milli or 1000) for d in slot.devices)
+        for slot in held
+    )

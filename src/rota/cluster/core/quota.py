@@ -34,19 +34,23 @@ class OverLimit:
 class QueueTree:
     """The queues in rows, parents included, sorted by path; a queue that is only named as a parent promises nothing.
 
-    In a guarantee or limit a dimension of zero is "not stated".
+    In a guarantee or limit a dimension of zero is "not stated". ``born`` has per row its place in the order given.
     """
 
     def __init__(self, queues: Sequence[Queue], types: Sequence[str]) -> None:
         given = {queue.path: queue for queue in queues}
+        born: dict[str, int] = {}
         if not given:
             given = {DEFAULT_QUEUE: Queue(path=DEFAULT_QUEUE)}
-        for path in list(given):
+        for position, path in enumerate(list(given)):
+            born.setdefault(path, position)
             while (parent := path.rpartition("/")[0]) and parent not in given:
                 given[parent] = Queue(path=parent)
+                born[parent] = position
                 path = parent
         self.rows: tuple[Queue, ...] = tuple(given[path] for path in sorted(given))
         self.row: dict[str, int] = {queue.path: i for i, queue in enumerate(self.rows)}
+        self.born: list[int] = [born[queue.path] for queue in self.rows]
         self.types: tuple[str, ...] = tuple(types)
         self.dims: tuple[str, ...] = ("gpu", "cpu", "mem", *(f"gpu:{t}" for t in types))
         self._needs: dict[Shape, Vector] = {}

@@ -210,12 +210,15 @@ class Claim:
     priority: int = 100
 
 
-def fair_shares(total: Fraction, claims: Mapping[str, Claim]) -> tuple[dict[str, Fraction], Fraction]:
+def fair_shares(
+    total: Fraction, claims: Mapping[str, Claim], unit: Fraction | None = None
+) -> tuple[dict[str, Fraction], Fraction]:
     """Fair share of each queue, and what nobody gets.
 
     First what is deserved, as far as it is asked; the rest by tiers of priority, inside one by weight, until everyone
-    has what it asks or may have. Weight 0 gets nothing of the rest. ``deserved`` None = unlimited. Source: KAI
-    scheduler, resource division of the proportion plug-in.
+    has what it asks or may have. Weight 0 gets nothing of the rest. ``deserved`` None = unlimited. With a ``unit`` the
+    rest is handed out in whole units: rounded down, then one each by the largest remainder, equal ones in the order
+    given. Source: KAI scheduler, resource division of the proportion plug-in.
     """
     ceiling = {name: min(c.request, c.request if c.most is None else c.most) for name, c in claims.items()}
     shares = {
@@ -223,21 +226,48 @@ def fair_shares(total: Fraction, claims: Mapping[str, Claim]) -> tuple[dict[str,
     }
     left = max(Fraction(0), total - sum(shares.values(), Fraction(0)))
     for tier in sorted({claim.priority for claim in claims.values()}, reverse=True):
-        left = _by_weight(left, {n: c for n, c in claims.items() if c.priority == tier}, ceiling, shares)
+        weights = {n: c.weight for n, c in claims.items() if c.priority == tier and c.weight > 0}
+        left = _by_weight(left, weights, ceiling, shares, unit)
     return shares, left
 
 
 def _by_weight(
-    left: Fraction, claims: Mapping[str, Claim], ceiling: Mapping[str, Fraction], shares: dict[str, Fraction]
+    left: Fraction,
+    weights: Mapping[str, Fraction],
+    ceiling: Mapping[str, Fraction],
+    shares: dict[str, Fraction],
+    unit: Fraction | None,
 ) -> Fraction:
+    """Who wants no more than its part gets what it wants; when all want more, the parts are final."""
     while left > 0:
-        hungry = [name for name, claim in claims.items() if claim.weight > 0 and shares[name] < ceiling[name]]
+        hungry = [name for name in weights if shares[name] < ceiling[name]]
         if not hungry:
             break
-        weights = sum((claims[name].weight for name in hungry), Fraction(0))
-        rise = min((ceiling[name] - shares[name]) / claims[name].weight for name in hungry)
-        rise = min(rise, left / weights)
-        for name in hungry:
-            shares[name] += rise * claims[name].weight
-        left -= rise * weights
+        whole = sum((weights[name] for name in hungry), Fraction(0))
+        part = {name: left * weights[name] / whole for name in hungry}
+        modest = [name for name in hungry if ceiling[name] - shares[name] <= part[name]]
+        given = {name: ceiling[name] - shares[name] for name in modest} or _rounded(part, unit)
+        for name, amount in given.items():
+            shares[name] += amount
+            left -= amount
+        if not modest:
+            return _remainders(left, part, ceiling, shares, unit) if unit else left
+    return left
+
+
+def _rounded(part: Mapping[str, Fraction], unit: Fraction | None) -> dict[str, Fraction]:
+    return {name: amount // unit * unit if unit else amount for name, amount in part.items()}
+
+
+def _remainders(
+    left: Fraction,
+    part: Mapping[str, Fraction],
+    ceiling: Mapping[str, Fraction],
+    shares: dict[str, Fraction],
+    unit: Fraction,
+) -> Fraction:
+    for name in sorted(part, key=lambda name: -(part[name] % unit)):
+        given = min(unit, left, ceiling[name] - shares[name])
+        shares[name] += given
+        left -= given
     return left

@@ -301,7 +301,7 @@ class State:
         row = self.jobs[job]
         for slot in held:
             self.take(txn, slot, 1)
-        self._charge(txn, row, 1)
+        self.charge(txn, row, 1)
         row = replace(row, phase="running", held=held, attempt=row.attempt + 1, started_at=now, saved_at=now, wait=None)
         self.put(txn, row)
         self.memory.took(txn, row)
@@ -314,7 +314,7 @@ class State:
         for slot in row.held:
             self.take(txn, slot, -1)
         if row.held:
-            self._charge(txn, row, -1)
+            self.charge(txn, row, -1)
             self.memory.gave(txn, row.ask.queue)
             for book in self.books:
                 book.release(txn, self, row)
@@ -336,7 +336,8 @@ class State:
             txn.add(self.dev_milli, dev, -sign * (held.milli or 1000))
         txn.set(self.free, held.node, self._count_free(held.node))
 
-    def _charge(self, txn: Txn, row: JobRow, sign: int) -> None:
+    def charge(self, txn: Txn, row: JobRow, sign: int) -> None:
+        """Add (sign 1) what a job asks to the use of its queue and of all above it, or take it off (sign -1)."""
         need = self.queues.need(row.ask.shape)
         for queue in self.queues.line_of(row.ask.queue):
             txn.set(self.used, queue, self.used[queue] + sign * need)
@@ -376,7 +377,7 @@ class State:
         if held:
             for slot in held:
                 self.take(txn, slot, 1)
-            self._charge(txn, row, 1)
+            self.charge(txn, row, 1)
             self.put(txn, replace(row, held=held))
 
     def _moved(self, old: State, held: Held) -> Held | None:

@@ -9,9 +9,10 @@ from rota.cluster.core.plugins import Profile
 from rota.cluster.policies.capacity import yarn
 from rota.cluster.policies.default import default
 from rota.cluster.policies.drf import drf
-from rota.cluster.policies.fairshare import kai, kueue
+from rota.cluster.policies.fairshare import kueue
 from rota.cluster.policies.fifo import fifo
 from rota.cluster.policies.hived import hived
+from rota.cluster.policies.kai import kai
 from rota.cluster.policies.las import las
 from rota.cluster.policies.pools import pool, pool_spread, private
 from rota.cluster.policies.srtf import srtf

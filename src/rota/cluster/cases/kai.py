@@ -206,8 +206,7 @@ def _queues(case: Raw) -> tuple[dict[str, str], list[Queue]]:
 
     def path(name: str) -> str:
         parent = given[name]["parent"] if name in given else None
-        known = parent in given or parent in departments
-        return f"{path(parent)}/{name}" if known else name
+        return f"{path(str(parent))}/{name}" if parent in given or parent in departments else name
 
     made = [_queue(name, raw, raw["deserved_gpus"]) for name, raw in departments.items()]
     made += [_queue(path(name), raw, raw["over_quota_weight"]) for name, raw in given.items()]
@@ -216,11 +215,11 @@ def _queues(case: Raw) -> tuple[dict[str, str], list[Queue]]:
 
 def _queue(path: str, raw: Raw, weight: Any) -> Queue:
     deserved, most = raw["deserved_gpus"], raw["max_gpus"]
-    limited = most is not None and float(most) >= 0
+    most = -1.0 if most is None else float(most)
     return Queue(
         path=path,
         guaranteed=Res(cpus=0, gpus=UNLIMITED_GPUS if float(deserved or 0) < 0 else float(deserved or 0)),
-        limit=Res(cpus=0, gpus=float(most)) if limited else None,
+        limit=Res(cpus=0, gpus=most) if most >= 0 else None,
         weight=max(0.0, float(weight or 0)),
         priority=_symbol(raw.get("priority"), QUEUE_PRIORITY),
     )
@@ -286,7 +285,8 @@ class _Reader:
 
     def _ask(self, job: JobId, count: int, extra: int) -> JobAsk:
         level: CellLevel = "rack"
-        together = ((tuple(range(count)), level),) if _level(self.raw) and count > 1 else ()
+        bound = _level(self.raw) is not None and count > 1
+        together: tuple[tuple[tuple[int, ...], CellLevel], ...] = ((tuple(range(count)), level),) if bound else ()
         priority = _symbol(self.raw["priority"], 0)
         return JobAsk(
             id=job,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -216,17 +217,13 @@ class ShareVictims:
             candidates = self._candidates(state, row, action, now)
             found = None
             if action == "consolidate" and row.ask.preemptible:
-                found = make_room(
-                    *(state, txn, row, placer, candidates, lambda stopped: not stopped, Reason.MIGRATED_AFFINITY, now),
-                    victims_max=MOVED_MAX,
-                )
+                some = islice(candidates, MOVED_MAX)
+                found = make_room(state, txn, row, placer, some, _nobody, Reason.MIGRATED_AFFINITY, now)
             elif action == "reclaim" and self._may_reclaim(state, row):
                 fair = _Reclaim(self.book, state, row).fair
                 found = make_room(state, txn, row, placer, candidates, fair, Reason.PREEMPTED_RECLAIM, now)
             elif action == "preempt":
-                found = make_room(
-                    state, txn, row, placer, candidates, lambda stopped: True, Reason.PREEMPTED_PRIORITY, now
-                )
+                found = make_room(state, txn, row, placer, candidates, _anybody, Reason.PREEMPTED_PRIORITY, now)
             if found is not None:
                 return found
         return None
@@ -265,6 +262,14 @@ class ShareVictims:
         queue = state.queues.row[row.ask.queue]
         need = state.queues.need(row.ask.shape)[list(DIMS)]
         return not ((used_soon(state)[queue] + need > self.book.fair[queue]) & (need > 0)).any()
+
+
+def _nobody(stopped: Sequence[JobRow]) -> bool:
+    return not stopped
+
+
+def _anybody(stopped: Sequence[JobRow]) -> bool:
+    return True
 
 
 def _below(other: JobRow, row: JobRow) -> bool:

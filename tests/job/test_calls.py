@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.makers import JOB, at, loop, service, spec
 
-from rota.job.calls import Courier, Reply, Request
+from rota.job.calls import Courier, Refusal, Request
 from rota.job.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone
@@ -21,7 +21,7 @@ from rota.spec.errors import CallFailed, CallLost, RoleDown, RolledBack, TimedOu
 from rota.spec.ids import Epoch, NodeId
 from rota.spec.job import RoleSpec, WeightsEdge
 
-Answer = Callable[[str, Request], Awaitable[Reply]]
+Answer = Callable[[str, Request], Awaitable[Any]]
 
 
 class Launcher:
@@ -32,7 +32,7 @@ class Launcher:
         self.calls: list[tuple[str, Request]] = []
 
     async def call(self, to: Handle, call: Call) -> Any:
-        request: Request = call.args[0]
+        request = Request.of_call(call.args[0], call.args[1:], call.kwargs)
         self.calls.append((str(to.instance), request))
         try:
             async with asyncio.timeout(call.timeout_s):
@@ -71,8 +71,8 @@ def courier(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> 
     return made, launcher
 
 
-async def echo(instance: str, request: Request) -> Reply:
-    return Reply(kind="ok", value=request.args[0])
+async def echo(instance: str, request: Request) -> Any:
+    return request.args[0]
 
 
 def test_a_sharded_call_goes_to_every_member_and_comes_back_joined() -> None:
@@ -92,12 +92,12 @@ def test_each_spreads_items_over_the_least_loaded_and_keeps_their_order() -> Non
         running: Counter[str] = Counter()
         most: Counter[str] = Counter()
 
-        async def slow(instance: str, request: Request) -> Reply:
+        async def slow(instance: str, request: Request) -> Any:
             running[instance] += 1
             most[instance] = max(most[instance], running[instance])
             await asyncio.sleep(0.03 if instance == "w/0" else 0.001)
             running[instance] -= 1
-            return Reply(kind="ok", value=request.args[0] * 10)
+            return request.args[0] * 10
 
         role = service("w", 2)
         made, launcher = courier(role, slow, table(2))
@@ -111,10 +111,10 @@ def test_each_spreads_items_over_the_least_loaded_and_keeps_their_order() -> Non
 
 def test_an_item_of_a_dead_instance_goes_to_another_one() -> None:
     async def main() -> None:
-        async def answer(instance: str, request: Request) -> Reply:
+        async def answer(instance: str, request: Request) -> Any:
             if instance == "w/0":
                 raise ProcessGone("w/0 is gone")
-            return Reply(kind="ok", value=(instance, request.args[0]))
+            return (instance, request.args[0])
 
         role = service("w", 2)
         made, launcher = courier(role, answer, table(2))
@@ -127,10 +127,10 @@ def test_an_item_of_a_dead_instance_goes_to_another_one() -> None:
 
 def test_a_safe_call_to_a_dead_member_waits_for_its_new_epoch() -> None:
     async def main() -> None:
-        async def answer(instance: str, request: Request) -> Reply:
+        async def answer(instance: str, request: Request) -> Any:
             if request.epoch == 1:
                 raise ProcessGone("gone")
-            return Reply(kind="ok", value=request.epoch)
+            return request.epoch
 
         role = service("w", 1)
         made, launcher = courier(role, answer, table(1))
@@ -173,14 +173,14 @@ def test_a_call_of_a_loop_that_is_over_is_not_sent_to_who_came_back(first: str) 
     ("retry", "reply", "error"),
     [
         ("never", None, CallLost),
-        ("never", Reply(kind="failed", text="ValueError: x", traceback="tb"), CallFailed),
+        ("never", Refusal(kind="failed", text="ValueError: x", traceback="tb"), CallFailed),
         ("commit", None, CallLost),
-        ("commit", Reply(kind="failed", text="ValueError: x", traceback="tb"), CallLost),
+        ("commit", Refusal(kind="failed", text="ValueError: x", traceback="tb"), CallLost),
     ],
 )
-def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Reply | None, error: type[Exception]) -> None:
+def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Refusal | None, error: type[Exception]) -> None:
     async def main() -> None:
-        async def answer(instance: str, request: Request) -> Reply:
+        async def answer(instance: str, request: Request) -> Any:
             if reply is None:
                 raise ProcessGone("gone")
             return reply
@@ -199,8 +199,8 @@ def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Reply | No
 
 def test_a_refused_commit_call_ran_nowhere_and_is_sent_again() -> None:
     async def main() -> None:
-        async def answer(instance: str, request: Request) -> Reply:
-            return Reply(kind="stale") if request.epoch == 1 else Reply(kind="ok", value="done")
+        async def answer(instance: str, request: Request) -> Any:
+            return Refusal(kind="stale") if request.epoch == 1 else "done"
 
         role = service("w", 1)
         made, launcher = courier(role, answer, table(1))
@@ -229,7 +229,7 @@ def test_a_call_to_a_dead_role_raises_at_its_deadline_with_the_cause() -> None:
 
 def test_a_call_that_gets_no_answer_raises_at_its_deadline() -> None:
     async def main() -> None:
-        async def never(instance: str, request: Request) -> Reply:
+        async def never(instance: str, request: Request) -> Any:
             await asyncio.Event().wait()
             raise AssertionError
 
@@ -245,9 +245,9 @@ def test_first_takes_the_first_answer_and_cancels_the_others() -> None:
     async def main() -> None:
         cancelled: list[str] = []
 
-        async def answer(instance: str, request: Request) -> Reply:
+        async def answer(instance: str, request: Request) -> Any:
             if instance == "w/1":
-                return Reply(kind="ok", value=instance)
+                return instance
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -267,9 +267,9 @@ def test_one_member_that_raises_cancels_the_calls_to_the_others() -> None:
     async def main() -> None:
         cancelled = asyncio.Event()
 
-        async def answer(instance: str, request: Request) -> Reply:
+        async def answer(instance: str, request: Request) -> Any:
             if instance == "w/0":
-                return Reply(kind="failed", text="ValueError: x", traceback="tb")
+                return Refusal(kind="failed", text="ValueError: x", traceback="tb")
             try:
                 await asyncio.Event().wait()
             finally:

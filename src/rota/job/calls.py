@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,35 +46,64 @@ class Request:
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     """Versions of weights edges that the callee must have: edge -> (epoch of the writer, commit)."""
 
+    def to_call(self, timeout_s: float | None) -> Call:
+        """As a call of ``Instance.call``; all but the user's is one list of plain values, cheap to send."""
+        weights = {edge: list(version) for edge, version in self.weights.items()}
+        head = [self.call_id, self.op, self.epoch, self.loop_epoch, weights]
+        return Call(method="call", args=(head, *self.args), kwargs=self.kwargs, timeout_s=timeout_s)
+
+    @staticmethod
+    def of_call(head: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+        """Inverse of ``to_call``."""
+        call_id, op, epoch, loop_epoch, found = head
+        weights = {edge: (writer, n) for edge, (writer, n) in found.items()}
+        return Request(
+            call_id=call_id, op=op, args=args, kwargs=kwargs, epoch=epoch, loop_epoch=loop_epoch, weights=weights
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """``ok`` with a value; ``stale``: refused, nothing ran; ``failed``: the operation raised."""
+class Refusal:
+    """The answer instead of a value; ``stale``: nothing ran; ``failed``: the operation raised."""
 
-    kind: Literal["ok", "stale", "failed"]
-    value: Any = None
+    kind: Literal["stale", "failed"]
     text: str = ""
     traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """No answer came: the callee died (``traceback`` empty) or its operation raised."""
+    """A call that brought no value: refused (``text`` empty), or its instance died (``traceback`` empty) or raised."""
 
     text: str
     traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    """Until when a call may be sent: the deadline on the clock, and the epoch of the loop that asked for it."""
+class _Sending:
+    """What is sent, under one call id, until when (on the clock), for the loop of which epoch."""
 
+    call_id: str
+    op: OpSpec
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     deadline_s: float | None
     loop_epoch: Epoch
 
 
+Home = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+
+
+async def _here(work: Coroutine[Any, Any, Any]) -> Any:
+    return await work
+
+
 class Courier:
-    """Sends calls by the newest table of peers; belongs to one event loop."""
+    """Sends calls by the newest table of peers.
+
+    It belongs to one event loop, where ``home`` runs a coroutine; only ``call`` may come from any loop. It sends from
+    there, without a change of threads, what can be sent at once; waiting, losses and repeats happen at home.
+    """
 
     def __init__(
         self,
@@ -85,12 +114,14 @@ class Courier:
         clock: Clock,
         caller: InstanceId,
         waiting: Waiting | None = None,
+        home: Home = _here,
     ) -> None:
         self.waiting = waiting or Waiting(clock)
         self.table = PeerTable()
         self.loop_epoch = Epoch(0)
         """Of the loop in this process; set by ``enter``."""
-        self.calls_open = 0
+        self._home = home
+        self._peers: dict[tuple[str, int], Peer] = {}
         self._job, self._spec, self._launcher, self._clock, self._caller = job, spec, launcher, clock, caller
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -102,6 +133,7 @@ class Courier:
         if table.version <= self.table.version:
             return
         self.table = table
+        self._peers = {(peer.role, peer.rank): peer for peer in table.peers}
         present = {(peer.id, peer.epoch) for peer in table.peers}
         self._down &= present
         self.wake()
@@ -130,14 +162,14 @@ class Courier:
         ``loop_epoch`` is the one of the loop that calls, the present one when left out. Raises RoleDown when nobody
         could take it before the deadline, CallLost, CallFailed, TimedOut, BadInput; RolledBack when the loop is over.
         """
-        limits = self._limits(op, loop_epoch)
-        world = len(self.table.of_role(role.name)) or role.replicas_min
+        epoch, deadline_s = self._limits(op, loop_epoch)
+        world = sum(peer.role == role.name for peer in self.table.peers) or role.replicas_min
         send, recv = op.send_rule, op.recv_rule
         parts = dispatch.split(args[0] if args else None, send, mesh=role.mesh, world=world)
-        calls = {
-            rank: self._member_call(role, rank, op, ((part.value, *args[1:]) if args else ()), kwargs, limits)
-            for rank, part in parts.items()
-        }
+        calls: dict[int, Coroutine[Any, Any, Any]] = {}
+        for rank, part in parts.items():
+            given = (part.value, *args[1:]) if args else ()
+            calls[rank] = self._member_call(role, rank, _Sending(self._call_id(), op, given, kwargs, deadline_s, epoch))
         if isinstance(recv, FirstRule):
             return await _first(list(calls.values()))
         answers = await _all(list(calls.values()))
@@ -174,14 +206,15 @@ class Courier:
         loop_epoch: Epoch | None = None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
         """Like ``each``, but (index, result) pairs as they finish."""
-        limits = self._limits(op, loop_epoch)
+        epoch, deadline_s = self._limits(op, loop_epoch)
         waiting = iter(enumerate(items))
         done: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue(len(items))
 
         async def take() -> None:
             try:
                 for index, item in waiting:
-                    done.put_nowait((index, await self._item_call(role, op, (item, *rest), kwargs, limits)))
+                    sending = _Sending(self._call_id(), op, (item, *rest), kwargs, deadline_s, epoch)
+                    done.put_nowait((index, await self._item_call(role, sending)))
             except Exception as error:  # noqa: BLE001 - handed to the consumer below, which raises it
                 done.put_nowait(error)
 
@@ -198,73 +231,65 @@ class Courier:
 
     # -- one member ---------------------------------------------------------------------------------------------------
 
-    async def _member_call(
-        self,
-        role: RoleSpec,
-        rank: int,
-        op: OpSpec,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        limits: _Limits,
-    ) -> Any:
-        call_id = self._call_id()
-        while True:
-            peer = await self._ready(role, lambda rank=rank: self._member(role, rank), limits)
-            found = await self._attempt(peer, op, call_id, args, kwargs, limits)
-            if isinstance(found, Reply):
-                return found.value
-            await self._after_loss(peer, op, found, limits.deadline_s)
+    async def _member_call(self, role: RoleSpec, rank: int, sending: _Sending) -> Any:
+        """From any loop: send at once if the member is ready; all else is for the home loop."""
+        peer = self._ready_now(lambda: self._member(role, rank), sending)
+        lost: _Lost | None = None
+        if peer is not None:
+            found = await self._attempt(peer, sending)
+            if not isinstance(found, _Lost):
+                return found
+            lost = found
+        return await self._home(self._until_answered(role, rank, sending, peer, lost))
 
-    async def _item_call(
-        self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any], limits: _Limits
+    async def _until_answered(
+        self, role: RoleSpec, rank: int, sending: _Sending, peer: Peer | None, lost: _Lost | None
     ) -> Any:
-        call_id = self._call_id()
         while True:
-            peer = await self._ready(role, lambda: self._free(role, op), limits)
+            if peer is not None and lost is not None:
+                await self._after_loss(peer, sending, lost)
+            peer = await self._ready(role, lambda: self._member(role, rank), sending)
+            found = await self._attempt(peer, sending)
+            if not isinstance(found, _Lost):
+                return found
+            lost = found
+
+    async def _item_call(self, role: RoleSpec, sending: _Sending) -> Any:
+        while True:
+            peer = await self._ready(role, lambda: self._free(role, sending.op), sending)
             self._load[peer.id] = self._load.get(peer.id, 0) + 1
             try:
-                found = await self._attempt(peer, op, call_id, args, kwargs, limits)
+                found = await self._attempt(peer, sending)
             finally:
                 self._load[peer.id] -= 1
                 self.wake()
-            if isinstance(found, Reply):
-                return found.value
-            await self._after_loss(peer, op, found, limits.deadline_s)
+            if not isinstance(found, _Lost):
+                return found
+            await self._after_loss(peer, sending, found)
 
-    async def _attempt(
-        self,
-        peer: Peer,
-        op: OpSpec,
-        call_id: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        limits: _Limits,
-    ) -> Reply | _Lost:
-        """Send once. A refused call ran nowhere and is sent again when the table has changed."""
+    async def _attempt(self, peer: Peer, sending: _Sending) -> Any:
+        """Send once, from any loop: the value, or how it was lost."""
+        op, known = sending.op, self.table.weights
         request = Request(
-            call_id=call_id,
+            call_id=sending.call_id,
             op=op.name,
-            args=args,
-            kwargs=kwargs,
+            args=sending.args,
+            kwargs=sending.kwargs,
             epoch=peer.epoch,
-            loop_epoch=limits.loop_epoch,
+            loop_epoch=sending.loop_epoch,
             weights={
-                edge.name: self.table.weights[edge.name]
+                edge.name: known[edge.name]
                 for edge in self._spec.weights
-                if edge.target == peer.role and edge.name in self.table.weights
+                if edge.target == peer.role and edge.name in known
             },
         )
-        call = Call(method="call", args=(request,), timeout_s=self._left(limits.deadline_s))
-        self.calls_open += 1
         wait = self.waiting.begin(str(peer.id), "call", op.name)
-        answered = False
-        size = size_of(args)
+        answered, size = False, size_of(sending.args)
         try:
-            reply: Reply = await self._launcher.call(peer.handle(self._job), call)
-            answered = reply.kind == "ok"
-            size += size_of(reply.value)
+            found = await self._launcher.call(peer.handle(self._job), request.to_call(self._left(sending.deadline_s)))
+            answered = not isinstance(found, Refusal)
+            size += size_of(found)
         except ProcessGone as error:
-            self._down.add((peer.id, peer.epoch))
             return _Lost(str(error))
         except CallTimeout:
             raise TimedOut(
@@ -274,28 +299,26 @@ class Courier:
                 op=op.name,
             ) from None
         finally:
-            self.calls_open -= 1
             self.waiting.end(wait, ok=answered, size=size)
-        if reply.kind == "ok":
-            return reply
-        self._down.add((peer.id, peer.epoch))
-        if reply.kind == "failed":
-            return _Lost(reply.text, reply.traceback)
-        asyncio.get_running_loop().call_later(REFUSED_S, self._forgive, peer)
-        return _Lost("")
+        if isinstance(found, Refusal):
+            return _Lost(found.text if found.kind == "failed" else "", found.traceback)
+        return found
 
     def _forgive(self, peer: Peer) -> None:
         self._down.discard((peer.id, peer.epoch))
         self.wake()
 
-    async def _after_loss(self, peer: Peer, op: OpSpec, lost: _Lost, deadline_s: float | None) -> None:
-        """Return when the call may be sent again; else raise, or wait for the rollback."""
-        refused = not lost.text
+    async def _after_loss(self, peer: Peer, sending: _Sending, lost: _Lost) -> None:
+        """Return when the call may be sent again, a refused one always; else raise, or wait for the rollback."""
+        op, refused = sending.op, not lost.text
+        self._down.add((peer.id, peer.epoch))
+        if refused:
+            asyncio.get_running_loop().call_later(REFUSED_S, self._forgive, peer)
         if refused or op.retry == "safe":
             return
         fields = {"role": peer.role, "rank": peer.rank, "op": op.name}
         if op.retry == "commit":
-            await self.wait_rollback(deadline_s)
+            await self.wait_rollback(sending.deadline_s)
             raise CallLost(f"{peer.id}.{op.name} was lost and no rollback followed: {lost.text}", **fields)
         if lost.traceback:
             raise CallFailed(f"{peer.id}.{op.name}: {lost.text}", traceback=lost.traceback, **fields)
@@ -306,26 +329,29 @@ class Courier:
         left_s = self._left(deadline_s)
         await self._clock.sleep(ROLLBACK_MAX_S if left_s is None else min(left_s, ROLLBACK_MAX_S))
 
-    async def _ready(self, role: RoleSpec, choose: Any, limits: _Limits) -> Peer:
+    def _ready_now(self, choose: Callable[[], Peer | None], sending: _Sending) -> Peer | None:
+        """Whom the call may be sent to now, if anybody. Raises RolledBack when its loop is over."""
+        if sending.loop_epoch < self.loop_epoch:
+            raise RolledBack(f"loop epoch {sending.loop_epoch} of {self._job} is over, it is at {self.loop_epoch}")
+        return None if self._loop_is_over(sending.loop_epoch) else choose()
+
+    async def _ready(self, role: RoleSpec, choose: Callable[[], Peer | None], sending: _Sending) -> Peer:
         since_s = self._clock.monotonic_s()
         while True:
             changed = self._changed
-            if limits.loop_epoch < self.loop_epoch:
-                raise RolledBack(f"loop epoch {limits.loop_epoch} of {self._job} is over, it is at {self.loop_epoch}")
-            peer: Peer | None = None if self._loop_is_over(limits.loop_epoch) else choose()
+            peer = self._ready_now(choose, sending)
             if peer is not None:
                 return peer
-            left_s = self._left(limits.deadline_s)
             try:
                 with self.waiting.on(role.name, "ready"):
-                    async with asyncio.timeout(left_s):
+                    async with asyncio.timeout(self._left(sending.deadline_s)):
                         await changed.wait()
             except TimeoutError:
                 raise self._role_down(role, since_s) from None
 
     def _loop_is_over(self, epoch: Epoch) -> bool:
         """True when the master gave the loop a newer epoch: it is about to be cancelled, and sends nothing more."""
-        own = self.table.find(self._caller.role, self._caller.rank)
+        own = self._peers.get((self._caller.role, self._caller.rank))
         return own is not None and epoch < own.epoch
 
     def _role_down(self, role: RoleSpec, since_s: float) -> RoleDown:
@@ -345,7 +371,7 @@ class Courier:
         return peer.ready and (peer.id, peer.epoch) not in self._down
 
     def _member(self, role: RoleSpec, rank: int) -> Peer | None:
-        peer = self.table.find(role.name, rank)
+        peer = self._peers.get((role.name, rank))
         return peer if peer is not None and self._usable(peer) else None
 
     def _free(self, role: RoleSpec, op: OpSpec) -> Peer | None:
@@ -357,9 +383,10 @@ class Courier:
     def _call_id(self) -> str:
         return f"{self._caller}/{self.loop_epoch}/{next(self._numbers)}"
 
-    def _limits(self, op: OpSpec, loop_epoch: Epoch | None) -> _Limits:
+    def _limits(self, op: OpSpec, loop_epoch: Epoch | None) -> tuple[Epoch, float | None]:
+        """For the loop of which epoch, and until when on the clock."""
         deadline_s = None if op.deadline_s is None else self._clock.monotonic_s() + op.deadline_s
-        return _Limits(deadline_s, self.loop_epoch if loop_epoch is None else loop_epoch)
+        return self.loop_epoch if loop_epoch is None else loop_epoch, deadline_s
 
     def _left(self, deadline_s: float | None) -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - self._clock.monotonic_s())
@@ -376,13 +403,16 @@ async def _cancel(tasks: Any) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _all(calls: list[Any]) -> list[Any]:
+async def _all(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     """All results; when one raises, the others are cancelled and it is raised."""
+    if len(calls) == 1:
+        return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*tasks)
-    finally:
+    except BaseException:
         await _cancel(tasks)
+        raise
 
 
 async def _first(calls: list[Any]) -> Any:

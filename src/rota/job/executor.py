@@ -209,7 +209,9 @@ class Executor:
             "restore": command.restore,
             "restarts": ctx.instances[command.instance].restarts,
         }
-        answer = await self._ask(command.instance, command.started_epoch, Call(method="assemble", kwargs=kwargs))
+        answer = await self._ask(
+            command.instance, command.started_epoch, Call(method="assemble", kwargs=kwargs, control=True)
+        )
         if isinstance(answer, Failure):
             return _failed(command.instance, command.epoch, answer)
         if answer is None:
@@ -219,7 +221,9 @@ class Executor:
 
     async def _run(self, command: RunInstance, ctx: JobContext) -> JobEvent | None:
         kwargs = {"epoch": command.epoch, "committed": command.committed, "table": table_of(ctx).to_json()}
-        answer = await self._ask(command.instance, command.started_epoch, Call(method="run", kwargs=kwargs))
+        answer = await self._ask(
+            command.instance, command.started_epoch, Call(method="run", kwargs=kwargs, control=True)
+        )
         if isinstance(answer, Failure):
             return _failed(command.instance, command.epoch, answer)
         if answer is None:

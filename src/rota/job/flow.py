@@ -126,7 +126,10 @@ class Flow:
         if isinstance(op.send_rule, EachRule):
             items = _items(op, args)
             return await self._in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
-        return await self._in_control(courier.call(role, op, args, kwargs, loop_epoch=epoch))
+        try:
+            return await courier.call(role, op, args, kwargs, loop_epoch=epoch)
+        finally:
+            self._seat.pulse.touch()
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -218,7 +221,7 @@ class Flow:
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
-        call = Call(method="save", kwargs=kwargs)
+        call = Call(method="save", kwargs=kwargs, control=True)
         try:
             with self._seat.pulse.waiting.on(str(peer.id), "commit", f"save {n}"):
                 reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)

@@ -15,13 +15,21 @@ class Lane:
     """One thread with one event loop. Whatever is given to it runs there, one step at a time."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        threading.Thread(target=self._work, args=(self.loop,), name=name, daemon=True).start()
 
-    def _work(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+
+    def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Be the lane of a loop that runs in a thread of its own already; only before anything was given to this one.
+
+        What arrives in that loop is then in this lane without a change of threads.
+        """
+        if loop is not self.loop:
+            self.close()
+            self.loop = loop
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine in this lane; its result comes as a future that any thread may wait for."""

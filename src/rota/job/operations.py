@@ -12,7 +12,7 @@ from typing import Any
 
 from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, make_context
-from rota.job.calls import Reply, Request
+from rota.job.calls import Refusal, Request
 from rota.job.inspect import import_target
 from rota.job.rendezvous import Meeting
 from rota.job.workload import Marks, marks_of
@@ -22,47 +22,65 @@ REPLIES_KEPT_MAX = 32
 """Answers kept by call id: a repeated request gets the first answer, the operation does not run again."""
 
 
+class _Formed:
+    """The object of one epoch and what goes on in it. But for its making it belongs to the user lane."""
+
+    def __init__(self, epoch: Epoch, marks: Marks, plane: Any, found: Any) -> None:
+        self.epoch, self.marks, self.plane, self.object = epoch, marks, plane, found
+        self.replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
+        self.loaded: dict[str, tuple[int, int]] = {}
+        self.loading = asyncio.Lock()
+        self.active = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def missing(self, needed: Mapping[str, tuple[int, int]]) -> list[str]:
+        """Weights edges whose versions here are older than the call needs them."""
+        return [edge for edge, version in needed.items() if self.loaded.get(edge, (0, 0)) < version]
+
+    def enter(self) -> None:
+        """One more operation runs: weights stay as they are."""
+        self.active += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        """One fewer runs."""
+        self.active -= 1
+        if self.active == 0:
+            self.idle.set()
+
+
 class ClassBody:
     """One object of the user's class at a time, made anew for each epoch."""
 
     def __init__(self, seat: Seat, on_failure: Callable[[Exception, Epoch], None]) -> None:
         self._seat = seat
         self._on_failure = on_failure
-        self._forming: Forming | None = None
-        self._object: Any = None
-        self._marks = Marks()
         self._meeting: Meeting | None = None
-        self._plane: Any = None
-        self._loaded: dict[str, tuple[int, int]] = {}
-        self._active: set[object] = set()
-        self._idle = asyncio.Condition()
-        self._replies: OrderedDict[str, asyncio.Future[Reply]] = OrderedDict()
+        self._formed: _Formed | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def form(self, forming: Forming) -> None:
         """Make the object, restore its state, set it up."""
         seat = self._seat
-        self._forming = forming
-        self._loaded.clear()
-        self._replies.clear()
-        self._active = set()
         self._meeting = Meeting(seat, forming)
         ctx = make_context(seat, forming)
         ctx.make_group = self._meeting.make
         cls: Any = await seat.user.do(lambda: import_target(seat.role.workload or ""))
-        self._marks = marks_of(cls)
-        if self._needs_plane:
-            self._plane = await seat.user.do(lambda: shadow.connect(seat.place.job, seat.id, forming.epoch))
-        if forming.restore > 0 and self._marks.state is not None:
-            ctx.restored = await seat.user.do(lambda: self._restored(ctx.checkpoint_dir, forming.restore))
-        self._object = await seat.user.do(cls)
-        await self._in_user(self._object.setup, (ctx,), {})
+        marks, plane = marks_of(cls), None
+        if any(mark is not None for mark in (marks.state, marks.publish, marks.weights)):
+            plane = await seat.user.do(lambda: shadow.connect(seat.place.job, seat.id, forming.epoch))
+        if forming.restore > 0 and marks.state is not None:
+            ctx.restored = await seat.user.do(lambda: self._restored(plane, ctx.checkpoint_dir, forming.restore))
+        formed = _Formed(forming.epoch, marks, plane, await seat.user.do(cls))
+        await self._in_user(formed.object.setup, (ctx,), {})
+        self._formed = formed
 
-    def _restored(self, checkpoints: Path, n: int) -> Any:
+    def _restored(self, plane: Any, checkpoints: Path, n: int) -> Any:
         """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it."""
         try:
-            return shadow.load(self._plane, self._seat.place.job, self._seat.id, n)
+            return shadow.load(plane, self._seat.place.job, self._seat.id, n)
         except shadow.StateLost:
             path = checkpoint.find(checkpoints, self._seat.id, n)
             if path is None:
@@ -77,56 +95,76 @@ class ClassBody:
         """Leave the process group, so that members blocked with this one are released; drop the object."""
         if self._meeting is not None:
             self._meeting.leave()
-        self._object = None
+        self._formed = None
 
     async def stop(self, grace_s: float) -> None:
         """Leave the group; the process ends after this."""
         await self.dissolve()
 
-    @property
-    def _needs_plane(self) -> bool:
-        return any(mark is not None for mark in (self._marks.state, self._marks.publish, self._marks.weights))
+    # -- calls, in the user lane --------------------------------------------------------------------------------------
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    async def call(self, request: Request) -> Reply:
-        """Run an operation once; a repeated call id waits for, or gets, the first answer."""
-        known = self._replies.get(request.call_id)
+    async def call(self, request: Request) -> Any:
+        """Run an operation once: its value or a Refusal; a repeated call id waits for, or gets, the first answer."""
+        formed = self._formed
+        if formed is None or formed.epoch != request.epoch:
+            return Refusal(kind="stale", text=f"{self._seat.id} is no longer at epoch {request.epoch}")
+        known = formed.replies.get(request.call_id)
         if known is not None:
             return await asyncio.shield(known)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._replies[request.call_id] = answer
-        while len(self._replies) > REPLIES_KEPT_MAX:
-            self._replies.popitem(last=False)
-        reply = await self._operate(request)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        formed.replies[request.call_id] = answer
+        while len(formed.replies) > REPLIES_KEPT_MAX:
+            formed.replies.popitem(last=False)
+        value = await self._operate(formed, request)
         if not answer.done():
-            answer.set_result(reply)
-        return reply
+            answer.set_result(value)
+        return value
 
-    async def _operate(self, request: Request) -> Reply:
+    async def _operate(self, formed: _Formed, request: Request) -> Any:
         op = self._seat.role.interface.op(request.op) if self._seat.role.interface else None
         if op is None:
-            return Reply(kind="stale", text=f"{self._seat.id.role} has no operation {request.op!r}")
+            return Refusal(kind="stale", text=f"{self._seat.id.role} has no operation {request.op!r}")
         try:
-            token = await self._enter(request.weights)
+            await self._enter(formed, request.weights)
         except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
-            return self._failed(error, report=True)
+            return self._failed(formed, error, report=True)
         try:
             with self._seat.pulse.running(op.name):
-                value = await self._in_user(getattr(self._object, op.name), request.args, request.kwargs)
+                value = getattr(formed.object, op.name)(*request.args, **request.kwargs)
+                if inspect.isawaitable(value):
+                    value = await value
             self._seat.pulse.mark()
-            return Reply(kind="ok", value=value)
+            return value
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
-            return self._failed(error, report=op.retry != "never")
+            return self._failed(formed, error, report=op.retry != "never")
         finally:
-            await self._leave(token)
+            formed.leave()
 
-    def _failed(self, error: Exception, *, report: bool) -> Reply:
+    def _failed(self, formed: _Formed, error: Exception, *, report: bool) -> Refusal:
         text = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
-        if report and self._forming is not None:
-            self._on_failure(error, self._forming.epoch)
-        return Reply(kind="failed", text=text, traceback=trace)
+        if report:
+            self._on_failure(error, formed.epoch)
+        return Refusal(kind="failed", text=text, traceback=trace)
+
+    async def _enter(self, formed: _Formed, needed: Mapping[str, tuple[int, int]]) -> None:
+        """Wait until the weights are as new as the call needs them; they change only while no operation runs."""
+        if formed.loading.locked() or formed.missing(needed):
+            async with formed.loading:
+                for edge in formed.missing(needed):
+                    await formed.idle.wait()
+                    await self._load(formed, edge, needed[edge])
+        formed.enter()
+
+    async def _load(self, formed: _Formed, edge: str, version: tuple[int, int]) -> None:
+        if formed.marks.weights is not None:
+            source = next((one.source for one in self._seat.spec.weights if one.name == edge), edge)
+            with self._seat.pulse.waiting.on(f"{source}/0", "weights", edge):
+                tensors = shadow.fetch(formed.plane, self._seat.place.job, edge, version)
+            loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
+            if inspect.isawaitable(loaded):
+                await loaded
+        formed.loaded[edge] = version
 
     async def _in_user(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         async def call() -> Any:
@@ -135,56 +173,27 @@ class ClassBody:
 
         return await self._seat.user.run(call())
 
-    # -- weights ------------------------------------------------------------------------------------------------------
-
-    async def _enter(self, needed: Mapping[str, tuple[int, int]]) -> object:
-        """Wait until the weights are as new as the call needs them; they change only while no operation runs."""
-        async with self._idle:
-            while missing := [edge for edge, version in needed.items() if self._loaded.get(edge, (0, 0)) < version]:
-                if self._active:
-                    await self._idle.wait()
-                    continue
-                for edge in missing:
-                    await self._load(edge, needed[edge])
-            token = object()
-            self._active.add(token)
-            return token
-
-    async def _leave(self, token: object) -> None:
-        async with self._idle:
-            self._active.discard(token)
-            self._idle.notify_all()
-
-    async def _load(self, edge: str, version: tuple[int, int]) -> None:
-        if self._marks.weights is not None:
-            job, plane = self._seat.place.job, self._plane
-            source = next((one.source for one in self._seat.spec.weights if one.name == edge), edge)
-            with self._seat.pulse.waiting.on(f"{source}/0", "weights", edge):
-                tensors = await self._seat.user.do(lambda: shadow.fetch(plane, job, edge, version))
-            await self._in_user(getattr(self._object, self._marks.weights), (version[1], tensors), {})
-        self._loaded[edge] = version
-
     # -- commit -------------------------------------------------------------------------------------------------------
 
     async def save(self, n: int, edges: tuple[str, ...], folder: str) -> dict[str, Any]:
         """Put the state of commit ``n`` into shared memory, and into ``folder`` if given; publish ``edges``."""
-        assert self._forming is not None, "form() comes before save()"
-        began_s, epoch = self._seat.clock.monotonic_s(), self._forming.epoch
-        size = 0
-        if self._marks.state is not None:
-            job, seat, plane = self._seat.place.job, self._seat, self._plane
-            state = await self._in_user(getattr(self._object, self._marks.state), (), {})
-            size = await seat.user.do(lambda: shadow.save(plane, job, seat.id, n, epoch, state))
+        formed = self._formed
+        assert formed is not None, "form() comes before save()"
+        began_s, size = self._seat.clock.monotonic_s(), 0
+        if formed.marks.state is not None:
+            job, seat = self._seat.place.job, self._seat
+            state = await self._in_user(getattr(formed.object, formed.marks.state), (), {})
+            size = await seat.user.do(lambda: shadow.save(formed.plane, job, seat.id, n, formed.epoch, state))
             if folder:
                 with seat.pulse.quiet("checkpoint"):
                     await seat.user.do(lambda: checkpoint.write(Path(folder), seat.id, state))
         for edge in edges:
-            await self._publish(edge, n)
+            await self._publish(formed, edge, n)
         return {"bytes": size, "seconds": round(self._seat.clock.monotonic_s() - began_s, 6)}
 
-    async def _publish(self, edge: str, n: int) -> None:
-        if self._marks.publish is None or self._seat.id.rank != 0 or self._forming is None:
+    async def _publish(self, formed: _Formed, edge: str, n: int) -> None:
+        if formed.marks.publish is None or self._seat.id.rank != 0:
             return
-        job, plane, epoch = self._seat.place.job, self._plane, self._forming.epoch
-        tensors = await self._in_user(getattr(self._object, self._marks.publish), (), {})
-        await self._seat.user.do(lambda: shadow.publish(plane, job, edge, n, epoch, tensors))
+        job = self._seat.place.job
+        tensors = await self._in_user(getattr(formed.object, formed.marks.publish), (), {})
+        await self._seat.user.do(lambda: shadow.publish(formed.plane, job, edge, n, formed.epoch, tensors))

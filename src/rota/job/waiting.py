@@ -15,7 +15,7 @@ from rota.runtime.clock import Clock
 WAITS_MAX = 64
 """Open waits that one beat tells, the oldest first."""
 FRAMES_MAX = 80
-ITEMS_MAX = 64
+ITEMS_MAX = 8
 """Items of a list or dict whose size is looked at; the rest is taken to be alike."""
 DEPTH_MAX = 4
 

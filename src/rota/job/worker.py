@@ -7,12 +7,13 @@ import concurrent.futures
 import faulthandler
 import os
 import tempfile
+import threading
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from rota.job.bodies import Body, Forming, FunctionBody, Seat
-from rota.job.calls import Courier, Reply, Request
+from rota.job.calls import Courier, Refusal, Request
 from rota.job.executor import JobPlace
 from rota.job.flow import LoopBody
 from rota.job.inspect import import_target
@@ -55,7 +56,7 @@ class Instance:
         devices: list[int],
     ) -> None:
         faulthandler.enable()
-        self._control, user = Lane("control"), Lane("user")
+        self._control, self._user = Lane("control"), Lane("user")
         found = JobPlace.from_json(dict(place))
         clock = SystemClock()
         launcher = open_launcher(found)
@@ -74,14 +75,21 @@ class Instance:
             clock=clock,
             pulse=pulse,
             courier=Courier(
-                job=found.job, spec=job_spec, launcher=launcher, clock=clock, caller=who, waiting=pulse.waiting
+                job=found.job,
+                spec=job_spec,
+                launcher=launcher,
+                clock=clock,
+                caller=who,
+                waiting=pulse.waiting,
+                home=self._control.run,
             ),
             control=self._control,
-            user=user,
+            user=self._user,
         )
         self._body: Body = self._make_body()
         self._epoch = Epoch(0)
         self._ready = False
+        self._fence = threading.Lock()
         self._loop_epoch_max = Epoch(0)
         self._failure: Failure | None = None
         self._forming: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
@@ -89,6 +97,10 @@ class Instance:
         self._answered_s = clock.monotonic_s()
         self._beat_now = asyncio.Event()
         self._control.submit(self._beats())
+
+    def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run user code in the event loop in which ``call`` arrives; its host says so before anything else."""
+        self._user.adopt(loop)
 
     def _make_body(self) -> Body:
         role = self._seat.role
@@ -127,9 +139,9 @@ class Instance:
 
     # -- what other instances ask -------------------------------------------------------------------------------------
 
-    async def call(self, request: Request) -> Reply:
-        """Run one operation."""
-        return await self._control.run(self._call(request))
+    async def call(self, head: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one operation, sent as a ``Request``; its value or a ``Refusal``."""
+        return await self._user.run(self._call(Request.of_call(head, args, kwargs)))
 
     async def save(
         self, *, n: int, epoch: int, loop_epoch: int, edges: tuple[str, ...], folder: str = ""
@@ -139,6 +151,15 @@ class Instance:
         The state goes into shared memory and, if given, into the checkpoint ``folder``; ``edges`` are published.
         """
         return await self._control.run(self._save(n, Epoch(epoch), Epoch(loop_epoch), edges, folder))
+
+    async def _call(self, request: Request) -> Any:
+        """In the user lane: an operation waits for the one before it, and for nobody else."""
+        if not isinstance(self._body, ClassBody):
+            return Refusal(kind="stale", text=f"{self._seat.id} takes no calls")
+        refusal = self._refusal(request.epoch, request.loop_epoch)
+        if refusal:
+            return Refusal(kind="stale", text=refusal)
+        return await self._body.call(request)
 
     # -- in the control lane ------------------------------------------------------------------------------------------
 
@@ -190,14 +211,6 @@ class Instance:
         self._ready = False
         await self._body.stop(grace_s)
 
-    async def _call(self, request: Request) -> Reply:
-        if not isinstance(self._body, ClassBody):
-            return Reply(kind="stale", text=f"{self._seat.id} takes no calls")
-        refusal = self._refusal(request.epoch, request.loop_epoch)
-        if refusal:
-            return Reply(kind="stale", text=refusal)
-        return await self._body.call(request)
-
     async def _save(
         self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
     ) -> dict[str, Any]:
@@ -217,9 +230,11 @@ class Instance:
             return f"no answer of the master for {silent_s:.0f} s"
         if epoch != self._epoch or not self._ready or self._failure is not None:
             return f"{self._seat.id} is at epoch {self._epoch}, {'ready' if self._ready else 'not ready'}"
-        if loop_epoch < self._loop_epoch_max:
-            return f"loop epoch {loop_epoch} is fenced by {self._loop_epoch_max}"
-        self._loop_epoch_max = loop_epoch
+        with self._fence:
+            newest = max(self._loop_epoch_max, self._seat.courier.table.loop_epoch, loop_epoch)
+            self._loop_epoch_max = newest
+        if loop_epoch < newest:
+            return f"loop epoch {loop_epoch} is fenced by {newest}"
         return ""
 
     # -- failures and beats -------------------------------------------------------------------------------------------
@@ -232,7 +247,7 @@ class Instance:
         """User code raised: no further calls under this epoch; the next beat tells the master."""
         if self._failure is None and epoch == self._epoch:
             self._failure = failure_of(error, epoch)
-            self._beat_now.set()
+            self._control.loop.call_soon_threadsafe(self._beat_now.set)
 
     async def _beats(self) -> None:
         while True:

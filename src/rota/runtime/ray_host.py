@@ -24,7 +24,7 @@ from typing import Any
 import ray
 
 from rota.runtime import log_pump, process
-from rota.runtime.launch import Call, RemoteError
+from rota.runtime.launch import RemoteError
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256
@@ -77,8 +77,8 @@ class Host:
     """Made as a detached named actor. Ray runs each concurrency group in an event loop and thread of its own.
 
     A sync method of the target runs in a pool of threads, an async one in the event loop of its group, so that control
-    calls go through whatever user code does. Only the constructor runs again when Ray restarts a master, therefore the
-    target is made there.
+    calls go through whatever user code does. A target with a method ``adopt`` is given the loop of its user calls. Only
+    the constructor runs again when Ray restarts a master, therefore the target is made there.
     """
 
     def __init__(self, boot: Boot) -> None:
@@ -100,9 +100,20 @@ class Host:
             time.sleep(_RESTART_PAUSE_S)
             os._exit(1)
 
+    @ray.method(concurrency_group="user")
+    async def born(self) -> Begun:
+        """The first call: gives the target the event loop of its user calls."""
+        adopt = getattr(self._target, "adopt", None)
+        if adopt is not None:
+            adopt(asyncio.get_running_loop())
+        return self._begun()
+
     @ray.method(concurrency_group="control")
     async def begin(self) -> Begun:
         """Who this is, and whether the target could be made."""
+        return self._begun()
+
+    def _begun(self) -> Begun:
         own = process.own_id()
         return Begun(pid=own.pid, start_time=own.start_time, node=self._boot.node, failure=self._failure)
 
@@ -112,33 +123,33 @@ class Host:
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group="control")
-    async def control(self, call: Call) -> Any:
+    async def control(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """A control call on the target."""
-        return await self._forward(call, "control")
+        return await self._forward("control", method, args, kwargs)
 
     @ray.method(concurrency_group="user")
-    async def user(self, call: Call) -> Any:
+    async def user(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """A user call on the target."""
-        return await self._forward(call, "user")
+        return await self._forward("user", method, args, kwargs)
 
     @ray.method(concurrency_group="control")
     async def end(self) -> Any:
         """Let the target end politely (its ``stop()`` if it has one); the process itself is ended by the launcher."""
         answer = None
         if getattr(self._target, "stop", None) is not None:
-            answer = await self._forward(Call(method="stop"), "control")
+            answer = await self._forward("control", "stop", (), {})
         flush()
         return answer
 
-    async def _forward(self, call: Call, group: str) -> Any:
+    async def _forward(self, group: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._failure is not None:
             return self._failure
         try:
-            method = getattr(self._target, call.method)
+            method = getattr(self._target, name)
             if inspect.iscoroutinefunction(method):
-                return await method(*call.args, **call.kwargs)
+                return await method(*args, **kwargs)
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._threads[group], lambda: method(*call.args, **call.kwargs))
+            result = await loop.run_in_executor(self._threads[group], lambda: method(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except BaseException as error:  # noqa: BLE001 - carried to the caller, who raises it
             return raised(error)

@@ -7,6 +7,7 @@ of slices is in ``rota.job.dispatch``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Pad = Literal["none", "repeat", "drop"]
@@ -103,6 +104,7 @@ def rule_to_text(rule: Send | Receive) -> str:
             return type(rule).__name__.removesuffix("Rule")
 
 
+@lru_cache(256)
 def rule_from_text(text: str) -> Send | Receive:
     """Inverse of ``rule_to_text``. Raises ValueError for an unknown rule."""
     head, _, rest = text.partition("(")

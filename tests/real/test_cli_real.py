@@ -73,6 +73,7 @@ class OnTerminal:
         self.text = ""
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests themselves run in the background
             os.chdir(installation.folder)
             os.execve(sys.executable, [*installation.command, *words], installation.env)
 

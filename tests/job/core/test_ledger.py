@@ -202,10 +202,15 @@ class Flow(RuleBasedStateMachine):
         self.epochs = {ONE: 1, TWO: 1}
         self.ages: list[int] = []
 
-    @rule()
-    def admit(self) -> None:
-        if self.book.room(self.size) > 0:
-            self.book.admit(self.book.cursor)
+    @rule(count=st.integers(1, 8), whole=st.booleans())
+    def admit(self, count: int, whole: bool) -> None:
+        """New items, produced at once if ``whole``."""
+        for _ in range(count):
+            if self.book.room(self.size) > 0:
+                self.book.admit(self.book.cursor)
+        while whole and (item := self.book.next_pending()) is not None:
+            assert self.book.start(item.uid, ONE, Epoch(self.epochs[ONE]), self.version)
+            assert self.book.produce(item.uid, ONE, Epoch(self.epochs[ONE]))
 
     @rule(who=st.sampled_from([ONE, TWO]))
     def start(self, who: Any) -> None:

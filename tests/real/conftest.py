@@ -4,6 +4,8 @@ Fixture ``engine`` (session): an ``Engine`` with ``home`` (a fresh ``$ROTA_HOME`
 ``namespace``, ``host`` label and ``launcher()``: a RayLauncher for the running event loop. The session itself becomes a
 client of the engine; import Ray (and ``rota.runtime.launch_ray``) only after asking for it, never at the top of a file.
 
+Fixture ``registry`` (function): ends the tensor registry of the home after the test; nothing may be left in it.
+
 Fixture ``engine_home`` (function): an empty ``$ROTA_HOME`` with a short path; whatever engine a test starts there is
 stopped at its end, and a process left behind fails that test. ``short_home`` is the same as a context manager, for
 fixtures of a wider scope.
@@ -20,10 +22,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rota.runtime import process
 from rota.runtime.engine import EngineSettings, EngineState, client_environment, start_engine, stop_engine
+from rota.runtime.environ import Home
+from rota.runtime.redis_server import find_running
 
 HOST = "here"
 NAMESPACE = "rota/test"
@@ -106,3 +111,20 @@ def engine() -> Iterator[Engine]:
             yield Engine(home=home, state=state)
         finally:
             ray.shutdown()
+
+
+@pytest.fixture
+def registry(engine: Engine) -> Iterator[None]:
+    """The registry of the engine's home outlives its jobs; it is ended after each test, with nothing left in it."""
+    from rota import tensors
+
+    yield
+    server = find_running(Home.of(engine.home))
+    environment = psutil.Process(server.pid).environ() if server else {}
+    left = tensors.connect(home=engine.home, keep=True)
+    names = [row.name for row in left.ls()]
+    left.close()
+    tensors.down(engine.home)
+    assert names == [], "a job that has ended leaves no tensor behind"
+    assert server is not None
+    assert not any(name.startswith("ROTA_ENGINE") for name in environment), "it is no process of the engine"

@@ -3,41 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 from tests.real.jobs import Run, job, role, run_job
 
-from rota.runtime.environ import Home
-from rota.runtime.redis_server import find_running
 from rota.spec.events import CheckpointSaved, Committed, FailoverStarted, RolledBack
 from rota.spec.ids import RoleName
 from rota.spec.job import Checkpoint, Fail, JobSpec, WeightsEdge
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 6
 TOTAL = sum(n * sum((0 + 2 + 4 + 6 + 1 + 3 + 5 + 7) * 2 / 4 for _ in (0,)) for n in range(1, STEPS + 1))
 """The mean row of each batch, summed over its columns, times the number of the commit."""
-
-
-@pytest.fixture(autouse=True)
-def registry(engine) -> Iterator[None]:
-    """The registry of the engine's home outlives its jobs; it is ended after each test, with nothing left in it."""
-    from rota import tensors
-
-    yield
-    server = find_running(Home.of(engine.home))
-    environment = psutil.Process(server.pid).environ() if server else {}
-    left = tensors.connect(home=engine.home, keep=True)
-    names = [row.name for row in left.ls()]
-    left.close()
-    tensors.down(engine.home)
-    assert names == [], "a job that has ended leaves no tensor behind"
-    assert server is not None
-    assert not any(name.startswith("ROTA_ENGINE") for name in environment), "it is no process of the engine"
 
 
 def training(pause_at: int = 3, **fields: Any) -> JobSpec:

@@ -45,20 +45,28 @@ class Request:
     loop_epoch: Epoch
     weights: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     """Versions of weights edges that the callee must have: edge -> (epoch of the writer, commit)."""
+    report: bool = True
+    """What the operation raises is a failure of the instance; False for an item, which may be to blame itself."""
 
     def to_call(self, timeout_s: float | None) -> Call:
         """As a call of ``Instance.call``; all but the user's is one list of plain values, cheap to send."""
         weights = {edge: list(version) for edge, version in self.weights.items()}
-        head = [self.call_id, self.op, self.epoch, self.loop_epoch, weights]
+        head = [self.call_id, self.op, self.epoch, self.loop_epoch, weights, self.report]
         return Call(method="call", args=(head, *self.args), kwargs=self.kwargs, timeout_s=timeout_s)
 
     @staticmethod
     def of_call(head: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
         """Inverse of ``to_call``."""
-        call_id, op, epoch, loop_epoch, found = head
-        weights = {edge: (writer, n) for edge, (writer, n) in found.items()}
+        call_id, op, epoch, loop_epoch, found, report = head
         return Request(
-            call_id=call_id, op=op, args=args, kwargs=kwargs, epoch=epoch, loop_epoch=loop_epoch, weights=weights
+            call_id=call_id,
+            op=op,
+            args=args,
+            kwargs=kwargs,
+            epoch=epoch,
+            loop_epoch=loop_epoch,
+            weights={edge: (writer, n) for edge, (writer, n) in found.items()},
+            report=report,
         )
 
 
@@ -72,7 +80,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
+class Lost:
     """A call that brought no value: refused (``text`` empty), or its instance died (``traceback`` empty) or raised."""
 
     text: str
@@ -89,6 +97,7 @@ class _Sending:
     kwargs: Mapping[str, Any]
     deadline_s: float | None
     loop_epoch: Epoch
+    report: bool = True
 
 
 Home = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
@@ -229,28 +238,62 @@ class Courier:
         finally:
             await _cancel(tasks)
 
+    async def offer(
+        self,
+        role: RoleSpec,
+        op: OpSpec,
+        item: Any,
+        *,
+        loop_epoch: Epoch,
+        avoid: frozenset[InstanceId],
+        began: Callable[[Peer], bool],
+    ) -> Any:
+        """One item to the least loaded ready instance, another than those in ``avoid`` if the role has one; sent once.
+
+        ``began`` is told who gets it, and may refuse. Returns the value, or how it was Lost: what the operation raised
+        counts against the item, not the instance. Raises TimedOut, RoleDown, RolledBack.
+        """
+        epoch, deadline_s = self._limits(op, loop_epoch)
+        sending = _Sending(self._call_id(), op, (item,), {}, deadline_s, epoch, report=False)
+        peer = await self._ready(role, lambda: self._free(role, op, avoid), sending)
+        if not began(peer):
+            return Lost("")
+        self._load[peer.id] = self._load.get(peer.id, 0) + 1
+        try:
+            found = await self._attempt(peer, sending)
+        finally:
+            self._load[peer.id] -= 1
+            self.wake()
+        if isinstance(found, Lost) and not found.traceback:
+            self._set_aside(peer, refused=not found.text)
+        return found
+
+    async def changed(self) -> None:
+        """Return at the next change of the table, or of who is free."""
+        await self._changed.wait()
+
     # -- one member ---------------------------------------------------------------------------------------------------
 
     async def _member_call(self, role: RoleSpec, rank: int, sending: _Sending) -> Any:
         """From any loop: send at once if the member is ready; all else is for the home loop."""
         peer = self._ready_now(lambda: self._member(role, rank), sending)
-        lost: _Lost | None = None
+        lost: Lost | None = None
         if peer is not None:
             found = await self._attempt(peer, sending)
-            if not isinstance(found, _Lost):
+            if not isinstance(found, Lost):
                 return found
             lost = found
         return await self._home(self._until_answered(role, rank, sending, peer, lost))
 
     async def _until_answered(
-        self, role: RoleSpec, rank: int, sending: _Sending, peer: Peer | None, lost: _Lost | None
+        self, role: RoleSpec, rank: int, sending: _Sending, peer: Peer | None, lost: Lost | None
     ) -> Any:
         while True:
             if peer is not None and lost is not None:
                 await self._after_loss(peer, sending, lost)
             peer = await self._ready(role, lambda: self._member(role, rank), sending)
             found = await self._attempt(peer, sending)
-            if not isinstance(found, _Lost):
+            if not isinstance(found, Lost):
                 return found
             lost = found
 
@@ -263,7 +306,7 @@ class Courier:
             finally:
                 self._load[peer.id] -= 1
                 self.wake()
-            if not isinstance(found, _Lost):
+            if not isinstance(found, Lost):
                 return found
             await self._after_loss(peer, sending, found)
 
@@ -282,6 +325,7 @@ class Courier:
                 for edge in self._spec.weights
                 if edge.target == peer.role and edge.name in known
             },
+            report=sending.report,
         )
         wait = self.waiting.begin(str(peer.id), "call", op.name)
         answered, size = False, size_of(sending.args)
@@ -290,7 +334,7 @@ class Courier:
             answered = not isinstance(found, Refusal)
             size += size_of(found)
         except ProcessGone as error:
-            return _Lost(str(error))
+            return Lost(str(error))
         except CallTimeout:
             raise TimedOut(
                 f"{peer.role}.{op.name} gave no answer within its deadline of {op.deadline_s} s",
@@ -301,19 +345,23 @@ class Courier:
         finally:
             self.waiting.end(wait, ok=answered, size=size)
         if isinstance(found, Refusal):
-            return _Lost(found.text if found.kind == "failed" else "", found.traceback)
+            return Lost(found.text if found.kind == "failed" else "", found.traceback)
         return found
+
+    def _set_aside(self, peer: Peer, *, refused: bool) -> None:
+        """Nothing is sent to it until the table says that it is new, or, when it only refused, for some time."""
+        self._down.add((peer.id, peer.epoch))
+        if refused:
+            asyncio.get_running_loop().call_later(REFUSED_S, self._forgive, peer)
 
     def _forgive(self, peer: Peer) -> None:
         self._down.discard((peer.id, peer.epoch))
         self.wake()
 
-    async def _after_loss(self, peer: Peer, sending: _Sending, lost: _Lost) -> None:
+    async def _after_loss(self, peer: Peer, sending: _Sending, lost: Lost) -> None:
         """Return when the call may be sent again, a refused one always; else raise, or wait for the rollback."""
         op, refused = sending.op, not lost.text
-        self._down.add((peer.id, peer.epoch))
-        if refused:
-            asyncio.get_running_loop().call_later(REFUSED_S, self._forgive, peer)
+        self._set_aside(peer, refused=refused)
         if refused or op.retry == "safe":
             return
         fields = {"role": peer.role, "rank": peer.rank, "op": op.name}
@@ -374,9 +422,11 @@ class Courier:
         peer = self._peers.get((role.name, rank))
         return peer if peer is not None and self._usable(peer) else None
 
-    def _free(self, role: RoleSpec, op: OpSpec) -> Peer | None:
+    def _free(self, role: RoleSpec, op: OpSpec, avoid: frozenset[InstanceId] = frozenset()) -> Peer | None:
         """The least loaded ready instance that has room, the lowest rank among equals."""
-        able = [peer for peer in self.table.of_role(role.name) if self._usable(peer)]
+        peers = self.table.of_role(role.name)
+        able = [peer for peer in peers if peer.id not in avoid] or peers
+        able = [peer for peer in able if self._usable(peer)]
         free = [peer for peer in able if self._load.get(peer.id, 0) < _room(op)]
         return min(free, key=lambda peer: (self._load.get(peer.id, 0), peer.rank), default=None)
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from rota.job.shadow import flatten, is_tensor, rebuild
+from rota.job.shadow import StateLost, flatten, is_tensor, load, rebuild
 from rota.spec.errors import BadInput
-from rota.spec.ids import Epoch, InstanceId
+from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
 from rota.spec.resources import parse_duration
+from rota.tensors.plane import Plane
 
 AUTO_MIN_S, AUTO_MAX_S = 60.0, 3600.0
 MTBF_S = 4 * 3600.0
@@ -135,6 +136,17 @@ def read(path: Path) -> Any:
     with np.load(body, allow_pickle=False) as kept:
         parts = {name[1:]: kept[name] for name in kept.files if name != "outline"}
         return rebuild(json.loads(str(kept["outline"])), parts)
+
+
+def restored(plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int) -> Any:
+    """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it."""
+    try:
+        return load(plane, job, instance, n)
+    except StateLost:
+        path = find(root, instance, n)
+        if path is None:
+            raise
+        return read(path)
 
 
 def prune(root: Path, keep: int, newest: int) -> None:

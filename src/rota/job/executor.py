@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job.core.context import START_TIMEOUT_S, JobContext
-from rota.job.peers import table_of
+from rota.job.peers import CUT, table_of
 from rota.job.probes import Failure
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
@@ -221,6 +221,8 @@ class Executor:
 
     async def _run(self, command: RunInstance, ctx: JobContext) -> JobEvent | None:
         kwargs = {"epoch": command.epoch, "committed": command.committed, "table": table_of(ctx).to_json()}
+        if command.instance.role == ctx.plan.loop:
+            kwargs["cut"] = dict(ctx.cursor.get(CUT, {}))
         answer = await self._ask(
             command.instance, command.started_epoch, Call(method="run", kwargs=kwargs, control=True)
         )

@@ -19,14 +19,18 @@ import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, make_context
 from rota.job.checkpoint import Cadence, folder_of, prune
+from rota.job.core.ledger import Order
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
+from rota.job.streams import Batch, Pump, Streams
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec, StreamRule
 from rota.spec.errors import BadInput, CallError, Fenced, RolledBack
@@ -77,15 +81,66 @@ class Roles:
         return self._handles[name]
 
 
+class StreamHandle:
+    """A stream as the loop uses it. Batches that were taken count as trained at the next commit, not before."""
+
+    def __init__(self, flow: Flow, pump: Pump) -> None:
+        self._flow, self._pump = flow, pump
+
+    async def batches(self, size: int, *, order: Order = "admission") -> AsyncIterator[Batch]:
+        """Batches of ``size`` items, fewer at the end, in the order of admission or of ``arrival``.
+
+        Raises BadInput for a size that the stream cannot hold, or when a commit must come first; DataError when more
+        items are bad than the contract of a role allows.
+        """
+        while True:
+            await self._flow.settle()
+            batch = await self._flow.in_control(self._pump.next_batch(size, order))
+            if batch is None:
+                return
+            yield batch
+
+    async def put(self, value: Any) -> int | str:
+        """Put an item into a stream without a source, once there is room; returns its uid.
+
+        The uid is ``value[key]`` if there is one, else a number. Raises BadInput for a uid that is open.
+        """
+        await self._flow.settle()
+        return await self._flow.in_control(self._pump.put(value))
+
+    def close(self) -> None:
+        """Nothing more will be put in: ``batches`` ends behind the last item."""
+        self._flow.call_in_control(self._pump.close_door)
+
+    def must_commit(self, size: int) -> bool:
+        """True when a further batch of ``size`` cannot come before a commit."""
+        return self._pump.must_commit(size)
+
+
+class StreamHandles:
+    """``f.streams.groups``: a handle for each stream of the job."""
+
+    def __init__(self, flow: Flow, streams: Streams) -> None:
+        self._flow, self._streams = flow, streams
+
+    def __getattr__(self, name: str) -> StreamHandle:
+        return StreamHandle(self._flow, self._streams.find(name))
+
+    __getitem__ = __getattr__
+
+
 class Flow:
     """What the loop of a job gets. Its methods belong to the event loop that runs the function."""
 
-    def __init__(self, seat: Seat, forming: Forming, committed: int) -> None:
+    def __init__(self, seat: Seat, forming: Forming, committed: int, cut: Mapping[str, Any]) -> None:
         ctx = make_context(seat, forming)
         self.job: str = seat.place.job
         self.committed = committed
         """Number of the last commit; 0 at the start of a job."""
+        self.spec = seat.spec
         self.seed = seat.spec.seed
+        self.kept: dict[str, Any] = dict(cut.get("kept", {}))
+        """JSON values of the loop, such as the state of a random generator: part of each commit."""
         self.output_dir: Path = ctx.output_dir
         self.checkpoint_dir: Path = ctx.checkpoint_dir
         self.roles = Roles({role.name: RoleHandle(self, role) for role in seat.spec.roles if role.name != seat.id.role})
@@ -96,6 +151,17 @@ class Flow:
         self._pending: asyncio.Task[int] | None = None
         wanted = seat.spec.checkpoint
         self._cadence = Cadence.of(wanted, seat.clock.monotonic_s()) if wanted is not None else None
+        self.pumps = Streams(
+            seat.spec,
+            courier=seat.courier,
+            pulse=seat.pulse,
+            holder=seat.id,
+            epoch=forming.epoch,
+            version=committed,
+            cut=cut.get("streams", {}),
+            say=self.log,
+        )
+        self.streams = StreamHandles(self, self.pumps)
 
     @property
     def weights_version(self) -> int:
@@ -125,7 +191,7 @@ class Flow:
         courier, epoch = self._seat.courier, self._epoch
         if isinstance(op.send_rule, EachRule):
             items = _items(op, args)
-            return await self._in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
+            return await self.in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
         try:
             return await courier.call(role, op, args, kwargs, loop_epoch=epoch)
         finally:
@@ -140,11 +206,11 @@ class Flow:
         try:
             while True:
                 try:
-                    yield await self._in_control(anext(found))
+                    yield await self.in_control(anext(found))
                 except StopAsyncIteration:
                     return
         finally:
-            await self._in_control(found.aclose())
+            await self.in_control(found.aclose())
 
     def commit(self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None) -> Awaitable[int]:
         """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(n, metrics=...)``.
@@ -179,22 +245,36 @@ class Flow:
             await asyncio.gather(pending, return_exceptions=True)
 
     async def _commit(self, n: int, metrics: dict[str, Any]) -> int:
-        table = await self._in_control(self._save_and_commit(n, metrics))
-        self._seat.control.loop.call_soon_threadsafe(self._seat.courier.update, table)
+        await self.in_control(self._save_and_commit(n, metrics))
         self._seat.pulse.mark(n, "commits")
         self.committed = n
         return n
 
     # -- in the control lane ------------------------------------------------------------------------------------------
 
-    async def _in_control(self, work: Any) -> Any:
-        """What comes back from there is progress: between two answers it is the loop's own code that is at work."""
+    async def in_control(self, work: Any) -> Any:
+        """Run a coroutine in the control lane, where streams and calls live.
+
+        What comes back from there is progress: between two answers it is the loop's own code that is at work.
+        """
         try:
             return await self._seat.control.run(_as_coroutine(work))
         finally:
             self._seat.pulse.touch()
 
-    async def _save_and_commit(self, n: int, metrics: dict[str, Any]) -> PeerTable:
+    def call_in_control(self, function: Callable[[], None]) -> None:
+        """Call a plain function in the control lane, soon."""
+        self._seat.control.loop.call_soon_threadsafe(function)
+
+    async def begin(self, *, keeps: bool) -> None:
+        """In the control lane: streams go on from the cut; it ``keeps`` items that no source gives again."""
+        if keeps:
+            place, who, n = self._seat.place, self._seat.id, self.committed
+            find = partial(checkpoint.restored, self.plane, self.checkpoint_dir, place.job, who, n)
+            self.pumps.restore(await asyncio.to_thread(find))
+        self.pumps.begin()
+
+    async def _save_and_commit(self, n: int, metrics: dict[str, Any]) -> None:
         spec, courier = self._seat.spec, self._seat.courier
         due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
@@ -207,17 +287,30 @@ class Flow:
             for role in sorted(roles)
             for peer in courier.table.of_role(role)
         ]
-        await asyncio.gather(*saves)
+        kept = self.pumps.kept()
+        await asyncio.gather(*saves, *([asyncio.to_thread(self._keep, n, kept, folder)] if kept else ()))
         writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
         published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
         took_s = self._seat.clock.monotonic_s() - began_s
         saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
-        table = await self._tell_master(n, published, metrics, saved)
+        table = await self._tell_master(n, published, metrics, saved, bool(kept))
+        self._seat.courier.update(table)
+        self.pumps.committed(n)
         if saved is not None and self._cadence is not None and self._seat.spec.checkpoint is not None:
             self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
             keep = self._seat.spec.checkpoint.keep
             await asyncio.to_thread(prune, self.checkpoint_dir, keep, n)
-        return table
+
+    def _keep(self, n: int, kept: dict[str, Any], folder: str) -> None:
+        """Items that no source gives again are state of the loop, saved like that of any other instance."""
+        shadow.save(self.plane, self._seat.place.job, self._seat.id, n, self._epoch, kept)
+        if folder:
+            checkpoint.write(Path(folder), self._seat.id, kept)
+
+    @cached_property
+    def plane(self) -> Any:
+        """The tensor plane as this instance."""
+        return shadow.connect(self._seat.place.job, self._seat.id, self._epoch)
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
@@ -233,9 +326,17 @@ class Flow:
             raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
 
     async def _tell_master(
-        self, n: int, published: dict[str, int], metrics: dict[str, Any], saved: dict[str, Any] | None
+        self, n: int, published: dict[str, int], metrics: dict[str, Any], saved: dict[str, Any] | None, keeps: bool
     ) -> PeerTable:
-        kwargs = {"n": n, "loop_epoch": self._epoch, "versions": published, "metrics": metrics, "saved": saved}
+        cut = {"streams": self.pumps.cut(), "kept": _plain("kept", self.kept), "keeps": keeps}
+        kwargs = {
+            "n": n,
+            "loop_epoch": self._epoch,
+            "versions": published,
+            "metrics": metrics,
+            "saved": saved,
+            "cut": {name: value for name, value in cut.items() if value},
+        }
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:
@@ -258,6 +359,8 @@ class LoopBody:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
+        self.cut: dict[str, Any] = {}
+        """What the commit that is entered next says of the streams."""
         self._forming: Forming | None = None
         self._function: LoopFunction | None = None
         self._task: asyncio.Task[None] | None = None
@@ -275,13 +378,15 @@ class LoopBody:
     async def run(self, committed: int) -> None:
         """Enter the function at a commit and wait for its end."""
         assert self._forming is not None and self._function is not None, "form() comes before run()"
-        flow = self._flow = Flow(self._seat, self._forming, committed)
+        flow = self._flow = Flow(self._seat, self._forming, committed, self.cut)
         self._task = asyncio.current_task()
         self._left = left = asyncio.Event()
         try:
+            await flow.begin(keeps=bool(self.cut.get("keeps")))
             with self._seat.pulse.running(self._function.__name__):
                 await self._seat.user.run(self._enter(self._function, flow, left))
         finally:
+            await flow.pumps.close()
             self._task = None
 
     async def _enter(self, function: LoopFunction, flow: Flow, left: asyncio.Event) -> None:

@@ -340,11 +340,12 @@ class JobMaster:
         versions: dict[str, int],
         metrics: dict[str, Any],
         saved: dict[str, Any] | None = None,
+        cut: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Make commit ``n`` durable. Repeated by the same loop it is answered from the log.
 
         ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
-        says that a durable checkpoint of it is complete.
+        says that a durable checkpoint of it is complete, ``cut`` is what the loop needs to go on from it.
         """
         if not self._has(n, loop_epoch):
             done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
@@ -353,7 +354,7 @@ class JobMaster:
                 loop_epoch=Epoch(loop_epoch),
                 versions=dict.fromkeys(versions, n),
                 metrics=dict(metrics),
-                cursor=cursor_with(self.ctx.cursor, n, versions),
+                cursor=cursor_with(self.ctx.cursor, n, versions, cut or {}),
             )
             self._inbox.put_nowait(Wish(event, done))
             try:
@@ -363,7 +364,8 @@ class JobMaster:
                 if not self._has(n, loop_epoch):
                     return {"answer": "refused", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
-            self.report(CheckpointSaved(n=n, path=saved["path"], seconds=saved["seconds"]))
+            cursor = dict(self.ctx.cursor)
+            self.report(CheckpointSaved(n=n, path=saved["path"], seconds=saved["seconds"], cursor=cursor))
         return {"answer": "done", "table": table_of(self.ctx).to_json()}
 
     def _has(self, n: int, loop_epoch: int) -> bool:

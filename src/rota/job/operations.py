@@ -7,6 +7,7 @@ import inspect
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,21 +72,13 @@ class ClassBody:
         marks, plane = marks_of(cls), None
         if any(mark is not None for mark in (marks.state, marks.publish, marks.weights)):
             plane = await seat.user.do(lambda: shadow.connect(seat.place.job, seat.id, forming.epoch))
-        if forming.restore > 0 and marks.state is not None:
-            ctx.restored = await seat.user.do(lambda: self._restored(plane, ctx.checkpoint_dir, forming.restore))
+        if forming.restore > 0 and marks.state is not None and plane is not None:
+            ctx.restored = await seat.user.do(
+                partial(checkpoint.restored, plane, ctx.checkpoint_dir, seat.place.job, seat.id, forming.restore)
+            )
         formed = _Formed(forming.epoch, marks, plane, await seat.user.do(cls))
         await self._in_user(formed.object.setup, (ctx,), {})
         self._formed = formed
-
-    def _restored(self, plane: Any, checkpoints: Path, n: int) -> Any:
-        """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it."""
-        try:
-            return shadow.load(plane, self._seat.place.job, self._seat.id, n)
-        except shadow.StateLost:
-            path = checkpoint.find(checkpoints, self._seat.id, n)
-            if path is None:
-                raise
-            return checkpoint.read(path)
 
     async def run(self, committed: int) -> None:
         """A class has no end of its own; it serves until it is stopped."""
@@ -136,7 +129,7 @@ class ClassBody:
             self._seat.pulse.mark()
             return value
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
-            return self._failed(formed, error, report=op.retry != "never")
+            return self._failed(formed, error, report=request.report and op.retry != "never")
         finally:
             formed.leave()
 

@@ -15,6 +15,8 @@ from rota.spec.states import InstanceState
 NO_EPOCH = Epoch(0)
 WEIGHTS = "weights"
 """Key of the cursor of a commit: weights edge -> [epoch of the writer, commit]."""
+CUT = "cut"
+"""Key of the cursor of a commit: what the loop needs to go on from it; ``streams`` are the cuts of the ledgers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +92,15 @@ def table_of(ctx: JobContext) -> PeerTable:
     )
 
 
-def cursor_with(cursor: Mapping[str, Any], n: int, published: Mapping[str, int]) -> dict[str, Any]:
-    """The cursor of commit ``n``: what it was, and for each edge published with it the writer's epoch and ``n``.
+def cursor_with(
+    cursor: Mapping[str, Any], n: int, published: Mapping[str, int], cut: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
 
     The epoch tells a version that was committed from one of the same number that a rollback took back.
     """
     weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
-    return {**cursor, WEIGHTS: weights}
+    return {**cursor, WEIGHTS: weights, CUT: dict(cut)}
 
 
 def _peer(one: Instance) -> Peer:

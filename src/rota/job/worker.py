@@ -118,8 +118,15 @@ class Instance:
         forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts)
         return await self._control.run(self._assemble(forming))
 
-    async def run(self, *, epoch: int, committed: int, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a finite workload to its end: ``done``, ``failed`` or ``stale``; repeated, it waits for the same run."""
+    async def run(
+        self, *, epoch: int, committed: int, table: Mapping[str, Any], cut: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Run a finite workload to its end: ``done``, ``failed`` or ``stale``; repeated, it waits for the same run.
+
+        ``cut`` is what commit ``committed`` says of the streams.
+        """
+        if isinstance(self._body, LoopBody):
+            self._body.cut = dict(cut or {})
         return await self._control.run(self._run(Epoch(epoch), committed, PeerTable.from_json(dict(table))))
 
     async def peers(self, table: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@
     |   +-- RoleDown                1  502  ROLE_DOWN          nobody of the role could take it before the deadline
     |   +-- CallLost                1  502  CALL_LOST          the callee died; not repeated by Rota
     |   +-- CallFailed              1  502  CALL_FAILED        the operation raised; carries its traceback
+    |   +-- DataError               1  502  DATA_ERROR         more items of a stream are bad than the contract allows
     |   +-- RolledBack              1  502  ROLLED_BACK        the job went back to a commit; re-enter from there
     +-- TensorError                 1  500  TENSOR_ERROR       subclasses: see rota.tensors.errors
 """
@@ -202,6 +203,18 @@ class CallFailed(CallError):
     """The operation raised; fields: role, rank, op, traceback."""
 
     code = "CALL_FAILED"
+
+
+class DataError(CallError):
+    """More items of a stream were bad than ``bad_data`` of the role allows; ``traceback_text`` is of the last one."""
+
+    code = "DATA_ERROR"
+    reason: ClassVar[str] = "DATA_ERROR"
+
+    @property
+    def traceback_text(self) -> str:
+        """What the operation raised on its last instance."""
+        return str(self.fields.get("traceback", ""))
 
 
 class RolledBack(CallError):

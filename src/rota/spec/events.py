@@ -266,11 +266,12 @@ class Committed(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(JobEvent):
-    """A durable checkpoint of commit ``n`` is complete at ``path``."""
+    """A durable checkpoint of commit ``n`` is complete at ``path``; ``cursor`` is that of the commit."""
 
     n: int
     path: str
     seconds: float = 0.0
+    cursor: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ def grpo(**fields: object) -> JobSpec:
     return spec(
         mesh("actor", 2),
         service("rollout", 2, op("generate", send="Each", recv="Stream")),
-        service("reward", 2, op("score")),
+        service("reward", 2, op("score", send="Each")),
         loop(),
         streams=GRPO_STREAMS,
         edges=(

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from math import prod
 
 from rota.job.core.graph import Endpoint, Graph, Merged, data_flow, endpoint, expand, find_cycle
+from rota.job.core.paths import faults_of
 from rota.job.core.placement import LEVELS, Tie, separations, ties
 from rota.spec.dispatch import Concat, FirstRule, OpSpec, Rank, Shard
 from rota.spec.ids import InstanceId
@@ -35,7 +36,7 @@ def check_graph(spec: JobSpec) -> tuple[GraphProblem, ...]:
     """
     problems = [problem for check in _CHECKS for problem in check(spec)]
     if not problems:
-        problems = [*_contradictions(spec, expand(spec)), *_shares(spec)]
+        problems = [*_contradictions(spec, expand(spec)), *_shares(spec), *_flows(spec)]
     return tuple(problems)
 
 
@@ -366,6 +367,11 @@ def _shares(spec: JobSpec) -> Iterator[GraphProblem]:
                         hint="make them sum to at most 1, or use share: lease",
                         code="FRACTIONS",
                     )
+
+
+def _flows(spec: JobSpec) -> Iterator[GraphProblem]:
+    for fault in faults_of(spec):
+        yield GraphProblem(path=fault.path, message=fault.message, hint=fault.hint, code=fault.code)
 
 
 _CHECKS: tuple[Callable[[JobSpec], Iterator[GraphProblem]], ...] = (

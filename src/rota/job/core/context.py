@@ -183,6 +183,7 @@ class JobContext:
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
     checkpoint_n: int = 0
     checkpoint_path: str = ""
+    checkpoint_cursor: Mapping[str, Any] = field(default_factory=dict[str, Any])
     losses: tuple[Loss, ...] = ()
     diagnosed: bool = False
     escalated: Level | None = None
@@ -223,7 +224,7 @@ class JobContext:
     @property
     def shares_tensors(self) -> bool:
         """True when shared memory holds state or weights of the job."""
-        return self.spec is not None and (bool(self.spec.weights) or bool(self.plan.stateful))
+        return self.spec is not None and bool(self.spec.weights or self.spec.streams or self.plan.stateful)
 
     @property
     def loop_epoch(self) -> Epoch:
@@ -295,6 +296,7 @@ class Snapshot:
     metrics: dict[str, Any]
     checkpoint_n: int
     checkpoint_path: str
+    checkpoint_cursor: dict[str, Any]
     losses: tuple[Loss, ...]
     diagnosed: bool
     escalated: Level | None

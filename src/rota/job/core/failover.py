@@ -104,7 +104,7 @@ class FailoverCoordinator:
     def ladder(self, cause: Loss) -> Iterator[Level]:
         """Levels to try for this cause, narrowest first: the contract of the role, then its ``then``."""
         role = self._role(cause)
-        if cause.reason is Reason.ENGINE_LOST:
+        if cause.reason in (Reason.ENGINE_LOST, Reason.DATA_ERROR):
             yield Level.JOB
         elif cause.reason is Reason.NODE_LOST:
             yield from (Level.NODE, Level.JOB)
@@ -184,7 +184,7 @@ def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
     """What a restart of the whole job means: the queue again, or the end for the reason of the cause."""
     assert ctx.spec is not None
     free = cause.reason in NO_FAULT and ctx.free_requeues < FREE_REQUEUES_MAX
-    requeue = free or ctx.retries < ctx.spec.retry
+    requeue = free or (ctx.retries < ctx.spec.retry and cause.reason is not Reason.DATA_ERROR)
     fails = INFO[cause.reason].ends_in is not None
     return Ending(
         reason=cause.reason if fails else Reason.INTERNAL,

@@ -58,12 +58,15 @@ class Drop(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One open item. ``number`` counts admissions; ``version`` is the model version that its producer began with."""
+    """One open item. ``number`` counts admissions.
+
+    ``version`` is the model version that its producer began with; None when no part of it has been produced.
+    """
 
     uid: Uid
     number: int
     place: Place = Place.PENDING
-    version: int = 0
+    version: int | None = None
     holder: InstanceId | None = None
     epoch: Epoch = NO_EPOCH
     failed_on: frozenset[InstanceId] = frozenset()
@@ -111,6 +114,10 @@ class Ledger:
         number = self._numbers.get(uid)
         return None if number is None else self._open[number]
 
+    def uids(self) -> tuple[Uid, ...]:
+        """The open items in the order of their admission."""
+        return tuple(item.uid for item in self._open.values())
+
     def room(self, batch: int) -> int:
         """How many items may be admitted now, for a consumer that takes ``batch`` at once; may be negative."""
         bound = self.spec.stale
@@ -119,14 +126,15 @@ class Ledger:
             most = min(most, (bound.versions + 2 - self.every) * batch)
         return most - self.open
 
-    def next_pending(self) -> Item | None:
-        """The item to work on next: the first admitted of those that wait."""
+    def claim(self) -> Iterator[Item]:
+        """Items that wait and were not claimed since they began to, in the order of their admission."""
         while self._pending:
-            item = self._open.get(self._pending[0])
+            number = heapq.heappop(self._pending)
+            while self._pending and self._pending[0] == number:
+                heapq.heappop(self._pending)
+            item = self._open.get(number)
             if item is not None and item.place is Place.PENDING:
-                return item
-            heapq.heappop(self._pending)
-        return None
+                yield item
 
     def check(self) -> None:
         """Count everything anew. Raises AssertionError when an item was lost or counted twice."""
@@ -158,23 +166,26 @@ class Ledger:
         return item
 
     def start(self, uid: Uid, holder: InstanceId, epoch: Epoch, version: int) -> bool:
-        """Lease a pending item to a producer that has model ``version``; a further stage keeps the oldest version.
+        """Lease an item to a producer that has model ``version``; a further stage keeps the oldest version.
 
         False when the item is neither pending nor running: it went meanwhile, and no work should be begun.
         """
         item = self.find(uid)
         if item is None or item.place not in (Place.PENDING, Place.RUNNING):
             return False
-        oldest = version if item.place is Place.PENDING else min(item.version, version)
+        oldest = version if item.version is None else min(item.version, version)
         self._move(replace(item, holder=holder, epoch=epoch, version=oldest), Place.RUNNING)
         return True
 
-    def produce(self, uid: Uid, holder: InstanceId, epoch: Epoch) -> bool:
-        """The producer finished. False for a report of somebody who no longer holds the item: it counts for nothing."""
+    def produce(self, uid: Uid, holder: InstanceId, epoch: Epoch, *, last: bool = True) -> bool:
+        """The producer finished its stage; behind the ``last`` one the item waits for a batch.
+
+        False for a report of somebody who no longer holds the item: it counts for nothing.
+        """
         item = self.find(uid)
         if item is None or item.place is not Place.RUNNING or (item.holder, item.epoch) != (holder, epoch):
             return False
-        self._move(item, Place.QUEUED)
+        self._move(replace(item, holder=None, epoch=NO_EPOCH), Place.QUEUED if last else Place.RUNNING)
         return True
 
     def queue(self, uid: Uid, version: int) -> None:
@@ -183,16 +194,17 @@ class Ledger:
         assert item is not None and item.place is Place.PENDING, f"{self.spec.name}: {uid!r} is not pending"
         self._move(replace(item, version=version), Place.QUEUED)
 
-    def release(self, uid: Uid, *, failed: bool = False) -> int:
+    def release(self, uid: Uid, *, failed: bool = False, keep: bool = False) -> int:
         """The holder is lost, or its operation ``failed``: the item waits again.
 
-        The number of different instances whose operation has failed on it.
+        ``keep``: an earlier stage is done, and the item goes on from there. Returns the number of different instances
+        whose operation has failed on it.
         """
         item = self.find(uid)
         if item is None or item.place is not Place.RUNNING:
             return 0
         failed_on = item.failed_on | {item.holder} if failed and item.holder else item.failed_on
-        self._again(replace(item, failed_on=failed_on))
+        self._again(replace(item, failed_on=failed_on), version=item.version if keep else None)
         return len(failed_on)
 
     def release_holder(self, holder: InstanceId, epoch: Epoch) -> tuple[Uid, ...]:
@@ -213,21 +225,20 @@ class Ledger:
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def refresh(self, version: int) -> tuple[Uid, ...]:
-        """A new model ``version``: what has become too old goes or waits again; returns work to be given up."""
+        """A new model ``version``: what has become too old goes or waits again. Their uids: work on them is in vain."""
         bound = self.spec.stale
         if bound is None:
             return ()
-        given_up: list[Uid] = []
+        too_old: list[Uid] = []
         for item in list(self._older_than(version - bound.versions)):
-            if item.place is Place.RUNNING:
-                if bound.by == "drop":
-                    continue
-                given_up.append(item.uid)
+            if item.place is Place.RUNNING and bound.by == "drop":
+                continue
+            too_old.append(item.uid)
             if bound.by == "pace" and self.produced:
                 self._again(item)
             else:
                 self._end(item, Drop.ABORTED if item.place is Place.RUNNING else Drop.STALE)
-        return tuple(given_up)
+        return tuple(too_old)
 
     def lease(
         self, size: int, holder: InstanceId, epoch: Epoch, version: int, *, final: bool, order: Order = "admission"
@@ -251,7 +262,7 @@ class Ledger:
         leased = [replace(item, holder=holder, epoch=epoch) for item in chosen]
         for item in leased:
             self._move(item, Place.LEASED)
-            self.age_max = max(self.age_max, version - item.version)
+            self.age_max = max(self.age_max, version - (item.version or 0))
         return tuple(leased)
 
     def give_back(self, uids: Iterable[Uid]) -> None:
@@ -315,7 +326,7 @@ class Ledger:
         moved = replace(item, place=to)
         self._open[item.number] = moved
         self._places[to][item.number] = None
-        if to in (Place.RUNNING, Place.QUEUED):
+        if to in (Place.RUNNING, Place.QUEUED) and item.version is not None:
             self._versions.setdefault(item.version, {})[item.number] = None
         elif to is Place.PENDING:
             heapq.heappush(self._pending, item.number)
@@ -328,13 +339,12 @@ class Ledger:
         self._close(item)
         self.dropped[reason.value] += 1
 
-    def _again(self, item: Item) -> None:
+    def _again(self, item: Item, version: int | None = None) -> None:
         self.again += 1
-        self._move(replace(item, holder=None, epoch=NO_EPOCH, version=0), Place.PENDING)
+        self._move(replace(item, holder=None, epoch=NO_EPOCH, version=version), Place.PENDING)
 
     def _forget_version(self, item: Item) -> None:
-        numbers = self._versions.get(item.version)
-        if numbers is not None:
+        if item.version is not None and (numbers := self._versions.get(item.version)) is not None:
             numbers.pop(item.number, None)
             if not numbers:
                 del self._versions[item.version]

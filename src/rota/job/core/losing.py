@@ -94,9 +94,11 @@ def close(ctx: JobContext, event: FailoverEnded) -> JobContext:
 
 
 def roll_back(ctx: JobContext, event: RolledBack) -> JobContext:
-    """State is back at an earlier commit; work after it counts no more."""
+    """State is back at an earlier commit, the cut of its streams with it; work after it counts no more."""
     if event.to_commit > ctx.committed:
         return ctx
+    if event.to_commit < ctx.committed:
+        ctx = replace(ctx, cursor=ctx.checkpoint_cursor if event.to_commit else {})
     return replace(_with_failover(ctx, rolled_back=True), committed=event.to_commit, rollback_to=None)
 
 

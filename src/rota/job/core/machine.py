@@ -193,8 +193,8 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):
             return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
-        case CheckpointSaved(n=n, path=path) if n >= ctx.checkpoint_n:
-            return replace(ctx, checkpoint_n=n, checkpoint_path=path)
+        case CheckpointSaved(n=n, path=path, cursor=cursor) if n >= ctx.checkpoint_n:
+            return replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor)
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,

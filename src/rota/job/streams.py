@@ -1,0 +1,477 @@
+"""Streams in the process of the loop: sources, the pump of each path, batches; the shell around the ledgers.
+
+Everything here runs in the control lane of the loop instance, so slow code of the user does not stop a stream. An item
+is driven over the operations of its path one by one: a lost instance gives it back, an operation that raised on two
+instances makes it bad data. The loop sees batches; a commit makes those it has taken trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rota.job.calls import Courier, Lost
+from rota.job.core.ledger import Drop, Item, Ledger, Order, Place, Uid
+from rota.job.core.paths import Path, Stop, paths_of
+from rota.job.inspect import import_target
+from rota.job.peers import Peer
+from rota.job.probes import Pulse
+from rota.spec.errors import BadInput, DataError, TimedOut
+from rota.spec.ids import Epoch, InstanceId
+from rota.spec.job import JobSpec
+
+BAD_INSTANCES = 2
+"""An item whose operation raised on so many instances (or on all there are) is bad data."""
+DRAIN_COMMIT_S = 1.0
+"""The default loop commits this often."""
+
+
+class Batch(list[Any]):
+    """Items of a stream in the order in which they were admitted, for the loop to use and commit.
+
+    ``uids`` are their indices in the source, or the keys under which they were put; ``ages`` the versions by which the
+    model has moved on since each was begun.
+    """
+
+    def __init__(self, values: list[Any], uids: list[Uid], ages: list[int]) -> None:
+        super().__init__(values)
+        self.uids, self.ages = uids, ages
+
+
+class Source(Protocol):
+    """Where items come from: ``read(i)`` for growing ``i``. Raises IndexError behind the last one."""
+
+    def read(self, index: int) -> Any:
+        """Item ``index``."""
+        ...
+
+
+class Indexed:
+    """A data set with ``dataset[i]``: every item may be read again."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def read(self, index: int) -> Any:
+        """``dataset[index]``; a length, where there is one, is the end."""
+        if hasattr(self._data, "__len__") and index >= len(self._data):
+            raise IndexError(index)
+        return self._data[index]
+
+
+class Iterated:
+    """An iterator, whose cursor is a count: made anew after a recovery, it is moved forward to the first item needed.
+
+    It moves by ``seek(i)`` if it has that method, else by passing over items; so it must give the same items again.
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items, self._next = iter(items), 0
+        self._seek: Callable[[int], None] | None = getattr(items, "seek", None)
+
+    def read(self, index: int) -> Any:
+        """Item ``index``, which is not before the one read last."""
+        if index > self._next and self._seek is not None:
+            self._seek(index)
+            self._next = index
+        for value in self._items:
+            self._next += 1
+            if self._next == index + 1:
+                return value
+        raise IndexError(index)
+
+
+def open_source(path: str, seed: int) -> Source:
+    """The source of an import path: a data set, an iterable, or what makes one (from ``seed``, if it takes that).
+
+    Raises BadInput for anything else.
+    """
+    found: Any = import_target(path)
+    if callable(found):
+        found = found(seed=seed) if "seed" in inspect.signature(found).parameters else found()
+    if hasattr(found, "__getitem__") and not isinstance(found, Mapping):
+        return Indexed(found)
+    if hasattr(found, "__iter__"):
+        return Iterated(found)
+    raise BadInput(
+        f"source {path!r} is a {type(found).__name__}, neither a data set nor an iterator",
+        hint="give dataset[i], an iterable, or a function that returns one",
+    )
+
+
+@dataclass(slots=True)
+class _Held:
+    """What the pump holds of an open item: what came in, and what stages ``done`` of its path made of it."""
+
+    raw: Any
+    value: Any
+    done: int = 0
+
+
+class Pump:
+    """Drives the items of one path and makes batches of them. Belongs to the control lane."""
+
+    def __init__(self, path: Path, ledger: Ledger, streams: Streams) -> None:
+        self.path, self.ledger, self._streams = path, ledger, streams
+        self.closed = False
+        self._batch = path.micro
+        self._held: dict[Uid, _Held] = {}
+        self._work: dict[Uid, asyncio.Task[None]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._source: Source | None = None
+        self._opened = self._ended = False
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    # -- what the loop asks -------------------------------------------------------------------------------------------
+
+    async def next_batch(self, size: int, order: Order) -> Batch | None:
+        """The next ``size`` items; fewer at the end of the source, None behind it.
+
+        Raises BadInput when the loop holds batches that it must commit first, DataError when too much data is bad.
+        """
+        if not 1 <= size <= self.ledger.spec.cap:
+            raise BadInput(
+                f"batches({size}) of stream {self.ledger.spec.name}, which holds {self.ledger.spec.cap} items",
+                hint=f"ask for 1 to {self.ledger.spec.cap}, or raise its cap",
+            )
+        self._batch = size
+        self._begin()
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            self.refresh()
+            found = self.ledger.lease(
+                size, self._streams.holder, self._streams.epoch, self._streams.version, final=self._final, order=order
+            )
+            if found:
+                return self._as_batch(found)
+            if self._final and self.ledger.open == self.ledger.count(Place.LEASED):
+                return None
+            if self.must_commit(size):
+                raise BadInput(
+                    f"stream {self.ledger.spec.name}: {self.ledger.count(Place.LEASED)} items are taken and not"
+                    f" committed, which leaves no room for a batch of {size}",
+                    hint="commit before the next batch, or raise cap or stale.versions",
+                )
+            await self._changed.wait()
+
+    def must_commit(self, size: int) -> bool:
+        """True when no further batch can be complete before a commit."""
+        waiting = self.ledger.open - self.ledger.count(Place.LEASED)
+        return not self._final and waiting + max(0, self.ledger.room(size)) < size and waiting < self.ledger.open
+
+    async def put(self, value: Any) -> Uid:
+        """Take in an item of the loop, once there is room. Raises BadInput if the stream has a source or the uid."""
+        spec = self.path.head
+        if not self.path.put:
+            raise BadInput(f"stream {spec.name} is fed by its source {spec.source}; nothing can be put into it")
+        if self.closed:
+            raise BadInput(f"stream {spec.name} is closed")
+        self._begin()
+        while self.ledger.room(self._batch) <= 0:
+            await self._changed.wait()
+        key = value.get(spec.key) if isinstance(value, Mapping) else None
+        uid = str(key) if key is not None else f"#{self.ledger.admitted + 1}"
+        if self.ledger.find(uid) is not None:
+            raise BadInput(f"stream {spec.name}: an item with {spec.key}={uid!r} is open already")
+        self._take(uid, value)
+        return uid
+
+    def close_door(self) -> None:
+        """Nothing more is put in: the last batch may be short."""
+        self.closed = True
+        self.wake()
+
+    @property
+    def _final(self) -> bool:
+        return self._ended or self.closed
+
+    def _as_batch(self, items: tuple[Item, ...]) -> Batch:
+        version = self._streams.version
+        return Batch(
+            [self._held[item.uid].value for item in items],
+            [item.uid for item in items],
+            [version - (item.version or 0) for item in items],
+        )
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+
+    def committed(self) -> None:
+        """The commit that carried the last cut is durable; the version has moved on."""
+        for uid in self.ledger.committed():
+            self._held.pop(uid, None)
+        self.refresh()
+        self.wake()
+
+    def refresh(self) -> None:
+        """Give up what has become too old."""
+        for uid in self.ledger.refresh(self._streams.version):
+            self._cancel(uid)
+            if self.ledger.find(uid) is None:
+                self._held.pop(uid, None)
+        self._pump_pending()
+
+    def kept(self) -> list[Any]:
+        """[uid, version, value] of the items that only the loop could put in again."""
+        if not self.path.put:
+            return []
+        items = (self.ledger.find(uid) for uid in self._held)
+        return [
+            [item.uid, item.version or 0, self._held[item.uid].raw]
+            for item in items
+            if item is not None and item.place is not Place.LEASED
+        ]
+
+    def restore(self, kept: list[Any]) -> None:
+        """After a recovery: items that were put in before the commit wait as they did."""
+        for uid, version, value in kept:
+            if self.ledger.find(uid) is not None:
+                self._held[uid] = _Held(raw=value, value=value)
+                if not self.path.stops:
+                    self.ledger.queue(uid, version)
+
+    # -- driving ------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Let everybody who waits look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def close(self) -> None:
+        """End all work; what is open is in the last cut."""
+        tasks = [*self._work.values(), *([self._task] if self._task else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def give_up(self, peer: Peer) -> None:
+        """``peer`` runs under a newer epoch: what its older one held goes to another instance."""
+        for uid in self.ledger.release_holder(peer.id, peer.epoch):
+            self._cancel(uid)
+        self._pump_pending()
+
+    def _begin(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._guarded(self._feed()))
+
+    async def _guarded(self, work: Any) -> None:
+        """A failure of a pump is raised to the loop when it asks for the next batch."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - code of a source may raise anything; the loop gets it
+            self._failure = self._failure or error
+            self.wake()
+
+    async def _feed(self) -> None:
+        """1 open the source  2 read again what was open at the last commit  3 admit while there is room."""
+        if self.path.head.source is None:
+            self._opened = True
+            self._pump_pending()
+            return
+        self._source = await asyncio.to_thread(open_source, self.path.head.source, self._streams.spec.seed)
+        for uid in self.ledger.uids():
+            raw = await asyncio.to_thread(self._source.read, int(uid))
+            self._held[uid] = _Held(raw=raw, value=raw)
+        self._opened = True
+        self._pump_pending()
+        while True:
+            while self.ledger.room(self._batch) <= 0:
+                await self._changed.wait()
+            try:
+                raw = await asyncio.to_thread(self._source.read, self.ledger.cursor)
+            except IndexError:
+                self._ended = True
+                self.wake()
+                return
+            self._take(self.ledger.cursor, raw)
+
+    def _take(self, uid: Uid, raw: Any) -> None:
+        self._held[uid] = _Held(raw=raw, value=raw)
+        self.ledger.admit(uid)
+        self._pump_pending()
+
+    def _pump_pending(self) -> None:
+        """Begin the work on every item that waits; the courier lets no more of them run than instances have room."""
+        for item in self.ledger.claim() if self._opened else ():
+            held = self._held[item.uid]
+            self._cancel(item.uid)
+            if item.version is None:
+                held.value, held.done = held.raw, 0
+            if self.path.stops:
+                task = asyncio.create_task(self._guarded(self._carry(item.uid, held)))
+                self._work[item.uid] = task
+                task.add_done_callback(lambda done, uid=item.uid: self._forget(uid, done))
+            else:
+                self.ledger.queue(item.uid, self._streams.version)
+        self.wake()
+
+    def _forget(self, uid: Uid, task: asyncio.Task[None]) -> None:
+        if self._work.get(uid) is task:
+            del self._work[uid]
+        if self.ledger.find(uid) is None:
+            self._held.pop(uid, None)
+        self._pump_pending()
+
+    def _cancel(self, uid: Uid) -> None:
+        task = self._work.pop(uid, None)
+        if task is not None:
+            task.cancel()
+
+    async def _carry(self, uid: Uid, held: _Held) -> None:
+        """Over the stages that are left; ends early when the item must wait again, or is gone."""
+        while held.done < len(self.path.stops):
+            stop = self.path.stops[held.done]
+            holder = await self._stage(uid, stop, held)
+            last = held.done == len(self.path.stops)
+            if holder is None or not self.ledger.produce(uid, holder.id, holder.epoch, last=last):
+                return
+            self._streams.pulse.mark()
+        self.wake()
+
+    async def _stage(self, uid: Uid, stop: Stop, held: _Held) -> Peer | None:
+        taken: list[Peer] = []
+
+        def began(peer: Peer) -> bool:
+            taken.append(peer)
+            return self.ledger.start(uid, peer.id, peer.epoch, self._streams.version_of(self.path))
+
+        item = self.ledger.find(uid)
+        avoid = item.failed_on if item is not None else frozenset[InstanceId]()
+        text = trace = ""
+        try:
+            found = await self._streams.courier.offer(
+                stop.role, stop.op, held.value, loop_epoch=self._streams.epoch, avoid=avoid, began=began
+            )
+            if not isinstance(found, Lost):
+                held.value, held.done = found, held.done + 1
+                return taken[-1]
+            text, trace = found.text if found.traceback else "", found.traceback
+        except TimedOut as error:
+            text = str(error)
+        failures = self.ledger.release(uid, failed=bool(text), keep=held.done > 0)
+        if text and failures >= min(BAD_INSTANCES, len(self._streams.courier.table.of_role(stop.role.name)) or 1):
+            self._bad(uid, stop, text, trace)
+        return None
+
+    def _bad(self, uid: Uid, stop: Stop, text: str, trace: str) -> None:
+        self.ledger.drop(uid, Drop.BAD_DATA)
+        bad, most = self.ledger.dropped[Drop.BAD_DATA], stop.role.fail.bad_data
+        where = f"item {uid} of stream {self.path.head.name}: {stop.role.name}.{stop.op.name} raised {text}"
+        self._streams.say(f"{where}; dropped, {bad} of {most} allowed")
+        if bad > most:
+            raise DataError(
+                f"{where}; {bad} bad items, {most} allowed",
+                hint=f"mend the data, or raise bad_data in the fail contract of {stop.role.name}",
+                traceback=trace,
+            )
+
+
+class Streams:
+    """All pumps of a job under one epoch of its loop. ``cut`` is what the last commit said of them."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        courier: Courier,
+        pulse: Pulse,
+        holder: InstanceId,
+        epoch: Epoch,
+        version: int,
+        cut: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self.spec, self.courier, self.pulse, self.holder, self.epoch = spec, courier, pulse, holder, epoch
+        self.version, self.say = version, say
+        self.pumps: dict[str, Pump] = {}
+        for path in paths_of(spec):
+            ledger = Ledger.restored(
+                path.ledger,
+                cut.get(path.ledger.name, {}),
+                every=path.every,
+                produced=bool(path.stops) or not path.put,
+            )
+            pump = Pump(path, ledger, self)
+            self.pumps.update({path.ledger.name: pump, path.head.name: pump})
+        self._watcher: asyncio.Task[None] | None = None
+
+    def version_of(self, path: Path) -> int:
+        """The model version that a call of the operations of a path gets now."""
+        if not path.weights or not path.stops:
+            return self.version
+        table = self.courier.table.weights
+        return min(table[edge.name][1] if edge.name in table else 0 for edge in path.weights)
+
+    def find(self, name: str) -> Pump:
+        """The pump of a stream. Raises AttributeError for a name that the job has not."""
+        if name not in self.pumps:
+            raise AttributeError(f"the job has no stream {name!r}; it has {', '.join(self.pumps) or 'none'}")
+        return self.pumps[name]
+
+    def each(self) -> Iterator[Pump]:
+        """Every pump once."""
+        return iter(dict.fromkeys(self.pumps.values()))
+
+    def begin(self) -> None:
+        """Watch for instances that come back under a newer epoch."""
+        if self.pumps:
+            self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            await self.courier.changed()
+            for pump in self.each():
+                for stop in pump.path.stops:
+                    for peer in self.courier.table.of_role(stop.role.name):
+                        pump.give_up(peer)
+
+    def cut(self) -> dict[str, Any]:
+        """What the next commit says of every stream."""
+        return {pump.ledger.spec.name: pump.ledger.cut() for pump in self.each()}
+
+    def kept(self) -> dict[str, Any]:
+        """Values that must survive with the commit: those that no source gives again."""
+        found = {pump.ledger.spec.name: pump.kept() for pump in self.each() if pump.path.put}
+        return {name: items for name, items in found.items() if items}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Inverse of ``kept``, after a recovery."""
+        for name, items in kept.items():
+            self.find(name).restore(items)
+
+    def committed(self, n: int) -> None:
+        """Commit ``n``, which carried the last cut, is durable."""
+        self.version = n
+        for pump in self.each():
+            pump.committed()
+
+    async def close(self) -> None:
+        """End everything."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watcher
+        for pump in self.each():
+            await pump.close()
+
+
+async def drain(f: Any) -> None:
+    """The loop of a job that has streams and none of its own: each batch to the last operation of its path."""
+    (path,) = paths_of(f.spec)
+    stream, clock = f.streams[path.ledger.name], asyncio.get_running_loop()
+    metrics: dict[str, Any] = {}
+    since_s = clock.time()
+    batches: AsyncIterator[Batch] = stream.batches(path.micro)
+    async for batch in batches:
+        if path.sink is not None:
+            answer = await getattr(f.roles[path.sink.role.name], path.sink.op.name)(batch)
+            metrics = answer if isinstance(answer, dict) else metrics
+        if clock.time() - since_s >= DRAIN_COMMIT_S or stream.must_commit(path.micro):
+            await f.commit(metrics)
+            since_s = clock.time()
+    await f.commit(metrics)

@@ -349,13 +349,10 @@ class JobMaster:
         """
         if not self._has(n, loop_epoch):
             done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
-            event = Committed(
-                n=n,
-                loop_epoch=Epoch(loop_epoch),
-                versions=dict.fromkeys(versions, n),
-                metrics=dict(metrics),
-                cursor=cursor_with(self.ctx.cursor, n, versions, cut or {}),
-            )
+            cursor = cursor_with(self.ctx.cursor, n, versions, cut)
+            published = dict.fromkeys(versions, n)
+            epoch = Epoch(loop_epoch)
+            event = Committed(n=n, loop_epoch=epoch, versions=published, metrics=metrics, cursor=cursor)
             self._inbox.put_nowait(Wish(event, done))
             try:
                 await done
@@ -364,8 +361,7 @@ class JobMaster:
                 if not self._has(n, loop_epoch):
                     return {"answer": "refused", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
-            cursor = dict(self.ctx.cursor)
-            self.report(CheckpointSaved(n=n, path=saved["path"], seconds=saved["seconds"], cursor=cursor))
+            self.report(CheckpointSaved(n=n, cursor=dict(self.ctx.cursor), **saved))
         return {"answer": "done", "table": table_of(self.ctx).to_json()}
 
     def _has(self, n: int, loop_epoch: int) -> bool:

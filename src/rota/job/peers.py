@@ -93,14 +93,14 @@ def table_of(ctx: JobContext) -> PeerTable:
 
 
 def cursor_with(
-    cursor: Mapping[str, Any], n: int, published: Mapping[str, int], cut: Mapping[str, Any]
+    cursor: Mapping[str, Any], n: int, published: Mapping[str, int], cut: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The cursor of commit ``n``: the cut of its loop; for each edge published with it the writer's epoch and ``n``.
 
     The epoch tells a version that was committed from one of the same number that a rollback took back.
     """
     weights = {**cursor.get(WEIGHTS, {}), **{edge: [epoch, n] for edge, epoch in published.items()}}
-    return {**cursor, WEIGHTS: weights, CUT: dict(cut)}
+    return {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
 
 
 def _peer(one: Instance) -> Peer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -158,7 +158,8 @@ class Pump:
                     f" committed, which leaves no room for a batch of {size}",
                     hint="commit before the next batch, or raise cap or stale.versions",
                 )
-            await self._changed.wait()
+            with self._waits():
+                await self._changed.wait()
 
     def must_commit(self, size: int) -> bool:
         """True when no further batch can be complete before a commit."""
@@ -174,7 +175,8 @@ class Pump:
             raise BadInput(f"stream {spec.name} is closed")
         self._begin()
         while self.ledger.room(self._batch) <= 0:
-            await self._changed.wait()
+            with self._waits():
+                await self._changed.wait()
         key = value.get(spec.key) if isinstance(value, Mapping) else None
         uid = str(key) if key is not None else f"#{self.ledger.admitted + 1}"
         if self.ledger.find(uid) is not None:
@@ -186,6 +188,11 @@ class Pump:
         """Nothing more is put in: the last batch may be short."""
         self.closed = True
         self.wake()
+
+    def _waits(self) -> AbstractContextManager[None]:
+        stops = self.path.stops
+        target = stops[-1].role.name if stops else self._streams.holder.role
+        return self._streams.courier.waiting.on(target, "stream", self.ledger.spec.name)
 
     @property
     def _final(self) -> bool:

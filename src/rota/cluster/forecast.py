@@ -1,18 +1,23 @@
-"""Fork the live state into the simulation: when would a job run?"""
+"""Fork the live state into the simulation: when would a job run, and what would another policy do?"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.snapshot import JobRow, State
-from rota.cluster.sim import SimJob, Simulation
+from rota.cluster.policies.profiles import get_profile
+from rota.cluster.report import spread_of
+from rota.cluster.sim import SimJob, SimResult, Simulation
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId
 
 HORIZON_S = 30 * 86400.0
+UNKNOWN_S = 3600.0
+"""How long jobs are taken to run when none has an estimate."""
 PESSIMISM = 2.0
 """How much longer than estimated jobs run in the pessimistic forecast."""
 
@@ -52,15 +57,75 @@ def estimated_start(state: State, profile: Profile, job: JobId, now: float, cloc
 def _start_of(
     state: State, profile: Profile, job: JobId, now: float, mean: float, factor: float, clock: Clock
 ) -> float | None:
+    jobs = [_sim_job(row, now, mean, factor) for row in (state.jobs[i] for i in sorted(state.jobs))]
+    run = Simulation(fork_of(state), profile, jobs, clock, until_s=now + HORIZON_S, stop_when_started=job, now=now)
+    return run.run().runs[job].first_start_s
+
+
+def fork_of(state: State) -> State:
+    """A copy of the live state that a simulation may change."""
     fork = state.with_cluster(state.nodes, state.queues.rows)
     for node, health in zip(state.nodes, state.node_health):
         fork.node_health[fork.node_row[node.id]] = health
     fork.dev_health[:] = state.dev_health
     for row in range(len(fork.nodes)):
         fork.recount(row)
-    jobs = [_sim_job(row, now, mean, factor) for row in (state.jobs[i] for i in sorted(state.jobs))]
-    run = Simulation(fork, profile, jobs, clock, until_s=now + HORIZON_S, stop_when_started=job, now=now)
-    return run.run().runs[job].first_start_s
+    return fork
+
+
+def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, Any]:
+    """What becomes of the live jobs under each profile, if nobody else comes: starts and ends in seconds from now.
+
+    ``forks`` has for each profile a copy of the same state (``fork_of``), which is used up. A job without an estimate
+    or time limit takes the mean of those that have one, or ``UNKNOWN_S``. Raises UnknownName for a profile that does
+    not exist.
+    """
+    rows = [row for _, row in sorted(next(iter(forks.values())).jobs.items())]
+    known = [row.ask.est_s for row in rows if row.ask.est_s is not None]
+    mean = sum(known) / len(known) if known else UNKNOWN_S
+    runs = {name: _played(fork, name, mean, now, clock) for name, fork in forks.items()}
+    return {
+        "profiles": list(forks),
+        "basis": f"{len(known)} of {len(rows)} jobs have an estimate or a time limit; the others count {mean:.0f} s",
+        "summary": {name: _figures(run, now) for name, run in runs.items()},
+        "items": [
+            {
+                "job": row.ask.id,
+                "queue": row.ask.queue,
+                "gpus": row.ask.shape.gpu_milli / 1000,
+                "state": row.phase.upper(),
+                "starts_s": {name: _from_now(run.runs[row.ask.id].first_start_s, now) for name, run in runs.items()},
+                "ends_s": {name: _from_now(run.runs[row.ask.id].end_s, now) for name, run in runs.items()},
+                "preemptions": {name: run.runs[row.ask.id].preemptions for name, run in runs.items()},
+            }
+            for row in rows
+        ],
+    }
+
+
+def _played(fork: State, profile: str, mean: float, now: float, clock: Clock) -> SimResult:
+    jobs = [_sim_job(row, now, mean, 1.0) for _, row in sorted(fork.jobs.items())]
+    return Simulation(fork, get_profile(profile), jobs, clock, until_s=now + HORIZON_S, now=now).run()
+
+
+def _figures(run: SimResult, now: float) -> dict[str, Any]:
+    starts = [one.first_start_s for one in run.runs.values()]
+    ends = [one.end_s for one in run.runs.values()]
+    span = run.last_s - now
+    return {
+        "jobs": len(run.runs),
+        "started": sum(at is not None for at in starts),
+        "finished": sum(at is not None for at in ends),
+        "wait_s": spread_of([at - now for at in starts if at is not None]),
+        "jct_s": spread_of([at - now for at in ends if at is not None]),
+        "makespan_s": span,
+        "utilisation": run.used_gpu_s / (run.gpus * span) if run.gpus and span > 0 else None,
+        "preemptions": run.preemptions,
+    }
+
+
+def _from_now(at: float | None, now: float) -> float | None:
+    return None if at is None else round(max(0.0, at - now), 3)
 
 
 def _sim_job(row: JobRow, now: float, mean: float, factor: float) -> SimJob:

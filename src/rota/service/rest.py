@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.runtime.chance import SystemChance
-from rota.service.routes import cluster, jobs, page, streams
+from rota.service.routes import cluster, jobs, page, sim, streams
 from rota.service.routes.doors import Doors
 from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
 
@@ -38,12 +38,12 @@ def make_app(doors: Doors) -> FastAPI:
         title="Rota",
         version=doors.version,
         description="Schedules, runs and heals deep-learning jobs of many roles.",
-        openapi_url="/openapi.json",
+        openapi_url=None,  # served by routes/page.py, which checks the name it is asked under
         docs_url=None,
         redoc_url=None,
     )
     app.state.doors = doors
-    for router in (jobs.router, streams.router, cluster.router, page.router):
+    for router in (jobs.router, streams.router, cluster.router, sim.router, page.router):
         app.include_router(router)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)

@@ -9,6 +9,7 @@
     |   +-- NotAllowed              2  403  NOT_ALLOWED
     |   +-- NoToken                 2  401  NO_TOKEN
     |   +-- Conflict                2  409  CONFLICT           wrong state for this request
+    |   +-- VersionMismatch         2  412  VERSION_MISMATCH   edited by somebody else since it was read
     |   +-- IdempotencyConflict     2  409  IDEMPOTENCY_CONFLICT
     |   +-- LimitExceeded           2  429  LIMIT_EXCEEDED
     |   +-- SchemaTooNew            2  409  SCHEMA_TOO_NEW     the database was written by a newer version
@@ -89,6 +90,12 @@ class Conflict(BadInput):
     """The object is in a state where the request makes no sense."""
 
     code, http = "CONFLICT", 409
+
+
+class VersionMismatch(BadInput):
+    """Somebody else edited since the version that a change was made from."""
+
+    code, http = "VERSION_MISMATCH", 412
 
 
 class IdempotencyConflict(BadInput):

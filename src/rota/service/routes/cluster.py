@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.routes.doors import Asker, Document, Doors, Parts
-from rota.service.views.cluster import cluster_totals, node_list, queue_tree
+from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.spec import codec
 from rota.spec.errors import BadInput, EngineUnavailable, UnknownName
@@ -100,6 +100,12 @@ def _warnings(doors: Doors) -> list[str]:
 async def nodes(doors: Parts, caller: Asker) -> Document:
     """Every node with its devices and who holds them."""
     return node_list(doors.loop.installation)
+
+
+@router.get("/cluster/heat")
+async def heat(doors: Parts, caller: Asker) -> Document:
+    """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
+    return heat_document(doors.loop.installation)
 
 
 @router.get("/nodes/{node}")

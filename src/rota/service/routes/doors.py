@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -39,6 +40,8 @@ class Doors:
     started_at: float
     ready: bool = False
     streams: int = 0
+    playing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the jobs of now are played under other policies: one such play at a time."""
 
     def open_stream(self) -> None:
         """Count a long answer. Raises LimitExceeded."""

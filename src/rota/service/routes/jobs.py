@@ -14,10 +14,10 @@ from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document
-from rota.service.views.jobs import API, JobFilter, job_document, job_list, when
+from rota.service.views.jobs import API, JobFilter, edits, job_document, job_list, when
 from rota.service.views.story import JobStory
 from rota.spec import codec
-from rota.spec.errors import BadInput, Conflict, SeqConflict
+from rota.spec.errors import BadInput, Conflict, SeqConflict, VersionMismatch
 from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, StopAsked
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
@@ -99,12 +99,16 @@ async def list_jobs(
     queue: str = "",
     user: str = "",
     name: str = "",
+    text: Annotated[str, Query(max_length=200)] = "",
     label: Annotated[list[str] | None, Query()] = None,
     since_s: float | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 200,
     cursor: str = "",
 ) -> Document:
-    """Jobs, newest first; those that ended only with ``all`` or ``state``. ``since_s``: ended at most so long ago."""
+    """Jobs, newest first; those that ended only with ``all`` or ``state``.
+
+    ``since_s``: ended at most so long ago. ``text``: a part of the id or the user.
+    """
     now = doors.clock.wall_s()
     wanted = JobFilter(
         all=all,
@@ -112,6 +116,7 @@ async def list_jobs(
         queue=queue,
         user=user,
         name=name,
+        text=text.lower(),
         labels=tuple(_label(one) for one in label or ()),
         since=0.0 if since_s is None else now - since_s,
     )
@@ -119,17 +124,24 @@ async def list_jobs(
 
 
 @router.get("/jobs/{job}")
-async def show(job: str, doors: Parts, caller: Asker) -> Document:
-    """One job with every instance: state, node, pid, restarts, epoch, progress, last error."""
+async def show(job: str, doors: Parts, caller: Asker, response: Response) -> Document:
+    """One job with every instance: state, node, pid, restarts, epoch, progress, last error.
+
+    ``ETag`` is the version of what can be edited; ``PATCH`` with it as ``If-Match`` refuses to undo another's edit.
+    """
     story = doors.loop.installation.find(job)
+    response.headers["ETag"] = f'"{story.version}"'
     beats = await doors.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
     return show_document(doors, story, beats)
 
 
 @router.patch("/jobs/{job}")
-async def change(job: str, body: ChangeBody, doors: Parts, caller: Asker) -> Document:
+async def change(
+    job: str, body: ChangeBody, doors: Parts, caller: Asker, if_match: Annotated[str, Header(max_length=100)] = ""
+) -> Document:
     """Change priority, queue, time limit or labels of a job that has not ended."""
     story = doors.loop.installation.find(job)
+    _check_version(story, if_match)
     changes = checked_changes(body.changes, story.spec, doors.loop.scheduler)
     await _append_live(doors, story, JobChanged(changes=changes, by=caller.user))
     return show_document(doors, story)
@@ -232,6 +244,7 @@ async def spec(job: str, doors: Parts, caller: Asker) -> Document:
         "filename": story.submitted.filename,
         "digest": story.spec.digest,
         "spec": story.spec.to_json(),
+        "edits": edits(story),
     }
 
 
@@ -269,7 +282,7 @@ async def why(job: str, doors: Parts, caller: Asker) -> Document:
 def show_document(doors: Doors, story: JobStory, beats: dict[str, dict[str, Any]] | None = None) -> Document:
     """The Job document with its page address."""
     document = job_document(story, doors.clock.wall_s(), beats)
-    return document | {"url": f"{doors.settings.url}/#/jobs/{story.id}"}
+    return document | {"url": f"{doors.settings.url}/jobs/{story.id}"}
 
 
 async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:
@@ -284,6 +297,17 @@ async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:
             continue
         return
     raise Conflict(f"{story.id} changes too fast", hint="try again")
+
+
+def _check_version(story: JobStory, if_match: str) -> None:
+    """Raises VersionMismatch when the job was edited since the version that a caller names."""
+    wanted = [one.strip().removeprefix("W/").strip('"') for one in if_match.split(",") if one.strip()]
+    if wanted and "*" not in wanted and str(story.version) not in wanted:
+        raise VersionMismatch(
+            f"{story.id} was edited: it has version {story.version}, not {' or '.join(wanted)}",
+            hint="look at it again, then repeat the change",
+            version=story.version,
+        )
 
 
 def _label(text: str) -> tuple[str, str]:

@@ -1,34 +1,51 @@
-"""What lies outside the API: health, metrics, the status page and its session."""
+"""What lies outside the API: health, metrics, the OpenAPI document, the web UI and its session."""
 
 from __future__ import annotations
 
+import gzip
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib import resources
+from pathlib import PurePosixPath
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
-from starlette.responses import FileResponse
 
 from rota.service.auth import COOKIE, SESSION_TTL_S
-from rota.service.routes.doors import Asker, Document, Parts, asked_of
+from rota.service.routes.doors import Asker, Document, Parts, asked_of, doors_of
 from rota.spec.errors import NotReachable, UnknownName
 
-router = APIRouter(tags=["page"])
-
-_FILES = {
-    "app.js": "text/javascript; charset=utf-8",
-    "jobs.js": "text/javascript; charset=utf-8",
-    "style.css": "text/css; charset=utf-8",
-    "icon.svg": "image/svg+xml",
+PAGES = ("queues", "jobs", "nodes", "submit", "compare", "admin")
+"""First parts of the addresses that the UI draws itself; each answers with the same document."""
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
+"""Of its own, as browsers refuse scripts of a type that a machine's table gets wrong."""
+_GZIP_BYTES_MIN = 1024
+_FOR_EVER = "public, max-age=31536000, immutable"
+
+
+def known_host(request: Request) -> None:
+    """Refuse a name that is not ours before anything is told, also where no token is asked for."""
+    doors_of(request).auth.check_host(asked_of(request))
+
+
+router = APIRouter(tags=["page"])
+_named = APIRouter(dependencies=[Depends(known_host)])
+ui = APIRouter(dependencies=[Depends(known_host)], include_in_schema=False)
 
 
 @router.get("/healthz")
 async def healthz() -> Document:
-    """The process lives."""
+    """The process lives. Open to every name: who probes a process often knows its address alone."""
     return {"ok": True}
 
 
-@router.get("/readyz")
+@_named.get("/readyz")
 async def readyz(doors: Parts) -> Document:
     """The log was replayed and the store answers; 503 until then."""
     if not doors.ready or doors.loop.stale_since is not None:
@@ -36,23 +53,28 @@ async def readyz(doors: Parts) -> Document:
     return {"ok": True, "records": doors.loop.installation.number}
 
 
-@router.get("/metrics")
+@ui.get("/openapi.json")
+async def openapi(request: Request) -> Document:
+    """The API as OpenAPI 3.1."""
+    return request.app.openapi()
+
+
+@_named.get("/metrics")
 async def metrics(doors: Parts, caller: Asker) -> Response:
     """Prometheus' text format."""
     return Response(doors.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.post("/api/v1/login/code", status_code=201)
+@_named.post("/api/v1/login/code", status_code=201)
 async def new_code(doors: Parts, caller: Asker) -> Document:
     """A code that opens the page once."""
     code = doors.auth.new_code()
     return {"kind": "Login", "code": code, "url": f"{doors.settings.url}/login?code={code}"}
 
 
-@router.get("/login", response_class=RedirectResponse)
-async def login(code: str, request: Request, doors: Parts) -> Response:
+@_named.get("/login", response_class=RedirectResponse)
+async def login(code: str, doors: Parts) -> Response:
     """Trade a code for the session cookie of the page."""
-    doors.auth.check_host(asked_of(request))
     answer = RedirectResponse("/", status_code=303)
     answer.set_cookie(
         COOKIE,
@@ -65,20 +87,63 @@ async def login(code: str, request: Request, doors: Parts) -> Response:
     return answer
 
 
-@router.get("/", response_class=FileResponse)
-async def index() -> Response:
-    """The status page; it holds no data, its script asks for them with the cookie."""
-    return _file("index.html", "text/html; charset=utf-8")
+# -- the UI ------------------------------------------------------------------------------------------------------------
 
 
-@router.get("/page/{name}", response_class=FileResponse)
-async def page_file(name: str) -> Response:
-    """Scripts and style of the page."""
-    if name not in _FILES:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """One file of the built UI; ``packed`` is empty where packing does not pay."""
+
+    whole: bytes
+    packed: bytes
+    media_type: str
+
+
+@cache
+def _files() -> Mapping[str, _File]:
+    """Every file of the built UI by its address below ``/``; read once."""
+    root = resources.files("rota.service").joinpath("ui")
+    found: dict[str, _File] = {}
+    for folder in ("", "assets/"):
+        for entry in root.joinpath(folder).iterdir():
+            if entry.is_file():
+                whole = entry.read_bytes()
+                kind = _TYPES.get(PurePosixPath(entry.name).suffix, "text/plain; charset=utf-8")
+                packed = gzip.compress(whole, mtime=0) if len(whole) >= _GZIP_BYTES_MIN else b""
+                found[folder + entry.name] = _File(whole=whole, packed=packed, media_type=kind)
+    return found
+
+
+def _answer(request: Request, name: str, cache_control: str) -> Response:
+    file = _files().get(name)
+    if file is None:
         raise UnknownName(f"no file {name!r}")
-    return _file(name, _FILES[name])
+    headers = {"Cache-Control": cache_control, "Vary": "Accept-Encoding"}
+    if file.packed and "gzip" in request.headers.get("accept-encoding", ""):
+        return Response(file.packed, media_type=file.media_type, headers=headers | {"Content-Encoding": "gzip"})
+    return Response(file.whole, media_type=file.media_type, headers=headers)
 
 
-def _file(name: str, media_type: str) -> Response:
-    text = resources.files("rota.service").joinpath("page", name).read_text(encoding="utf-8")
-    return Response(text, media_type=media_type, headers={"Cache-Control": "no-cache"})
+async def index(request: Request) -> Response:
+    """The UI; it holds no data, its script asks for them with the cookie and draws the page of the address."""
+    return _answer(request, "index.html", "no-cache")
+
+
+for _path in ("/", *(f"/{page}{rest}" for page in PAGES for rest in ("", "/{rest:path}"))):
+    ui.add_api_route(_path, index, response_class=Response)
+
+
+@ui.get("/assets/{name}")
+async def asset(request: Request, name: str) -> Response:
+    """Scripts and styles; their names carry a digest of what they hold, so they may be kept for ever."""
+    return _answer(request, f"assets/{name}", _FOR_EVER)
+
+
+@ui.get("/icon.svg")
+async def icon(request: Request) -> Response:
+    """The icon."""
+    return _answer(request, "icon.svg", "no-cache")
+
+
+router.include_router(_named)
+router.include_router(ui)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from rota.service.problems import did_you_mean
+from rota.service.starters import about, template_files, template_names
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.spec.errors import BadInput, Conflict, UnknownName
-
-SCRIPT_SUFFIX = ".txt"
-"""Scripts of templates carry it in the package, so that they are no modules of Rota."""
 
 
 def init(
@@ -34,7 +30,7 @@ def init(
     terminal = flags.terminal()
     names = template_names()
     if list_ or not template:
-        items = [{"name": name, "text": _about(name)} for name in names]
+        items = [{"name": name, "text": about(name)} for name in names]
         document = {"kind": "TemplateList", "items": items, "next": None}
         terminal.show(document, lambda term: term.table(["TEMPLATE", "WHAT"], [(o["name"], o["text"]) for o in items]))
         return 0
@@ -56,28 +52,6 @@ def init(
     terminal.show(listed, lambda term: term.line("\n".join(written)))
     terminal.note(f"run it: rota run {folder / 'job.yaml'}")
     return 0
-
-
-def _templates() -> Traversable:
-    return resources.files("rota.service").joinpath("templates")
-
-
-def template_names() -> list[str]:
-    """Names of the templates in the package."""
-    return sorted(entry.name for entry in _templates().iterdir() if entry.joinpath("job.yaml").is_file())
-
-
-def template_files(name: str) -> dict[str, str]:
-    """File name to text of one template, the job file first."""
-    entries = sorted(_templates().joinpath(name).iterdir(), key=lambda entry: (entry.name != "job.yaml", entry.name))
-    return {entry.name.removesuffix(SCRIPT_SUFFIX): entry.read_text(encoding="utf-8") for entry in entries}
-
-
-def _about(name: str) -> str:
-    """The first sentence of the comment above a template's job file."""
-    lines = template_files(name)["job.yaml"].splitlines()
-    words = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
-    return words.split(". ")[0].rstrip(".") + "."
 
 
 def completion(

@@ -63,6 +63,32 @@ def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> d
     }
 
 
+def heat_document(installation: Installation) -> dict[str, Any]:
+    """Every node with the holder of each device: ``held`` has places in ``jobs``, or None for a device that is free.
+
+    ``bad`` lists the places of devices that are out of order; both count devices in the order of ``node_list``.
+    """
+    held = _holders(installation)
+    places: dict[str, int] = {}
+    items: list[dict[str, Any]] = []
+    for story in installation.nodes.values():
+        node = story.node
+        owner = {device: job for job, devices, _ in held[node.id] for device in devices}
+        items.append(
+            {
+                "id": node.id,
+                "cells": list(node.cells),
+                "state": "lost" if story.lost else node.health.value,
+                "held": [
+                    places.setdefault(owner[device.index], len(places)) if device.index in owner else None
+                    for device in node.devices
+                ],
+                "bad": [i for i, device in enumerate(node.devices) if device.health is Health.BAD],
+            }
+        )
+    return {"api": API, "kind": "Heat", "jobs": list(places), "items": items}
+
+
 def queue_tree(installation: Installation) -> dict[str, Any]:
     """Every queue, parents first, with what it promises, holds and lets wait."""
     items: list[dict[str, Any]] = []

@@ -109,9 +109,10 @@ def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, A
         "master": _master(story),
         "attempts": [_attempt(one) for one in story.attempts],
         "error": _error(story),
-        "changes": [{"at": when(at), "by": change.by, "changes": change.changes} for at, change in story.changes],
+        "changes": [{"at": when(one.at), "by": one.by, "changes": one.changes} for one in story.edits],
         "workdir": story.submitted.workdir,
         "filename": story.submitted.filename,
+        "version": story.version,
         "seq": story.seq,
         "events": story.last_number,
     }
@@ -236,6 +237,7 @@ class JobFilter:
     queue: str = ""
     user: str = ""
     name: str = ""
+    text: str = ""
     labels: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
 
@@ -250,6 +252,7 @@ class JobFilter:
             and queue
             and (not self.user or story.submitted.user == self.user)
             and (not self.name or story.spec.name == self.name)
+            and (not self.text or self.text in f"{story.id} {story.submitted.user}".lower())
             and all(labels.get(key) == value for key, value in self.labels)
             and (story.ended_at is None or story.ended_at >= self.since)
         )
@@ -274,6 +277,14 @@ def job_list(
         "items": [job_summary(one, now) for one in page],
         "next": _write_cursor(_key(page[-1])) if len(fits) > limit else None,
     }
+
+
+def edits(story: JobStory) -> list[dict[str, Any]]:
+    """Every edit in order, with the spec before and after it."""
+    return [
+        {"at": when(one.at), "by": one.by, "before": one.before.to_json(), "after": one.after.to_json()}
+        for one in story.edits
+    ]
 
 
 def _key(story: JobStory) -> tuple[float, str]:

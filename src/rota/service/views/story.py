@@ -42,6 +42,17 @@ class Instance:
         return self.now.restarts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """A change after submit, with the job as asked for before and after it."""
+
+    at: float
+    by: str
+    changes: dict[str, object]
+    before: JobSpec
+    after: JobSpec
+
+
 @dataclass(slots=True, kw_only=True)
 class Attempt:
     """One admission of the job, from its devices to their return."""
@@ -102,7 +113,7 @@ class JobStory:
     commit_at: float = 0.0
     stop: e.StopAsked | None = None
     preempt: e.PreemptAsked | None = None
-    changes: list[tuple[float, e.JobChanged]] = field(default_factory=list)
+    edits: list[Edit] = field(default_factory=list)
     fenced_writes: int = 0
     ended: e.JobEnded | None = None
     ended_at: float | None = None
@@ -120,6 +131,11 @@ class JobStory:
     def spec(self) -> JobSpec:
         """The job as it is now: completed by inspection, with every change applied."""
         return self.ctx.spec or self.submitted.spec
+
+    @property
+    def version(self) -> int:
+        """Counts the edits, from 1: what ``If-Match`` of a change is compared with."""
+        return 1 + len(self.edits)
 
     @property
     def queue(self) -> str:
@@ -162,6 +178,8 @@ class JobStory:
         if self.ctx.state is not before.state:
             self.since = record.at
         self._note(record.at, record.event)
+        if isinstance(record.event, e.JobChanged):
+            self._follow_edits(record.at, before, record.event)
         self._follow_instances(record.at, before, record.event)
         self._follow_attempts(record.at, record.event)
         self._follow_recovery(record.at, before, record.event)
@@ -176,8 +194,6 @@ class JobStory:
                 self.stop = event
             case e.PreemptAsked():
                 self.preempt = event
-            case e.JobChanged():
-                self.changes.append((at, event))
             case e.MasterStarted():
                 self.master, self.master_at, self.waits = event, at, None
             case e.Committed() if event.n == self.ctx.committed:
@@ -186,6 +202,11 @@ class JobStory:
                 self.fenced_writes += event.count
             case _:
                 pass
+
+    def _follow_edits(self, at: float, before: JobContext, event: e.JobChanged) -> None:
+        old = before.next_spec or before.spec or self.submitted.spec
+        new = self.ctx.next_spec or self.spec
+        self.edits.append(Edit(at=at, by=event.by, changes=event.changes, before=old, after=new))
 
     def _follow_instances(self, at: float, before: JobContext, event: e.Event) -> None:
         if self.ctx.instances is before.instances:

@@ -1,0 +1,66 @@
+"""Routes that play: what other scheduling policies would do with the jobs of now; and the templates to begin with."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from rota.cluster.forecast import fork_of, outlook
+from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.service.routes.doors import Asker, Document, Parts
+from rota.service.starters import about, template_files, template_names
+from rota.service.views.jobs import API
+from rota.spec.errors import LimitExceeded
+
+JOBS_MAX = 3000
+
+router = APIRouter(prefix="/api/v1", tags=["sim"])
+
+
+class OutlookBody(BaseModel):
+    """The profiles to play, the first being the one the others are compared with."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    profiles: Annotated[list[str], Field(min_length=1, max_length=4)]
+
+
+@router.get("/sim/profiles")
+async def profiles(caller: Asker) -> Document:
+    """Every scheduling profile with the sentence of its policy."""
+    items = [{"name": name, "text": _sentence(name)} for name in PROFILES]
+    return {"api": API, "kind": "ProfileList", "items": items, "next": None}
+
+
+def _sentence(name: str) -> str:
+    make = PROFILES[name]
+    return inspect.getdoc(make) or inspect.getdoc(sys.modules[make.__module__]) or ""
+
+
+@router.post("/sim/outlook")
+async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Document:
+    """When the jobs of now would start and end under each profile, played in virtual time on copies of the state."""
+    for name in body.profiles:
+        get_profile(name)
+    state = doors.loop.scheduler.state
+    if len(state.jobs) > JOBS_MAX:
+        raise LimitExceeded(
+            f"{len(state.jobs)} jobs wait or run; {JOBS_MAX} can be played at most",
+            hint="play a part of them from a trace: rota sim compare --trace FILE",
+        )
+    async with doors.playing:
+        forks = {name: fork_of(state) for name in dict.fromkeys(body.profiles)}
+        found = await asyncio.to_thread(outlook, forks, doors.clock.wall_s(), doors.clock)
+    return {"api": API, "kind": "Outlook", **found}
+
+
+@router.get("/templates")
+async def templates(caller: Asker) -> Document:
+    """The jobs to begin with: what each shows, and its files."""
+    items = [{"name": name, "text": about(name), "files": template_files(name)} for name in template_names()]
+    return {"api": API, "kind": "TemplateList", "items": items, "next": None}

@@ -1,0 +1,121 @@
+"""What the pages ask beyond the commands: heat map, edits with their versions, search, other policies, templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from standing import HELLO, Standing, with_service
+
+from rota.spec.states import JobState
+
+
+def test_the_heat_map_names_the_holder_of_every_device(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit(HELLO.replace("gpus: 2", "gpus: 3"))
+        await service.until("hello-2", JobState.ADMITTED)
+        await service.http.post("/api/v1/nodes/r0n1:drain")
+        heat = await service.get("/cluster/heat")
+        assert sorted(heat["jobs"]) == ["hello-1", "hello-2"]
+        by_node = {row["id"]: [None if i is None else heat["jobs"][i] for i in row["held"]] for row in heat["items"]}
+        full = {row["id"]: [one["job"] for one in row["devices"]] for row in (await service.get("/nodes"))["items"]}
+        assert by_node == full
+        assert sorted(map(len, by_node.values())) == [4, 4]
+        assert {row["id"]: row["state"] for row in heat["items"]} == {"r0n0": "healthy", "r0n1": "drained"}
+
+    with_service(tmp_path, test)
+
+
+def test_an_edit_made_from_an_old_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        shown = await service.http.get("/api/v1/jobs/hello-1")
+        tag = shown.headers["etag"]
+        assert tag == f'"{shown.json()["version"]}"'
+
+        async def change(priority: int, version: str = "") -> int:
+            headers = {"If-Match": version} if version else {}
+            body = {"changes": {"priority": priority}}
+            return (await service.http.patch("/api/v1/jobs/hello-1", json=body, headers=headers)).status_code
+
+        assert await change(60, tag) == 200
+        assert await change(70, tag) == 412
+        assert (await service.get("/jobs/hello-1"))["priority"] == 60
+        assert [await change(70, "*"), await change(80)] == [200, 200]
+        refused = await service.http.patch(
+            "/api/v1/jobs/hello-1", json={"changes": {"priority": 1}}, headers={"If-Match": '"2"'}
+        )
+        assert (refused.json()["code"], refused.json()["fields"]) == ("VERSION_MISMATCH", {"version": 4})
+
+    with_service(tmp_path, test)
+
+
+def test_the_spec_shows_every_edit_with_what_was_before_and_after(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        for changes in ({"priority": 60}, {"time_limit_s": 90.0, "priority": 61}):
+            await service.http.patch("/api/v1/jobs/hello-1", json={"changes": changes})
+        first, last = (await service.get("/jobs/hello-1/spec"))["edits"]
+        assert [(one["before"]["priority"], one["after"]["priority"]) for one in (first, last)] == [(50, 60), (60, 61)]
+        assert (last["before"]["time_limit_s"], last["after"]["time_limit_s"]) == (None, 90.0)
+        assert last["by"] == "local"
+
+    with_service(tmp_path, test)
+
+
+def test_jobs_are_found_by_a_part_of_their_id_or_user(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for name in ("alpha", "beta"):
+            await service.submit(HELLO.replace("name: hello", f"name: {name}"))
+        found = [
+            [row["id"] for row in (await service.get("/jobs", text=text))["items"]] for text in ("LPH", "local", "x")
+        ]
+        assert found == [["alpha-1"], ["beta-1", "alpha-1"], []]
+
+    with_service(tmp_path, test)
+
+
+def test_the_jobs_of_now_are_played_under_two_policies_and_stay_as_they_are(tmp_path: Path) -> None:
+    """One node of 4: big holds it for 100 s; then first come first served starts long, shortest first starts short."""
+
+    def job(name: str, limit: str) -> str:
+        return f"name: {name}\ntime_limit: {limit}\n" + HELLO.partition("\n")[2].replace("gpus: 2", "gpus: 4")
+
+    async def test(service: Standing) -> None:
+        await service.submit(job("big", "100s"))
+        await service.until("big-1", JobState.ADMITTED)
+        await service.submit(job("long", "1000s"))
+        await service.submit(job("short", "10s"))
+        await service.until("short-1", JobState.QUEUED)
+        answer = await service.http.post("/api/v1/sim/outlook", json={"profiles": ["fifo", "srtf"]})
+        played = answer.json()
+        starts = {row["job"]: row["starts_s"] for row in played["items"]}
+        assert starts["big-1"] == {"fifo": 0.0, "srtf": 0.0}
+        assert abs(starts["long-1"]["fifo"] - 100) < 2 and abs(starts["short-1"]["fifo"] - 1100) < 2
+        assert abs(starts["short-1"]["srtf"] - 100) < 2 and abs(starts["long-1"]["srtf"] - 110) < 2
+        waits = {name: figures["wait_s"]["max"] for name, figures in played["summary"].items()}
+        assert waits["fifo"] > waits["srtf"]
+        assert "3 of 3 jobs" in played["basis"]
+        assert (await service.get("/jobs/short-1"))["state"] == "QUEUED"
+        unknown = await service.http.post("/api/v1/sim/outlook", json={"profiles": ["fifi"]})
+        assert (unknown.status_code, unknown.json()["hint"]) == (404, "did you mean fifo?")
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
+def test_a_template_is_a_job_file_that_a_dry_run_takes(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        listed = {row["name"]: row for row in (await service.get("/templates"))["items"]}
+        assert {"ppo", "ddp"} <= listed.keys() and listed["ppo"]["text"].startswith("Reinforcement learning")
+        folder = tmp_path / "code"
+        folder.mkdir()
+        for name, text in listed["torchrun"]["files"].items():
+            (folder / name).write_text(text)
+        body = {"source": listed["torchrun"]["files"]["job.yaml"], "workdir": str(folder)}
+        plan = await service.http.post("/api/v1/jobs:plan", json=body)
+        assert plan.json()["kind"] == "PlanReport", plan.text
+        names = {row["name"] for row in (await service.get("/sim/profiles"))["items"] if row["text"]}
+        assert {"default", "fifo", "srtf"} <= names
+
+    with_service(tmp_path, test)

@@ -1,0 +1,107 @@
+/** The one module that speaks to the service: paths, headers and errors of the REST API. */
+import type {
+  DrainPlan, EventList, Explanation, FailureList, Graph, Heat, Job, JobRow, JobSpecDocument, NodeDocument, Outlook, Page, Place,
+  Placement, PlanReport, Profile, Queue, Status, Template,
+} from "./types";
+
+const BASE = "/api/v1";
+
+/** A refusal as RFC 9457 tells it: what is wrong, where, and what to do. */
+export class Problem extends Error {
+  constructor(
+    readonly status: number,
+    readonly code: string,
+    detail: string,
+    readonly hint: string,
+    readonly places: Place[],
+  ) {
+    super(detail);
+  }
+}
+
+async function ask<T>(method: string, path: string, body?: unknown, headers: Record<string, string> = {}): Promise<T> {
+  let answer: Response;
+  try {
+    answer = await fetch(BASE + path, {
+      method,
+      headers: { "Rota-CSRF": "1", ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...headers },
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
+  } catch {
+    throw new Problem(0, "NOT_REACHABLE", "The service does not answer.", "rota status", []);
+  }
+  const document = await answer.json();
+  if (!answer.ok) {
+    throw new Problem(answer.status, document.code ?? "", document.detail ?? answer.statusText, document.hint ?? "", document.errors ?? []);
+  }
+  return document as T;
+}
+
+const get = <T>(path: string) => ask<T>("GET", path);
+const part = (text: string) => encodeURIComponent(text);
+
+function query(values: Record<string, string | number | boolean | string[] | undefined>): string {
+  const found = new URLSearchParams();
+  for (const [name, value] of Object.entries(values)) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== undefined && one !== "" && one !== false) found.append(name, String(one));
+    }
+  }
+  const text = found.toString();
+  return text && `?${text}`;
+}
+
+export interface JobQuery {
+  all?: boolean;
+  state?: string[];
+  queue?: string;
+  text?: string;
+  label?: string;
+  limit?: number;
+  cursor?: string;
+}
+
+export interface SubmitBody {
+  source: string;
+  filename: string;
+  workdir: string;
+  sets: string[];
+}
+
+/** Job actions that a POST to `/jobs/{id}:{action}` asks for. */
+export type JobAction = "stop" | "pause" | "resume";
+
+export const api = {
+  status: () => get<Status>("/status"),
+  heat: () => get<Heat>("/cluster/heat"),
+  queues: () => get<Page<Queue>>("/queues"),
+  nodes: () => get<Page<NodeDocument>>("/nodes"),
+  node: (id: string) => get<NodeDocument>(`/nodes/${part(id)}`),
+  markNode: (id: string, action: string, reason: string, dryRun: boolean) =>
+    ask<DrainPlan>("POST", `/nodes/${part(id)}:${action}`, { reason, dry_run: dryRun }),
+  jobs: (wanted: JobQuery) => get<Page<JobRow>>(`/jobs${query({ ...wanted })}`),
+  job: (id: string) => get<Job>(`/jobs/${part(id)}`),
+  explain: (id: string) => get<Explanation>(`/jobs/${part(id)}/explain`),
+  failures: (id: string) => get<FailureList>(`/jobs/${part(id)}/failures`),
+  graph: (id: string) => get<Graph>(`/jobs/${part(id)}/graph`),
+  placement: (id: string) => get<Placement>(`/jobs/${part(id)}/placement`),
+  spec: (id: string) => get<JobSpecDocument>(`/jobs/${part(id)}/spec`),
+  events: (id: string, type = "", after = 0) =>
+    get<EventList>(`/jobs/${part(id)}/events${query({ type, after: after || undefined, limit: 1000 })}`),
+  recent: (after: number, limit: number) => get<EventList>(`/events${query({ after: after || undefined, limit })}`),
+  act: (id: string, action: JobAction) => ask<Job>("POST", `/jobs/${part(id)}:${action}`, {}),
+  /** `version` of the document that the change was made from: the service refuses when somebody else edited since. */
+  change: (id: string, changes: Record<string, unknown>, version?: number) =>
+    ask<Job>("PATCH", `/jobs/${part(id)}`, { changes }, version === undefined ? {} : { "If-Match": `"${version}"` }),
+  plan: (body: SubmitBody) => ask<PlanReport>("POST", "/jobs:plan", body),
+  submit: (body: SubmitBody, key: string) => ask<Job>("POST", "/jobs", body, { "Idempotency-Key": key }),
+  templates: () => get<Page<Template>>("/templates"),
+  profiles: () => get<Page<Profile>>("/sim/profiles"),
+  outlook: (profiles: string[]) => ask<Outlook>("POST", "/sim/outlook", { profiles }),
+};
+
+/** Address of a stream of server-sent events. */
+export const streams = {
+  events: (after: number) => `${BASE}/events${query({ follow: true, after })}`,
+  logs: (job: string, instance: string, tail: number) => `${BASE}/jobs/${part(job)}/logs${query({ follow: true, tail, instance })}`,
+};

@@ -1,0 +1,148 @@
+/** The frame around the pages: where one can go, whether the service answers, keys. */
+import { useQuery } from "@tanstack/react-query";
+import { useEffect, useRef } from "react";
+import { api, Problem } from "./api/client";
+import { useConnection } from "./api/live";
+import { Admin } from "./pages/Admin";
+import { Compare } from "./pages/Compare";
+import { Job } from "./pages/Job";
+import { Jobs } from "./pages/Jobs";
+import { Node, Nodes } from "./pages/Nodes";
+import { Overview } from "./pages/Overview";
+import { Queues } from "./pages/Queues";
+import { Submit } from "./pages/Submit";
+import { clock } from "./format";
+import { go, Link, usePath } from "./router";
+import { type Theme, useTheme } from "./theme";
+
+const PAGES: [string, string, string][] = [
+  ["/", "Overview", "o"], ["/queues", "Queues", "q"], ["/jobs", "Jobs", "j"], ["/nodes", "Nodes", "n"], ["/submit", "Submit", "s"],
+  ["/compare", "Compare", "c"], ["/admin", "Service", "a"],
+];
+
+export function App() {
+  const path = usePath();
+  const main = useRef<HTMLElement>(null);
+  const first = useRef(true);
+  const place = path.join("/");
+  useEffect(() => {
+    document.title = path.length ? `${path.slice(0, 2).join(" ")} – Rota` : "Rota";
+    if (!first.current) main.current?.focus({ preventScroll: true });
+    first.current = false;
+  }, [place]);
+  useKeys();
+  const asked = useQuery({ queryKey: ["cluster", "status"], queryFn: api.status });
+  const stranger = asked.error instanceof Problem && asked.error.status === 401;
+  return (
+    <>
+      <a className="skip" href="#main">
+        To the content
+      </a>
+      <header>
+        <Link className="brand" to="/">
+          Rota
+        </Link>
+        <nav aria-label="Pages">
+          {PAGES.map(([to, title, key]) => (
+            <Link key={to} to={to} title={`press g, then ${key}`} aria-current={`/${path[0] ?? ""}` === to ? "page" : undefined}>
+              {title}
+            </Link>
+          ))}
+        </nav>
+        <ThemeChoice />
+      </header>
+      <ConnectionBanner />
+      <main id="main" ref={main} tabIndex={-1}>
+        {stranger ? <SignIn /> : <Page path={path} />}
+      </main>
+    </>
+  );
+}
+
+function Page({ path: [page, id, tab] }: { path: string[] }) {
+  switch (page) {
+    case undefined:
+      return <Overview />;
+    case "queues":
+      return <Queues />;
+    case "jobs":
+      return id ? <Job key={id} id={id} tab={tab ?? ""} /> : <Jobs />;
+    case "nodes":
+      return id ? <Node key={id} id={id} /> : <Nodes />;
+    case "submit":
+      return <Submit />;
+    case "compare":
+      return <Compare />;
+    case "admin":
+      return <Admin />;
+    default:
+      return (
+        <p className="card">
+          There is no page “{page}”. <Link to="/">Overview</Link>
+        </p>
+      );
+  }
+}
+
+function SignIn() {
+  return (
+    <>
+      <h1>Sign in</h1>
+      <p className="card">
+        Run <code>rota status</code> on the machine of the service and open the address with the code that it prints. A code opens one session, once.
+      </p>
+    </>
+  );
+}
+
+function ConnectionBanner() {
+  const { live, lostAt } = useConnection();
+  return (
+    <p className="banner" role="status" hidden={live}>
+      {!live && `The service does not answer; reconnecting. What you see is of ${lostAt ? clock(lostAt) : "before"}.`}
+    </p>
+  );
+}
+
+function ThemeChoice() {
+  const [theme, choose] = useTheme();
+  return (
+    <label className="theme">
+      <span className="unseen">Colours</span>
+      <select value={theme} onChange={(event) => choose(event.target.value as Theme)}>
+        <option value="system">as the system</option>
+        <option value="light">light</option>
+        <option value="dark">dark</option>
+      </select>
+    </label>
+  );
+}
+
+const HELP = "Keys: / finds, j and k go to the next and previous job, g and the first letter of a page open it.";
+
+/** `/` goes to the search field, `j` and `k` walk over the rows, `g` and a letter open a page, `?` tells. */
+function useKeys(): void {
+  useEffect(() => {
+    let leader = false;
+    const press = (event: KeyboardEvent) => {
+      const target = event.target as HTMLElement;
+      if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input, textarea, select")) return;
+      const page = leader ? PAGES.find(([, , key]) => key === event.key) : undefined;
+      leader = event.key === "g";
+      if (page) go(page[0]);
+      else if (event.key === "/") document.querySelector<HTMLElement>("main input[type=search]")?.focus();
+      else if (event.key === "j" || event.key === "k") step(event.key === "j" ? 1 : -1);
+      else if (event.key === "?") alert(HELP);
+      else return;
+      event.preventDefault();
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, []);
+}
+
+function step(by: number): void {
+  const rows = [...document.querySelectorAll<HTMLElement>("main .row-link")];
+  const here = rows.indexOf(document.activeElement as HTMLElement);
+  rows[Math.min(rows.length - 1, Math.max(0, here + by))]?.focus();
+}

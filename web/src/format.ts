@@ -1,0 +1,46 @@
+/** Times, durations, sizes and numbers as people read them; the exact value belongs in a title. */
+
+export function seconds(value: number | null | undefined): string {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  if (value < 60) return `${value.toFixed(value < 9.95 ? 1 : 0)} s`;
+  const whole = Math.round(value);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+export function bytes(value: number): string {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let rest = value;
+  let i = 0;
+  while (rest >= 1024 && i < units.length - 1) {
+    rest /= 1024;
+    i += 1;
+  }
+  return `${i === 0 || rest >= 100 ? Math.round(rest) : rest.toFixed(1)} ${units[i]}`;
+}
+
+/** Four significant digits, no trailing zeros. */
+export function number(value: unknown): string {
+  return typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value);
+}
+
+/** Unix seconds or an ISO text as a date; null for what is neither. */
+export function moment(value: number | string | null): Date | null {
+  if (value === null) return null;
+  const found = new Date(typeof value === "number" ? value * 1000 : value);
+  return Number.isNaN(found.getTime()) ? null : found;
+}
+
+export function clock(at: Date, now: Date = new Date()): string {
+  const time = at.toLocaleTimeString();
+  return at.toDateString() === now.toDateString() ? time : `${at.toLocaleDateString()} ${time}`;
+}
+
+/** A hue of 0..360 that is the same for the same name. */
+export function hue(name: string): number {
+  let hash = 2166136261;
+  for (const char of name) hash = Math.imul(hash ^ char.codePointAt(0)!, 16777619);
+  return Math.abs(hash) % 360;
+}

@@ -1,0 +1,320 @@
+/** One job: what it does, what happened to it, what it says, where it runs, what it is. */
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
+import { useState } from "react";
+import { api, type JobAction } from "../api/client";
+import type { Job as JobDocument } from "../api/types";
+import { number, seconds } from "../format";
+import { Answer, Card, Facts, Seconds, State, Table, Trouble, When } from "../parts/basics";
+import { Diff } from "../parts/Diff";
+import { asLines } from "../parts/diff";
+import { Decisions, ExplainCard } from "../parts/ExplainCard";
+import { FailureStory } from "../parts/FailureStory";
+import { LogView } from "../parts/LogView";
+import { Metrics } from "../parts/Metrics";
+import { RoleGraph } from "../parts/RoleGraph";
+import { TimelineChart } from "../parts/TimelineChart";
+import { timelineOf } from "../parts/timeline";
+import { jobPath, Link, nodePath, useQueryValues } from "../router";
+
+const TABS: [string, string][] = [
+  ["", "Graph"], ["timeline", "Timeline"], ["failures", "Failures"], ["logs", "Logs"], ["metrics", "Metrics"],
+  ["placement", "Placement"], ["explain", "Explain"], ["spec", "Spec"],
+];
+
+export function Job({ id, tab }: { id: string; tab: string }) {
+  const job = useQuery({ queryKey: ["job", id, "show"], queryFn: () => api.job(id) });
+  return (
+    <Answer of={job}>
+      {(found) => (
+        <>
+          <Head job={found} />
+          <nav className="tabs" aria-label={`Parts of ${found.id}`}>
+            {TABS.map(([name, title]) => (
+              <Link key={name} to={jobPath(found.id, name)} aria-current={name === tab ? "page" : undefined}>
+                {title}
+                {name === "failures" && found.failovers > 0 && ` (${found.failovers})`}
+              </Link>
+            ))}
+          </nav>
+          <Body job={found} tab={tab} />
+        </>
+      )}
+    </Answer>
+  );
+}
+
+function Head({ job }: { job: JobDocument }) {
+  return (
+    <>
+      <div className="head">
+        <h1>{job.id}</h1>
+        <State of={job.state} note={job.phase} />
+        <Actions job={job} />
+      </div>
+      {job.text && (
+        <p className="lead">
+          {job.reason && <code>{job.reason}</code>} {job.text}
+        </p>
+      )}
+      <Facts
+        rows={[
+          ["Queue", <Link to={`/jobs?queue=${encodeURIComponent(job.queue)}`}>{job.queue}</Link>],
+          ["Priority", job.priority],
+          ["User", job.user],
+          ["Submitted", <When at={job.submitted_at} />],
+          ["Started", job.started_at && <When at={job.started_at} />],
+          ["Ended", job.ended_at && <When at={job.ended_at} />],
+          ["Ran", job.run_s > 0 && <Seconds of={job.run_s} />],
+          ["Attempt", job.attempt || ""],
+          ["Ready", `${job.instances_ready} of ${job.instances_total}`],
+          ["Commit", job.progress?.commit ?? ""],
+          ["Master", job.master && `pid ${job.master.pid}, epoch ${job.master.epoch}, ${job.master.node}`],
+        ]}
+      />
+    </>
+  );
+}
+
+const OVER = new Set(["SUCCEEDED", "FAILED", "CANCELLED"]);
+
+function Actions({ job }: { job: JobDocument }) {
+  const cache = useQueryClient();
+  const act = useMutation({
+    mutationFn: (action: JobAction) => api.act(job.id, action),
+    onSuccess: () => cache.invalidateQueries({ queryKey: ["job", job.id] }),
+  });
+  if (OVER.has(job.state)) return null;
+  return (
+    <span className="tools">
+      <button type="button" disabled={act.isPending || job.state === "STOPPING"} onClick={() => confirm(`Stop ${job.id}?`) && act.mutate("stop")}>
+        Stop
+      </button>
+      <Trouble error={act.error} />
+    </span>
+  );
+}
+
+function Body({ job, tab }: { job: JobDocument; tab: string }) {
+  switch (tab) {
+    case "":
+      return <GraphTab job={job} />;
+    case "timeline":
+      return <TimelineTab job={job} />;
+    case "failures":
+      return <FailuresTab job={job} />;
+    case "logs":
+      return <LogsTab job={job} />;
+    case "metrics":
+      return <Metrics job={job.id} />;
+    case "placement":
+      return <PlacementTab job={job} />;
+    case "explain":
+      return <ExplainTab job={job} />;
+    case "spec":
+      return <SpecTab job={job} />;
+    default:
+      return <p className="card">This job has no part “{tab}”.</p>;
+  }
+}
+
+const useExplain = (job: JobDocument) => useQuery({ queryKey: ["job", job.id, "explain"], queryFn: () => api.explain(job.id) });
+
+function GraphTab({ job }: { job: JobDocument }) {
+  const graph = useQuery({ queryKey: ["job", job.id, "graph"], queryFn: () => api.graph(job.id) });
+  const explain = useExplain(job);
+  return (
+    <>
+      {explain.data?.waiting && <ExplainCard of={explain.data} />}
+      {job.error && (
+        <Card title={`✗ ${job.error.reason}${job.error.role === null ? "" : ` in ${job.error.role}/${job.error.rank}`}`} tone="bad">
+          <p>{job.error.text}</p>
+          {job.error.traceback && <pre tabIndex={0}>{job.error.traceback}</pre>}
+        </Card>
+      )}
+      <Answer of={graph}>{(found) => <RoleGraph job={job.id} graph={found} instances={job.instances} />}</Answer>
+    </>
+  );
+}
+
+function TimelineTab({ job }: { job: JobDocument }) {
+  const failures = useQuery({ queryKey: ["job", job.id, "failures"], queryFn: () => api.failures(job.id) });
+  const events = useQuery({ queryKey: ["job", job.id, "events"], queryFn: () => api.events(job.id) });
+  if (!failures.data || !events.data) return <Trouble error={failures.error ?? events.error} />;
+  return (
+    <>
+      <Card title="Timeline">
+        <TimelineChart of={timelineOf(job, failures.data, events.data.items, Date.now())} />
+      </Card>
+      <Card title="Attempts">
+        <Table
+          name="Attempts"
+          rows={job.attempts}
+          id={(one) => one.attempt}
+          columns={[
+            { name: "Attempt", cell: (one) => one.attempt, numeric: true },
+            { name: "Admitted", cell: (one) => <When at={one.admitted_at} /> },
+            { name: "Running", cell: (one) => <When at={one.started_at} /> },
+            { name: "Ended", cell: (one) => <When at={one.ended_at} /> },
+            { name: "Reason", cell: (one) => one.reason && <code>{one.reason}</code> },
+            { name: "Nodes", cell: (one) => one.nodes.join(", ") },
+          ]}
+        />
+      </Card>
+      <Card title={`Events (the first ${events.data.items.length})`}>
+        <ol className="story small">
+          {events.data.items.slice(-200).map((one) => (
+            <li key={one.number}>
+              <When at={one.at} /> <strong>{one.kind}</strong> {one.role !== undefined && `${one.role}/${one.rank ?? ""}`}{" "}
+              {one.reason !== undefined && one.reason !== null && <code>{String(one.reason)}</code>} {typeof one.text === "string" && one.text}
+            </li>
+          ))}
+        </ol>
+      </Card>
+    </>
+  );
+}
+
+function FailuresTab({ job }: { job: JobDocument }) {
+  const failures = useQuery({ queryKey: ["job", job.id, "failures"], queryFn: () => api.failures(job.id) });
+  return <Answer of={failures}>{(found) => <FailureStory job={job.id} of={found} />}</Answer>;
+}
+
+function LogsTab({ job }: { job: JobDocument }) {
+  const [values, change] = useQueryValues();
+  const failed = job.error && job.error.role !== null ? `${job.error.role}/${job.error.rank}` : "";
+  return (
+    <>
+      {failed && (
+        <p className="soft">
+          First to fail: <Link to={`${jobPath(job.id, "logs")}?instance=${encodeURIComponent(failed)}`}>{failed}</Link>
+        </p>
+      )}
+      <LogView job={job.id} instances={job.instances.map((one) => one.instance)} chosen={values.get("instance") ?? ""} choose={(instance) => change({ instance })} />
+    </>
+  );
+}
+
+function PlacementTab({ job }: { job: JobDocument }) {
+  const placement = useQuery({ queryKey: ["job", job.id, "placement"], queryFn: () => api.placement(job.id) });
+  return (
+    <Answer of={placement}>
+      {(found) =>
+        found.items.length ? (
+          <Card title={`Placement of attempt ${found.attempt}`}>
+            {found.why && (
+              <Facts rows={Object.entries(found.why).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : number(value)])} />
+            )}
+            <Table
+              name="Which devices of which nodes each instance has"
+              rows={found.items}
+              id={(one) => one.instance}
+              columns={[
+                { name: "Instance", cell: (one) => one.instance },
+                { name: "Node", cell: (one) => <Link to={nodePath(one.node)}>{one.node}</Link> },
+                { name: "Devices", cell: (one) => one.devices.join(", ") || "none" },
+              ]}
+            />
+          </Card>
+        ) : (
+          <p className="card">
+            It holds nothing: a waiting job takes no device. <Link to={jobPath(job.id, "explain")}>Why it waits</Link>
+          </p>
+        )
+      }
+    </Answer>
+  );
+}
+
+function ExplainTab({ job }: { job: JobDocument }) {
+  const explain = useExplain(job);
+  return (
+    <Answer of={explain}>
+      {(found) => (
+        <>
+          <ExplainCard of={found} />
+          <Decisions of={found} />
+        </>
+      )}
+    </Answer>
+  );
+}
+
+const EDITABLE: [string, string, (text: string) => unknown][] = [
+  ["priority", "Priority", Number],
+  ["queue", "Queue", String],
+  ["time_limit_s", "Time limit in seconds", (text) => (text === "" ? null : Number(text))],
+];
+
+function SpecTab({ job }: { job: JobDocument }) {
+  const spec = useQuery({ queryKey: ["job", job.id, "spec"], queryFn: () => api.spec(job.id) });
+  return (
+    <Answer of={spec}>
+      {(found) => (
+        <>
+          {!OVER.has(job.state) && <Edit job={job} spec={found.spec} />}
+          {found.edits.toReversed().map((one, i) => (
+            <Card key={one.at} title={i === 0 ? "Last edit" : "Earlier edit"}>
+              <p className="soft">
+                by {one.by}, <When at={one.at} />
+              </p>
+              <Diff before={one.before} after={one.after} name={`Edit by ${one.by}`} />
+            </Card>
+          ))}
+          <div className="columns">
+            <Card title={`As given${found.filename && `: ${found.filename}`}`}>
+              <pre tabIndex={0}>{found.source || "It came as a spec from a program."}</pre>
+            </Card>
+            <Card title="As understood, with every edit">
+              <pre tabIndex={0}>{asLines(found.spec)}</pre>
+            </Card>
+          </div>
+        </>
+      )}
+    </Answer>
+  );
+}
+
+function Edit({ job, spec }: { job: JobDocument; spec: Record<string, unknown> }) {
+  const cache = useQueryClient();
+  const [field, setField] = useState(0);
+  const [text, setText] = useState("");
+  const [path, , read] = EDITABLE[field]!;
+  const edit = useMutation({
+    mutationFn: () => api.change(job.id, { [path]: read(text) }, job.version),
+    onSuccess: () => setText(""),
+    onSettled: () => cache.invalidateQueries({ queryKey: ["job", job.id] }),
+  });
+  const present = spec[path];
+  return (
+    <Card title="Edit">
+      <form
+        className="tools"
+        onSubmit={(event) => {
+          event.preventDefault();
+          edit.mutate();
+        }}
+      >
+        <label>
+          Field{" "}
+          <select value={field} onChange={(event) => setField(Number(event.target.value))}>
+            {EDITABLE.map(([, title], i) => (
+              <option key={title} value={i}>
+                {title}
+              </option>
+            ))}
+          </select>
+        </label>
+        <label>
+          New value <input value={text} onChange={(event) => setText(event.target.value)} placeholder={present == null ? "none" : String(present)} />
+        </label>
+        <button type="submit" disabled={edit.isPending}>
+          Change it
+        </button>
+        <span className="soft">
+          now {present == null ? "none" : path.endsWith("_s") ? seconds(Number(present)) : String(present)}
+        </span>
+      </form>
+      <Trouble error={edit.error} />
+    </Card>
+  );
+}

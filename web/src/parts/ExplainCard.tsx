@@ -1,0 +1,168 @@
+/** Why a job waits and when it would start, with numbers, and what would let it start now. */
+import { useMutation, useQueryClient } from "@tanstack/react-query";
+import { api } from "../api/client";
+import type { Explanation } from "../api/types";
+import { number } from "../format";
+import { jobPath, Link } from "../router";
+import { Card, Table, Trouble, When } from "./basics";
+
+/** The body of a change that `PATCH /jobs/{id}` could take; empty for any other. */
+export function patchOf(change: unknown): Record<string, unknown> {
+  if (change === null || typeof change !== "object") return {};
+  const { set, value } = change as { set?: unknown; value?: unknown };
+  return typeof set === "string" && ["priority", "queue", "time_limit_s"].includes(set) ? { [set]: value } : {};
+}
+
+export function ExplainCard({ of }: { of: Explanation }) {
+  if (!of.waiting) return <Placed of={of} />;
+  return (
+    <Card title="Why it waits" tone="busy">
+      {of.why ? (
+        <p className="lead">
+          <code>{of.why.code}</code> {of.why.text}
+        </p>
+      ) : (
+        <p className="lead">The scheduler has not looked at it yet.</p>
+      )}
+      <div className="columns">
+        <div>
+          <h3>When</h3>
+          <Estimate of={of.estimate} starts={of.starts_now} />
+          <p>
+            Ahead in <Link to={`/jobs?queue=${encodeURIComponent(of.queue.path)}`}>{of.queue.path}</Link>: {of.ahead.jobs} jobs with {number(of.ahead.gpus)}{" "}
+            devices. The queue uses {number(of.queue.used)}
+            {of.queue.guaranteed !== null && `, is promised ${of.queue.guaranteed}`}
+            {of.queue.limit !== null && `, may have ${of.queue.limit}`}.
+          </p>
+          <p className="soft">
+            Waits since <When at={of.since} />.
+          </p>
+        </div>
+        {of.tally.length > 0 && (
+          <div>
+            <h3>Nodes that are left</h3>
+            <Table
+              name="Nodes left after each constraint"
+              rows={of.tally}
+              id={(one) => one.constraint}
+              columns={[
+                { name: "After", cell: (one) => <code>{one.constraint}</code> },
+                { name: "Nodes left", cell: (one) => one.nodes_left, numeric: true },
+              ]}
+            />
+          </div>
+        )}
+      </div>
+      <Changes of={of} />
+      {of.victims_if_preempted.length > 0 && (
+        <p>
+          It will start by preempting{" "}
+          {of.victims_if_preempted.map((one, i) => (
+            <span key={one.job}>
+              {i > 0 && ", "}
+              <Link to={jobPath(one.job)}>{one.job}</Link>
+            </span>
+          ))}
+          .
+        </p>
+      )}
+      {of.blocked_by.length > 0 && (
+        <>
+          <h3>Who holds devices</h3>
+          <Table
+            name="Jobs that hold devices"
+            rows={of.blocked_by}
+            id={(one) => one.job}
+            columns={[
+              { name: "Job", cell: (one) => <Link to={jobPath(one.job)}>{one.job}</Link> },
+              { name: "Devices", cell: (one) => number(one.gpus), numeric: true },
+              { name: "Cores", cell: (one) => number(one.cpus), numeric: true },
+              { name: "Ends by", cell: (one) => (one.ends ? <When at={one.ends} /> : "not known: no time limit") },
+            ]}
+          />
+        </>
+      )}
+    </Card>
+  );
+}
+
+function Estimate({ of, starts }: { of: Explanation["estimate"]; starts: boolean }) {
+  if (starts) return <p>It starts at the next pass of the scheduler.</p>;
+  if (!of || of.p50 === null) return <p>Not known{of?.basis ? `: ${of.basis}` : ""}.</p>;
+  return (
+    <p>
+      Likely <When at={of.p50} />
+      {of.p90 !== null && (
+        <>
+          , at the latest <When at={of.p90} />
+        </>
+      )}
+      . <span className="soft">{of.basis}</span>
+    </p>
+  );
+}
+
+function Changes({ of }: { of: Explanation }) {
+  const cache = useQueryClient();
+  const change = useMutation({
+    mutationFn: (changes: Record<string, unknown>) => api.change(of.job, changes),
+    onSuccess: () => cache.invalidateQueries({ queryKey: ["job", of.job] }),
+  });
+  if (!of.would_start_now_with.length) return null;
+  return (
+    <>
+      <h3>It would start now with</h3>
+      <ul className="changes">
+        {of.would_start_now_with.map((one, i) => {
+          const patch = patchOf(one.change);
+          return (
+            <li key={i}>
+              {one.text ?? JSON.stringify(one.change)} {one.cost && <span className="soft">({one.cost})</span>}{" "}
+              {Object.keys(patch).length > 0 && (
+                <button type="button" onClick={() => change.mutate(patch)} disabled={change.isPending}>
+                  Change it
+                </button>
+              )}
+            </li>
+          );
+        })}
+      </ul>
+      <Trouble error={change.error} />
+    </>
+  );
+}
+
+function Placed({ of }: { of: Explanation }) {
+  if (!of.placement && !of.why) return null;
+  const why = Object.entries(of.placement?.why ?? {}).filter(([, value]) => value !== null && typeof value !== "object");
+  return (
+    <Card title={of.placement ? "Why it is where it is" : "Why it ended"}>
+      {of.why && (
+        <p className="lead">
+          <code>{of.why.code}</code> {of.why.text}
+        </p>
+      )}
+      {of.placement && (
+        <p>
+          On {of.placement.nodes.join(", ")}
+          {why.length > 0 && <span className="soft"> ({why.map(([key, value]) => `${key}: ${number(value)}`).join(", ")})</span>}
+        </p>
+      )}
+    </Card>
+  );
+}
+
+export function Decisions({ of }: { of: Explanation }) {
+  if (!of.decisions.length) return null;
+  return (
+    <Card title="Decisions">
+      <ol className="story">
+        {of.decisions.map((one, i) => (
+          <li key={i}>
+            <When at={one.at} /> <strong>{one.decision}</strong> {one.reason && <code>{one.reason}</code>} {one.text}
+          </li>
+        ))}
+      </ol>
+    </Card>
+  );
+}

@@ -1,0 +1,130 @@
+/** The live graph of a job: roles with the state of each instance, lines with the kind of what flows. */
+import { Background, Controls, type Edge, Handle, MarkerType, type Node, type NodeProps, Position, ReactFlow } from "@xyflow/react";
+import { useMemo, useState } from "react";
+import type { Graph, GraphRole, Instance } from "../api/types";
+import { jobPath, Link } from "../router";
+import { Card, Facts, glyphOf, State, Table, toneOf, When } from "./basics";
+import { CHIPS_MAX, countsOf, linesOf, place, ROLE_WIDTH } from "./layout";
+
+type RoleNode = Node<{ role: GraphRole; chosen: boolean }, "role">;
+
+function RoleBox({ data: { role, chosen } }: NodeProps<RoleNode>) {
+  const counts = countsOf(role.states);
+  const rest = role.states.length - CHIPS_MAX;
+  return (
+    <div className={`role-box edge-${toneOf(counts[0]?.[0] ?? "PLANNED")} ${chosen ? "chosen" : ""}`}>
+      <Handle type="target" position={Position.Left} isConnectable={false} />
+      <div className="role-name">
+        {role.name} <span className="soft">× {role.replicas}</span>
+      </div>
+      <div className="soft small">{[role.loop && "loop", role.stateful && "stateful", `restarts ${role.restart}`].filter(Boolean).join(", ")}</div>
+      <div className="chips">
+        {role.states.slice(0, CHIPS_MAX).map((state, rank) => (
+          <span key={rank} className={`chip ${toneOf(state)}`} title={`${role.name}/${rank} ${state}`}>
+            {glyphOf(state)}
+          </span>
+        ))}
+        {rest > 0 && <span className="soft small">+{rest}</span>}
+      </div>
+      <div className="small">{counts.map(([state, n]) => `${n} ${state}`).join(", ")}</div>
+      <Handle type="source" position={Position.Right} isConnectable={false} />
+    </div>
+  );
+}
+
+const NODE_TYPES = { role: RoleBox };
+
+function nodesOf(graph: Graph, chosen: string): RoleNode[] {
+  return place(graph).map(({ role, x, y, height }) => ({
+    id: role.name,
+    type: "role",
+    position: { x, y },
+    width: ROLE_WIDTH,
+    height,
+    data: { role, chosen: role.name === chosen },
+    ariaLabel: `Role ${role.name}: ${countsOf(role.states).map(([state, n]) => `${n} ${state}`).join(", ")}`,
+    ariaRole: "button",
+  }));
+}
+
+function edgesOf(graph: Graph): Edge[] {
+  return linesOf(graph).map(({ id, source, target, kinds }) => ({
+    id,
+    source,
+    target,
+    label: kinds.join(", "),
+    className: `line-${kinds[0]}`,
+    markerEnd: { type: MarkerType.ArrowClosed },
+    ariaLabel: `${source} to ${target}: ${kinds.join(", ")}`,
+    focusable: false,
+  }));
+}
+
+export function RoleGraph({ job, graph, instances }: { job: string; graph: Graph; instances: Instance[] }) {
+  const [chosen, choose] = useState("");
+  const nodes = useMemo(() => nodesOf(graph, chosen), [graph, chosen]);
+  const edges = useMemo(() => edgesOf(graph), [graph]);
+  const role = graph.roles.find((one) => one.name === chosen);
+  return (
+    <>
+      <div className="graph" role="group" aria-label="Graph of roles; Enter opens a role">
+        <ReactFlow
+          nodes={nodes}
+          edges={edges}
+          nodeTypes={NODE_TYPES}
+          nodesDraggable={false}
+          nodesConnectable={false}
+          fitView
+          fitViewOptions={{ maxZoom: 1.1, padding: 0.15 }}
+          minZoom={0.1}
+          preventScrolling={false}
+          zoomOnScroll={false}
+          onNodeClick={(_, node) => choose(node.id === chosen ? "" : node.id)}
+          onSelectionChange={({ nodes: picked }) => picked[0] && choose(picked[0].id)}
+        >
+          <Background gap={24} />
+          <Controls showInteractive={false} />
+        </ReactFlow>
+      </div>
+      {role ? <RolePanel job={job} role={role} graph={graph} instances={instances} /> : <InstanceTable job={job} instances={instances} />}
+    </>
+  );
+}
+
+function RolePanel({ job, role, graph, instances }: { job: string; role: GraphRole; graph: Graph; instances: Instance[] }) {
+  const units = graph.units.filter((members) => members.some((one) => one.startsWith(`${role.name}/`)));
+  return (
+    <Card title={`Role ${role.name}`}>
+      <Facts
+        rows={[
+          ["Losing one", role.blast_radius],
+          ["Mesh", Object.entries(role.mesh).map(([axis, n]) => `${axis}=${n}`).join(" ")],
+          ["Recovers as", units.length === 1 ? `one unit of ${units[0]!.length}` : `${units.length} units`],
+        ]}
+      />
+      <InstanceTable job={job} instances={instances.filter((one) => one.role === role.name)} />
+    </Card>
+  );
+}
+
+export function InstanceTable({ job, instances }: { job: string; instances: Instance[] }) {
+  if (!instances.length) return <p className="soft">No instance yet: they come with the devices.</p>;
+  return (
+    <Table
+      name="Instances"
+      rows={instances}
+      id={(one) => one.instance}
+      columns={[
+        { name: "Instance", cell: (one) => <Link to={`${jobPath(job, "logs")}?instance=${encodeURIComponent(one.instance)}`}>{one.instance}</Link> },
+        { name: "State", cell: (one) => <State of={one.state} /> },
+        { name: "Since", cell: (one) => <When at={one.since} /> },
+        { name: "Node", cell: (one) => one.node },
+        { name: "Devices", cell: (one) => one.devices.join(", ") },
+        { name: "Epoch", cell: (one) => one.epoch, numeric: true },
+        { name: "Restarts", cell: (one) => one.restarts, numeric: true },
+        { name: "Progress", cell: (one) => (one.progress ? `${one.progress.n} ${one.progress.unit}` : "") },
+        { name: "Last error", cell: (one) => (one.error ? `${one.error.reason}: ${one.error.text}` : "") },
+      ]}
+    />
+  );
+}

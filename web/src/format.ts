@@ -42,5 +42,5 @@ export function clock(at: Date, now: Date = new Date()): string {
 export function hue(name: string): number {
   let hash = 2166136261;
   for (const char of name) hash = Math.imul(hash ^ char.codePointAt(0)!, 16777619);
-  return Math.abs(hash) % 360;
+  return Math.round((Math.abs(hash) * 137.508) % 360); // the golden angle keeps neighbours apart
 }

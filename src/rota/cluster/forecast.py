@@ -83,11 +83,12 @@ def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, A
     rows = [row for _, row in sorted(next(iter(forks.values())).jobs.items())]
     known = [row.ask.est_s for row in rows if row.ask.est_s is not None]
     mean = sum(known) / len(known) if known else UNKNOWN_S
+    gpus = sum(len(node.devices) for node in next(iter(forks.values())).nodes)
     runs = {name: _played(fork, name, mean, now, clock) for name, fork in forks.items()}
     return {
         "profiles": list(forks),
         "basis": f"{len(known)} of {len(rows)} jobs have an estimate or a time limit; the others count {mean:.0f} s",
-        "summary": {name: _figures(run, now) for name, run in runs.items()},
+        "summary": {name: _figures(run, now, gpus) for name, run in runs.items()},
         "items": [
             {
                 "job": row.ask.id,
@@ -108,7 +109,7 @@ def _played(fork: State, profile: str, mean: float, now: float, clock: Clock) ->
     return Simulation(fork, get_profile(profile), jobs, clock, until_s=now + HORIZON_S, now=now).run()
 
 
-def _figures(run: SimResult, now: float) -> dict[str, Any]:
+def _figures(run: SimResult, now: float, gpus: int) -> dict[str, Any]:
     starts = [one.first_start_s for one in run.runs.values()]
     ends = [one.end_s for one in run.runs.values()]
     span = run.last_s - now
@@ -119,7 +120,7 @@ def _figures(run: SimResult, now: float) -> dict[str, Any]:
         "wait_s": spread_of([at - now for at in starts if at is not None]),
         "jct_s": spread_of([at - now for at in ends if at is not None]),
         "makespan_s": span,
-        "utilisation": run.used_gpu_s / (run.gpus * span) if run.gpus and span > 0 else None,
+        "utilisation": run.used_gpu_s / (gpus * span) if gpus and span > 0 else None,
         "preemptions": run.preemptions,
     }
 

@@ -102,14 +102,7 @@ function Result({ of }: { of: Outlook }) {
         <p className="soft">{of.basis}</p>
       </Card>
       <Card title="Jobs">
-        <Chart
-          name="Jobs started"
-          kind="step"
-          series={startedOver(of)}
-          x="seconds from now"
-          y="jobs started"
-          table={<p>The start of every job under both policies is in the table below.</p>}
-        />
+        <Chart name="Jobs started" kind="step" series={startedOver(of)} x="seconds from now" y="jobs started" />
         <Table
           name="Start of each job under both policies"
           rows={of.items}

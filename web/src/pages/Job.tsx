@@ -27,7 +27,7 @@ export function Job({ id, tab }: { id: string; tab: string }) {
     <Answer of={job}>
       {(found) => (
         <>
-          <Head job={found} />
+          <Head job={found} explained={found.state === "QUEUED" && (tab === "" || tab === "explain")} />
           <nav className="tabs" aria-label={`Parts of ${found.id}`}>
             {TABS.map(([name, title]) => (
               <Link key={name} to={jobPath(found.id, name)} aria-current={name === tab ? "page" : undefined}>
@@ -43,7 +43,8 @@ export function Job({ id, tab }: { id: string; tab: string }) {
   );
 }
 
-function Head({ job }: { job: JobDocument }) {
+/** `explained`: the tab below says why the job waits, with the numbers of now. */
+function Head({ job, explained }: { job: JobDocument; explained: boolean }) {
   return (
     <>
       <div className="head">
@@ -51,7 +52,7 @@ function Head({ job }: { job: JobDocument }) {
         <State of={job.state} note={job.phase} />
         <Actions job={job} />
       </div>
-      {job.text && (
+      {job.text && !explained && (
         <p className="lead">
           {job.reason && <code>{job.reason}</code>} {job.text}
         </p>
@@ -68,7 +69,7 @@ function Head({ job }: { job: JobDocument }) {
           ["Attempt", job.attempt || ""],
           ["Ready", `${job.instances_ready} of ${job.instances_total}`],
           ["Commit", job.progress?.commit ?? ""],
-          ["Master", job.master && `pid ${job.master.pid}, epoch ${job.master.epoch}, ${job.master.node}`],
+          ["Master", job.master && [`pid ${job.master.pid}`, `epoch ${job.master.epoch}`, job.master.node].filter(Boolean).join(", ")],
         ]}
       />
     </>

@@ -184,7 +184,7 @@ function Row({ job, index, chosen, toggle }: { job: JobRow; index: number; chose
       <td className="number">{job.restarts}</td>
       <td className="number">{job.progress?.commit ?? ""}</td>
       <td className="number">
-        <Seconds of={job.run_s} />
+        <Seconds of={job.run_s || null} />
       </td>
       <td>
         <When at={job.submitted_at} />

@@ -4,6 +4,7 @@ import { api } from "../api/client";
 import type { JobState, Status } from "../api/types";
 import { Answer, Bar, Card, State } from "../parts/basics";
 import { HeatMap } from "../parts/HeatMap";
+import { QueueTree } from "../parts/QueueTree";
 import { jobPath, Link } from "../router";
 
 const ATTENTION: JobState[] = ["FAILED", "RECOVERING", "PREEMPTING", "STOPPING"];
@@ -11,6 +12,7 @@ const ATTENTION: JobState[] = ["FAILED", "RECOVERING", "PREEMPTING", "STOPPING"]
 export function Overview() {
   const status = useQuery({ queryKey: ["cluster", "status"], queryFn: api.status });
   const heat = useQuery({ queryKey: ["cluster", "heat"], queryFn: api.heat });
+  const queues = useQuery({ queryKey: ["cluster", "queues"], queryFn: api.queues });
   const odd = useQuery({ queryKey: ["jobs", "attention"], queryFn: () => api.jobs({ state: ATTENTION, limit: 8 }) });
   return (
     <>
@@ -49,6 +51,9 @@ export function Overview() {
           </Answer>
         </Card>
       </div>
+      <Card title="Queues">
+        <Answer of={queues}>{(found) => <QueueTree queues={found.items} gpus={status.data?.cluster.gpus ?? 0} />}</Answer>
+      </Card>
     </>
   );
 }

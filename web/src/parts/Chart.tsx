@@ -15,8 +15,8 @@ interface Props {
   x: string;
   y: string;
   height?: number;
-  /** The figures as a table, for those who do not see the picture. */
-  table: ReactNode;
+  /** The figures as a table, for those who do not see the picture; absent where one is beside the picture anyway. */
+  table?: ReactNode;
 }
 
 const INKS = ["text", "soft", "line", "busy", "warn", "good", "bad"] as const;
@@ -78,10 +78,12 @@ export function Chart(props: Props) {
     <figure className="chart">
       <figcaption>{props.name}</figcaption>
       <div ref={place} role="img" aria-label={`${props.name}: ${props.y} over ${props.x}`} style={{ height: props.height ?? 220 }} />
-      <details>
-        <summary>as a table</summary>
-        {props.table}
-      </details>
+      {props.table && (
+        <details>
+          <summary>as a table</summary>
+          {props.table}
+        </details>
+      )}
     </figure>
   );
 }

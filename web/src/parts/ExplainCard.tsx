@@ -46,7 +46,7 @@ export function ExplainCard({ of }: { of: Explanation }) {
               rows={of.tally}
               id={(one) => one.constraint}
               columns={[
-                { name: "After", cell: (one) => <code>{one.constraint}</code> },
+                { name: "After", cell: (one) => one.constraint },
                 { name: "Nodes left", cell: (one) => one.nodes_left, numeric: true },
               ]}
             />

@@ -23,6 +23,12 @@ export function joined(known: LogLine[], more: LogLine[], ends: Map<string, numb
   return all.length > max ? all.slice(all.length - max) : all;
 }
 
+function timeOf(ts: string | null): string {
+  if (!ts) return "";
+  const at = new Date(ts);
+  return `${at.toLocaleTimeString([], { hourCycle: "h23" })}.${String(at.getMilliseconds()).padStart(3, "0")}`;
+}
+
 /** The lines of a job while the part is shown; a cut stream goes on where it was, by its last id. */
 function useLines(job: string, instance: string): { lines: LogLine[]; over: boolean } {
   const [lines, setLines] = useState<LogLine[]>([]);
@@ -102,7 +108,7 @@ export function LogView({ job, instances, chosen, choose }: Props) {
             const line = shown[row.index]!;
             return (
               <div key={row.key} className={`log-line ${line.stream === "err" ? "err" : ""}`} style={{ transform: `translateY(${row.start}px)` }}>
-                <time title={line.ts ?? ""}>{line.ts ? line.ts.slice(11, 23) : ""}</time>
+                <time title={line.ts ?? ""}>{timeOf(line.ts)}</time>
                 <span className="who" style={{ "--hue": hue(line.instance) } as React.CSSProperties}>
                   {line.instance}
                 </span>

@@ -4,7 +4,7 @@ import { useMemo, useState } from "react";
 import type { Graph, GraphRole, Instance } from "../api/types";
 import { jobPath, Link } from "../router";
 import { Card, Facts, glyphOf, State, Table, toneOf, When } from "./basics";
-import { CHIPS_MAX, countsOf, linesOf, place, ROLE_WIDTH } from "./layout";
+import { CHIPS_MAX, countsOf, type DrawnEdge, place, type PlacedRole, ROLE_WIDTH } from "./layout";
 
 type RoleNode = Node<{ role: GraphRole; chosen: boolean }, "role">;
 
@@ -28,14 +28,16 @@ function RoleBox({ data: { role, chosen } }: NodeProps<RoleNode>) {
       </div>
       <div className="small">{counts.map(([state, n]) => `${n} ${state}`).join(", ")}</div>
       <Handle type="source" position={Position.Right} isConnectable={false} />
+      <Handle type="source" id="below" position={Position.Bottom} isConnectable={false} />
+      <Handle type="target" id="below" position={Position.Bottom} isConnectable={false} />
     </div>
   );
 }
 
 const NODE_TYPES = { role: RoleBox };
 
-function nodesOf(graph: Graph, chosen: string): RoleNode[] {
-  return place(graph).map(({ role, x, y, height }) => ({
+function nodesOf(roles: PlacedRole[], chosen: string): RoleNode[] {
+  return roles.map(({ role, x, y, height }) => ({
     id: role.name,
     type: "role",
     position: { x, y },
@@ -47,11 +49,12 @@ function nodesOf(graph: Graph, chosen: string): RoleNode[] {
   }));
 }
 
-function edgesOf(graph: Graph): Edge[] {
-  return linesOf(graph).map(({ id, source, target, kinds }) => ({
+function edgesOf(lines: DrawnEdge[]): Edge[] {
+  return lines.map(({ id, source, target, kinds, back }) => ({
     id,
     source,
     target,
+    ...(back ? { type: "smoothstep", sourceHandle: "below", targetHandle: "below", pathOptions: { offset: 30 } } : {}),
     label: kinds.join(", "),
     className: `line-${kinds[0]}`,
     markerEnd: { type: MarkerType.ArrowClosed },
@@ -62,8 +65,9 @@ function edgesOf(graph: Graph): Edge[] {
 
 export function RoleGraph({ job, graph, instances }: { job: string; graph: Graph; instances: Instance[] }) {
   const [chosen, choose] = useState("");
-  const nodes = useMemo(() => nodesOf(graph, chosen), [graph, chosen]);
-  const edges = useMemo(() => edgesOf(graph), [graph]);
+  const placed = useMemo(() => place(graph), [graph]);
+  const nodes = useMemo(() => nodesOf(placed.roles, chosen), [placed, chosen]);
+  const edges = useMemo(() => edgesOf(placed.lines), [placed]);
   const role = graph.roles.find((one) => one.name === chosen);
   return (
     <>

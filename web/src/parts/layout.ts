@@ -13,7 +13,6 @@ export interface PlacedRole {
   x: number;
   y: number;
   height: number;
-  unit: number;
 }
 
 export interface DrawnEdge {
@@ -21,6 +20,8 @@ export interface DrawnEdge {
   source: string;
   target: string;
   kinds: string[];
+  /** It runs against the layers, so it is drawn below the boxes. */
+  back: boolean;
 }
 
 /** Edges between two roles as one line that names every kind; lines of a role to itself are said in its box. */
@@ -29,15 +30,15 @@ export function linesOf(graph: Graph): DrawnEdge[] {
   for (const { source, target, kind } of graph.edges) {
     if (source === target) continue;
     const id = `${source}>${target}`;
-    const line = lines.get(id) ?? { id, source, target, kinds: [] };
+    const line = lines.get(id) ?? { id, source, target, kinds: [], back: false };
     if (!line.kinds.includes(kind)) line.kinds.push(kind);
     lines.set(id, line);
   }
   return [...lines.values()];
 }
 
-/** Layers from left to right in the direction of the edges. */
-export function place(graph: Graph): PlacedRole[] {
+/** Roles in layers from left to right in the direction of the edges, and the lines between them. */
+export function place(graph: Graph): { roles: PlacedRole[]; lines: DrawnEdge[] } {
   const layers = new Layers({ directed: true });
   layers.setGraph({ rankdir: "LR", nodesep: 36, ranksep: 90 });
   layers.setDefaultEdgeLabel(() => ({}));
@@ -48,16 +49,18 @@ export function place(graph: Graph): PlacedRole[] {
     heights.set(role.name, height);
     layers.setNode(role.name, { width: ROLE_WIDTH, height });
   }
-  for (const line of linesOf(graph)) {
-    if (heights.has(line.source) && heights.has(line.target)) layers.setEdge(line.source, line.target);
+  const lines = linesOf(graph).filter((line) => heights.has(line.source) && heights.has(line.target));
+  for (const line of lines) {
+    layers.setEdge(line.source, line.target);
   }
   layout(layers);
-  return graph.roles.map((role) => {
+  const roles = graph.roles.map((role) => {
     const { x, y } = layers.node(role.name) as { x: number; y: number };
     const height = heights.get(role.name)!;
-    const unit = graph.units.findIndex((members) => members.some((member) => member.startsWith(`${role.name}/`)));
-    return { role, x: x - ROLE_WIDTH / 2, y: y - height / 2, height, unit };
+    return { role, x: x - ROLE_WIDTH / 2, y: y - height / 2, height };
   });
+  const left = new Map(roles.map((one) => [one.role.name, one.x]));
+  return { roles, lines: lines.map((line) => ({ ...line, back: left.get(line.target)! <= left.get(line.source)! })) };
 }
 
 /** States of a role's instances with how many are in each, the most frequent first. */

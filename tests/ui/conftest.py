@@ -1,0 +1,74 @@
+"""A real browser for the tests of the UI: headless Chromium over its debugging protocol; skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), "")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+WIDE = {"width": 1440, "height": 900}
+SHOTS = Path(os.environ.get("ROTA_UI_SHOTS", "")) if os.environ.get("ROTA_UI_SHOTS") else None
+"""Where screenshots go; none are made without it."""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A Chromium with a fresh profile, closed at the end."""
+    if not CHROMIUM:
+        pytest.skip("no Chromium on PATH: the UI is not driven")
+    playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield running
+        running.close()
+
+
+Opened = Callable[..., Any]
+
+
+@pytest.fixture
+def opened(browser: Any) -> Opened:
+    """``with opened(url) as page``: a page of a fresh session; an error in its console fails the test."""
+
+    @contextmanager
+    def open_page(url: str, *, theme: str = "light", viewport: dict[str, int] = WIDE) -> Iterator[Any]:
+        context = browser.new_context(color_scheme=theme, viewport=viewport)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.goto(url)
+        yield page
+        context.close()
+        assert not wrong, wrong
+
+    return open_page
+
+
+@pytest.fixture
+def shot() -> Callable[[Any, str], None]:
+    """Keep a picture of a page, where somebody asked for them."""
+
+    def take(page: Any, name: str) -> None:
+        if SHOTS is not None:
+            SHOTS.mkdir(parents=True, exist_ok=True)
+            page.screenshot(path=SHOTS / f"{name}.png")
+
+    return take

@@ -48,8 +48,8 @@ sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual tim
 bench: $(VENV)/.setup-dev ## one script a claim, beside its named peer
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-ui: ## the status page needs no build; the richer one is made from web/
-	@if [ -f web/package.json ]; then cd web && npm ci && npm run build; else echo "web/ holds no sources yet; the service serves its plain status page"; fi
+ui: ## build the web UI from web/ into the package, after its own tests; needs Node 20 or newer
+	cd web && npm ci && npm test && npm run build
 
 docs: $(VENV)/.setup-dev ## write what is generated in docs/ and README.md
 	$(BIN)/python docs/generate.py

@@ -144,7 +144,11 @@ async def fill(service: Standing) -> None:
     await service.submit(LEARN, workdir=str(code))
     await service.until("learn-1", JobState.ADMITTED)
     await play_learning(service)
-    for name, queue, gpus, limit in (("vision", "research/vision", 8, "3h"), ("serve", "prod", 4, "20m"), ("eval", "prod", 2, "10m")):
+    for name, queue, gpus, limit in (
+        ("vision", "research/vision", 8, "3h"),
+        ("serve", "prod", 4, "20m"),
+        ("eval", "prod", 2, "10m"),
+    ):
         await service.submit(SMALL.format(name=name, queue=queue, gpus=gpus, limit=limit))
         await service.until(f"{name}-1", JobState.ADMITTED)
         await run_single(service, f"{name}-1")
@@ -175,12 +179,27 @@ async def play_learning(service: Standing) -> None:
     text = "the process ended by SIGKILL"
     await service.until_asked("learn-1")
     steps = [
-        [MasterStarted(master_epoch=Epoch(1), pid=3999), Reattached(master_epoch=Epoch(1)), GangReserved(gang=GangId("all"), epoch=Epoch(1))],
+        [
+            MasterStarted(master_epoch=Epoch(1), pid=3999),
+            Reattached(master_epoch=Epoch(1)),
+            GangReserved(gang=GangId("all"), epoch=Epoch(1)),
+        ],
         [started(role, rank, 1) for role, rank in members],
         [InstanceReady(role=role, rank=rank, epoch=Epoch(1)) for role, rank in members],
         *([commit(n)] for n in range(1, 6)),
         [InstanceLost(role=role, rank=rank, epoch=Epoch(1), reason=Reason.SIGNALLED, text=text, signal=9)],
-        [FailoverStarted(failover=1, level=Level.PROCESS, scope=((role, rank, Epoch(2)),), restore=5, reason=Reason.SIGNALLED, role=role, rank=rank, text=text)],
+        [
+            FailoverStarted(
+                failover=1,
+                level=Level.PROCESS,
+                scope=((role, rank, Epoch(2)),),
+                restore=5,
+                reason=Reason.SIGNALLED,
+                role=role,
+                rank=rank,
+                text=text,
+            )
+        ],
         [InstanceStopped(role=role, rank=rank, epoch=Epoch(1)), started(role, rank, 2)],
         [InstanceReady(role=role, rank=rank, epoch=Epoch(2), restored=5), FailoverEnded(failover=1, seconds=0.4)],
         *([commit(n)] for n in range(6, 12)),
@@ -192,7 +211,10 @@ async def play_learning(service: Standing) -> None:
     for role, rank in members:
         with (logs / log_name(role, rank)).open("a") as file:
             at = service.doors.clock.wall_s()
-            file.writelines(format_line(at + i, 1, 1, "out" if i % 9 else "err", f"step {i}: {role} {rank} worked on batch {i * 7}") for i in range(40))
+            file.writelines(
+                format_line(at + i, 1, 1, "out" if i % 9 else "err", f"step {i}: {role} {rank} worked on batch {i * 7}")
+                for i in range(40)
+            )
 
 
 async def run_single(service: Standing, job: str) -> None:
@@ -217,7 +239,9 @@ async def fail_single(service: Standing, job: str) -> None:
     await service.seen(
         service.as_master(
             job,
-            InstanceLost(role=main, rank=0, epoch=Epoch(1), reason=Reason.USER_ERROR, text=text, traceback=trace, exit_code=1),
+            InstanceLost(
+                role=main, rank=0, epoch=Epoch(1), reason=Reason.USER_ERROR, text=text, traceback=trace, exit_code=1
+            ),
             JobEnded(state=JobState.FAILED, reason=Reason.USER_ERROR, text=text, role=main, rank=0, traceback=trace),
         )
     )

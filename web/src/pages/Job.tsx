@@ -152,7 +152,7 @@ function TimelineTab({ job }: { job: JobDocument }) {
           rows={job.attempts}
           id={(one) => one.attempt}
           columns={[
-            { name: "Attempt", cell: (one) => one.attempt, numeric: true },
+            { name: "Attempt", cell: (one) => one.attempt },
             { name: "Admitted", cell: (one) => <When at={one.admitted_at} /> },
             { name: "Running", cell: (one) => <When at={one.started_at} /> },
             { name: "Ended", cell: (one) => <When at={one.ended_at} /> },

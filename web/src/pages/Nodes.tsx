@@ -70,7 +70,7 @@ function Use({ node }: { node: NodeDocument }) {
   return (
     <Card title="Use">
       <div className="tools">
-        <input aria-label="Reason" placeholder="Reason, told to the owners" value={reason} onChange={(event) => setReason(event.target.value)} />
+        <input className="long" aria-label="Reason" placeholder="Reason, told to the owners" value={reason} onChange={(event) => setReason(event.target.value)} />
         {VERBS.filter(([action]) => (action === "undrain") === out).map(([action, title]) => (
           <button key={action} type="button" disabled={mark.isPending || node.state === "lost"} onClick={() => mark.mutate({ action, dry: action !== "undrain" })}>
             {title}
@@ -111,7 +111,7 @@ function Devices({ node }: { node: NodeDocument }) {
         rows={node.devices}
         id={(one) => one.index}
         columns={[
-          { name: "Device", cell: (one) => one.index, numeric: true },
+          { name: "Device", cell: (one) => one.index },
           { name: "Type", cell: (one) => one.type },
           { name: "Health", cell: (one) => <State of={one.health} /> },
           { name: "Memory", cell: (one) => <Bytes of={one.memory_bytes} />, numeric: true },

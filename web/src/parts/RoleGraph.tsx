@@ -50,11 +50,11 @@ function nodesOf(roles: PlacedRole[], chosen: string): RoleNode[] {
 }
 
 function edgesOf(lines: DrawnEdge[]): Edge[] {
-  return lines.map(({ id, source, target, kinds, back }) => ({
+  return lines.map(({ id, source, target, kinds, below }) => ({
     id,
     source,
     target,
-    ...(back ? { type: "smoothstep", sourceHandle: "below", targetHandle: "below", pathOptions: { offset: 30 } } : {}),
+    ...(below ? { type: "smoothstep", sourceHandle: "below", targetHandle: "below", pathOptions: { offset: below } } : {}),
     label: kinds.join(", "),
     className: `line-${kinds[0]}`,
     markerEnd: { type: MarkerType.ArrowClosed },

@@ -7,6 +7,7 @@ const ROLE_HEIGHT = 84;
 const CHIPS_A_ROW = 12;
 const CHIP_ROW_HEIGHT = 18;
 export const CHIPS_MAX = 48;
+const BACK_GAP = 24;
 
 export interface PlacedRole {
   role: GraphRole;
@@ -20,8 +21,8 @@ export interface DrawnEdge {
   source: string;
   target: string;
   kinds: string[];
-  /** It runs against the layers, so it is drawn below the boxes. */
-  back: boolean;
+  /** For a line that runs against the layers: how far below its boxes it turns, to pass under all others; else 0. */
+  below: number;
 }
 
 /** Edges between two roles as one line that names every kind; lines of a role to itself are said in its box. */
@@ -30,7 +31,7 @@ export function linesOf(graph: Graph): DrawnEdge[] {
   for (const { source, target, kind } of graph.edges) {
     if (source === target) continue;
     const id = `${source}>${target}`;
-    const line = lines.get(id) ?? { id, source, target, kinds: [], back: false };
+    const line = lines.get(id) ?? { id, source, target, kinds: [], below: 0 };
     if (!line.kinds.includes(kind)) line.kinds.push(kind);
     lines.set(id, line);
   }
@@ -59,8 +60,14 @@ export function place(graph: Graph): { roles: PlacedRole[]; lines: DrawnEdge[] }
     const height = heights.get(role.name)!;
     return { role, x: x - ROLE_WIDTH / 2, y: y - height / 2, height };
   });
-  const left = new Map(roles.map((one) => [one.role.name, one.x]));
-  return { roles, lines: lines.map((line) => ({ ...line, back: left.get(line.target)! <= left.get(line.source)! })) };
+  const boxes = new Map(roles.map((one) => [one.role.name, one]));
+  const floor = Math.max(0, ...roles.map((one) => one.y + one.height));
+  let backs = 0;
+  for (const line of lines) {
+    const [from, to] = [boxes.get(line.source)!, boxes.get(line.target)!];
+    if (to.x <= from.x) line.below = floor - Math.max(from.y + from.height, to.y + to.height) + BACK_GAP * ++backs;
+  }
+  return { roles, lines };
 }
 
 /** States of a role's instances with how many are in each, the most frequent first. */

@@ -1,4 +1,4 @@
-"""A real browser for the tests of the UI: headless Chromium over its debugging protocol; skipped where there is none."""
+"""A real browser for the tests of the UI: headless Chromium, driven by Playwright; skipped where there is none."""
 
 from __future__ import annotations
 

@@ -76,7 +76,13 @@ time_limit: 1h
 roles:
   trainer: {run: [python, t.py], replicas: 2, resources: {gpus: 8}}
 """
-SMALL = "name: {name}\nqueue: {queue}\ntime_limit: {limit}\nroles:\n  main:\n    run: [python, x.py]\n    resources: {{gpus: {gpus}}}\n"
+SMALL = """
+name: {name}
+queue: {queue}
+time_limit: {limit}
+roles:
+  main: {{run: [python, x.py], resources: {{gpus: {gpus}}}}}
+"""
 QUEUES = [
     {"path": "research", "guaranteed": {"cpus": 0, "gpus": 20}},
     {"path": "research/rl", "guaranteed": {"cpus": 0, "gpus": 8}, "limit": {"cpus": 0, "gpus": 24}},
@@ -235,7 +241,7 @@ async def run_single(service: Standing, job: str) -> None:
 async def fail_single(service: Standing, job: str) -> None:
     """The job's one instance raises, and the job fails."""
     main, text = RoleName("main"), "ValueError: the batch is empty"
-    trace = 'Traceback (most recent call last):\n  File "x.py", line 7, in main\n    step(batch)\nValueError: the batch is empty'
+    trace = f'Traceback (most recent call last):\n  File "x.py", line 7, in main\n    step(batch)\n{text}'
     await service.seen(
         service.as_master(
             job,

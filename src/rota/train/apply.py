@@ -1,0 +1,243 @@
+"""parallelize(): apply a plan to a model, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from rota.spec.errors import BadInput
+from rota.train import hooks
+from rota.train.clip import clip_global_norm
+from rota.train.data_parallel import is_sharded, only_data, replicate_model, shard_model, sync_gradients
+from rota.train.keep import DTYPES, mixed, recompute
+from rota.train.mesh import PlanMesh
+from rota.train.parts import Parts
+from rota.train.pipeline import Loss, schedule, stages_of
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ParallelPlan
+from rota.train.plan.rules import check
+
+IGNORED = -100
+"""Targets with this value count neither for the loss nor as tokens, as in torch's cross entropy."""
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum over the real tokens: logits ``[..., V]`` and targets ``[...]``, computed in fp32."""
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step, equal on all ranks: mean loss of the global batch, its real tokens, the norm before clipping
+    (None without ``clip_norm``); ``skipped`` when loss or norm was not finite and no weight changed."""
+
+    loss: float
+    tokens: int
+    grad_norm: float | None
+    skipped: bool
+
+
+def parallelize(
+    model: nn.Module,
+    plan: ParallelPlan,
+    *,
+    optimizer: MakeOptimizer,
+    loss: Loss = cross_entropy_sum,
+    parts: Parts | None = None,
+    clip_norm: float | None = None,
+    device: torch.device | None = None,
+) -> Parallel:
+    """Apply ``plan`` to ``model`` on the ranks of the default process group; collective.
+
+    All ranks give equal models (same seed) and call in the same order. ``loss(output, targets)`` is the SUM over the
+    real tokens of a micro-batch; ``optimizer`` makes one from parameters. Raises BadInput with every broken rule.
+    """
+    device = device or next(model.parameters()).device
+    parts = parts or Parts()
+    check_model(model, plan, parts)                                       # 1. the plan fits the model and the world
+    mesh = PlanMesh(plan.mesh, device)
+    pieces = [model]
+    if plan.mesh.pp > 1:                                                  # 2. the stages of this rank
+        pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
+    for piece in pieces:                                                  # 5. recompute, layer by layer
+        for index, layer in parts.layers(piece):
+            recompute(layer, parts.kind(plan, index))
+    if DTYPES[plan.dtype.master] != torch.float32:
+        model.to(DTYPES[plan.dtype.master])
+    agree = hooks.synchroniser(plan, mesh)
+    wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
+    made = make_optimizer(optimizer, pieces)                              # 8. optimizer
+    return Parallel(plan, mesh, pieces, wrapped, made, loss, agree, clip_norm, device)
+
+
+def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
+    """Raises BadInput that lists all rules the plan breaks for this model."""
+    parts.check(model)
+    shape = getattr(model, "shape", None)
+    if not isinstance(shape, ModelShape):
+        width = 2 * plan.mesh.tp * plan.mesh.cp
+        shape = ModelShape(layers=parts.count(model), hidden=width, heads=width, seq=width, vocab=2)
+    if faults := check(plan, shape):
+        raise BadInput("plan: " + "; ".join(map(str, faults)))
+
+
+def wrap(
+    piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh, agree: hooks.Synchroniser | None
+) -> nn.Module:
+    """Split or copy one piece over the data axes and attach the synchroniser."""
+    if agree is not None and not only_data(plan):
+        raise BadInput(
+            f"sync = {plan.sync}: needs every rank to hold the whole model",
+            hint="turn pp, tp, ep and ZeRO 2 and 3 off, or use mode allreduce without compression",
+        )
+    if agree is not None and not agree.reduces:
+        agree.attach(piece)
+        return piece
+    if not only_data(plan):
+        return shard_model(piece, parts, plan, mesh)
+    wrapped = replicate_model(piece, mesh)
+    if agree is not None:
+        agree.attach(wrapped)
+    return wrapped
+
+
+def make_optimizer(make: MakeOptimizer, pieces: list[nn.Module]) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of this rank; without fused loops over lists when some are sharded on CPU."""
+    parameters = [parameter for piece in pieces for parameter in piece.parameters() if parameter.requires_grad]
+    made = make(parameters)
+    if any(is_sharded(parameter) for parameter in parameters):
+        for group in made.param_groups:
+            group["foreach"] = False
+    return made
+
+
+class Parallel:
+    """A model under a plan, ready to step. Every method but ``share`` is collective over the world.
+
+    ``pieces`` are the parts of the model on this rank (several when the pipeline is interleaved), with global names.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        mesh: PlanMesh,
+        pieces: list[nn.Module],
+        wrapped: list[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        agree: hooks.Synchroniser | None,
+        clip_norm: float | None,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.mesh, self.pieces, self.optimizer = plan, mesh, pieces, optimizer
+        self.agree, self.device = agree, device
+        self._wrapped, self._loss, self._clip_norm = wrapped, loss, clip_norm
+        self._replicas = mesh.axis("data").size()
+        self._scale = 1.0
+        self._loss_sum = torch.zeros((), device=device)
+        self._pipeline = None
+        if plan.mesh.pp > 1:
+            self._pipeline = schedule(wrapped, plan, mesh, device, self._scaled_loss)
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences that this rank sees in one step."""
+        return self.plan.micro_batch * self.plan.micro_batches
+
+    def share(self, batch: torch.Tensor) -> torch.Tensor:
+        """The rows of a global batch that this rank trains. Raises BadInput for a batch of another size."""
+        if batch.shape[0] != self.plan.global_batch:
+            raise BadInput(f"batch: {batch.shape[0]} sequences, the plan steps over {self.plan.global_batch}")
+        first = self.mesh.data_index * self.local_batch
+        return batch[first : first + self.local_batch]
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> StepResult:
+        """Train on this rank's share (``local_batch`` rows, the whole sequence); one optimizer update.
+
+        The gradient is that of the mean over all real tokens of the global batch, however they are spread.
+        """
+        tokens = self._count(targets)
+        self._loss_sum = torch.zeros((), device=self.device)
+        if self._pipeline is None:
+            self._accumulate(inputs, targets)
+        else:
+            self._run_pipeline(inputs, targets)
+        loss, norm = self._finish(tokens)
+        skipped = not _finite(loss) or (norm is not None and not _finite(norm))
+        if not skipped:
+            self.optimizer.step() if self.agree is None else self.agree.update(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=self._set_to_none)
+        return StepResult(loss=loss, tokens=tokens, grad_norm=norm, skipped=skipped)
+
+    def close(self) -> None:
+        """Let go of what the parts hold; the process group stays the caller's."""
+        self._wrapped, self._pipeline = [], None
+
+    @property
+    def _set_to_none(self) -> bool:
+        return not isinstance(self._wrapped[0], DistributedDataParallel)
+
+    def _count(self, targets: torch.Tensor) -> int:
+        """Real tokens of the global batch; sets the scale of the loss so that reduced gradients are their mean."""
+        count = (targets != IGNORED).sum()
+        local = self.agree is not None and not self.agree.reduces
+        whole = count.clone()
+        dist.all_reduce(whole, group=self.mesh.group("data"))
+        self._scale = 1.0 / max(int(count), 1) if local else self._replicas / max(int(whole), 1)
+        return int(whole)
+
+    def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        summed = self._loss(output, targets)
+        self._loss_sum += summed.detach()
+        return summed * self._scale
+
+    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Forward and backward of each micro-batch; gradients are reduced in the last one."""
+        model, many = self._wrapped[0], self.plan.micro_batches
+        for index, (x, y) in enumerate(zip(inputs.tensor_split(many), targets.tensor_split(many), strict=True)):
+            last = index == many - 1
+            sync_gradients(model, last=last)
+            quiet = isinstance(model, DistributedDataParallel) and not last
+            with model.no_sync() if quiet else nullcontext():
+                with self._autocast():
+                    output = model(x)
+                self._scaled_loss(output, y).backward()
+
+    def _autocast(self) -> Any:
+        """Mixed precision for replicas whose wrapper does not cast."""
+        if only_data(self.plan) and mixed(self.plan):
+            return torch.autocast(self.device.type, dtype=DTYPES[self.plan.dtype.param])
+        return nullcontext()
+
+    def _run_pipeline(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        assert self._pipeline is not None
+        mine = stages_of(self.plan, self.mesh.index("pp"))
+        given = (inputs,) if 0 in mine else ()
+        wanted = {"target": targets, "losses": []} if len(self.plan.stages) - 1 in mine else {}
+        self._pipeline.step(*given, return_outputs=False, **wanted)
+
+    def _finish(self, tokens: int) -> tuple[float, float | None]:
+        """Mean loss of the global batch, and the gradient norm when it is clipped."""
+        dist.all_reduce(self._loss_sum, group=self.mesh.group("data"))
+        if self._pipeline is not None:
+            dist.all_reduce(self._loss_sum, group=self.mesh.group("pp"))
+        norm = None
+        if self._clip_norm is not None:
+            norm = clip_global_norm(self.optimizer, self._clip_norm, self.mesh)
+        return float(self._loss_sum) / max(tokens, 1), norm
+
+
+def _finite(number: float) -> bool:
+    return number - number == 0.0

@@ -1,0 +1,34 @@
+"""The norm of all gradients of a model that is spread over ranks, and clipping by it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+from rota.train.mesh import PlanMesh
+
+
+def clip_global_norm(optimizer: torch.optim.Optimizer, norm_max: float, mesh: PlanMesh) -> float:
+    """Scale all gradients so that their L2 norm is at most ``norm_max``; returns the norm before. Collective.
+
+    Sharded gradients count once over every axis that shards them, never over replicas: a DTensor knows its axes, and
+    the stages of a pipeline hold different parameters, so their squares add up.
+    """
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    by_mesh: dict[object, list[torch.Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_mesh[getattr(grad, "device_mesh", None)].append(grad)
+    squared = torch.zeros((), device=mesh.root.device_type)
+    for same in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(same, foreach=False)
+        squared += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float() ** 2
+    if mesh.degrees.pp > 1:
+        dist.all_reduce(squared, group=mesh.group("pp"))
+    total = float(squared.sqrt())
+    factor = norm_max / (total + 1e-6)
+    if factor < 1.0:
+        for grad in grads:
+            grad.mul_(factor)
+    return total

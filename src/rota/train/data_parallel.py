@@ -1,0 +1,78 @@
+"""DDP, FSDP2, HSDP and the ZeRO stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from rota.train.keep import DTYPES, mixed
+from rota.train.mesh import PlanMesh
+from rota.train.parts import Parts
+from rota.train.plan.model import Layer, ParallelPlan
+
+BUCKET_MIB = 25
+
+
+def only_data(plan: ParallelPlan) -> bool:
+    """True when every rank holds the whole model and nothing but data is split: what DDP was made for."""
+    mesh = plan.mesh
+    kinds = (*plan.layers, plan.embed, plan.head)
+    whole = max(kind.zero for kind in kinds) < 2 and not any(kind.offload == "all_cpu" for kind in kinds)
+    return whole and mesh.pp == mesh.tp == mesh.ep == 1
+
+
+def replicate_model(model: nn.Module, mesh: PlanMesh) -> nn.Module:
+    """DDP over all data axes; gradients are views of its buckets."""
+    if mesh.axis("data").size() == 1:
+        return model
+    return DistributedDataParallel(
+        model,
+        process_group=mesh.group("data"),
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=BUCKET_MIB,
+    )
+
+
+def shard_model(model: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh) -> nn.Module:
+    """Wrap each layer, then the rest, by its ZeRO stage: 0 and 1 replicate, 2 keeps the gathered weights until
+    backward, 3 frees them after forward. Gradients are means over all data axes."""
+    needed = mesh.axis("data").size() > 1 or mixed(plan) or any(kind.offload == "all_cpu" for kind in plan.layers)
+    if not needed:
+        return model
+    for index, layer in parts.layers(model):
+        _wrap(layer, parts.kind(plan, index), plan, mesh)
+    _wrap(model, plan.embed, plan, mesh)
+    return model
+
+
+def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, mesh: PlanMesh) -> None:
+    param, master = DTYPES[plan.dtype.param], DTYPES[plan.dtype.master]
+    policy = MixedPrecisionPolicy(
+        param_dtype=param if param != master else None, reduce_dtype=DTYPES[plan.dtype.reduce], cast_forward_inputs=True
+    )
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if kind.offload == "all_cpu" else OffloadPolicy()
+    given: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    if kind.zero < 2:
+        replicate(module, mesh=mesh.axis("data"), **given)
+        return
+    wide = mesh.degrees.dp_replicate > 1
+    where = mesh.root["dp_replicate", "fsdp"] if wide else mesh.axis("fsdp")
+    fully_shard(module, mesh=where, reshard_after_forward=kind.zero == 3, **given)
+
+
+def sync_gradients(model: nn.Module, *, last: bool) -> None:
+    """Whether the coming backward of this FSDP model is the last of the step and reduces gradients."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """True for a DTensor."""
+    return hasattr(parameter, "device_mesh")

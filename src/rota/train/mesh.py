@@ -1,0 +1,79 @@
+"""Degrees of parallelism and the mesh they make."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rota.spec.errors import BadInput
+from rota.train.plan.model import Mesh
+
+AXES = ("pp", "dp_replicate", "shard_outer", "shard_inner", "cp", "tp")
+"""Axes of every mesh, outer to inner. ``dp_shard`` is ``shard_outer x shard_inner``: experts spread over the inner part
+and ``cp``, so that both the experts' and everything else's data axes are sub-meshes of one mesh."""
+
+DATA = ("dp_replicate", "shard_outer", "shard_inner", "cp")
+"""Axes whose ranks hold equal weights and see other tokens."""
+
+
+class PlanMesh:
+    """The ranks of a plan as a ``DeviceMesh``, with the groups that the parts of the runtime ask for.
+
+    ``rows`` sub-meshes have names of ``AXES`` or of the flattened ones: ``data`` (all of ``DATA``), ``fsdp`` (what ZeRO
+    shards over), ``ep`` (what experts spread over).
+    """
+
+    def __init__(self, degrees: Mesh, device: torch.device) -> None:
+        """Collective over all ranks. Raises BadInput when the world has another size than the plan."""
+        world = dist.get_world_size()
+        if degrees.world != world:
+            shape = f"pp {degrees.pp} x dp_replicate {degrees.dp_replicate} x dp_shard {degrees.dp_shard}"
+            raise BadInput(
+                f"mesh: {shape} x cp {degrees.cp} x tp {degrees.tp} = {degrees.world} ranks, the world has {world}",
+                hint=f"start {degrees.world} processes, or search a plan for {world}",
+            )
+        self.degrees = degrees
+        inner = expert_shards(degrees)
+        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard // inner, inner, degrees.cp, degrees.tp)
+        self.root: DeviceMesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        self._flat = {
+            "data": self.root[DATA]._flatten("data"),
+            "fsdp": self.root[DATA[1:]]._flatten("fsdp"),
+            "ep": self.root["shard_inner", "cp"]._flatten("ep"),
+        }
+
+    def axis(self, name: str) -> DeviceMesh:
+        """A one-dimensional mesh: an axis, or a flattened name."""
+        return self._flat.get(name) or self.root[name]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The process group of ``axis(name)`` that this rank is in."""
+        return self.axis(name).get_group()
+
+    def index(self, name: str) -> int:
+        """This rank's place on an axis, from 0."""
+        return self.axis(name).get_local_rank()
+
+    @property
+    def data_index(self) -> int:
+        """Which share of a global batch this rank trains: 0 to dp - 1; ranks of one cp group have the same."""
+        return (
+            self.index("dp_replicate") * self.degrees.dp_shard
+            + self.index("shard_outer") * expert_shards(self.degrees)
+            + self.index("shard_inner")
+        )
+
+
+def expert_shards(degrees: Mesh) -> int:
+    """How many ranks of ``dp_shard`` an expert group spans. Raises BadInput when ``ep`` is no multiple of ``cp``."""
+    if degrees.ep == 1:
+        return 1
+    inner, rest = divmod(degrees.ep, degrees.cp)
+    if rest or degrees.dp_shard % max(inner, 1):
+        raise BadInput(
+            f"mesh.ep = {degrees.ep}: expert groups are whole cp groups (cp {degrees.cp}) inside dp_shard "
+            f"{degrees.dp_shard}",
+            hint=f"choose ep = cp x a divisor of dp_shard {degrees.dp_shard}",
+        )
+    return inner

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from rota.spec.errors import BadInput
 from rota.train import hooks
 from rota.train.clip import clip_global_norm
-from rota.train.data_parallel import is_sharded, only_data, replicate_model, shard_model, sync_gradients
+from rota.train.data_parallel import only_data, replicate_model, shard_model, sync_gradients
 from rota.train.keep import DTYPES, mixed, recompute
 from rota.train.mesh import PlanMesh
 from rota.train.parts import Parts
@@ -33,9 +34,7 @@ MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum over the real tokens: logits ``[..., V]`` and targets ``[...]``, computed in fp32."""
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +65,19 @@ def parallelize(
     """
     device = device or next(model.parameters()).device
     parts = parts or Parts()
-    check_model(model, plan, parts)                                       # 1. the plan fits the model and the world
+    check_model(model, plan, parts)  # 1. the plan fits the model and the world
     mesh = PlanMesh(plan.mesh, device)
     pieces = [model]
-    if plan.mesh.pp > 1:                                                  # 2. the stages of this rank
+    if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
-    for piece in pieces:                                                  # 5. recompute, layer by layer
+    for piece in pieces:  # 5. recompute, layer by layer
         for index, layer in parts.layers(piece):
             recompute(layer, parts.kind(plan, index))
     if DTYPES[plan.dtype.master] != torch.float32:
         model.to(DTYPES[plan.dtype.master])
     agree = hooks.synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
-    made = make_optimizer(optimizer, pieces)                              # 8. optimizer
+    made = make_optimizer(optimizer, pieces)  # 8. optimizer
     return Parallel(plan, mesh, pieces, wrapped, made, loss, agree, clip_norm, device)
 
 
@@ -117,7 +116,7 @@ def make_optimizer(make: MakeOptimizer, pieces: list[nn.Module]) -> torch.optim.
     """The optimizer over the parameters of this rank; without fused loops over lists when some are sharded on CPU."""
     parameters = [parameter for piece in pieces for parameter in piece.parameters() if parameter.requires_grad]
     made = make(parameters)
-    if any(is_sharded(parameter) for parameter in parameters):
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
         for group in made.param_groups:
             group["foreach"] = False
     return made
@@ -174,7 +173,7 @@ class Parallel:
             self._accumulate(inputs, targets)
         else:
             self._run_pipeline(inputs, targets)
-        loss, norm = self._finish(tokens)
+        loss, norm = self._finish()
         skipped = not _finite(loss) or (norm is not None and not _finite(norm))
         if not skipped:
             self.optimizer.step() if self.agree is None else self.agree.update(self.optimizer)
@@ -199,9 +198,7 @@ class Parallel:
         return int(whole)
 
     def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        summed = self._loss(output, targets)
-        self._loss_sum += summed.detach()
-        return summed * self._scale
+        return self._loss(output, targets) * self._scale
 
     def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Forward and backward of each micro-batch; gradients are reduced in the last one."""
@@ -209,11 +206,12 @@ class Parallel:
         for index, (x, y) in enumerate(zip(inputs.tensor_split(many), targets.tensor_split(many), strict=True)):
             last = index == many - 1
             sync_gradients(model, last=last)
-            quiet = isinstance(model, DistributedDataParallel) and not last
-            with model.no_sync() if quiet else nullcontext():
+            with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with self._autocast():
                     output = model(x)
-                self._scaled_loss(output, y).backward()
+                loss = self._scaled_loss(output, y)
+                loss.backward()
+                self._loss_sum += loss.detach()
 
     def _autocast(self) -> Any:
         """Mixed precision for replicas whose wrapper does not cast."""
@@ -225,10 +223,15 @@ class Parallel:
         assert self._pipeline is not None
         mine = stages_of(self.plan, self.mesh.index("pp"))
         given = (inputs,) if 0 in mine else ()
-        wanted = {"target": targets, "losses": []} if len(self.plan.stages) - 1 in mine else {}
+        losses: list[torch.Tensor] = []
+        wanted = {"target": targets, "losses": losses} if len(self.plan.stages) - 1 in mine else {}
         self._pipeline.step(*given, return_outputs=False, **wanted)
+        for (
+            loss
+        ) in losses:  # of the micro-batches; the loss function itself also sees empty data when shapes are probed
+            self._loss_sum += loss.detach()
 
-    def _finish(self, tokens: int) -> tuple[float, float | None]:
+    def _finish(self) -> tuple[float, float | None]:
         """Mean loss of the global batch, and the gradient norm when it is clipped."""
         dist.all_reduce(self._loss_sum, group=self.mesh.group("data"))
         if self._pipeline is not None:
@@ -236,7 +239,7 @@ class Parallel:
         norm = None
         if self._clip_norm is not None:
             norm = clip_global_norm(self.optimizer, self._clip_norm, self.mesh)
-        return float(self._loss_sum) / max(tokens, 1), norm
+        return float(self._loss_sum) / self._replicas, norm
 
 
 def _finite(number: float) -> bool:

@@ -6,6 +6,8 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from rota.train.mesh import PlanMesh
 
@@ -17,13 +19,13 @@ def clip_global_norm(optimizer: torch.optim.Optimizer, norm_max: float, mesh: Pl
     the stages of a pipeline hold different parameters, so their squares add up.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    by_mesh: dict[object, list[torch.Tensor]] = defaultdict(list)
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
-        by_mesh[getattr(grad, "device_mesh", None)].append(grad)
+        by_mesh[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
     squared = torch.zeros((), device=mesh.root.device_type)
     for same in by_mesh.values():
         norm = torch.nn.utils.get_total_norm(same, foreach=False)
-        squared += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float() ** 2
+        squared += (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
     if mesh.degrees.pp > 1:
         dist.all_reduce(squared, group=mesh.group("pp"))
     total = float(squared.sqrt())

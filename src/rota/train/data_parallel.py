@@ -71,8 +71,3 @@ def sync_gradients(model: nn.Module, *, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         model.set_is_last_backward(last)
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """True for a DTensor."""
-    return hasattr(parameter, "device_mesh")

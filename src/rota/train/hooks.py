@@ -70,5 +70,7 @@ def synchroniser(plan: ParallelPlan, mesh: PlanMesh) -> Synchroniser | None:
         return None
     maker = _MAKERS.get(name)
     if maker is None:
-        raise BadInput(f"sync: nothing is registered as {name!r}", hint=f"known: {', '.join(sorted(_MAKERS)) or 'none'}")
+        raise BadInput(
+            f"sync: nothing is registered as {name!r}", hint=f"known: {', '.join(sorted(_MAKERS)) or 'none'}"
+        )
     return maker(plan, mesh)

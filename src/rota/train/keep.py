@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed._composable import checkpoint
+from torch.distributed._composable.checkpoint_activation import checkpoint
 
 from rota.spec.errors import BadInput
 from rota.train.plan.model import Layer, ParallelPlan

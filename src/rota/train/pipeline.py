@@ -19,7 +19,9 @@ from rota.train.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Pipeline = Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble
+Pipeline = (
+    Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble
+)
 
 _ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL = {

@@ -1,0 +1,129 @@
+"""The plans that must equal one process, and the processes that run them one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rota.train.apply import IGNORED, cross_entropy_sum, parallelize
+from rota.train.models.gpt import Gpt
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage
+
+WORLD = 4
+STEPS = 20
+BATCH = 8
+SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random tokens; some targets are padding, unevenly over sequences and so over ranks."""
+    draw = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        ids = torch.randint(0, SHAPE.vocab, (BATCH, SHAPE.seq + 1), generator=draw)
+        targets = ids[:, 1:].clone()
+        targets[step % BATCH, : (step % 5) * 3] = IGNORED
+        yield ids[:, :-1], targets
+
+
+def fresh_model(shape: ModelShape = SHAPE) -> Gpt:
+    torch.manual_seed(0)
+    return Gpt(shape)
+
+
+def reference(shape: ModelShape, steps: int = STEPS) -> list[float]:
+    """Losses of plain torch on one process, gradients clipped to norm 1."""
+    model = fresh_model(shape)
+    optimizer = ADAMW(model.parameters())
+    losses: list[float] = []
+    for inputs, targets in batches(steps):
+        loss = cross_entropy_sum(model(inputs), targets) / (targets != IGNORED).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plan(
+    mesh: Mesh, kind: Layer | None = None, *, chunks: int = 1, micro_batches: int = 2, **rest: Any
+) -> ParallelPlan:
+    """Four equal layers of one kind, cut evenly."""
+    kind, pieces = kind or Layer(), mesh.pp * chunks
+    cuts = [round(index * SHAPE.layers / pieces) for index in range(pieces + 1)]
+    stages = tuple(
+        Stage(layers=(cuts[i], cuts[i + 1]), chunk=i // mesh.pp, embed=i == 0, head=i == pieces - 1)
+        for i in range(pieces)
+    )
+    return ParallelPlan(
+        mesh=mesh,
+        stages=stages,
+        layers=(replace(kind, count=SHAPE.layers),),
+        embed=replace(kind, count=1),
+        head=replace(kind, count=1),
+        micro_batches=micro_batches,
+        micro_batch=BATCH // mesh.dp // micro_batches,
+        **rest,
+    )
+
+
+BF16 = Dtype(param="bf16")
+PLANS: dict[str, ParallelPlan] = {
+    "ddp": plan(Mesh(dp_replicate=4)),
+    "ddp, full recompute": plan(Mesh(dp_replicate=4), Layer(recompute="full")),
+    "ddp, bf16": plan(Mesh(dp_replicate=4), dtype=BF16),
+    "zero 2": plan(Mesh(dp_shard=4), Layer(zero=2)),
+    "zero 3": plan(Mesh(dp_shard=4), Layer(zero=3)),
+    "zero 3, selective recompute": plan(Mesh(dp_shard=4), Layer(zero=3, recompute="selective")),
+    "zero 3, bf16": plan(Mesh(dp_shard=4), Layer(zero=3), dtype=BF16),
+    "zero 3, all on the host": plan(Mesh(dp_shard=4), Layer(zero=3, offload="all_cpu")),
+    "hsdp": plan(Mesh(dp_replicate=2, dp_shard=2), Layer(zero=3)),
+    "gpipe": plan(Mesh(pp=4), schedule="gpipe", micro_batches=4),
+    "1f1b": plan(Mesh(pp=4), schedule="1f1b", micro_batches=4),
+    "zero bubble": plan(Mesh(pp=4), schedule="zb", micro_batches=4),
+    "interleaved x dp": plan(Mesh(pp=2, dp_replicate=2), schedule="interleaved", chunks=2),
+    "zero bubble V x dp": plan(Mesh(pp=2, dp_replicate=2), schedule="zbv", chunks=2, micro_batches=4),
+    "1f1b x dp": plan(Mesh(pp=2, dp_replicate=2), schedule="1f1b", micro_batches=4),
+    "1f1b x zero 3": plan(Mesh(pp=2, dp_shard=2), Layer(zero=3), schedule="1f1b", micro_batches=4),
+}
+QUICK = ("ddp", "ddp, full recompute", "zero 3", "gpipe", "1f1b", "zero bubble")
+TOLERANCE = {"bf16": 5e-3, "fp32": 1e-5}
+
+
+def shape_of(name: str) -> ModelShape:
+    """The model that a plan is for."""
+    return SHAPE
+
+
+def losses_under(one: ParallelPlan, shape: ModelShape) -> list[float]:
+    """Losses of ``STEPS`` steps from the fresh model."""
+    trained = parallelize(fresh_model(shape), one, optimizer=ADAMW, clip_norm=1.0)
+    return [trained.step(trained.share(inputs), trained.share(targets)).loss for inputs, targets in batches(STEPS)]
+
+
+def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo")
+    for name in names:
+        losses = losses_under(PLANS[name], shape_of(name))
+        if rank == 0:
+            Path(folder, f"{name}.json").write_text(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+def run_all(folder: Path, names: tuple[str, ...], port: int) -> dict[str, list[float]]:
+    """Start ``WORLD`` processes once, run the plans in turn; losses by name."""
+    mp.spawn(_rank, args=(str(folder), port, names), nprocs=WORLD)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

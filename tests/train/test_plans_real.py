@@ -1,0 +1,37 @@
+"""Every plan trains like one process: real processes, collectives of Gloo. ``ROTA_DEEP=1`` runs all plans."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.train import equal
+
+NAMES = tuple(equal.PLANS) if os.environ.get("ROTA_DEEP") else equal.QUICK
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder: Path = tmp_path_factory.mktemp("losses")
+    return equal.run_all(folder, NAMES, free_port())
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_trains_like_one_process(name: str, losses: dict[str, list[float]]) -> None:
+    expected = equal.reference(equal.shape_of(name))
+    worst = max(abs(got - want) for got, want in zip(losses[name], expected, strict=True))
+    assert worst <= equal.TOLERANCE[equal.PLANS[name].dtype.param]
+    assert expected[-1] != expected[0]

@@ -23,6 +23,7 @@ WORLD = 4
 STEPS = 20
 BATCH = 8
 SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
+EXPERTS = replace(SHAPE, experts=4, top_k=2, ffn=16)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -96,6 +97,21 @@ PLANS: dict[str, ParallelPlan] = {
     "zero bubble V x dp": plan(Mesh(pp=2, dp_replicate=2), schedule="zbv", chunks=2, micro_batches=4),
     "1f1b x dp": plan(Mesh(pp=2, dp_replicate=2), schedule="1f1b", micro_batches=4),
     "1f1b x zero 3": plan(Mesh(pp=2, dp_shard=2), Layer(zero=3), schedule="1f1b", micro_batches=4),
+    "tp": plan(Mesh(tp=4), Layer(tp=4)),
+    "tp with split sequence": plan(Mesh(tp=4), Layer(tp=4, sp=True)),
+    "tp x dp": plan(Mesh(tp=2, dp_replicate=2), Layer(tp=2)),
+    "tp with split sequence x zero 3": plan(Mesh(tp=2, dp_shard=2), Layer(tp=2, sp=True, zero=3)),
+    "tp x 1f1b": plan(Mesh(tp=2, pp=2), Layer(tp=2, sp=True), schedule="1f1b"),
+    "ring": plan(Mesh(cp=4)),
+    "ring x zero 3": plan(Mesh(cp=2, dp_shard=2), Layer(zero=3)),
+    "ring x tp": plan(Mesh(cp=2, tp=2), Layer(tp=2)),
+    "ring x 1f1b": plan(Mesh(cp=2, pp=2), schedule="1f1b"),
+    "ulysses": plan(Mesh(cp=4), cp_kind="ulysses"),
+    "ulysses x dp": plan(Mesh(cp=2, dp_replicate=2), cp_kind="ulysses"),
+    "experts": plan(Mesh(dp_shard=4, ep=4), Layer(zero=2)),
+    "experts x zero 3": plan(Mesh(dp_shard=4, ep=2), Layer(zero=3)),
+    "experts, replicated rest": plan(Mesh(dp_shard=4, ep=4)),
+    "experts x 1f1b": plan(Mesh(dp_shard=2, ep=2, pp=2), Layer(zero=2), schedule="1f1b"),
 }
 QUICK = ("ddp", "ddp, full recompute", "zero 3", "gpipe", "1f1b", "zero bubble")
 TOLERANCE = {"bf16": 5e-3, "fp32": 1e-5}
@@ -103,7 +119,7 @@ TOLERANCE = {"bf16": 5e-3, "fp32": 1e-5}
 
 def shape_of(name: str) -> ModelShape:
     """The model that a plan is for."""
-    return SHAPE
+    return EXPERTS if "experts" in name else SHAPE
 
 
 def losses_under(one: ParallelPlan, shape: ModelShape) -> list[float]:

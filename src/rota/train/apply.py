@@ -17,14 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.spec.errors import BadInput
 from rota.train import hooks
 from rota.train.clip import clip_global_norm
+from rota.train.context_parallel import columns, split_attention
 from rota.train.data_parallel import only_data, replicate_model, shard_model, sync_gradients
+from rota.train.experts import spread_experts
 from rota.train.keep import DTYPES, mixed, recompute
 from rota.train.mesh import PlanMesh
-from rota.train.parts import Parts
+from rota.train.parts import Absent, Parts
 from rota.train.pipeline import Loss, schedule, stages_of
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.rules import check
+from rota.train.tensor_parallel import Rules, split_layers
 
 IGNORED = -100
 """Targets with this value count neither for the loss nor as tokens, as in torch's cross entropy."""
@@ -55,6 +58,7 @@ def parallelize(
     optimizer: MakeOptimizer,
     loss: Loss = cross_entropy_sum,
     parts: Parts | None = None,
+    rules: Rules | None = None,
     clip_norm: float | None = None,
     device: torch.device | None = None,
 ) -> Parallel:
@@ -70,15 +74,21 @@ def parallelize(
     pieces = [model]
     if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
-    for piece in pieces:  # 5. recompute, layer by layer
-        for index, layer in parts.layers(piece):
+    for piece in pieces:
+        if plan.mesh.cp > 1:  # 3. attention over ranks, experts over ranks
+            split_attention(piece, parts, plan, mesh)
+        if plan.mesh.ep > 1:
+            spread_experts(piece, parts, mesh)
+        if plan.mesh.tp > 1:  # 4. tensor and sequence parallel
+            split_layers(piece, parts, plan, mesh, rules)
+        for index, layer in parts.layers(piece):  # 5. recompute, layer by layer
             recompute(layer, parts.kind(plan, index))
     if DTYPES[plan.dtype.master] != torch.float32:
         model.to(DTYPES[plan.dtype.master])
     agree = hooks.synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
     made = make_optimizer(optimizer, pieces)  # 8. optimizer
-    return Parallel(plan, mesh, pieces, wrapped, made, loss, agree, clip_norm, device)
+    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device)
 
 
 def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
@@ -132,6 +142,7 @@ class Parallel:
         self,
         plan: ParallelPlan,
         mesh: PlanMesh,
+        parts: Parts,
         pieces: list[nn.Module],
         wrapped: list[nn.Module],
         optimizer: torch.optim.Optimizer,
@@ -141,7 +152,8 @@ class Parallel:
         device: torch.device,
     ) -> None:
         self.plan, self.mesh, self.pieces, self.optimizer = plan, mesh, pieces, optimizer
-        self.agree, self.device = agree, device
+        self.agree, self.device, self._parts = agree, device, parts
+        self._columns: torch.Tensor | None = None
         self._wrapped, self._loss, self._clip_norm = wrapped, loss, clip_norm
         self._replicas = mesh.axis("data").size()
         self._scale = 1.0
@@ -167,6 +179,9 @@ class Parallel:
 
         The gradient is that of the mean over all real tokens of the global batch, however they are spread.
         """
+        if self.plan.mesh.cp > 1:
+            here = self._held_columns(inputs.shape[1])
+            inputs, targets = inputs[:, here], targets[:, here]
         tokens = self._count(targets)
         self._loss_sum = torch.zeros((), device=self.device)
         if self._pipeline is None:
@@ -183,6 +198,16 @@ class Parallel:
     def close(self) -> None:
         """Let go of what the parts hold; the process group stays the caller's."""
         self._wrapped, self._pipeline = [], None
+
+    def _held_columns(self, seq: int) -> torch.Tensor:
+        """The positions of a sequence that this rank holds; the embedding is told when their number changes."""
+        if self._columns is None or len(self._columns) * self.plan.mesh.cp != seq:
+            self._columns = columns(self.plan, self.mesh.index("cp"), seq).to(self.device)
+            for piece in self.pieces:
+                embed = getattr(piece, self._parts.embed)
+                if not isinstance(embed, Absent):
+                    embed.positions = self._columns
+        return self._columns
 
     @property
     def _set_to_none(self) -> bool:

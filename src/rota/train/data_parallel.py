@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from rota.train.experts import find_experts
 from rota.train.keep import DTYPES, mixed
 from rota.train.mesh import PlanMesh
 from rota.train.parts import Parts
@@ -45,12 +47,22 @@ def shard_model(model: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMe
     if not needed:
         return model
     for index, layer in parts.layers(model):
-        _wrap(layer, parts.kind(plan, index), plan, mesh)
-    _wrap(model, plan.embed, plan, mesh)
+        kind = parts.kind(plan, index)
+        for experts in find_experts(layer) if plan.mesh.ep > 1 else ():
+            _wrap(experts, kind, plan, mesh.axis("expert_data"))
+        _wrap(layer, kind, plan, data_axes(kind, mesh))
+    _wrap(model, plan.embed, plan, data_axes(plan.embed, mesh))
     return model
 
 
-def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, mesh: PlanMesh) -> None:
+def data_axes(kind: Layer, mesh: PlanMesh) -> DeviceMesh:
+    """All data ranks for replicas; for shards two axes when groups of shards are replicated (HSDP)."""
+    if kind.zero < 2:
+        return mesh.axis("data")
+    return mesh.root["dp_replicate", "fsdp"] if mesh.degrees.dp_replicate > 1 else mesh.axis("fsdp")
+
+
+def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, axes: DeviceMesh) -> None:
     param, master = DTYPES[plan.dtype.param], DTYPES[plan.dtype.master]
     policy = MixedPrecisionPolicy(
         param_dtype=param if param != master else None, reduce_dtype=DTYPES[plan.dtype.reduce], cast_forward_inputs=True
@@ -58,11 +70,9 @@ def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, mesh: PlanMesh) ->
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if kind.offload == "all_cpu" else OffloadPolicy()
     given: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     if kind.zero < 2:
-        replicate(module, mesh=mesh.axis("data"), **given)
-        return
-    wide = mesh.degrees.dp_replicate > 1
-    where = mesh.root["dp_replicate", "fsdp"] if wide else mesh.axis("fsdp")
-    fully_shard(module, mesh=where, reshard_after_forward=kind.zero == 3, **given)
+        replicate(module, mesh=axes, **given)
+    else:
+        fully_shard(module, mesh=axes, reshard_after_forward=kind.zero == 3, **given)
 
 
 def sync_gradients(model: nn.Module, *, last: bool) -> None:

@@ -21,7 +21,7 @@ class PlanMesh:
     """The ranks of a plan as a ``DeviceMesh``, with the groups that the parts of the runtime ask for.
 
     ``rows`` sub-meshes have names of ``AXES`` or of the flattened ones: ``data`` (all of ``DATA``), ``fsdp`` (what ZeRO
-    shards over), ``ep`` (what experts spread over).
+    shards over), ``ep`` (what experts spread over), ``expert_data`` (what is left for the data axes of an expert).
     """
 
     def __init__(self, degrees: Mesh, device: torch.device) -> None:
@@ -41,11 +41,12 @@ class PlanMesh:
             "data": self.root[DATA]._flatten("data"),
             "fsdp": self.root[DATA[1:]]._flatten("fsdp"),
             "ep": self.root["shard_inner", "cp"]._flatten("ep"),
+            "expert_data": self.root["dp_replicate", "shard_outer"]._flatten("expert_data"),
         }
 
     def axis(self, name: str) -> DeviceMesh:
         """A one-dimensional mesh: an axis, or a flattened name."""
-        return self._flat.get(name) or self.root[name]
+        return self._flat[name] if name in self._flat else self.root[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
         """The process group of ``axis(name)`` that this rank is in."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rota.train.experts import Experts
 from rota.train.plan.layers import ModelShape
 
 
@@ -79,18 +80,23 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each after a norm and beside a residual."""
+    """One layer: attention, then the MLP or a mixture of them, each after a norm and beside a residual."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(shape.hidden)
         self.attn = Attention(shape)
         self.norm2 = nn.LayerNorm(shape.hidden)
-        self.mlp = Mlp(shape)
+        self.mlp = Mlp(shape) if not shape.experts else mixture(shape)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         x_BTD = x_BTD + self.attn(self.norm1(x_BTD))
         return x_BTD + self.mlp(self.norm2(x_BTD))
+
+
+def mixture(shape: ModelShape) -> Experts:
+    """The experts of one layer."""
+    return Experts(experts=shape.experts, top_k=shape.top_k, hidden=shape.hidden, inner=shape.inner)
 
 
 class Head(nn.Module):

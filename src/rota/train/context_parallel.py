@@ -42,14 +42,16 @@ def split_attention(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: Pl
     """
     group = mesh.group("cp")
     for index, layer in parts.layers(piece):
-        owners = [module for module in layer.modules() if isinstance(getattr(module, "core", None), nn.Module)]
-        if not owners:
+        cores = {
+            owner: core for owner in layer.modules() if isinstance(core := getattr(owner, "core", None), nn.Module)
+        }
+        if not cores:
             raise BadInput(
                 f"mesh.cp = {plan.mesh.cp}: layer {index} ({type(layer).__name__}) has no attention module 'core'",
                 hint="put softmax(q k) v into a module 'core' that takes q, k, v as [batch, heads, seq, width]",
             )
-        for owner in owners:
-            owner.core = RingCore(group) if plan.cp_kind == "ring" else UlyssesCore(owner.core, group)
+        for owner, core in cores.items():
+            owner.core = RingCore(group) if plan.cp_kind == "ring" else UlyssesCore(core, group)
     embed = getattr(piece, parts.embed)
     if not isinstance(embed, Absent) and not hasattr(embed, "positions"):
         raise BadInput(

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rota.train.apply import IGNORED, cross_entropy_sum, parallelize
+from rota.train.apply import IGNORED, Parallel, cross_entropy_sum, parallelize
+from rota.train.checkpoint import Checkpoints
 from rota.train.models.gpt import Gpt
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage
@@ -84,6 +85,13 @@ PLANS: dict[str, ParallelPlan] = {
     "ddp": plan(Mesh(dp_replicate=4)),
     "ddp, full recompute": plan(Mesh(dp_replicate=4), Layer(recompute="full")),
     "ddp, bf16": plan(Mesh(dp_replicate=4), dtype=BF16),
+    "zero 1": plan(Mesh(dp_replicate=4), Layer(zero=1)),
+    "zero 1 x tp": plan(Mesh(dp_replicate=2, tp=2), Layer(zero=1, tp=2)),
+    "zero 0 and 3 by layer": replace(
+        plan(Mesh(dp_shard=4)), layers=(Layer(count=2), Layer(count=2, zero=3)), head=Layer(zero=3)
+    ),
+    "optimizer on the host": plan(Mesh(dp_replicate=4), Layer(offload="optimizer_cpu")),
+    "optimizer in files": plan(Mesh(dp_shard=4), Layer(zero=3, offload="optimizer_nvme")),
     "zero 2": plan(Mesh(dp_shard=4), Layer(zero=2)),
     "zero 3": plan(Mesh(dp_shard=4), Layer(zero=3)),
     "zero 3, selective recompute": plan(Mesh(dp_shard=4), Layer(zero=3, recompute="selective")),
@@ -113,6 +121,16 @@ PLANS: dict[str, ParallelPlan] = {
     "experts, replicated rest": plan(Mesh(dp_shard=4, ep=4)),
     "experts x 1f1b": plan(Mesh(dp_shard=2, ep=2, pp=2), Layer(zero=2), schedule="1f1b"),
 }
+CHANGES = (
+    "ddp -> zero bubble",
+    "zero 3 -> tp x dp",
+    "tp with split sequence x zero 3 -> ddp",
+    "zero 1 -> hsdp",
+    "1f1b x zero 3 -> zero 1",
+    "interleaved x dp -> ring x zero 3",
+    "experts -> experts x 1f1b",
+    "optimizer in files -> optimizer on the host",
+)
 QUICK = ("ddp", "ddp, full recompute", "zero 3", "gpipe", "1f1b", "zero bubble")
 TOLERANCE = {"bf16": 5e-3, "fp32": 1e-5}
 
@@ -122,10 +140,29 @@ def shape_of(name: str) -> ModelShape:
     return EXPERTS if "experts" in name else SHAPE
 
 
-def losses_under(one: ParallelPlan, shape: ModelShape) -> list[float]:
+def losses_under(one: ParallelPlan, shape: ModelShape, folder: Path) -> list[float]:
     """Losses of ``STEPS`` steps from the fresh model."""
-    trained = parallelize(fresh_model(shape), one, optimizer=ADAMW, clip_norm=1.0)
+    trained = begin(one, shape, folder)
     return [trained.step(trained.share(inputs), trained.share(targets)).loss for inputs, targets in batches(STEPS)]
+
+
+def begin(one: ParallelPlan, shape: ModelShape, folder: Path) -> Parallel:
+    return parallelize(fresh_model(shape), one, optimizer=ADAMW, clip_norm=1.0, offload_folder=folder / "offload")
+
+
+def losses_over_change(before: ParallelPlan, after: ParallelPlan, shape: ModelShape, folder: Path) -> list[float]:
+    """Half of the steps under one plan, a checkpoint, the rest under another from a model that had other weights."""
+    given = list(batches(STEPS))
+    first = begin(before, shape, folder)
+    losses = [first.step(first.share(inputs), first.share(targets)).loss for inputs, targets in given[: STEPS // 2]]
+    saved = Checkpoints(folder / "checkpoints")
+    saved.save(first.tensors(), step=STEPS // 2, extra={}, wait=True)
+    second = begin(after, shape, folder)
+    second.step(second.share(given[0][0]), second.share(given[0][1]))
+    found = saved.find()
+    assert found is not None
+    saved.load(found, second.tensors())
+    return losses + [second.step(second.share(x), second.share(y)).loss for x, y in given[STEPS // 2 :]]
 
 
 def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
@@ -133,7 +170,12 @@ def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo")
     for name in names:
-        losses = losses_under(PLANS[name], shape_of(name))
+        before, change, after = name.partition(" -> ")
+        if change:
+            here = Path(folder, name)
+            losses = losses_over_change(PLANS[before], PLANS[after], shape_of(name), here)
+        else:
+            losses = losses_under(PLANS[name], shape_of(name), Path(folder))
         if rank == 0:
             Path(folder, f"{name}.json").write_text(json.dumps(losses))
     dist.destroy_process_group()

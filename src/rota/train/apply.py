@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from rota.spec.errors import BadInput
-from rota.train import hooks
+from rota.train import hooks, state
 from rota.train.clip import clip_global_norm
 from rota.train.context_parallel import columns, split_attention
 from rota.train.data_parallel import only_data, replicate_model, shard_model, sync_gradients
 from rota.train.experts import spread_experts
 from rota.train.keep import DTYPES, mixed, recompute
 from rota.train.mesh import PlanMesh
+from rota.train.optimizers import MakeOptimizer, optimizer_for
 from rota.train.parts import Absent, Parts
 from rota.train.pipeline import Loss, schedule, stages_of
 from rota.train.plan.layers import ModelShape
@@ -31,8 +31,6 @@ from rota.train.tensor_parallel import Rules, split_layers
 
 IGNORED = -100
 """Targets with this value count neither for the loss nor as tokens, as in torch's cross entropy."""
-
-MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -61,6 +59,7 @@ def parallelize(
     rules: Rules | None = None,
     clip_norm: float | None = None,
     device: torch.device | None = None,
+    offload_folder: Path | None = None,
 ) -> Parallel:
     """Apply ``plan`` to ``model`` on the ranks of the default process group; collective.
 
@@ -87,7 +86,7 @@ def parallelize(
         model.to(DTYPES[plan.dtype.master])
     agree = hooks.synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
-    made = make_optimizer(optimizer, pieces)  # 8. optimizer
+    made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder)  # 8. optimizer
     return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device)
 
 
@@ -122,16 +121,6 @@ def wrap(
     return wrapped
 
 
-def make_optimizer(make: MakeOptimizer, pieces: list[nn.Module]) -> torch.optim.Optimizer:
-    """The optimizer over the parameters of this rank; without fused loops over lists when some are sharded on CPU."""
-    parameters = [parameter for piece in pieces for parameter in piece.parameters() if parameter.requires_grad]
-    made = make(parameters)
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
-        for group in made.param_groups:
-            group["foreach"] = False
-    return made
-
-
 class Parallel:
     """A model under a plan, ready to step. Every method but ``share`` is collective over the world.
 
@@ -155,6 +144,7 @@ class Parallel:
         self.agree, self.device, self._parts = agree, device, parts
         self._columns: torch.Tensor | None = None
         self._wrapped, self._loss, self._clip_norm = wrapped, loss, clip_norm
+        self._parameters = [parameter for piece in pieces for parameter in piece.parameters()]
         self._replicas = mesh.axis("data").size()
         self._scale = 1.0
         self._loss_sum = torch.zeros((), device=device)
@@ -194,6 +184,11 @@ class Parallel:
             self.optimizer.step() if self.agree is None else self.agree.update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=self._set_to_none)
         return StepResult(loss=loss, tokens=tokens, grad_norm=norm, skipped=skipped)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state on this rank by global name; to be saved, or filled in place."""
+        state.fill_state(self.optimizer)
+        return {**state.model_tensors(self.pieces), **state.optimizer_tensors(self.pieces, self.optimizer)}
 
     def close(self) -> None:
         """Let go of what the parts hold; the process group stays the caller's."""
@@ -263,7 +258,7 @@ class Parallel:
             dist.all_reduce(self._loss_sum, group=self.mesh.group("pp"))
         norm = None
         if self._clip_norm is not None:
-            norm = clip_global_norm(self.optimizer, self._clip_norm, self.mesh)
+            norm = clip_global_norm(self._parameters, self._clip_norm, self.mesh)
         return float(self._loss_sum) / self._replicas, norm
 
 

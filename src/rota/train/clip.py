@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from rota.train.mesh import PlanMesh
 
 
-def clip_global_norm(optimizer: torch.optim.Optimizer, norm_max: float, mesh: PlanMesh) -> float:
+def clip_global_norm(parameters: Iterable[torch.Tensor], norm_max: float, mesh: PlanMesh) -> float:
     """Scale all gradients so that their L2 norm is at most ``norm_max``; returns the norm before. Collective.
 
     Sharded gradients count once over every axis that shards them, never over replicas: a DTensor knows its axes, and
     the stages of a pipeline hold different parameters, so their squares add up.
     """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = defaultdict(list)
     for grad in grads:
         by_mesh[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)

@@ -1,0 +1,270 @@
+"""Save async, commit by one rename, load resharded.
+
+A checkpoint is the folder ``step-<step>.<try>`` with what PyTorch's distributed checkpoint wrote and ``manifest.json``:
+size and SHA-256 of every file, and what the caller adds. Files are written into a draft, synced, named in the manifest,
+and the draft is renamed: a folder without a draft's name is whole, or was damaged later, which its sums show.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from rota.spec.errors import BadInput
+
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 1 << 20
+WAIT_S = 600.0
+"""A rank that hears nothing of the others for so long gives a save up."""
+_FOLDER = re.compile(r"^step-(\d+)\.(\d+)$")
+_DRAFT = ".draft-"
+
+Tensors = dict[str, torch.Tensor]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The newest good checkpoint: its step, what the caller had added, and why newer ones were refused."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Save:
+    thread: threading.Thread
+    errors: list[BaseException] = field(default_factory=list[BaseException])
+
+
+class Checkpoints:
+    """The checkpoints of one training run in one folder that all ranks see.
+
+    Methods are collective when there is a process group; they use one of their own, so that a save may go on while
+    the model trains. One save at a time: the next one waits for it.
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+        self._group = own_group()
+        self._rank = self._group.rank() if self._group else 0
+        self._staged: Tensors = {}
+        self._saving: _Save | None = None
+        if self._rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for draft in folder.glob(f"{_DRAFT}*"):
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def save(self, tensors: Tensors, *, step: int, extra: Mapping[str, Any], wait: bool = False) -> None:
+        """Copy ``tensors`` (the only part that blocks), then write and commit them in the background.
+
+        ``extra`` is JSON. Raises what an earlier save failed with, once: the older checkpoints are still there.
+        """
+        self.wait()
+        self._stage(tensors)
+        errors: list[BaseException] = []
+
+        def write() -> None:
+            try:
+                self._write(step, dict(extra))
+            except Exception as error:  # noqa: BLE001 - the edge of this thread: told by the next save or wait
+                errors.append(error)
+
+        self._saving = _Save(threading.Thread(target=write, name="checkpoint", daemon=True), errors)
+        self._saving.thread.start()
+        if wait:
+            self.wait()
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is being written."""
+        return self._saving is not None and self._saving.thread.is_alive()
+
+    def wait(self) -> None:
+        """Until the save that runs is committed. Raises OSError or what else it failed with."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.thread.join()
+            if saving.errors:
+                raise saving.errors[0]
+
+    def find(self) -> Found | None:
+        """The newest checkpoint whose files are all as the manifest says; all ranks get the same."""
+        refused: list[str] = []
+        for path in self._agree(lambda: candidates(self.folder)):
+            shares = self._gather(functools.partial(verify, path, self._rank, self._size))
+            faults = [fault for share in shares for fault in share]
+            if not faults:
+                manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+                return Found(path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused))
+            refused.append(f"{path.name}: {faults[0]}")
+        return None
+
+    def load(self, found: Found, tensors: Tensors) -> None:
+        """Fill ``tensors`` in place, each with the part of the saved one that it is a shard of.
+
+        Raises BadInput for a tensor that the checkpoint lacks or that has another shape.
+        """
+        reader = FileSystemReader(found.path)
+        saved = reader.read_metadata().state_dict_metadata
+        for name, tensor in tensors.items():
+            shape = getattr(saved.get(name), "size", None)
+            if shape != tensor.shape:
+                was = "is not in it" if shape is None else f"has shape {tuple(shape)} in it"
+                raise BadInput(f"checkpoint {found.path.name}: {name} of shape {tuple(tensor.shape)} {was}")
+        load(dict(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+
+    @property
+    def _size(self) -> int:
+        return self._group.size() if self._group else 1
+
+    def _stage(self, tensors: Tensors) -> None:
+        """Copy into buffers that are kept from save to save."""
+        if self._staged.keys() != tensors.keys():
+            self._staged = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            _local(self._staged[name]).copy_(_local(tensor.detach()))
+
+    def _write(self, step: int, extra: dict[str, Any]) -> None:
+        draft = self.folder / f"{_DRAFT}{step}"
+        self._agree(lambda: _fresh(draft))
+        save(
+            self._staged,
+            storage_writer=FileSystemWriter(draft, sync_files=True),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+        mine = sorted(draft.glob(f"__{self._rank}_*")) + ([draft / ".metadata"] if self._rank == 0 else [])
+        shares = self._gather(lambda: {path.name: _sum(path) for path in mine})
+        sums = {name: entry for share in shares for name, entry in share.items()}
+        self._agree(lambda: commit(self.folder, draft, step=step, files=sums, extra=extra, keep=self.keep))
+
+    def _agree(self, decide: Callable[[], T]) -> T:
+        """What rank 0 decides, on all ranks; its OSError too."""
+        box: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                box[0] = decide()
+            except OSError as error:
+                box[1] = error
+        if self._group is not None:
+            dist.broadcast_object_list(box, group=self._group, group_src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+    def _gather(self, compute: Callable[[], T]) -> list[T]:
+        """What each rank computes, on all ranks; the first OSError of any."""
+        mine: tuple[T | None, OSError | None]
+        try:
+            mine = compute(), None
+        except OSError as error:
+            mine = None, error
+        parts: list[Any] = [mine] * self._size
+        if self._group is not None:
+            dist.all_gather_object(parts, mine, group=self._group)
+        for _, error in parts:
+            if error is not None:
+                raise error
+        return [value for value, _ in parts]
+
+
+def own_group() -> dist.ProcessGroup | None:
+    """A group of all ranks for saves alone; None in a world of one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    made = dist.new_group(backend="gloo", timeout=timedelta(seconds=WAIT_S))
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Committed checkpoints, newest first."""
+    found = [((int(match[1]), int(match[2])), path) for path in folder.iterdir() if (match := _FOLDER.match(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def verify(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
+    """Faults of a checkpoint; each rank reads its share of the files."""
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{MANIFEST} cannot be read: {error}"]
+    faults: list[str] = []
+    for name, entry in sorted(files.items())[rank::ranks]:
+        try:
+            found = _sum(path / name)
+        except OSError as error:
+            faults.append(f"{name} cannot be read: {error.strerror}")
+            continue
+        if found != entry:
+            faults.append(
+                f"{name} has {found['bytes']} bytes with SHA-256 {found['sha256'][:12]}, "
+                f"the manifest says {entry['bytes']} with {entry['sha256'][:12]}"
+            )
+    return faults
+
+
+def commit(
+    folder: Path, draft: Path, *, step: int, files: Mapping[str, Any], extra: Mapping[str, Any], keep: int
+) -> Path:
+    """Write the manifest of a complete draft, rename it, and remove all but the ``keep`` newest."""
+    with (draft / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump({"api": "rota/v1", "kind": "TrainCheckpoint", "step": step, "files": files, "extra": extra}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(draft)
+    tries = [
+        int(match[2]) for path in folder.iterdir() if (match := _FOLDER.match(path.name)) and int(match[1]) == step
+    ]
+    path = folder / f"step-{step:08d}.{max(tries, default=0) + 1}"
+    draft.rename(path)
+    _sync(folder)
+    for old in candidates(folder)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def _fresh(draft: Path) -> None:
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+
+
+def _sync(folder: Path) -> None:
+    """Make renames and new names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sum(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

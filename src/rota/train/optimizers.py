@@ -1,0 +1,278 @@
+"""Optimizer state that not every rank holds, or that lies on the host or in files."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rota.spec.errors import BadInput
+from rota.train.parts import Parts
+from rota.train.plan.model import Layer, Offload, ParallelPlan
+from rota.train.state import fill_state
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+FILE_BUDGET_BYTES = 64 << 20
+"""State that may be resident at once: of the group that steps, the one before it and the one after."""
+ALIGN_BYTES = 64
+
+
+def optimizer_for(
+    make: MakeOptimizer,
+    pieces: Sequence[nn.Module],
+    parts: Parts,
+    plan: ParallelPlan,
+    group: dist.ProcessGroup,
+    folder: Path | None,
+) -> torch.optim.Optimizer:
+    """The optimizer over the parameters of this rank, each where its layer's ``zero`` and ``offload`` want it.
+
+    ``group`` are the data ranks, ``folder`` is where files of state go. Raises BadInput for what cannot be kept so.
+    """
+    made: list[torch.optim.Optimizer] = []
+    for (shared, offload), parameters in _by_kind(pieces, parts, plan).items():
+        place = functools.partial(_placed, make, offload, folder)
+        made.append(Shared(place, parameters, group) if shared and group.size() > 1 else place(parameters))
+    optimizer = made[0] if len(made) == 1 else Composed(made)
+    for settings in optimizer.param_groups:
+        if any(isinstance(parameter, DTensor) for parameter in settings["params"]):
+            settings["foreach"] = False  # loops over lists refuse lists of sharded and plain tensors
+    return optimizer
+
+
+def _by_kind(
+    pieces: Sequence[nn.Module], parts: Parts, plan: ParallelPlan
+) -> dict[tuple[bool, Offload], list[torch.Tensor]]:
+    """Parameters by whether their state is dealt out over data ranks, and by where it lies."""
+    kinds: dict[torch.Tensor, Layer] = {}
+    for piece in pieces:
+        for index, layer in parts.layers(piece):
+            kinds.update(dict.fromkeys(layer.parameters(), parts.kind(plan, index)))
+    found: dict[tuple[bool, Offload], list[torch.Tensor]] = {}
+    for piece in pieces:
+        for parameter in piece.parameters():
+            if parameter.requires_grad:
+                kind = kinds.get(parameter, plan.embed)
+                found.setdefault((kind.zero == 1, kind.offload), []).append(parameter)
+    return found
+
+
+def _placed(
+    make: MakeOptimizer, offload: Offload, folder: Path | None, parameters: Iterable[torch.Tensor]
+) -> torch.optim.Optimizer:
+    match offload:
+        case "optimizer_cpu":
+            return OnHost(make, list(parameters))
+        case "optimizer_nvme":
+            if folder is None:
+                raise BadInput("offload = optimizer_nvme: no folder for its files", hint="give offload_folder=")
+            return InFiles(make, list(parameters), folder, FILE_BUDGET_BYTES)
+        case "all_nvme":
+            raise BadInput(
+                "offload = all_nvme: weights in files are not there yet", hint="use optimizer_nvme or all_cpu"
+            )
+        case _:
+            return make(parameters)
+
+
+class Composed(torch.optim.Optimizer):
+    """An optimizer made of others: one set of groups and one state for schedules, clipping and checkpoints."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
+        self.parts = list(parts)
+        self.param_groups = [group for part in parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
+        """The state of all parts."""
+        return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The base class sets an empty one."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure: losses are not computed again
+        """Step every part."""
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of every part."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+class Shared(Composed):
+    """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each data rank steps its share of the parameters and sends them.
+
+    Whole parameters are dealt out, largest first, to the rank with the least; gradients must be equal on all ranks.
+    """
+
+    def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Raises BadInput when there are fewer parameters than ranks."""
+        self.group, self.shares = group, deal(parameters, group.size())
+        if not all(self.shares):
+            raise BadInput(
+                f"zero = 1: {len(parameters)} parameters do not give each of {group.size()} ranks one",
+                hint="use zero 0 or 3",
+            )
+        self.all = list(parameters)
+        super().__init__([make(self.shares[group.rank()])])
+
+    def step(self, closure: Any = None) -> None:
+        """Step the own share, then send it to the others and receive theirs."""
+        super().step(closure)
+        with torch.no_grad():
+            for owner, share in enumerate(self.shares):
+                flat = torch.cat([local(parameter).flatten() for parameter in share])
+                dist.broadcast(flat, group=self.group, group_src=owner)
+                if owner != self.group.rank():
+                    for parameter, new in zip(share, flat.split([local(p).numel() for p in share]), strict=True):
+                        local(parameter).copy_(new.view_as(local(parameter)))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of all parameters, not of the own share alone."""
+        _zero_grad(self.all, set_to_none)
+
+
+def deal(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+    """Parameters of each rank, balanced by elements; the same on all ranks."""
+    shares: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+    for parameter in sorted(parameters, key=lambda one: -one.numel()):
+        min(shares, key=lambda share: sum(one.numel() for one in share)).append(parameter)
+    return shares
+
+
+class OnHost(Composed):
+    """ZeRO-Offload (Ren et al. 2021): a copy of the weights and all state on the host, where the update is computed."""
+
+    def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor]) -> None:
+        """Raises BadInput for sharded parameters."""
+        if any(isinstance(one, DTensor) for one in parameters):
+            raise BadInput(
+                "offload = optimizer_cpu: the parameters are sharded (ZeRO 2 or 3, tp or ep)",
+                hint="use offload all_cpu, or zero 0 or 1",
+            )
+        self.device_of = {torch.nn.Parameter(one.detach().to("cpu", copy=True)): one for one in parameters}
+        self.versions = [one._version for one in parameters]
+        super().__init__([make(list(self.device_of))])
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
+        """The state by the parameter of the model."""
+        return {self.device_of[host]: kept for host, kept in self.parts[0].state.items()}  # type: ignore[index]
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """The base class sets an empty one."""
+
+    def step(self, closure: Any = None) -> None:
+        """Gradients to the host, step there, weights back. Weights that another hand changed are fetched first."""
+        with torch.no_grad():
+            for (host, one), version in zip(self.device_of.items(), self.versions, strict=True):
+                host.grad = None if one.grad is None else one.grad.to("cpu")
+                if one._version != version:
+                    host.copy_(one)
+            super().step(closure)
+            for host, one in self.device_of.items():
+                one.copy_(host)
+        self.versions = [one._version for one in self.device_of.values()]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of the model's parameters."""
+        _zero_grad(self.device_of.values(), set_to_none)
+
+
+class InFiles(Composed):
+    """State in memory-mapped files (after ZeRO-Infinity, Rajbhandari et al. 2021): while a group of parameters steps,
+    the pages of the next are read ahead, and those of the last are written back and let go.
+
+    Files are allocated before the first step, so that a full disk is an OSError here and no weight has changed.
+    """
+
+    def __init__(
+        self, make: MakeOptimizer, parameters: Sequence[torch.Tensor], folder: Path, budget_bytes: int
+    ) -> None:
+        super().__init__([make(group) for group in by_bytes(parameters, budget_bytes // 6)])
+        fill_state(self)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.maps = [_to_file(part, folder) for part in self.parts]
+
+    def step(self, closure: Any = None) -> None:
+        """Step the groups in order."""
+        assert closure is None
+        for index, part in enumerate(self.parts):
+            if index + 1 < len(self.maps):
+                self.maps[index + 1].madvise(mmap.MADV_WILLNEED)
+            part.step()
+            self.maps[index].flush()
+            self.maps[index].madvise(mmap.MADV_DONTNEED)
+
+
+def by_bytes(parameters: Sequence[torch.Tensor], bytes_max: int) -> list[list[torch.Tensor]]:
+    """Runs of parameters of at most ``bytes_max`` each, or of one parameter that is larger."""
+    groups: list[list[torch.Tensor]] = [[]]
+    for parameter in parameters:
+        held = sum(local(one).nbytes for one in groups[-1])
+        if groups[-1] and held + local(parameter).nbytes > bytes_max:
+            groups.append([])
+        groups[-1].append(parameter)
+    return groups
+
+
+def _zero_grad(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.zero_()
+
+
+def _to_file(part: torch.optim.Optimizer, folder: Path) -> mmap.mmap:
+    """Move the state of one part into a file that has no name: it goes with the process."""
+    held = [
+        (kept, key, value)
+        for kept in part.state.values()
+        for key, value in kept.items()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    room = sum(_aligned(local(value).nbytes) for *_, value in held)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, max(room, ALIGN_BYTES))
+        mapped = mmap.mmap(file.fileno(), max(room, ALIGN_BYTES))
+    offset = 0
+    for kept, key, value in held:
+        inner = local(value)
+        here = torch.frombuffer(mapped, dtype=inner.dtype, count=inner.numel(), offset=offset).view(inner.shape)
+        here.copy_(inner)
+        kept[key] = _like(value, here)
+        offset += _aligned(inner.nbytes)
+    return mapped
+
+
+def _like(tensor: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return inner
+    return DTensor.from_local(
+        inner, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

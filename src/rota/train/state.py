@@ -1,0 +1,86 @@
+"""Everything a checkpoint keeps of a model under a plan, by names that know no stage, rank or wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rota.spec.errors import BadInput
+
+
+def model_tensors(pieces: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """``model.<name>`` of each parameter and persistent buffer on this rank: shards are DTensors."""
+    found: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        for name, tensor in piece.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                found[f"model.{name}"] = tensor.detach()
+    return found
+
+
+def optimizer_tensors(pieces: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """``optim.<parameter>.<key>`` of every tensor that the optimizer keeps for the parameters of this rank."""
+    names: dict[torch.Tensor, str] = {
+        parameter: name for piece in pieces for name, parameter in piece.named_parameters()
+    }
+    return {
+        f"optim.{names[parameter]}.{key}": value
+        for parameter, kept in optimizer.state.items()
+        for key, value in kept.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make the state that it otherwise makes in its first step; no weight changes."""
+    kept_state = optimizer.state
+    missing = {p for group in optimizer.param_groups for p in group["params"] if not kept_state.get(p)}
+    if not missing:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
+    for parameter in kept:
+        parameter.grad = torch.zeros_like(parameter) if parameter in missing else None
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, grad in kept.items():
+        parameter.grad = grad
+    for parameter in missing:
+        count = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(count, torch.Tensor):
+            count.zero_()
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers of each parameter group (rate, decay, ...), as JSON."""
+    return [
+        {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Inverse of ``settings``; ``foreach`` and ``fused`` stay as this plan needs them.
+
+    Raises BadInput for another number of groups.
+    """
+    if len(groups) != len(optimizer.param_groups):
+        raise BadInput(f"checkpoint: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}")
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in given.items():
+            if key not in ("foreach", "fused"):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _is_json(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, int | float | str | bool)
+        or (isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value))
+    )

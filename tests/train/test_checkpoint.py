@@ -1,0 +1,145 @@
+"""Checkpoints of training: whole or not at all, verified, the newest good one found."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rota.spec.errors import BadInput
+from rota.train.checkpoint import MANIFEST, Checkpoints, candidates
+
+KILLS = 100 if os.environ.get("ROTA_DEEP") else 25
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {"model.a": torch.full((64, 64), float(step)), "optim.a.step": torch.tensor(float(step))}
+
+
+def save(folder: Path, *steps: int) -> Checkpoints:
+    made = Checkpoints(folder, keep=2)
+    for step in steps:
+        made.save(tensors(step), step=step, extra={"cursor": 10 * step}, wait=True)
+    return made
+
+
+def loaded(made: Checkpoints) -> tuple[int, float]:
+    """(step, value of all elements) of the newest good one."""
+    found = made.find()
+    assert found is not None
+    into = tensors(-1)
+    made.load(found, into)
+    assert (into["model.a"] == into["optim.a.step"]).all(), "torn: two steps in one checkpoint"
+    assert found.extra == {"cursor": 10 * found.step}
+    return found.step, into["optim.a.step"].item()
+
+
+def test_the_newest_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    made = save(tmp_path, 1, 2, 3)
+    assert loaded(made) == (3, 3.0)
+    assert [path.name for path in candidates(tmp_path)] == ["step-00000003.1", "step-00000002.1"]
+
+
+def test_a_step_saved_again_after_a_rollback_replaces_the_first(tmp_path: Path) -> None:
+    made = save(tmp_path, 1)
+    other = {name: tensor + 6 for name, tensor in tensors(1).items()}
+    made.save(other, step=1, extra={"cursor": 10}, wait=True)
+    assert loaded(made) == (1, 7.0)
+
+
+def test_training_may_change_the_tensors_while_a_save_is_written(tmp_path: Path) -> None:
+    made, live = Checkpoints(tmp_path), tensors(5)
+    made.save(live, step=5, extra={"cursor": 50})
+    for tensor in live.values():
+        tensor.fill_(99)
+    made.wait()
+    assert loaded(made) == (5, 5.0)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    made = save(tmp_path, 1, 2)
+    newest = candidates(tmp_path)[0]
+    data = max(newest.glob("__0_*"), key=lambda path: path.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    match damage:
+        case "flip":
+            raw[len(raw) // 2] ^= 1
+            data.write_bytes(raw)
+        case "cut":
+            data.write_bytes(raw[:-1])
+        case "remove":
+            data.unlink()
+        case _:
+            (newest / MANIFEST).write_text("{")
+    assert loaded(made) == (1, 1.0)
+    found = made.find()
+    assert found is not None
+    assert newest.name in found.refused[0]
+
+
+def test_nothing_good_is_nothing_found(tmp_path: Path) -> None:
+    made = save(tmp_path, 1)
+    (candidates(tmp_path)[0] / MANIFEST).unlink()
+    assert made.find() is None
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    made = save(tmp_path, 1)
+    found = made.find()
+    assert found is not None
+    with pytest.raises(BadInput, match=r"model\.a of shape \(3,\) has shape \(64, 64\) in it"):
+        made.load(found, {"model.a": torch.zeros(3)})
+    with pytest.raises(BadInput, match=r"model\.b of shape \(3,\) is not in it"):
+        made.load(found, {"model.b": torch.zeros(3)})
+
+
+def test_a_save_that_fails_is_told_and_leaves_the_older_one(tmp_path: Path) -> None:
+    made = save(tmp_path, 1)
+    (tmp_path / ".draft-2").write_text("a file where the draft should be")
+    made.save(tensors(2), step=2, extra={"cursor": 20})
+    with pytest.raises(OSError, match="draft-2"):
+        made.wait()
+    assert loaded(made) == (1, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_a_good_checkpoint_is_found(tmp_path: Path) -> None:
+    """A child saves without end and is killed; nothing it had acknowledged is lost, nothing torn is loaded."""
+    torch.set_num_threads(1)
+    chance, told = random.Random(11), tmp_path / "acknowledged"
+    torn, folder = 0, tmp_path / "checkpoints"
+    save(folder, 1)
+    told.write_text("1")
+    for _ in range(KILLS):
+        child = os.fork()
+        if child == 0:
+            _save_without_end(folder, told)
+        time.sleep(chance.uniform(0.0, 0.12))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        torn += any(folder.glob(".draft-*"))
+        step, value = loaded(Checkpoints(folder))
+        assert step == value
+        assert step >= int(told.read_text() or 0)
+    assert torn, "no kill fell into a save: the test proves nothing"
+
+
+def _save_without_end(folder: Path, told: Path) -> None:
+    try:
+        made, step = Checkpoints(folder), int(told.read_text())
+        while True:
+            step += 1
+            made.save(tensors(step), step=step, extra={"cursor": 10 * step}, wait=True)
+            draft = told.with_suffix(".draft")
+            draft.write_text(json.dumps(step))
+            draft.replace(told)
+    finally:
+        os._exit(1)

@@ -98,7 +98,7 @@ class Composed(torch.optim.Optimizer):
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
         """The base class sets an empty one."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure: losses are not computed again
@@ -174,7 +174,7 @@ class OnHost(Composed):
         return {self.device_of[host]: kept for host, kept in self.parts[0].state.items()}  # type: ignore[index]
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
         """The base class sets an empty one."""
 
     def step(self, closure: Any = None) -> None:
@@ -205,7 +205,8 @@ class InFiles(Composed):
         self, make: MakeOptimizer, parameters: Sequence[torch.Tensor], folder: Path, budget_bytes: int
     ) -> None:
         super().__init__([make(group) for group in by_bytes(parameters, budget_bytes // 6)])
-        fill_state(self)
+        for part in self.parts:
+            fill_state(part)
         folder.mkdir(parents=True, exist_ok=True)
         self.maps = [_to_file(part, folder) for part in self.parts]
 

@@ -24,17 +24,19 @@ def told(run: Run) -> dict[str, ProgressStalled]:
 
 
 async def healed(run: Run) -> dict[str, ProgressStalled]:
-    ended = await run.end(limit_s=200.0)
+    ended = await run.end(limit_s=100.0)
     assert ended.state is JobState.SUCCEEDED, run.story()
     found = told(run)
     assert len(run.events(ProgressStalled)) == len(found), "each culprit is told once"
     assert run.events(InstanceLost) == []
-    assert all(LIMIT_S < one.idle_s <= 2 * LIMIT_S for one in found.values()), found
+    slow = {name: one.idle_s for name, one in found.items() if not LIMIT_S <= one.idle_s <= 2 * LIMIT_S}
+    assert not slow, "told too late, or too early"
     return found
 
 
 def test_eleven_ways_to_hang_at_once_are_each_told_with_their_culprit_and_healed(engine) -> None:
-    from hangs import ROLES
+    quiet = [role("slow", "hangs:Slow", fail=FAIL), role("idle", "hangs:Slow", fail=FAIL)]
+    from hangs import ROLES  # the folder of workloads is on the path since the first role
 
     stacks = {"sleep": "hang_sleep", "spin": "hang_spin", "gil": "hang_gil", "lock": "hang_lock", "read": "hang_read"}
 
@@ -54,7 +56,6 @@ def test_eleven_ways_to_hang_at_once_are_each_told_with_their_culprit_and_healed
         assert run.context().metrics == {"found": sorted([*ROLES, "slow"])}
 
     roles = [role(name, "hangs:Hanging", fail=FAIL) for name in ROLES]
-    quiet = [role("slow", "hangs:Slow", fail=FAIL), role("idle", "hangs:Slow", fail=FAIL)]
     run_job(engine, job(*roles, *quiet, role("loop", "hangs:everything", fail=FAIL)), body)
 
 

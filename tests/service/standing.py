@@ -39,6 +39,7 @@ class PlayedEngine:
     swept: list[JobId] = field(default_factory=list)
     alive: set[JobId] = field(default_factory=set)
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    waits: dict[str, Any] = field(default_factory=dict)
     generation: int = 1
     away: str = ""
 
@@ -57,6 +58,9 @@ class PlayedEngine:
 
     async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
         return self.told
+
+    async def why(self, job: JobId) -> dict[str, Any]:
+        return self.waits
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}

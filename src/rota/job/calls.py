@@ -327,7 +327,7 @@ class Courier:
             },
             report=sending.report,
         )
-        wait = self.waiting.begin(str(peer.id), "call", op.name)
+        wait = self.waiting.begin(str(peer.id), "call", op.name, call=sending.call_id)
         answered, size = False, size_of(sending.args)
         try:
             found = await self._launcher.call(peer.handle(self._job), request.to_call(self._left(sending.deadline_s)))

@@ -278,10 +278,13 @@ class JobMaster:
     async def _watch_silences(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            for event in self._watch.overdue(self.ctx, self._absent()):
-                if isinstance(event, ProgressStalled):
-                    event = dataclasses.replace(event, stacks=await self.stacks(event.role, event.rank))
-                self.report(event)
+            events = self._watch.overdue(self.ctx, self._absent())
+            await asyncio.gather(*(self._tell_overdue(event) for event in events))
+
+    async def _tell_overdue(self, event: JobEvent) -> None:
+        if isinstance(event, ProgressStalled):
+            event = dataclasses.replace(event, stacks=await self.stacks(event.role, event.rank))
+        self.report(event)
 
     def _absent(self) -> dict[str, tuple[str, ...]]:
         """Who has not come to the meeting of its process group, by role."""

@@ -122,7 +122,7 @@ class ClassBody:
         except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
             return self._failed(formed, error, report=True)
         try:
-            with self._seat.pulse.running(op.name):
+            with self._seat.pulse.running(op.name, call=request.call_id):
                 value = getattr(formed.object, op.name)(*request.args, **request.kwargs)
                 if inspect.isawaitable(value):
                     value = await value

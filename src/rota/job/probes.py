@@ -46,7 +46,7 @@ class Beat:
     ``busy`` names the operations that run, ``quiet`` the reason of a declared silence. ``still_s`` is since its last
     mark whether or not something runs, ``waits`` whom it waits for, the oldest first. ``collectives`` counts those it
     has entered (-1: no process group), ``inside`` names the one it is in. ``step_s`` is the median of its last
-    ``steps`` steps, ``cpu_s`` and ``rss_bytes`` what its processes have used.
+    ``steps`` steps. ``cpus`` are the cores that it and its children use, ``rss_bytes`` their resident memory.
     """
 
     role: RoleName
@@ -66,7 +66,7 @@ class Beat:
     inside: str = ""
     step_s: float = 0.0
     steps: int = 0
-    cpu_s: float = 0.0
+    cpus: float = 0.0
     rss_bytes: int = 0
     calls: tuple[tuple[str, str, str, int, int, float, int], ...] = ()
     """Observed edges: kind, target role, operation, times, of which failed, seconds waited, bytes."""
@@ -154,8 +154,9 @@ class Pulse:
             self._step_at_s = now_s
 
     @contextmanager
-    def running(self, name: str) -> Iterator[None]:
+    def running(self, name: str, *, call: str = "") -> Iterator[None]:
         """Something runs that is expected to make progress; its start and its end are marks themselves."""
+        began_s = self._clock.monotonic_s()
         with self._lock:
             self._tokens += 1
             token = self._tokens
@@ -168,6 +169,7 @@ class Pulse:
             with self._lock:
                 self._running.pop(token, None)
                 self._at_s = self._clock.monotonic_s()
+            self.waiting.spans.add("run", name, began_s, call=call)
 
     @contextmanager
     def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> Iterator[None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.job.core.waits import Wait, WaitKind
+from rota.job.spans import Spans
 from rota.runtime.clock import Clock
 
 WAITS_MAX = 64
@@ -36,6 +37,7 @@ class _Open:
     kind: WaitKind
     what: str
     since_s: float
+    call: str
 
 
 class Waiting:
@@ -46,14 +48,15 @@ class Waiting:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.spans = Spans(clock)
         self._open: dict[int, _Open] = {}
         self._tokens = itertools.count(1)
         self.counts: dict[tuple[str, str, str], Count] = {}
 
-    def begin(self, target: str, kind: WaitKind, what: str = "") -> int:
+    def begin(self, target: str, kind: WaitKind, what: str = "", *, call: str = "") -> int:
         """A wait for ``target`` (``role/rank``, a role, ``master`` or any name) begins; its token."""
         token = next(self._tokens)
-        self._open[token] = _Open(target, kind, what, self._clock.monotonic_s())
+        self._open[token] = _Open(target, kind, what, self._clock.monotonic_s(), call)
         return token
 
     def end(self, token: int, *, ok: bool = True, size: int = 0) -> None:
@@ -61,6 +64,7 @@ class Waiting:
         was = self._open.pop(token, None)
         if was is None:
             return
+        self.spans.add(was.kind, was.what, was.since_s, target=was.target, call=was.call)
         count = self.counts.setdefault((was.kind, was.target.partition("/")[0], was.what), Count())
         count.n += 1
         count.failed += not ok

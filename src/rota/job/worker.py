@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import faulthandler
 import os
 import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rota.job.bodies import Body, Forming, FunctionBody, Seat
@@ -23,7 +25,9 @@ from rota.job.peers import PeerTable, master_handle
 from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, Beat, BeatAnswer, Failure, Pulse
 from rota.job.spmd import CommandBody, run_setup
 from rota.runtime.clock import SystemClock
+from rota.runtime.environ import Home
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
+from rota.runtime.node import Load
 from rota.spec import codec
 from rota.spec.errors import BadInput, TensorError
 from rota.spec.ids import Epoch, InstanceId
@@ -86,6 +90,8 @@ class Instance:
             control=self._control,
             user=self._user,
         )
+        self._load = Load(clock)
+        self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._body: Body = self._make_body()
         self._epoch = Epoch(0)
         self._ready = False
@@ -217,6 +223,7 @@ class Instance:
     async def _stop(self, grace_s: float) -> None:
         self._ready = False
         await self._body.stop(grace_s)
+        await self._write_spans()
 
     async def _save(
         self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
@@ -262,6 +269,7 @@ class Instance:
                 await self._beat()
             except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must go on running out
                 traceback.print_exc()
+            await self._write_spans()
             silent_s = self._seat.clock.monotonic_s() - self._answered_s
             if silent_s > FENCE_EXIT_S:
                 os._exit(FENCED_EXIT_STATUS)
@@ -271,6 +279,10 @@ class Instance:
                     await self._beat_now.wait()
             except TimeoutError:
                 continue
+
+    async def _write_spans(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk costs the trace, not the instance
+            await asyncio.to_thread(self._seat.pulse.waiting.spans.write, self._spans_path)
 
     async def _beat(self) -> None:
         beat = Beat(
@@ -282,7 +294,7 @@ class Instance:
             table_version=self._seat.courier.table.version,
             failure=self._failure,
         )
-        beat = self._seat.pulse.read(beat)
+        beat = self._seat.pulse.read(replace(beat, **self._load.read()))
         call = Call(method="beat", args=(beat.to_json(),), timeout_s=BEAT_ANSWER_S, control=True)
         try:
             raw = await self._seat.launcher.call(master_handle(self._seat.place.job), call)

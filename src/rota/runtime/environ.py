@@ -60,6 +60,11 @@ class JobDirs:
         return self.root / "logs"
 
     @property
+    def spans(self) -> Path:
+        """What each instance ran and waited for: ``<role>-<rank>.jsonl``."""
+        return self.root / "spans"
+
+    @property
     def work(self) -> Path:
         return self.root / "work"
 

@@ -19,6 +19,8 @@ from rota.spec.ids import JobId
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
 _STATUS_S = 1.0
+_WHY_S = 12.0
+"""Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
 
 def connect(state: EngineState, namespace: str) -> GatewayOps:
@@ -70,9 +72,15 @@ class GatewayOps:
 
     async def master_status(self, job: str) -> dict[str, Any] | None:
         """What the master says of its job and of the last beat of each instance; None while it does not answer."""
-        call = Call(method="status", timeout_s=_STATUS_S, control=True)
+        return await self._ask_master(job, "status", _STATUS_S)
+
+    async def master_why(self, job: str) -> dict[str, Any] | None:
+        """Who waits for whom in the job, with the stacks of the culprits; None while the master does not answer."""
+        return await self._ask_master(job, "why", _WHY_S)
+
+    async def _ask_master(self, job: str, method: str, timeout_s: float) -> dict[str, Any] | None:
         try:
-            return await self._launcher.call(_master(job), call)
+            return await self._launcher.call(_master(job), Call(method=method, timeout_s=timeout_s, control=True))
         except (ProcessGone, CallTimeout, RemoteError):
             return None
 

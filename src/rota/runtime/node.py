@@ -51,16 +51,20 @@ class Sampler:
     def sample(self, processes: Iterable[ProcessId]) -> NodeSample:
         """One sample; processes that are gone are left out. Blocks some 30 us a process, longer with devices."""
         memory = psutil.virtual_memory()
-        found = [sample for each in processes if (sample := self._process(each)) is not None]
-        alive = {sample.process for sample in found}
-        self._last = {known: value for known, value in self._last.items() if known in alive}
         return NodeSample(
             cpus=self._cpus(),
             memory_used_bytes=memory.total - memory.available,
             memory_total_bytes=memory.total,
             devices=device_samples(),
-            processes=tuple(found),
+            processes=self.processes(processes),
         )
+
+    def processes(self, which: Iterable[ProcessId]) -> tuple[ProcessSample, ...]:
+        """The load of these processes alone; those that are gone are left out."""
+        found = [sample for each in which if (sample := self._process(each)) is not None]
+        alive = {sample.process for sample in found}
+        self._last = {known: value for known, value in self._last.items() if known in alive}
+        return tuple(found)
 
     def _cpus(self) -> float:
         now_s, times = self._clock.monotonic_s(), psutil.cpu_times()
@@ -77,6 +81,18 @@ class Sampler:
         self._last[which] = (now_s, usage)
         cpus = max(0.0, usage.cpu_s - before.cpu_s) / max(now_s - before_s, 1e-3)
         return ProcessSample(process=which, cpus=cpus, rss_bytes=usage.rss_bytes, threads=usage.threads)
+
+
+class Load:
+    """Cores and memory that this process and everything below it use, between two readings."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._sampler, self._own = Sampler(clock), process.own_id()
+
+    def read(self) -> dict[str, float]:
+        """``cpus`` since the reading before and ``rss_bytes`` now; some 30 us a process."""
+        found = self._sampler.processes((self._own, *process.descendants(self._own)))
+        return {"cpus": round(sum(one.cpus for one in found), 3), "rss_bytes": sum(one.rss_bytes for one in found)}
 
 
 def stacks_of(which: ProcessId) -> str:

@@ -95,6 +95,10 @@ class AsyncClient(Wire):
         """See ``Client.failures``."""
         return await self._part(job, "failures", attempt=attempt)
 
+    async def trace(self, job: str) -> Document:
+        """See ``Client.trace``."""
+        return await self._part(job, "trace")
+
     async def graph(self, job: str) -> Document:
         """See ``Client.graph``."""
         return await self._part(job, "graph")

@@ -38,6 +38,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "explain": ("Why", "rota.service.verbs.reasons:explain", "Why a job waits, and what would let it start."),
     "failures": ("Why", "rota.service.verbs.reasons:failures", "What failed first, and what was done about it."),
     "why": ("Why", "rota.service.verbs.reasons:why", "Who waits for whom in a running job."),
+    "top": ("Why", "rota.service.verbs.watching:top", "What every instance of the running jobs does now."),
+    "trace": ("Why", "rota.service.verbs.watching:trace", "Write a trace of a job, and say what bounds it."),
     "graph": ("Why", "rota.service.verbs.reasons:graph", "Roles, edges and sub-graphs of a job or job file."),
     "events": ("Why", "rota.service.verbs.logs:events", "The facts of a job in order."),
     "nodes": ("Cluster", "rota.service.verbs.cluster:nodes", "List nodes, or take one out of use and back."),

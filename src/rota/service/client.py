@@ -130,6 +130,10 @@ class Client(Wire):
         """``FailureList``: what failed first, and what was done about it."""
         return self.ask(calls.get(calls.job_path(job, "failures"), attempt=attempt))
 
+    def trace(self, job: str) -> Document:
+        """``Trace``: what every instance ran and waited for, in the form that Perfetto opens, with a ``summary``."""
+        return self.ask(calls.get(calls.job_path(job, "trace")))
+
     def graph(self, job: str) -> Document:
         """``Graph``: roles, edges, sub-graphs, blast radius."""
         return self.ask(calls.get(calls.job_path(job, "graph")))

@@ -42,6 +42,10 @@ class Engine(Protocol):
         """The last beat of each instance ``role/rank`` as its master heard it; empty while nobody can tell."""
         ...
 
+    async def why(self, job: JobId) -> dict[str, Any]:
+        """Who waits for whom in a job, as its master sees it now; empty while nobody can tell."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
@@ -71,6 +75,9 @@ class NoEngine:
         return ()
 
     async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
+        return {}
+
+    async def why(self, job: JobId) -> dict[str, Any]:
         return {}
 
     async def status(self) -> dict[str, Any]:
@@ -124,6 +131,14 @@ class GatewayEngine:
         except (EngineUnavailable, TimedOut, ValueError):
             return {}
         return dict(found["beats"]) if found else {}
+
+    async def why(self, job: JobId) -> dict[str, Any]:
+        if not self._started or not self._client.connected:
+            return {}
+        try:
+            return await self._client.master_why(job) or {}
+        except (EngineUnavailable, TimedOut, ValueError):
+            return {}
 
     async def status(self) -> dict[str, Any]:
         gateway = RunFolder(self._home.run).find_alive(RECORD)

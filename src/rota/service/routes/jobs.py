@@ -8,14 +8,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from rota.job.spans import read_spans
 from rota.service.changes import checked_changes
 from rota.service.intake import Submission
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document
-from rota.service.views.jobs import API, JobFilter, edits, job_document, job_list, when
+from rota.service.views.jobs import API, JobFilter, edits, job_document, job_list
 from rota.service.views.story import JobStory
+from rota.service.views.trace import trace_document
+from rota.service.views.why import why_document
 from rota.spec import codec
 from rota.spec.errors import BadInput, Conflict, SeqConflict, VersionMismatch
 from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, StopAsked
@@ -24,6 +27,7 @@ from rota.spec.states import JobState
 
 SOURCE_BYTES_MAX = 2**20
 STOP_TRIES_MAX = 20
+TRACE_RECORDS_MAX = 100_000
 
 router = APIRouter(prefix="/api/v1", tags=["jobs"])
 
@@ -258,25 +262,23 @@ async def attempts(job: str, doors: Parts, caller: Asker) -> Document:
 
 @router.get("/jobs/{job}/why")
 async def why(job: str, doors: Parts, caller: Asker) -> Document:
-    """Who waits for whom in a running job: instances that are not ready, and the recovery that is open."""
+    """Who waits for whom in a running job: the culprit with its stack, every wait, and the recovery that is open."""
     story = doors.loop.installation.find(job)
-    open_failover = next((one for one in reversed(story.failures) if one.ended_at is None), None)
-    waits = [
-        {"instance": str(one.id), "state": one.state.value, "since": when(one.since)}
-        for one in story.instances.values()
-        if one.state.value not in ("READY", "GONE")
-    ]
-    cause = None if open_failover is None else failure_list(story)["items"][story.failures.index(open_failover)]
-    return {
-        "api": API,
-        "kind": "WaitGraph",
-        "job": story.id,
-        "state": story.state.value,
-        "items": waits,
-        "cause": cause,
-        "see": f"rota explain {story.id}" if story.state is JobState.QUEUED else f"rota failures {story.id}",
-        "next": None,
-    }
+    live = await doors.engine.why(story.id) if story.state.holds_devices and story.master is not None else {}
+    return why_document(story, live)
+
+
+@router.get("/jobs/{job}/trace")
+async def trace(job: str, doors: Parts, caller: Asker) -> Document:
+    """One trace for Perfetto: a lane per instance, calls as flows, commits, recoveries, and what bounds each step."""
+    story = doors.loop.installation.find(job)
+    folder = doors.home.job(story.id).spans
+
+    def made() -> Document:
+        records = doors.loop.log.read(job=story.id, limit=TRACE_RECORDS_MAX)
+        return trace_document(story, records, read_spans(folder))
+
+    return await asyncio.to_thread(made)
 
 
 def show_document(doors: Doors, story: JobStory, beats: dict[str, dict[str, Any]] | None = None) -> Document:

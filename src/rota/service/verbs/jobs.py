@@ -116,6 +116,7 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
             ("state", f"{job['state']} for {age(job['since'])}" + (f" ({job['phase']})" if job.get("phase") else "")),
             ("why", f"{job['reason']}: {job['text']}" if job.get("reason") else ""),
             ("queue", f"{job['queue']}, priority {job['priority']}"),
+            ("master", _master_text(job)),
             ("user", job["user"]),
             ("submitted", clock_time(job["submitted_at"])),
             ("ran", lasting(job["run_s"]) if job["run_s"] else ""),
@@ -153,6 +154,14 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
     if error and error.get("traceback"):
         term.line()
         term.line(str(error["traceback"]).rstrip())
+
+
+def _master_text(job: Mapping[str, Any]) -> str:
+    master = job.get("master")
+    if not master or job["state"] in ("QUEUED", "SUCCEEDED", "FAILED", "CANCELLED"):
+        return ""
+    place = f" on {master['node']}" if master.get("node") else ""
+    return f"pid {master['pid']}{place} for {age(master['since'])}, epoch {master['epoch']}"
 
 
 def stop(

@@ -12,6 +12,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import age, amount, clock_time, lasting, shortened
 from rota.spec.errors import BadInput
+from rota.spec.states import JobState
 
 JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 
@@ -140,7 +141,7 @@ def _level(item: Mapping[str, Any]) -> str:
 
 
 def why(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
-    """Say who waits for whom in a running job.
+    """Say who waits for whom in a running job: the one that holds up the rest, since when, with its stack.
 
     Examples
     --------
@@ -157,12 +158,32 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     cause = doc.get("cause")
     if cause:
         term.line(f"open recovery ({cause['level']}) of {cause['instance']}: {cause['reason']}: {cause['text']}")
-    term.table(
-        ["INSTANCE", "STATE", "FOR"],
-        [(item["instance"], item["state"], age(item["since"])) for item in doc["items"]],
-        empty=f"{doc['job']} {doc['state']}: nobody waits",
-    )
+    named = [("culprit" if not root["deadlock"] else "deadlock", root) for root in doc["culprits"]]
+    named += [("suspect", root) for root in doc["suspects"]]
+    for word, root in named:
+        term.line(f"{word}: {root['text']}")
+    if doc["waits"]:
+        term.line()
+        term.table(
+            ["WHO WAITS", "FOR WHOM", "KIND", "WHAT", "FOR"],
+            [(one["source"], one["target"], one["kind"], one["what"], lasting(one["age_s"])) for one in doc["waits"]],
+        )
+    if doc["items"]:
+        term.line()
+        term.table(
+            ["NOT READY", "STATE", "FOR"],
+            [(item["instance"], item["state"], age(item["since"])) for item in doc["items"]],
+        )
+    for instance, text in doc["stacks"].items():
+        term.line(f"\nstacks of {instance}:\n{text.rstrip()}")
+    if not (cause or named or doc["waits"] or doc["items"]):
+        told = "nobody waits" if doc["live"] else "its master tells nothing" if _runs(doc) else "nothing runs"
+        term.line(f"{doc['job']} {doc['state']}: {told}")
     term.line(f"see also: {doc['see']}")
+
+
+def _runs(doc: Mapping[str, Any]) -> bool:
+    return JobState(doc["state"]).holds_devices
 
 
 def graph(

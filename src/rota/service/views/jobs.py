@@ -27,19 +27,32 @@ def when(at: float | None) -> str | None:
 
 
 def phase(story: JobStory) -> str:
-    """The finer step inside the state, one word or none."""
-    ready = sum(one.state in (InstanceState.READY, InstanceState.GONE) for one in story.instances.values())
+    """What the job does now inside its state, in words; empty when the state says it all."""
     match story.state:
         case JobState.SUBMITTED:
-            return "importing"
+            return "its workloads are being read"
         case JobState.ADMITTED:
-            return "reserving" if story.master_is_current else "master"
+            return "its devices are being reserved" if story.master_is_current else "its master is being started"
         case JobState.STARTING:
-            return f"ready {ready}/{len(story.instances)}"
+            return _readiness(story)
         case JobState.RECOVERING if story.failures:
-            return f"{story.failures[-1].level} level, ready {ready}/{len(story.instances)}"
+            last = story.failures[-1]
+            return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(story)}"
+        case JobState.STOPPING | JobState.PREEMPTING:
+            left = sum(bool(one.now.doomed) for one in story.instances.values())
+            return f"{left} processes are being stopped" if left else "its devices are being given back"
+        case JobState.RUNNING if story.commit is not None:
+            return f"at commit {story.commit.n}"
         case _:
             return ""
+
+
+def _readiness(story: JobStory) -> str:
+    """How many are ready, and the first of those that the rest waits for."""
+    behind = [one for one in story.instances.values() if not one.now.settled]
+    ready = f"{len(story.instances) - len(behind)} of {len(story.instances)} instances are ready"
+    names = ", ".join(str(one.id) for one in behind[:3]) + (" ..." if len(behind) > 3 else "")
+    return f"{ready}, waits for {names}" if behind else ready
 
 
 def reason_of(story: JobStory) -> tuple[Reason | None, str]:
@@ -128,7 +141,7 @@ def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | 
         "state": one.state.value,
         "since": when(one.since),
         "node": one.node,
-        "pid": one.pid or None,
+        "pid": (one.pid or None) if one.now.alive or one.state.terminal else None,
         "epoch": one.now.epoch,
         "restarts": one.restarts,
         "devices": _devices(story, one),
@@ -161,6 +174,10 @@ def _beat(beat: Mapping[str, Any]) -> dict[str, Any]:
         "beat_age_s": round(beat["age_s"], 3),
         "busy": list(beat["busy"]),
         "quiet": beat["quiet"],
+        "waits_for": [wait["target"] for wait in beat.get("waits", ())],
+        "step_s": beat.get("step_s", 0.0),
+        "cpus": beat.get("cpus", 0.0),
+        "rss_bytes": beat.get("rss_bytes", 0),
     }
 
 

@@ -1,0 +1,151 @@
+"""One trace of a job for Perfetto: a lane per instance, calls as flows, commits, recoveries, what bounds each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rota.job.core.timeline import Piece, Span, critical_path, idle_shares, lanes, shares
+from rota.service.views.jobs import API
+from rota.service.views.story import JobStory
+from rota.spec.events import Committed, Record
+
+SPANS_MAX = 200_000
+"""Of more spans than that the oldest are left out."""
+JOB_PID = 1
+_US = 1e6
+
+
+def trace_document(story: JobStory, records: Iterable[Record], spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """The Trace Event format that Perfetto and chrome://tracing open; ``summary`` says in shares what bound the job.
+
+    Times are microseconds since the first span. Lanes 0 of each role are its instances; what overlaps gets more.
+    """
+    kept = _newest(spans)
+    begins = [one.at_s for those in kept.values() for one in those]
+    origin_s = min(begins, default=story.submitted_at)
+    steps = _steps(story, records, kept)
+    path = [piece for waits, begin_s, end_s in steps for piece in critical_path(waits, begin_s, end_s)]
+    events = [*_names(kept), *_instances(kept, origin_s), *_job(story, path, steps, origin_s)]
+    window = (
+        (steps[0][1], steps[-1][2])
+        if steps
+        else (origin_s, max((one.end_s for s in kept.values() for one in s), default=origin_s))
+    )
+    summary = {
+        "steps": len(steps),
+        "seconds": round(window[1] - window[0], 3),
+        "bound_by": {name: round(share, 4) for name, share in shares(path).items()},
+        "idle": {role: round(share, 4) for role, share in idle_shares(kept, *window).items()},
+    }
+    return {
+        "api": API,
+        "kind": "Trace",
+        "job": story.id,
+        "displayTimeUnit": "ms",
+        "traceEvents": events,
+        "summary": summary,
+    }
+
+
+def _newest(spans: Mapping[str, Sequence[Span]]) -> dict[str, list[Span]]:
+    """At most ``SPANS_MAX`` in all: the same cut in time for every instance."""
+    ends = sorted(one.end_s for those in spans.values() for one in those)
+    cut_s = ends[-SPANS_MAX] if len(ends) > SPANS_MAX else float("-inf")
+    return {name: [one for one in those if one.end_s >= cut_s] for name, those in spans.items()}
+
+
+Step = tuple[list[Span], float, float]
+
+
+def _steps(story: JobStory, records: Iterable[Record], spans: Mapping[str, Sequence[Span]]) -> list[Step]:
+    """The loop's waits of each step: from one commit to the next, the first from the loop's first wait."""
+    graph = story.ctx.graph
+    loop = next((those for name, those in spans.items() if graph and name == f"{graph.loop}/0"), [])
+    waits = [one for one in loop if one.kind != "run"]
+    if not waits:
+        return []
+    commits = [record.at for record in records if isinstance(record.event, Committed)]
+    edges = [min(one.at_s for one in waits), *(at for at in commits if at > min(one.at_s for one in waits))]
+    return [([w for w in waits if w.end_s > a and w.at_s < b], a, b) for a, b in pairwise(edges)]
+
+
+def _pid(names: Sequence[str], role: str) -> int:
+    return JOB_PID + 1 + names.index(role)
+
+
+def _roles(spans: Mapping[str, object]) -> list[str]:
+    return sorted({name.partition("/")[0] for name in spans})
+
+
+def _names(spans: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+    roles = _roles(spans)
+    yield _name("process_name", JOB_PID, 0, "job")
+    for tid, text in enumerate(("critical path", "commits", "recoveries")):
+        yield _name("thread_name", JOB_PID, tid, text)
+    for role in roles:
+        yield _name("process_name", _pid(roles, role), 0, role)
+
+
+def _name(what: str, pid: int, tid: int, text: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": text}}
+
+
+def _instances(spans: Mapping[str, Sequence[Span]], origin_s: float) -> Iterator[dict[str, Any]]:
+    roles = _roles(spans)
+    callees: dict[str, tuple[int, int, Span]] = {}
+    callers: list[tuple[int, int, Span]] = []
+    for name, those in spans.items():
+        role, _, rank = name.partition("/")
+        pid, tid = _pid(roles, role), int(rank) * 1000
+        for title, some in (
+            (name, [one for one in those if one.kind == "run"]),
+            (f"{name} waits", [one for one in those if one.kind != "run"]),
+        ):
+            for row in lanes(some):
+                yield _name("thread_name", pid, tid, title)
+                for one in row:
+                    yield _slice(pid, tid, _title(one), one.at_s, one.s, origin_s, kind=one.kind)
+                    if one.call and one.kind == "run":
+                        callees[one.call] = (pid, tid, one)
+                    elif one.call:
+                        callers.append((pid, tid, one))
+                tid += 1
+    for number, (pid, tid, wait) in enumerate(callers, 1):
+        if wait.call in callees:
+            to_pid, to_tid, run = callees[wait.call]
+            flow = {"name": wait.name, "cat": "call", "id": number}
+            yield {**flow, "ph": "s", "pid": pid, "tid": tid, "ts": _us(wait.at_s, origin_s)}
+            yield {**flow, "ph": "f", "bp": "e", "pid": to_pid, "tid": to_tid, "ts": _us(run.at_s, origin_s)}
+
+
+def _title(one: Span) -> str:
+    return one.name if one.kind == "run" else f"{one.kind} {one.target} {one.name}".strip()
+
+
+def _job(story: JobStory, path: Sequence[Piece], steps: Sequence[Step], origin_s: float) -> Iterator[dict[str, Any]]:
+    for piece in path:
+        yield _slice(JOB_PID, 0, piece.name, piece.at_s, piece.s, origin_s)
+    for number, (_, begin_s, end_s) in enumerate(steps, 1):
+        yield _slice(JOB_PID, 1, f"step {number}", begin_s, end_s - begin_s, origin_s)
+    for number, one in enumerate(story.failures, 1):
+        ended_s = one.ended_at or one.decided_at
+        text = f"recovery {number} of {one.cause.role}/{one.cause.rank} ({one.level}): {one.cause.reason}"
+        yield _slice(JOB_PID, 2, text, one.seen_at, ended_s - one.seen_at, origin_s)
+
+
+def _slice(pid: int, tid: int, name: str, at_s: float, s: float, origin_s: float, **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": name,
+        "ts": _us(at_s, origin_s),
+        "dur": round(s * _US),
+        "args": args,
+    }
+
+
+def _us(at_s: float, origin_s: float) -> int:
+    return round((at_s - origin_s) * _US)

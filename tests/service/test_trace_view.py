@@ -1,0 +1,61 @@
+"""The trace of a job as Perfetto opens it, and what it says of where the time went."""
+
+from __future__ import annotations
+
+import pytest
+from tests.makers import JOB, loop, op, placement, service, spec
+
+from rota.job.core.timeline import Span
+from rota.service.views.story import begin_story
+from rota.service.views.trace import trace_document
+from rota.spec.events import Committed, Event, JobAdmitted, JobQueued, JobSubmitted, Record
+from rota.spec.ids import Epoch
+
+T0 = 1000.0
+
+
+def played(*events: tuple[float, Event]):
+    job = spec(service("reward", 1, op("score")), loop())
+    given = [
+        (T0, JobSubmitted(spec=job)),
+        (T0, JobQueued()),
+        (T0, JobAdmitted(attempt=1, epoch=Epoch(1), placement=placement(job))),
+        *events,
+    ]
+    records = [Record(number=n, job=JOB, seq=n, at=at, event=event) for n, (at, event) in enumerate(given, 1)]
+    story = begin_story(records[0])
+    for record in records[1:]:
+        story.apply(record)
+    return story, records
+
+
+def test_a_trace_has_a_lane_per_instance_calls_as_flows_and_says_what_bounds_the_job() -> None:
+    story, records = played((T0 + 10, Committed(n=1, loop_epoch=Epoch(1))))
+    spans = {
+        "loop/0": [
+            Span(kind="call", name="score", at_s=T0, s=8.0, target="reward/0", call="c1"),
+            Span(kind="commit", name="1", at_s=T0 + 9, s=1.0, target="master"),
+        ],
+        "reward/0": [Span(kind="run", name="score", at_s=T0 + 1, s=6.0, call="c1")],
+    }
+    found = trace_document(story, records, spans)
+    assert found["summary"] == {
+        "steps": 1,
+        "seconds": 10.0,
+        "bound_by": {"reward": 0.8, "loop": 0.1, "commit": 0.1},
+        "idle": {"loop": 1.0, "reward": pytest.approx(0.4)},
+    }
+    events = found["traceEvents"]
+    lanes = {one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert lanes >= {"loop/0 waits", "reward/0", "critical path", "commits", "recoveries"}
+    slices = {(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"}
+    assert {("score", 1_000_000, 6_000_000), ("call reward/0 score", 0, 8_000_000), ("step 1", 0, 10_000_000)} <= slices
+    start, finish = (next(one for one in events if one["ph"] == phase) for phase in "sf")
+    assert (start["id"], start["ts"], finish["id"], finish["ts"]) == (1, 0, 1, 1_000_000)
+    assert start["pid"] != finish["pid"], "the arrow goes from the caller's lane to the callee's"
+
+
+def test_a_job_that_left_no_spans_has_an_empty_trace() -> None:
+    story, records = played()
+    found = trace_document(story, records, {})
+    assert found["summary"] == {"steps": 0, "seconds": 0.0, "bound_by": {}, "idle": {}}

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rota.job import shadow
@@ -27,7 +27,7 @@ from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.inspect import import_target
 from rota.job.lanes import Lane
-from rota.job.peers import PeerTable, cursor_with, table_of
+from rota.job.peers import Gathering, PeerTable, cursor_with, table_of
 from rota.job.probes import Beat, BeatAnswer
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
@@ -75,22 +75,6 @@ class Wish:
 
     event: JobEvent
     done: asyncio.Future[tuple[Record, ...]] | None = None
-
-
-@dataclass(slots=True)
-class Gathering:
-    """Members of a mesh that meet under one epoch: their number, the address of rank 0, who waits."""
-
-    world: int
-    ranks: set[int] = field(default_factory=set[int])
-    address: str = ""
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-    over: bool = False
-
-    def give_up(self) -> None:
-        """A newer epoch has begun: nobody waits any longer."""
-        self.over = True
-        self.complete.set()
 
 
 class JobMaster:

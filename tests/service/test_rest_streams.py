@@ -78,10 +78,29 @@ def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path)
         beat = Beat(role=MAIN, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1000, progress_n=7, idle_s=0.25)
         service.engine.told = {"main/0": {**beat.to_json(), "age_s": 0.125}}
         one = (await service.get("/jobs/hello-1"))["instances"][0]
-        told = {"n": 7, "unit": "", "idle_s": 0.25, "beat_age_s": 0.125, "busy": [], "quiet": ""}
-        assert one["progress"] == told
+        told = {"n": 7, "unit": "", "idle_s": 0.25, "beat_age_s": 0.125, "busy": [], "quiet": "", "waits_for": []}
+        assert one["progress"] == told | {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}
         service.engine.told = {"main/0": {**replace(beat, epoch=Epoch(0)).to_json(), "age_s": 0.125}}
         assert (await service.get("/jobs/hello-1"))["instances"][0]["progress"] is None
+
+    with_service(tmp_path, test)
+
+
+def test_why_shows_what_the_master_tells_of_waits_and_the_log_alone_without_it(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        silent = await service.get("/jobs/hello-1/why")
+        assert (silent["live"], silent["culprits"], silent["items"]) == (False, [], [])
+        root = {"members": ["main/0"], "deadlock": False, "text": "main/0 made no progress", "cycle": [], "waiters": []}
+        wait = {"source": "loop/0", "target": "main/0", "kind": "call", "what": "work", "age_s": 7.5}
+        service.engine.waits = {"culprits": [root], "suspects": [], "waits": [wait], "stacks": {"main/0": "File x"}}
+        told = await service.get("/jobs/hello-1/why")
+        assert (told["live"], told["culprits"], told["waits"], told["stacks"]) == (
+            True,
+            [root],
+            [wait],
+            {"main/0": "File x"},
+        )
 
     with_service(tmp_path, test)
 
@@ -108,7 +127,11 @@ def test_a_failure_is_told_as_seen_decided_and_healed_with_its_traceback(tmp_pat
         assert (await service.get("/jobs/hello-1"))["state"] == "RECOVERING"
         assert [row["instance"] for row in (await service.get("/jobs/hello-1/why"))["items"]] == ["main/0"]
         gone = InstanceStopped(role=MAIN, rank=0, epoch=Epoch(1))
-        healed = (gone, started(0, 2, 1001), ready(0, 2), FailoverEnded(failover=1, seconds=0.5))
+        await service.seen(service.as_master("hello-1", gone))
+        starting = await service.get("/jobs/hello-1")
+        assert (starting["instances"][0]["state"], starting["instances"][0]["pid"]) == ("STARTING", None), "no dead pid"
+        assert starting["phase"] == "restarts main/0 (level process), 0 of 1 instances are ready, waits for main/0"
+        healed = (started(0, 2, 1001), ready(0, 2), FailoverEnded(failover=1, seconds=0.5))
         await service.seen(service.as_master("hello-1", *healed))
         item = (await service.get("/jobs/hello-1/failures"))["items"][0]
         assert (item["level"], item["instance"], item["traceback"], item["healed"]) == ("process", "main/0", "T", True)

@@ -190,6 +190,7 @@ class DiagnosisManager:
         if inside or not root.members:
             return inside
         direct = {wait.source for wait in graph.waits if wait.target in root.members}
+        direct = {name for name in direct if name in graph.standings and graph.standings[name].stuck}
         return [one for one in watched if str(one.id) in direct]
 
     def suspects(self, graph: WaitGraph) -> tuple[Root, ...]:

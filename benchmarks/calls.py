@@ -142,13 +142,18 @@ def submit(home: Home, name: str, roles: dict[str, Any], env: dict[str, str]) ->
 
 
 def wait_for(path: Path, home: Home, job: str) -> None:
-    """Wait until the job has written a file. Raises RuntimeError when the job ended without it."""
-    deadline = time.monotonic() + LIMIT_S
+    """Wait until the job has written a file. Raises RuntimeError when the job ended without it.
+
+    The service is asked once a second only: it must not compute while a round is measured.
+    """
+    began = asked = time.monotonic()
     while not path.exists():
-        state = daemon.ask(home, "GET", f"/api/v1/jobs/{job}")["state"]
-        if state in TERMINAL or time.monotonic() > deadline:
-            raise RuntimeError(f"{job} is {state} and has not written {path.name}")
         time.sleep(0.01)
+        if time.monotonic() > asked + 1.0:
+            asked = time.monotonic()
+            state = daemon.ask(home, "GET", f"/api/v1/jobs/{job}")["state"]
+            if state in TERMINAL or asked > began + LIMIT_S:
+                raise RuntimeError(f"{job} is {state} and has not written {path.name}")
 
 
 def role(workload: str, replicas: int = 1) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Launcher:
         self.calls: list[tuple[str, Request]] = []
 
     async def call(self, to: Handle, call: Call) -> Any:
-        request = Request.of_call(call.args[0], call.args[1:], call.kwargs)
+        request = Request.of_call(call.head[0], call.args, call.kwargs)
         self.calls.append((str(to.instance), request))
         try:
             async with asyncio.timeout(call.timeout_s):

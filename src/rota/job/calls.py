@@ -49,10 +49,10 @@ class Request:
     """What the operation raises is a failure of the instance; False for an item, which may be to blame itself."""
 
     def to_call(self, timeout_s: float | None) -> Call:
-        """As a call of ``Instance.call``; all but the user's is one list of plain values, cheap to send."""
+        """As a call of ``Instance.call``; all but the user's is one list of plain values."""
         weights = {edge: list(version) for edge, version in self.weights.items()}
         head = [self.call_id, self.op, self.epoch, self.loop_epoch, weights, self.report]
-        return Call(method="call", args=(head, *self.args), kwargs=self.kwargs, timeout_s=timeout_s)
+        return Call(method="call", head=(head,), args=self.args, kwargs=self.kwargs, timeout_s=timeout_s)
 
     @staticmethod
     def of_call(head: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:

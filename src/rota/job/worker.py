@@ -152,7 +152,7 @@ class Instance:
 
     # -- what other instances ask -------------------------------------------------------------------------------------
 
-    async def call(self, head: list[Any], *args: Any, **kwargs: Any) -> Any:
+    async def call(self, head: list[Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run one operation, sent as a ``Request``; its value or a ``Refusal``."""
         return await self._user.run(self._call(Request.of_call(head, args, kwargs)))
 

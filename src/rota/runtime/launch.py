@@ -96,9 +96,13 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One method call on a process: ``method(*args, **kwargs)``; ``control`` calls never queue behind user code."""
+    """One call on a process, ``method(*head, *args, **kwargs)``; ``control`` calls never queue behind user code.
+
+    ``head`` is plain (texts, numbers, lists and dicts of them): it travels with the name of the method, almost free.
+    """
 
     method: str
+    head: tuple[Any, ...] = ()
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None

@@ -296,7 +296,7 @@ class RayLauncher:
         timeout_s = call.timeout_s if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             # One by one, not as a Call: Ray passes plain bytes, texts and lists on without pickling them.
-            answer = await _answer(method.remote(call.method, *call.args, **call.kwargs), timeout_s)
+            answer = await _answer(method.remote([call.method, *call.head], *call.args, **call.kwargs), timeout_s)
         except CallTimeout:
             raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
         except (ActorDiedError, OutOfMemoryError, ObjectLostError) as error:

@@ -365,7 +365,7 @@ class SimEngine:
 async def _method(body: Any, call: Call) -> Any:
     """Call a method, which may be a plain one; what it raises carries its traceback inside the process."""
     try:
-        answer = getattr(body, call.method)(*call.args, **call.kwargs)
+        answer = getattr(body, call.method)(*call.head, *call.args, **call.kwargs)
         return await answer if inspect.isawaitable(answer) else answer
     except Exception as error:
         error.add_note(traceback.format_exc())

@@ -123,29 +123,29 @@ class Host:
         await asyncio.Event().wait()
 
     @ray.method(concurrency_group="control")
-    async def control(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """A control call on the target."""
-        return await self._forward("control", method, args, kwargs)
+    async def control(self, head: list[Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A control call on the target; ``head`` is the name of the method and its first arguments."""
+        return await self._forward("control", head, args, kwargs)
 
     @ray.method(concurrency_group="user")
-    async def user(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """A user call on the target."""
-        return await self._forward("user", method, args, kwargs)
+    async def user(self, head: list[Any], /, *args: Any, **kwargs: Any) -> Any:
+        """A user call on the target; ``head`` is the name of the method and its first arguments."""
+        return await self._forward("user", head, args, kwargs)
 
     @ray.method(concurrency_group="control")
     async def end(self) -> Any:
         """Let the target end politely (its ``stop()`` if it has one); the process itself is ended by the launcher."""
         answer = None
         if getattr(self._target, "stop", None) is not None:
-            answer = await self._forward("control", "stop", (), {})
+            answer = await self._forward("control", ["stop"], (), {})
         flush()
         return answer
 
-    async def _forward(self, group: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    async def _forward(self, group: str, head: list[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._failure is not None:
             return self._failure
         try:
-            method = getattr(self._target, name)
+            method, args = getattr(self._target, head[0]), (*head[1:], *args)
             if inspect.iscoroutinefunction(method):
                 return await method(*args, **kwargs)
             loop = asyncio.get_running_loop()

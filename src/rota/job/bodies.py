@@ -51,6 +51,10 @@ class Forming:
     restarts: int = 0
 
 
+class StillRunning(Exception):
+    """Code of an older epoch does not end, and two must not run in one process: it has to be replaced."""
+
+
 class Body(Protocol):
     """The part of an instance that depends on its workload. All methods run in the control lane."""
 
@@ -63,7 +67,7 @@ class Body(Protocol):
         ...
 
     async def dissolve(self) -> None:
-        """Give up the present epoch: cancel what runs, leave the process group."""
+        """Give up the present epoch: cancel what runs, leave the process group. Raises StillRunning."""
         ...
 
     async def stop(self, grace_s: float) -> None:

@@ -61,6 +61,8 @@ INSTANCE_TARGET = "rota.job.worker:Instance"
 RESERVE_MAX_S = 120.0
 RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
+GIVE_UP_S = 300.0
+"""So long a command is tried; then its failure is an event. What gives back is tried for ever: it holds resources."""
 UNSEEN_DEATH_S = 5.0
 """A call that found its process gone waits this long for the launcher's report of the death."""
 
@@ -136,12 +138,15 @@ class Executor:
         if older is not None:
             older.cancel()
             await asyncio.gather(older, return_exceptions=True)
-        pause_s = RETRY_S[0]
+        pause_s, began_s = RETRY_S[0], self.clock.monotonic_s()
         while True:
             try:
                 event = await self._effect(command, ctx)
                 break
             except Exception as error:  # noqa: BLE001 - the engine may fail in any way; effects are idempotent by name
+                late = self.clock.monotonic_s() - began_s > GIVE_UP_S
+                if late and (event := _given_up(command, error)) is not None:
+                    break
                 sys.stderr.write(f"{command.id}: {type(error).__name__}: {error}; again in {pause_s:g} s\n")
                 await self.clock.sleep(pause_s)
                 pause_s = min(pause_s * 2, RETRY_S[1])
@@ -319,7 +324,7 @@ def death_event(death: ProcessDied) -> InstanceLost:
         role=death.instance.role,
         rank=death.instance.rank,
         epoch=death.epoch,
-        reason=Reason.OOM_KILLED if "memory" in death.text.lower() else reason,
+        reason=Reason.OOM_KILLED if death.out_of_memory else reason,
         text=text,
         exit_code=death.exit_code,
         signal=death.signal,
@@ -335,6 +340,18 @@ def _superseded(command: Command) -> str:
             return f"reserve/{gang}/{epoch}"
         case _:
             return ""
+
+
+def _given_up(command: Command, error: Exception) -> JobEvent | None:
+    """The event of a command that the engine did not carry out; None for one that must be tried on."""
+    text = f"the engine did not carry it out within {GIVE_UP_S:g} s: {type(error).__name__}: {error}"
+    match command:
+        case ReserveGang(gang=gang, epoch=epoch):
+            return GangReserveFailed(gang=gang, epoch=epoch, reason=Reason.GANG_TIMEOUT, text=text)
+        case Assemble(instance=instance, epoch=epoch) | RunInstance(instance=instance, epoch=epoch):
+            return _lost(instance, epoch, Reason.START_TIMEOUT, text)
+        case _:
+            return None
 
 
 def _failed(instance: InstanceId, epoch: Epoch, failure: Failure) -> InstanceLost:

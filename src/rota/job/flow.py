@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job import checkpoint, shadow
-from rota.job.bodies import Forming, Seat, make_context
+from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.ledger import Order
 from rota.job.inspect import import_target
@@ -39,6 +39,8 @@ from rota.spec.job import RoleSpec
 
 COMMIT_ANSWER_S = 10.0
 """A commit without an answer is sent again after this; the master answers a repeated one from the log."""
+SAVE_MAX_S = 1800.0
+"""Longest wait for one instance to save its state at a commit."""
 CANCEL_MAX_S = 30.0
 """Longest wait for a cancelled loop to let go."""
 
@@ -217,13 +219,16 @@ class Flow:
 
         ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
         call waits for it. Raises BadInput for another n, for metrics that are no JSON, and while the commit before is
-        under way.
+        under way; what the commit before raised, if nobody has waited for it.
         """
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
         number, shown = _commit_arguments(given, n, metrics)
-        if self._pending is not None and not self._pending.done():
-            raise BadInput("the commit before is still under way: await it")
+        if self._pending is not None:
+            if not self._pending.done():
+                raise BadInput("the commit before is still under way: await it")
+            before, self._pending = self._pending, None
+            before.result()
         if number is not None and number != self.committed + 1:
             raise BadInput(f"commit {number} cannot follow {self.committed}; the next one is {self.committed + 1}")
         self._pending = asyncio.ensure_future(self._commit(self.committed + 1, shown))
@@ -314,11 +319,13 @@ class Flow:
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
-        call = Call(method="save", kwargs=kwargs, control=True)
+        call = Call(method="save", kwargs=kwargs, control=True, timeout_s=SAVE_MAX_S)
         try:
             with self._seat.pulse.waiting.on(str(peer.id), "commit", f"save {n}"):
                 reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)
-        except (ProcessGone, CallTimeout) as error:
+        except CallTimeout as error:
+            raise CallError(f"commit {n}: {peer.id} did not save its state in {SAVE_MAX_S:g} s") from error
+        except ProcessGone as error:
             reply = {"answer": "lost", "text": str(error)}
         if reply["answer"] != "done":
             # State is lost, so a rollback follows and cancels this loop.
@@ -399,20 +406,23 @@ class LoopBody:
             self._seat.control.loop.call_soon_threadsafe(left.set)
 
     async def dissolve(self) -> None:
-        """Cancel the function and wait until it has let go."""
+        """Cancel the function and wait until it has let go. Raises StillRunning when it does not."""
         task, flow = self._task, self._flow
         if task is None or flow is None:
             return
         flow.over = True
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CANCEL_MAX_S):
                 await self._left.wait()
+        except TimeoutError:
+            raise StillRunning(f"the loop was cancelled {CANCEL_MAX_S:g} s ago and has not let go") from None
 
     async def stop(self, grace_s: float) -> None:
-        """Cancel the function."""
-        await self.dissolve()
+        """Cancel the function; the process ends after this."""
+        with contextlib.suppress(StillRunning):
+            await self.dissolve()
 
 
 async def _as_coroutine(work: Any) -> Any:

@@ -27,7 +27,8 @@ from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.inspect import import_target
 from rota.job.lanes import Lane
-from rota.job.peers import Gathering, PeerTable, cursor_with, table_of
+from rota.job.meetings import Meetings
+from rota.job.peers import PeerTable, cursor_with, table_of
 from rota.job.probes import Beat, BeatAnswer
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
@@ -67,6 +68,11 @@ STACKS_MAX_S = 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
+INBOX_MAX = 20_000
+
+
+class InboxFull(Exception):
+    """More events wait than a master may hold."""
 
 
 @dataclass(slots=True)
@@ -104,13 +110,13 @@ class JobMaster:
         self._offload, self._pid, self._give_back, self._look_at = offload, pid, give_back, look_at
         self._number = 0
         self._workdir = ""
-        self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue()
+        self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue(INBOX_MAX)
         self._story: deque[str] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock)
         self._executor: Executor | None = None
         self._owned: set[asyncio.Task[Any]] = set()
         self._table = PeerTable()
-        self._gatherings: dict[tuple[str, int], Gathering] = {}
+        self._meetings = Meetings()
 
     # -- main path ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +268,7 @@ class JobMaster:
     async def _watch_silences(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            events = self._watch.overdue(self.ctx, self._absent())
+            events = self._watch.overdue(self.ctx, self._meetings.absent())
             await asyncio.gather(*(self._tell_overdue(event) for event in events))
 
     async def _tell_overdue(self, event: JobEvent) -> None:
@@ -270,17 +276,17 @@ class JobMaster:
             event = dataclasses.replace(event, stacks=await self.stacks(event.role, event.rank))
         self.report(event)
 
-    def _absent(self) -> dict[str, tuple[str, ...]]:
-        """Who has not come to the meeting of its process group, by role."""
-        return {
-            role: tuple(f"{role}/{rank}" for rank in range(here.world) if rank not in here.ranks)
-            for (role, _), here in self._gatherings.items()
-            if not here.complete.is_set()
-        }
-
     def report(self, event: JobEvent) -> None:
         """Put an event into the inbox: it is appended and stepped in its turn."""
-        self._inbox.put_nowait(Wish(event))
+        self._put(Wish(event))
+
+    def _put(self, wish: Wish | BaseException) -> None:
+        """Over the limit nothing is dropped in silence: this master fails, and the next one asks what is alive."""
+        if self._inbox.full():
+            while not self._inbox.empty():
+                self._inbox.get_nowait()
+            wish = InboxFull(f"{INBOX_MAX} events wait to be written")
+        self._inbox.put_nowait(wish)
 
     # -- the table of peers -------------------------------------------------------------------------------------------
 
@@ -335,12 +341,14 @@ class JobMaster:
         says that a durable checkpoint of it is complete, ``cut`` is what the loop needs to go on from it.
         """
         if not self._has(n, loop_epoch):
+            if self.ctx.state.terminal:
+                return {"answer": "refused", "text": f"the job is {self.ctx.state}"}
             done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
             cursor = cursor_with(self.ctx.cursor, n, versions, cut)
             published = dict.fromkeys(versions, n)
             epoch = Epoch(loop_epoch)
             event = Committed(n=n, loop_epoch=epoch, versions=published, metrics=metrics, cursor=cursor)
-            self._inbox.put_nowait(Wish(event, done))
+            self._put(Wish(event, done))
             try:
                 await done
             except Fenced as error:
@@ -359,15 +367,7 @@ class JobMaster:
         peer = table_of(self.ctx).find(role, rank)
         if peer is None or peer.epoch != epoch:
             return None
-        for key in [key for key in self._gatherings if key[0] == role and key[1] < epoch]:
-            self._gatherings.pop(key).give_up()
-        here = self._gatherings.setdefault((role, epoch), Gathering(world=world))
-        here.ranks.add(rank)
-        here.address = address or here.address
-        if len(here.ranks) >= here.world:
-            here.complete.set()
-        await here.complete.wait()
-        return None if here.over else here.address
+        return await self._meetings.meet(role=role, rank=rank, epoch=epoch, world=world, address=address)
 
     async def stacks(self, role: str, rank: int) -> str:
         """The stacks of one instance; one that does not answer is looked at from outside, if it is on this node."""
@@ -383,7 +383,7 @@ class JobMaster:
 
     async def why(self) -> dict[str, Any]:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
-        return await self._watch.explain(self.ctx, self._absent(), self.stacks)
+        return await self._watch.explain(self.ctx, self._meetings.absent(), self.stacks)
 
     def status(self) -> dict[str, Any]:
         """The state of the job and the last beat of every instance, with its age."""
@@ -406,7 +406,7 @@ class JobMaster:
         """A task that failed fails the master: nothing goes on as if it had worked."""
         self._owned.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._inbox.put_nowait(error)
+            self._put(error)
 
     async def _close(self) -> None:
         tasks = list(self._owned)
@@ -415,6 +415,16 @@ class JobMaster:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._executor is not None:
             await self._executor.close()
+        if self.ctx.state.terminal:
+            self._send_away()
+
+    def _send_away(self) -> None:
+        """The job is over: whoever waits here is told so. A master that merely fails leaves them to the next one."""
+        while not self._inbox.empty():
+            wish = self._inbox.get_nowait()
+            if isinstance(wish, Wish) and wish.done is not None and not wish.done.done():
+                wish.done.set_exception(Fenced(f"the job is {self.ctx.state}"))
+        self._meetings.give_up()
 
 
 class Master:

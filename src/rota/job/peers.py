@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,22 +78,6 @@ class PeerTable:
     def from_json(raw: dict[str, Any]) -> PeerTable:
         """Inverse of ``to_json``."""
         return codec.from_json_value(PeerTable, raw)
-
-
-@dataclass(slots=True)
-class Gathering:
-    """Members of a mesh that meet under one epoch: their number, the address of rank 0, who waits."""
-
-    world: int
-    ranks: set[int] = field(default_factory=set[int])
-    address: str = ""
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
-    over: bool = False
-
-    def give_up(self) -> None:
-        """A newer epoch has begun: nobody waits any longer."""
-        self.over = True
-        self.complete.set()
 
 
 def table_of(ctx: JobContext) -> PeerTable:

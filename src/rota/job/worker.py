@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import faulthandler
 import os
+import sys
 import tempfile
 import threading
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rota.job.bodies import Body, Forming, FunctionBody, Seat
+from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
 from rota.job.executor import JobPlace
 from rota.job.flow import LoopBody
@@ -35,7 +36,7 @@ from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 
 BEAT_ANSWER_S = 5.0
-FENCED_EXIT_STATUS = 70
+FENCED_EXIT_STATUS, STUCK_EXIT_STATUS = 70, 71
 TEXT_MAX, TRACE_MAX = 4000, 20_000
 """Characters of a failure that go into the log of the job."""
 DONE = {"answer": "done"}
@@ -188,7 +189,12 @@ class Instance:
         return await _answer_of(self._forming[1])
 
     async def _form(self, forming: Forming, older: asyncio.Task[dict[str, Any]] | None) -> dict[str, Any]:
-        await self._body.dissolve()
+        try:
+            await self._body.dissolve()
+        except StillRunning as error:
+            sys.stderr.write(f"{error}; this process ends, so that another takes its place\n")
+            sys.stderr.flush()
+            os._exit(STUCK_EXIT_STATUS)
         for task in (older, self._running[1] if self._running else None):
             if task is not None:
                 task.cancel()

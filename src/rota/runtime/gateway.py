@@ -78,8 +78,12 @@ class Gateway:
     async def _reply(self, message: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
         identity = str(message.get("request_id", ""))
         reply = await asyncio.shield(self._answer_once(identity, message))
+        try:
+            found = encode(self._stamped({"request_id": identity, **reply}))
+        except ValueError as error:  # too long for one message: the asker still gets an answer
+            found = encode(self._stamped({"request_id": identity, **_error("BAD_REQUEST", f"its answer: {error}")}))
         with contextlib.suppress(ConnectionError, RuntimeError):
-            writer.write(encode(self._stamped({"request_id": identity, **reply})))
+            writer.write(found)
             await writer.drain()
         if message.get("op") == "stop_engine" and "error" not in reply:
             self._leaving.set()

@@ -112,6 +112,9 @@ class GatewayOps:
         await self._launcher.close()
 
     async def _let_go(self, job: JobId) -> None:
+        lock = self._locks.get(job)
+        if lock is not None and not lock.locked():
+            del self._locks[job]
         task = self._kept.pop(job, None)
         if task is not None:
             task.cancel()

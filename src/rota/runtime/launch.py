@@ -119,7 +119,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessDied:
-    """A started process is gone. ``exit_code`` and ``signal`` when known."""
+    """A started process is gone. ``exit_code`` and ``signal`` when known, ``out_of_memory`` if that ended it."""
 
     name: str
     job: JobId
@@ -128,6 +128,7 @@ class ProcessDied:
     text: str = ""
     exit_code: int | None = None
     signal: int | None = None
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

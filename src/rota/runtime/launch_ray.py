@@ -64,6 +64,7 @@ _GONE_S = 5.0
 _FIND_S = 3.0
 _POLL_S = 0.05
 _BLOCKING_THREADS_MAX = 32
+_DEATHS_MAX = 4096
 # What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
 _UNEXPECTED = re.compile(r"Worker unexpectedly exits with a connection error code")
 _OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory")
@@ -323,7 +324,14 @@ class RayLauncher:
             yield await queue.get()
 
     def _queue(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:
-        return self._events.setdefault(job, asyncio.Queue())
+        return self._events.setdefault(job, asyncio.Queue(_DEATHS_MAX))
+
+    def _tell(self, job: JobId, event: RuntimeEvent) -> None:
+        """Keep an event for the consumer; where there is none the oldest is forgotten."""
+        queue = self._queue(job)
+        if queue.full():
+            queue.get_nowait()
+        queue.put_nowait(event)
 
     def _watch(self, handle: Handle) -> None:
         if handle.name not in self._watches:
@@ -339,7 +347,7 @@ class RayLauncher:
         finally:
             exits.close()
         if _NODE_DIED.search(text):
-            self._queue(handle.job).put_nowait(NodeDied(node=handle.node, text=text))
+            self._tell(handle.job, NodeDied(node=handle.node, text=text))
         died = ProcessDied(
             name=handle.name,
             job=handle.job,
@@ -348,8 +356,9 @@ class RayLauncher:
             text=text,
             exit_code=status if status is not None and status >= 0 else None,
             signal=-status if status is not None and status < 0 else None,
+            out_of_memory=text == _OUT_OF_MEMORY_TEXT,
         )
-        self._queue(handle.job).put_nowait(died)
+        self._tell(handle.job, died)
 
     async def wait_end(self, name: str) -> str:
         """Wait until the process of that name is gone for good; returns how it ended.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import pytest
 from tests.makers import JOB, at, service, spec
 
 from rota.job import worker
+from rota.job.calls import Refusal
 from rota.job.executor import JobPlace, death_event
+from rota.job.peers import PeerTable
+from rota.job.probes import BeatAnswer
 from rota.job.worker import FENCED_EXIT_STATUS, Instance
+from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launch import ProcessDied
+from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch
 
 LIMIT_S = 10.0
@@ -51,6 +57,74 @@ def test_an_instance_whose_beats_fail_in_any_way_ends_itself(tmp_path: Path, mon
     assert statuses == [FENCED_EXIT_STATUS]
     instance._control.close()
     instance._seat.user.close()
+
+
+class QuietLauncher:
+    """A master that answers every beat, and says nothing."""
+
+    async def call(self, *_: object) -> Any:
+        return BeatAnswer(master_epoch=Epoch(1)).to_json()
+
+
+class Worked(Workload):
+    """Counts its runs; one operation leaves the interpreter, one blocks."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.threads: set[int] = set()
+
+    @op(send=Rank(0))
+    def work(self, x: int) -> tuple[int, int]:
+        self.runs += 1
+        self.threads.add(threading.get_ident())
+        return x, self.runs
+
+    @op(send=Rank(0))
+    def leave(self) -> None:
+        raise SystemExit(3)
+
+    @op(send=Rank(0))
+    def block(self, seconds: float) -> None:
+        threading.Event().wait(seconds)
+
+
+def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
+    place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
+    role = replace(service("w", 1), workload=f"{__name__}:Worked", interface=interface_of(Worked))
+    instance = Instance(
+        place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[]
+    )
+
+    def head(call_id: str, name: str, *, loop_epoch: int = 4) -> list[Any]:
+        return [call_id, name, 1, loop_epoch, {}]
+
+    async def stacks_meanwhile() -> str:
+        await asyncio.sleep(0.05)
+        return await instance.stacks()
+
+    async def main() -> None:
+        instance.adopt(asyncio.get_running_loop())
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0) == {"answer": "done"}
+        assert await instance.call(head("a", "work"), 5) == (5, 1)
+        assert await instance.call(head("a", "work"), 5) == (5, 1), "a repeated call id gets the first answer"
+        body: Any = instance._body
+        assert body._formed.object.threads == {threading.get_ident()}, "no other thread was asked"
+        # The table tells of a newer loop before its first call does.
+        await instance.peers(PeerTable(version=1, loop_epoch=Epoch(5)).to_json())
+        await asyncio.sleep(0.05)
+        fenced = await instance.call(head("b", "work"), 5)
+        assert isinstance(fenced, Refusal) and fenced.kind == "stale" and "fenced by 5" in fenced.text
+        asked = instance._control.submit(stacks_meanwhile())
+        await instance.call(head("c", "block", loop_epoch=5), 0.2)
+        assert asked.done() and "block" in asked.result(), "control answers while user code blocks its loop"
+        left = await instance.call(head("d", "leave", loop_epoch=5))
+        assert isinstance(left, Refusal) and left.kind == "failed" and "SystemExit: 3" in left.text
+
+    asyncio.run(main())
+    instance._control.close()
 
 
 @pytest.mark.parametrize(("number", "text"), [(9, "ended by SIGKILL"), (35, "ended by signal 35")])

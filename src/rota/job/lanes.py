@@ -11,6 +11,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class Exited(Exception):
+    """Code in a lane called ``sys.exit``: a failure of that code, not the end of the lane."""
+
+
 class Lane:
     """One thread with one event loop. Whatever is given to it runs there, one step at a time."""
 
@@ -33,7 +37,7 @@ class Lane:
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine in this lane; its result comes as a future that any thread may wait for."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        return asyncio.run_coroutine_threadsafe(_contained(work), self.loop)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in this lane and wait for it from another event loop; cancelling the wait cancels it."""
@@ -52,3 +56,10 @@ class Lane:
     def close(self) -> None:
         """Stop the loop after its present step; the thread ends with it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except SystemExit as error:
+        raise Exited(f"sys.exit({error.code!r})") from error

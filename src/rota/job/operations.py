@@ -54,7 +54,7 @@ class _Formed:
 class ClassBody:
     """One object of the user's class at a time, made anew for each epoch."""
 
-    def __init__(self, seat: Seat, on_failure: Callable[[Exception, Epoch], None]) -> None:
+    def __init__(self, seat: Seat, on_failure: Callable[[BaseException, Epoch], None]) -> None:
         self._seat = seat
         self._on_failure = on_failure
         self._meeting: Meeting | None = None
@@ -128,12 +128,12 @@ class ClassBody:
                     value = await value
             self._seat.pulse.mark()
             return value
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
             return self._failed(formed, error, report=request.report and op.retry != "never")
         finally:
             formed.leave()
 
-    def _failed(self, formed: _Formed, error: Exception, *, report: bool) -> Refusal:
+    def _failed(self, formed: _Formed, error: BaseException, *, report: bool) -> Refusal:
         text = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
         if report:

@@ -263,7 +263,7 @@ class Instance:
         failure = failure_of(error, epoch)
         return {"answer": "failed", "failure": codec.to_json_value(failure)}
 
-    def _note_failure(self, error: Exception, epoch: Epoch) -> None:
+    def _note_failure(self, error: BaseException, epoch: Epoch) -> None:
         """User code raised: no further calls under this epoch; the next beat tells the master."""
         if self._failure is None and epoch == self._epoch:
             self._failure = failure_of(error, epoch)

@@ -1,0 +1,203 @@
+"""Limits of the shell of a job: what it holds, tries and waits for has an end, and the end is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.makers import JOB, at, service, spec
+
+from rota.job import executor, flow, master
+from rota.job.bodies import StillRunning
+from rota.job.executor import Executor, JobPlace, death_event
+from rota.job.flow import Flow, LoopBody
+from rota.job.lanes import Exited, Lane
+from rota.job.master import InboxFull, JobMaster, Wish
+from rota.job.peers import Peer
+from rota.job.probes import Pulse
+from rota.runtime.clock import SystemClock
+from rota.runtime.launch import CallTimeout, ProcessDied
+from rota.runtime.log import MemoryLog
+from rota.spec.commands import ReleaseGang, ReserveGang
+from rota.spec.errors import CallError, Fenced
+from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, TimerFired
+from rota.spec.ids import Epoch, GangId, NodeId
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
+
+PLACE = JobPlace(home="/nowhere", job=JOB, workdir="", launcher="")
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await work
+
+    asyncio.run(limited())
+
+
+def a_master() -> JobMaster:
+    clock = SystemClock()
+    launcher: Any = None
+    return JobMaster(job=JOB, place=lambda _: PLACE, log=MemoryLog(clock), launcher=launcher, clock=clock)
+
+
+def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master, "INBOX_MAX", 3)
+
+    async def main() -> None:
+        one = a_master()
+        for number in range(5):
+            one.report(TimerFired(timer=str(number)))
+        while isinstance(found := one._inbox.get_nowait(), Wish):
+            pass
+        assert isinstance(found, InboxFull) and "3 events" in str(found)
+
+    run(main())
+
+
+def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        for state, told in ((JobState.RUNNING, False), (JobState.FAILED, True)):
+            one = a_master()
+            one.ctx = SimpleNamespace(state=state, committed=0, loop_epoch=Epoch(1))  # type: ignore[assignment]
+            event = Committed(n=1, loop_epoch=Epoch(1), versions={}, metrics={}, cursor={})
+            done = asyncio.get_running_loop().create_future()
+            one._put(Wish(event, done))
+            coming = one._meetings.meet(role="w", rank=0, epoch=1, world=2, address="")
+            meeting = asyncio.create_task(coming)
+            await asyncio.sleep(0)
+            await one._close()
+            await asyncio.sleep(0)
+            assert (done.done(), meeting.done()) == (told, told)
+            if told:
+                assert isinstance(done.exception(), Fenced)
+                assert meeting.result() is None
+                late = await one.commit(n=1, loop_epoch=1, versions={}, metrics={})
+                assert late["answer"] == "refused"
+            meeting.cancel()
+
+    run(main())
+
+
+class DeafEngine:
+    """Every effect fails in a way that nobody expects."""
+
+    def __init__(self) -> None:
+        self.tries = 0
+
+    async def reserve(self, *_: object, **__: object) -> None:
+        self.tries += 1
+        raise RuntimeError("the engine is confused")
+
+    async def release(self, *_: object) -> None:
+        self.tries += 1
+        raise RuntimeError("the engine is confused")
+
+
+def test_a_command_that_the_engine_never_carries_out_becomes_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "RETRY_S", (0.001, 0.001))
+    monkeypatch.setattr(executor, "GIVE_UP_S", 0.02)
+    reported: list[JobEvent] = []
+    engine: Any = DeafEngine()
+
+    async def main() -> None:
+        doing = Executor(engine, SystemClock(), PLACE, reported.append)
+        ctx: Any = None
+        doing.launch(ReserveGang(gang=GangId("g"), epoch=Epoch(1), bundles=()), ctx)
+        while not reported:
+            await asyncio.sleep(0.005)
+        assert engine.tries > 2
+        doing.launch(ReleaseGang(gang=GangId("g"), epoch=Epoch(1)), ctx)
+        await asyncio.sleep(0.1)
+        await doing.close()
+
+    run(main())
+    (failed,) = reported
+    assert isinstance(failed, GangReserveFailed) and "the engine is confused" in failed.text
+
+
+@pytest.mark.parametrize(("told", "reason"), [(True, Reason.OOM_KILLED), (False, Reason.EXIT_NONZERO)])
+def test_only_the_engine_s_word_makes_a_death_an_out_of_memory(told: bool, reason: Reason) -> None:
+    text = "Segmentation fault: invalid memory reference"
+    died = ProcessDied(
+        name="n", job=JOB, instance=at("w/0"), epoch=Epoch(1), text=text, exit_code=1, out_of_memory=told
+    )
+    found = death_event(died)
+    assert isinstance(found, InstanceLost) and found.reason is reason
+
+
+class TestFlow:
+    """The flow over a seat whose launcher never answers."""
+
+    @pytest.fixture
+    def seat(self, tmp_path: Path) -> Any:
+        async def call(*_: object) -> Any:
+            raise CallTimeout("no answer")
+
+        role = service("loop", 1)
+        place = JobPlace(home=str(tmp_path), job=JOB, workdir="", launcher="")
+        launcher, clock = SimpleNamespace(call=call), SystemClock()
+        found = SimpleNamespace(place=place, spec=spec(role), role=role, id=at("loop/0"), devices=(), clock=clock)
+        vars(found).update(launcher=launcher, pulse=Pulse(SystemClock()))
+        return found
+
+    def flow(self, seat: Any) -> Flow:
+        forming: Any = SimpleNamespace(epoch=Epoch(1), world=1, restore=0, restarts=0)
+        return Flow(seat, forming, 0)
+
+    def test_a_member_that_does_not_save_in_time_fails_the_commit(self, seat: Any) -> None:
+        peer = Peer(
+            role=at("w/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), node=NodeId("n"), pid=1, ready=True
+        )
+
+        async def main() -> None:
+            with pytest.raises(CallError, match="did not save its state in"):
+                await self.flow(seat)._save(peer, 1, (), "")
+
+        run(main())
+
+    def test_a_commit_that_failed_unseen_is_raised_by_the_next_one(self, seat: Any) -> None:
+        async def failing() -> int:
+            raise CallError("commit 1 was lost")
+
+        async def main() -> None:
+            one = self.flow(seat)
+            one._pending = asyncio.ensure_future(failing())
+            await asyncio.wait([one._pending])
+            with pytest.raises(CallError, match="commit 1 was lost"):
+                one.commit({"n": 1})
+
+        run(main())
+
+    def test_a_loop_that_does_not_let_go_is_no_longer_waited_for(
+        self, seat: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(flow, "CANCEL_MAX_S", 0.01)
+
+        async def main() -> None:
+            body = LoopBody(seat)
+            body._flow, body._task = self.flow(seat), asyncio.ensure_future(asyncio.sleep(60))
+            with pytest.raises(StillRunning):
+                await body.dissolve()
+
+        run(main())
+
+
+def test_sys_exit_in_a_lane_is_a_failure_and_the_lane_goes_on() -> None:
+    lane = Lane("test")
+
+    async def leave() -> None:
+        raise SystemExit(3)
+
+    async def stay() -> int:
+        return 7
+
+    with pytest.raises(Exited, match="3"):
+        lane.submit(leave()).result(5)
+    assert lane.submit(stay()).result(5) == 7
+    lane.close()

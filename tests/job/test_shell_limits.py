@@ -143,12 +143,12 @@ class TestFlow:
         place = JobPlace(home=str(tmp_path), job=JOB, workdir="", launcher="")
         launcher, clock = SimpleNamespace(call=call), SystemClock()
         found = SimpleNamespace(place=place, spec=spec(role), role=role, id=at("loop/0"), devices=(), clock=clock)
-        vars(found).update(launcher=launcher, pulse=Pulse(SystemClock()))
+        vars(found).update(launcher=launcher, pulse=Pulse(SystemClock()), courier=None)
         return found
 
     def flow(self, seat: Any) -> Flow:
         forming: Any = SimpleNamespace(epoch=Epoch(1), world=1, restore=0, restarts=0)
-        return Flow(seat, forming, 0)
+        return Flow(seat, forming, 0, {})
 
     def test_a_member_that_does_not_save_in_time_fails_the_commit(self, seat: Any) -> None:
         peer = Peer(

@@ -99,7 +99,7 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
     )
 
     def head(call_id: str, name: str, *, loop_epoch: int = 4) -> list[Any]:
-        return [call_id, name, 1, loop_epoch, {}]
+        return [call_id, name, 1, loop_epoch, {}, True]
 
     async def stacks_meanwhile() -> str:
         await asyncio.sleep(0.05)

@@ -20,6 +20,7 @@ from rota.train.context_parallel import columns, split_attention
 from rota.train.data_parallel import only_data, replicate_model, shard_model, sync_gradients
 from rota.train.experts import spread_experts
 from rota.train.keep import DTYPES, mixed, recompute
+from rota.train.machine import check_memory, this_machine
 from rota.train.mesh import PlanMesh
 from rota.train.optimizers import MakeOptimizer, optimizer_for
 from rota.train.parts import Absent, Parts
@@ -91,14 +92,20 @@ def parallelize(
 
 
 def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
-    """Raises BadInput that lists all rules the plan breaks for this model."""
+    """Raises BadInput with all rules that the plan breaks for this model, Infeasible when a rank lacks memory.
+
+    A model without a ``shape`` is only checked for what can be seen: its layers.
+    """
     parts.check(model)
     shape = getattr(model, "shape", None)
-    if not isinstance(shape, ModelShape):
+    known = isinstance(shape, ModelShape)
+    if not known:
         width = 2 * plan.mesh.tp * plan.mesh.cp
         shape = ModelShape(layers=parts.count(model), hidden=width, heads=width, seq=width, vocab=2)
     if faults := check(plan, shape):
         raise BadInput("plan: " + "; ".join(map(str, faults)))
+    if known:
+        check_memory(plan, shape, this_machine())
 
 
 def wrap(
@@ -161,8 +168,13 @@ class Parallel:
         """The rows of a global batch that this rank trains. Raises BadInput for a batch of another size."""
         if batch.shape[0] != self.plan.global_batch:
             raise BadInput(f"batch: {batch.shape[0]} sequences, the plan steps over {self.plan.global_batch}")
+        return batch[self.rows]
+
+    @property
+    def rows(self) -> slice:
+        """The rows of a global batch that this rank trains."""
         first = self.mesh.data_index * self.local_batch
-        return batch[first : first + self.local_batch]
+        return slice(first, first + self.local_batch)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> StepResult:
         """Train on this rank's share (``local_batch`` rows, the whole sequence); one optimizer update.

@@ -1,0 +1,71 @@
+"""New world, new plan, same global batch."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from rota.spec.errors import BadInput, Infeasible
+from rota.train.machine import this_machine
+from rota.train.plan.hardware import Hardware
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import Dtype, ParallelPlan
+from rota.train.plan.search import search
+from rota.train.plan.space import Question
+
+FP32 = Dtype()
+
+
+def plan_for_world(model: nn.Module, batch: int) -> ParallelPlan:
+    """The planner's best plan for the ranks of the default process group on machines like this one. Collective.
+
+    Raises BadInput for a model without a ``shape``, Infeasible as ``replan`` does.
+    """
+    shape = getattr(model, "shape", None)
+    if not isinstance(shape, ModelShape):
+        raise BadInput(
+            f"plan: {type(model).__name__} has no 'shape', so no plan can be searched",
+            hint="give fit(plan=...) or set model.shape = ModelShape(layers=..., hidden=..., ...)",
+        )
+    box: list[ParallelPlan | Infeasible | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = replan(shape, ranks=dist.get_world_size(), batch=batch, hardware=this_machine())
+        except Infeasible as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    answer = box[0]
+    if isinstance(answer, ParallelPlan):
+        return answer
+    assert answer is not None
+    raise answer
+
+
+def replan(shape: ModelShape, *, ranks: int, batch: int, hardware: Hardware, dtype: Dtype = FP32) -> ParallelPlan:
+    """The best plan of ``batch`` sequences a step for ``ranks`` devices: losing ranks means more micro-batches.
+
+    Raises Infeasible with the nearest smaller number of ranks that has a plan, when there is one.
+    """
+    best = _search(shape, ranks, batch, hardware, dtype)
+    if best is not None:
+        return best
+    smaller = next((n for n in range(ranks - 1, 0, -1) if _search(shape, n, batch, hardware, dtype)), None)
+    hint = f"use {smaller} of them" if smaller else "use devices with more memory, or a smaller model"
+    raise Infeasible(
+        f"no plan for {ranks} ranks: batch {batch}, {shape.layers} layers and {shape.heads} heads must divide over "
+        f"them, and each has {hardware.device.memory_gib:.1f} GiB",
+        hint=hint,
+    )
+
+
+def _search(shape: ModelShape, ranks: int, batch: int, hardware: Hardware, dtype: Dtype) -> ParallelPlan | None:
+    question = Question(
+        model=shape,
+        hardware=hardware,
+        gpus=ranks,
+        memory_gib=hardware.device.memory_gib,
+        batch=batch,
+        dtype=dtype,
+    )
+    found = search(question, top=1)
+    return found.best[0].plan if found.best else None

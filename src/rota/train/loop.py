@@ -1,0 +1,188 @@
+"""fit(): the training loop, read top to bottom."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.runtime import environ
+from rota.runtime.clock import SystemClock
+from rota.spec.errors import BadInput, RotaError
+from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
+from rota.train.checkpoint import Checkpoints, own_group
+from rota.train.elastic import plan_for_world
+from rota.train.optimizers import MakeOptimizer
+from rota.train.parts import Parts
+from rota.train.pipeline import Loss
+from rota.train.plan.model import ParallelPlan
+from rota.train.state import restore_settings, settings
+
+log = logging.getLogger(__name__)
+
+SKIPPED_MAX = 10
+"""So many steps in a row without a finite loss end the training."""
+SAVE_EVERY_S = 60.0
+
+Data = Callable[[int, slice], tuple[torch.Tensor, torch.Tensor]]
+"""(step, rows of the global batch) to (inputs, targets) of those rows: the same for any world that steps."""
+
+
+def fit(
+    build: Callable[[], nn.Module],
+    data: Data,
+    *,
+    optimizer: MakeOptimizer,
+    steps: int,
+    batch: int,
+    plan: ParallelPlan | None = None,
+    seed: int = 0,
+    loss: Loss = cross_entropy_sum,
+    parts: Parts | None = None,
+    clip_norm: float | None = None,
+    rate: Callable[[int], float] | None = None,
+    checkpoint: Path | None = None,
+    keep: int = 2,
+    save_every_s: float | None = None,
+    on_step: Callable[[int, StepResult], None] | None = None,
+) -> int:
+    """Train to ``steps`` optimizer steps of ``batch`` sequences each on the ranks that torchrun started, or alone.
+
+    Without ``plan`` the planner finds one for the ranks there are. With ``checkpoint`` it goes on from the newest good
+    one, under whatever plan it was written; SIGTERM saves and ends. ``rate(step)`` gives the learning rate.
+    Returns the steps done. Raises BadInput for a plan that cannot be applied, RotaError when the loss stays
+    not finite.
+    """
+    with world(plan):
+        torch.manual_seed(seed)
+        model = build()
+        plan = plan or plan_for_world(model, batch)
+        if plan.global_batch != batch:
+            raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
+        trained = parallelize(
+            model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=checkpoint
+        )
+        saves = Checkpoints(checkpoint, keep=keep) if checkpoint else None
+        first = resume(saves, trained)
+        return _run(trained, data, saves, first, steps, rate, save_every_s, on_step)
+
+
+def _run(
+    trained: Parallel,
+    data: Data,
+    saves: Checkpoints | None,
+    first: int,
+    steps: int,
+    rate: Callable[[int], float] | None,
+    save_every_s: float | None,
+    on_step: Callable[[int, StepResult], None] | None,
+) -> int:
+    every_s = trained.plan.checkpoint.every_s if save_every_s is None else save_every_s
+    clock, agree, skipped = SystemClock(), Agreement(), 0
+    saved_s = clock.monotonic_s()
+    with terminated() as stopped:
+        step = first
+        while step < steps:
+            if rate is not None:
+                set_rate(trained.optimizer, rate(step))
+            result = trained.step(*data(step, trained.rows))
+            step += 1
+            skipped = skipped + 1 if result.skipped else 0
+            if skipped >= SKIPPED_MAX:
+                raise RotaError(f"the loss was not finite in steps {step - skipped + 1} to {step}; nothing was updated")
+            if on_step is not None:
+                on_step(step, result)
+            due = clock.monotonic_s() - saved_s >= every_s
+            stop, due = agree(stop=stopped(), due=due and not (saves and saves.busy))
+            if saves is not None and (due or stop or step == steps):
+                save(saves, trained, step)
+                saved_s = clock.monotonic_s()
+            if stop:
+                break
+    if saves is not None:
+        saves.wait()
+    return step
+
+
+def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
+    """Begin a save of everything that ``resume`` needs. A save that failed before is told and does not end training."""
+    extra = {"plan": trained.plan.to_json(), "optimizer": settings(trained.optimizer)}
+    try:
+        saves.wait()
+    except OSError as error:
+        log.error("the last checkpoint was not written, the one before stays: %s", error)
+    saves.save(trained.tensors(), step=step, extra=extra)
+
+
+def resume(saves: Checkpoints | None, trained: Parallel) -> int:
+    """Load the newest good checkpoint, resharded for this plan; returns the steps it had done, 0 without one."""
+    found = saves.find() if saves else None
+    if saves is None or found is None:
+        return 0
+    for reason in found.refused:
+        log.warning("checkpoint refused: %s", reason)
+    saves.load(found, trained.tensors())
+    restore_settings(trained.optimizer, found.extra["optimizer"])
+    return found.step
+
+
+class Agreement:
+    """All ranks decide the same at the same step: any may ask to stop, rank 0 says when a save is due."""
+
+    def __init__(self) -> None:
+        self._group = own_group()
+
+    def __call__(self, *, stop: bool, due: bool) -> tuple[bool, bool]:
+        """(stop, save) for every rank. Collective."""
+        if self._group is None:
+            return stop, due
+        asked = torch.tensor([stop, due and self._group.rank() == 0], dtype=torch.int32)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(asked[0]), bool(asked[1])
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """One learning rate for all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@contextmanager
+def terminated() -> Iterator[Callable[[], bool]]:
+    """While open, SIGTERM does not end the process but makes the given function return True."""
+    heard: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def world(plan: ParallelPlan | None = None) -> Iterator[None]:
+    """The default process group: the caller's, else one from torchrun's variables, else a world of one."""
+    if dist.is_initialized():
+        yield
+        return
+    wanted = "auto" if plan is None else plan.backend
+    backend = wanted if wanted != "auto" else "nccl" if torch.cuda.is_available() else "gloo"
+    if environ.get("RANK"):
+        dist.init_process_group(backend)
+    else:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - public, its stub is not
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,326 @@
+"""Parameter server, one shard: take pushes, apply them as ``ps`` decides, answer pulls; by call or over TCP."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from rota.runtime.clock import Clock, SystemClock
+from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
+from rota.train.ps import (
+    Admit,
+    Apply,
+    Asked,
+    Drop,
+    Grant,
+    Joined,
+    Left,
+    PsEffect,
+    PsEvent,
+    PsShard,
+    Pushed,
+    Refuse,
+    Rule,
+)
+from rota.train.ps_table import SGD, Dense, Floats, Ids, RowOptimizer, Table, TableSpec
+from rota.train.ps_wire import receive, send
+
+LOOK_S: Final = 0.25
+"""How often a wait looks for workers that are gone."""
+Answer = tuple[dict[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """What every shard of one server group is told. ``gone_s``: a worker without a connection for longer has left."""
+
+    rule: Rule
+    dense: RowOptimizer = SGD
+    tables: tuple[TableSpec, ...] = ()
+    gone_s: float = 30.0
+    token: str = ""
+
+
+class PsServer:
+    """One shard. Thread-safe: each worker's connection has its thread; one lock guards all state, waits release it."""
+
+    def __init__(self, spec: ServerSpec, *, clock: Clock | None = None) -> None:
+        self.spec, self._clock = spec, clock or SystemClock()
+        self._core = PsShard(rule=spec.rule)
+        self._dense: Dense | None = None
+        self._tables = {table.name: Table(table) for table in spec.tables}
+        self._changed = threading.Condition()
+        self._payloads: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._granted: dict[int, int] = {}
+        self._asked: dict[int, int] = {}  # a worker that asks again on a new connection replaces its older wait
+        self._links: dict[int, int] = {}
+        self._quiet_since_s: dict[int, float] = {}
+        self._lead_max = 0
+        self._tcp: _Tcp | None = None
+
+    # -- what workers ask ---------------------------------------------------------------------------------------------
+
+    def join(self, worker: int, epoch: int) -> int:
+        """Take part from the clock that is returned. Raises Fenced for an epoch that was replaced."""
+        with self._changed:
+            effects = self._handle(Joined(worker=worker, epoch=epoch))
+            self._granted.pop(worker, None)
+            return next(one.clock for one in effects if isinstance(one, Admit) and one.worker == worker)
+
+    def leave(self, worker: int, epoch: int) -> None:
+        """Take part no longer: nobody waits for this worker."""
+        with self._changed:
+            self._handle(Left(worker=worker, epoch=epoch))
+
+    def turn(self, worker: int, epoch: int, clock: int, timeout_s: float) -> int:
+        """Wait until iteration ``clock`` may run; the clock to run, perhaps a later one. Raises TimedOut, Fenced."""
+        end_s = self._clock.monotonic_s() + timeout_s
+        with self._changed:
+            self._granted.pop(worker, None)
+            mine = self._asked[worker] = self._asked.get(worker, 0) + 1
+            self._handle(Asked(worker=worker, epoch=epoch, clock=clock))
+            while worker not in self._granted:
+                left_s = end_s - self._clock.monotonic_s()
+                if left_s <= 0:
+                    raise TimedOut(
+                        f"worker {worker} got no turn for clock {clock} in {timeout_s:g} s: {self._slowest()}"
+                    )
+                self._changed.wait(min(left_s, LOOK_S))
+                self._drop_gone()
+                replaced = self._core.epochs.get(worker, epoch) != epoch or self._asked[worker] != mine
+                if replaced or worker not in self._core.clocks:
+                    raise Fenced(f"worker {worker} of epoch {epoch} has left or was replaced", hint="join again")
+            return self._granted.pop(worker)
+
+    def offer_dense(self, weights: Floats) -> None:
+        """The first values of this shard's dense range; the first offer counts."""
+        with self._changed:
+            if self._dense is None:
+                self._dense = Dense(weights, self.spec.dense)
+
+    def pull_dense(self) -> Floats:
+        """A copy of the dense range. Raises BadInput before the first offer."""
+        with self._changed:
+            if self._dense is None:
+                raise BadInput("pull_dense: no worker has offered dense weights", hint="call offer_dense first")
+            return self._dense.weights.copy()
+
+    def pull(self, table: str, ids: Ids) -> Floats:
+        """Rows [N, dim] of a table. Raises BadInput for an unknown table, TableFull."""
+        with self._changed:
+            return self._table(table).pull(ids)
+
+    def push(self, worker: int, epoch: int, clock: int, payload: Mapping[str, Any]) -> int:
+        """Gradients of iteration ``clock``: ``dense``, ``ids:<table>`` with ``grads:<table>``; the clock that is next.
+
+        A repeated push changes nothing. Raises Fenced, BadInput.
+        """
+        for name in payload:
+            if name.startswith("ids:"):
+                self._table(name[4:])
+        with self._changed:
+            if clock >= self._core.clocks.get(worker, 0):
+                self._payloads[worker, clock] = payload
+            self._handle(Pushed(worker=worker, epoch=epoch, clock=clock))
+            return self._core.clocks[worker]
+
+    def stats(self) -> dict[str, Any]:
+        """Clocks of live workers, largest lead there was, updates applied, pushes dropped, rows and bytes of tables."""
+        with self._changed:
+            core = self._core
+            tables = {name: {"rows": len(table), "bytes": table.bytes} for name, table in self._tables.items()}
+            clocks = {str(worker): clock for worker, clock in sorted(core.clocks.items())}
+            lead = {"clocks": clocks, "lead_max": self._lead_max}
+            return {**lead, "version": core.version, "dropped": core.dropped, "tables": tables}
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a shard needs to go on from here: nested dicts of arrays and numbers."""
+        with self._changed:
+            core = self._core
+            epochs = {str(worker): epoch for worker, epoch in core.epochs.items()}
+            return {
+                "base": core.low, "version": core.version, "dropped": core.dropped, "epochs": epochs,
+                "dense": self._dense.snapshot() if self._dense else {},
+                "tables": {name: table.snapshot() for name, table in self._tables.items()},
+            }  # fmt: skip
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from a snapshot; workers join again and start at its clock."""
+        with self._changed:
+            epochs = {int(worker): int(epoch) for worker, epoch in kept["epochs"].items()}
+            self._core = PsShard(rule=self.spec.rule, base=kept["base"], version=kept["version"], epochs=epochs)
+            self._core.dropped = kept["dropped"]
+            self._payloads.clear()
+            if kept["dense"]:
+                self._dense = Dense(kept["dense"]["weights"], self.spec.dense)
+                self._dense.restore(kept["dense"])
+            for name, table in self._tables.items():
+                table.restore(kept["tables"][name])
+
+    # -- decisions carried out ----------------------------------------------------------------------------------------
+
+    def _handle(self, event: PsEvent) -> list[PsEffect]:
+        effects = self._core.handle(event)
+        for effect in effects:
+            match effect:
+                case Grant(worker=worker, clock=clock):
+                    self._granted[worker] = clock
+                    self._lead_max = max(self._lead_max, clock - self._core.low)
+                case Apply(pushes=pushes, weight=weight):
+                    self._apply([self._payloads.pop(push) for push in pushes], weight)
+                case Drop(worker=worker, clock=clock, why=why) if why != "REPEATED":
+                    self._payloads.pop((worker, clock), None)
+                case Refuse(worker=worker, why=why):
+                    self._payloads.pop((worker, getattr(event, "clock", -1)), None)
+                    raise Fenced(f"{type(event).__name__} of worker {worker}: {why}", hint="join again", worker=worker)
+                case _:
+                    pass
+        self._changed.notify_all()
+        return effects
+
+    def _apply(self, payloads: list[Mapping[str, Any]], weight: float) -> None:
+        """One update with the sum of the payloads, in their order."""
+        dense = [one["dense"] for one in payloads if "dense" in one]
+        if dense and self._dense is not None:
+            total = dense[0].astype(np.float32)
+            for one in dense[1:]:
+                total += one
+            self._dense.apply(total * np.float32(weight))
+        for name, table in self._tables.items():
+            given = [one for one in payloads if f"ids:{name}" in one]
+            none = np.zeros((0, table.spec.dim), np.float32)
+            ids = np.concatenate([np.zeros(0, np.int64), *(one[f"ids:{name}"] for one in given)])
+            grads = np.concatenate([none, *(one[f"grads:{name}"] for one in given)])
+            table.push(ids, grads * np.float32(weight))
+
+    def _table(self, name: str) -> Table:
+        if name not in self._tables:
+            raise BadInput(f"table {name!r}: unknown", hint=f"the tables are {', '.join(self._tables) or 'none'}")
+        return self._tables[name]
+
+    def _slowest(self) -> str:
+        clocks = self._core.clocks
+        worker = min(clocks, key=lambda one: clocks[one], default=None)
+        return "no worker is live" if worker is None else f"worker {worker} is at clock {clocks[worker]}"
+
+    def _drop_gone(self) -> None:
+        now_s = self._clock.monotonic_s()
+        for worker, since_s in list(self._quiet_since_s.items()):
+            if now_s - since_s > self.spec.gone_s:
+                del self._quiet_since_s[worker]
+                if worker in self._core.clocks:
+                    self._handle(Left(worker=worker, epoch=self._core.epochs[worker]))
+
+    def linked(self, worker: int, change: int) -> None:
+        """A connection of a worker opened (+1) or closed (-1)."""
+        with self._changed:
+            self._links[worker] = self._links.get(worker, 0) + change
+            if self._links[worker] > 0:
+                self._quiet_since_s.pop(worker, None)
+            else:
+                self._quiet_since_s[worker] = self._clock.monotonic_s()
+
+    # -- over TCP -----------------------------------------------------------------------------------------------------
+
+    def serve(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Take connections in threads of this process; the address ``host:port``."""
+        self._tcp = _Tcp((host, port), self)
+        threading.Thread(target=self._tcp.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
+        return f"{host}:{self._tcp.server_address[1]}"
+
+    def close(self) -> None:
+        """Take no more connections."""
+        if self._tcp is not None:
+            self._tcp.shutdown()
+            self._tcp.server_close()
+            self._tcp = None
+
+    def answer(self, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+        """One request as it came over the wire."""
+        act = _ASKED.get(str(head.get("op")))
+        if act is None:
+            raise BadInput(f"op {head.get('op')!r}: unknown", hint=f"one of {', '.join(_ASKED)}")
+        return act(self, head, arrays)
+
+
+def _push(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+    return {"clock": server.push(head["worker"], head["epoch"], head["clock"], arrays)}, {}
+
+
+def _turn(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+    clock = server.turn(head["worker"], head["epoch"], head["clock"], head["timeout_s"])
+    return {"clock": clock}, {"dense": server.pull_dense()} if head["dense"] else {}
+
+
+def _offer(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+    server.offer_dense(arrays["dense"])
+    return {}, {}
+
+
+def _leave(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+    server.leave(head["worker"], head["epoch"])
+    return {}, {}
+
+
+def _export(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+    kept = server.snapshot()["tables"][head["table"]]
+    return {}, {"ids": kept["ids"], "rows": kept["w"]}
+
+
+_ASKED: Final[dict[str, Callable[[PsServer, Mapping[str, Any], Mapping[str, Any]], Answer]]] = {
+    "join": lambda server, head, arrays: ({"clock": server.join(head["worker"], head["epoch"])}, {}),
+    "leave": _leave,
+    "turn": _turn,
+    "offer": _offer,
+    "pull": lambda server, head, arrays: ({}, {"rows": server.pull(head["table"], arrays["ids"])}),
+    "push": _push,
+    "stats": lambda server, head, arrays: (server.stats(), {}),
+    "export": _export,
+}
+
+
+class _Tcp(socketserver.ThreadingTCPServer):
+    daemon_threads, allow_reuse_address = True, True
+
+    def __init__(self, address: tuple[str, int], server: PsServer) -> None:
+        self.ps = server
+        super().__init__(address, _Connection)
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    """The requests of one worker, one after the other."""
+
+    def handle(self) -> None:
+        server: PsServer = self.server.ps  # type: ignore[attr-defined]  # it is a _Tcp
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        worker: int | None = None
+        with contextlib.suppress(ConnectionError):
+            try:
+                hello, _ = receive(self.request)
+                if not hmac.compare_digest(str(hello.get("token")).encode(), server.spec.token.encode()):
+                    return
+                worker = int(hello["worker"])
+                server.linked(worker, 1)
+                while True:
+                    head, arrays = receive(self.request)
+                    try:
+                        answer = server.answer(head, arrays)
+                    except RotaError as error:
+                        answer = (
+                            dict[str, Any](error=error.code, message=error.message, hint=error.hint),
+                            dict[str, Any](),
+                        )
+                    send(self.request, *answer)
+            finally:
+                if worker is not None:
+                    server.linked(worker, -1)

@@ -1,0 +1,217 @@
+"""Parameter servers over real sockets: equal to all-reduce, bounded lead, deaths of workers, links and servers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rota.spec.errors import BadInput, Fenced, TimedOut
+from rota.train.ps import Rule
+from rota.train.ps_client import PsClient, ServerLost
+from rota.train.ps_server import PsServer, ServerSpec
+from rota.train.ps_table import RowOptimizer, Table, TableFull, TableSpec
+
+ADAM = RowOptimizer(kind="adam", lr=0.01)
+WORDS = TableSpec(name="words", dim=4, optimizer=RowOptimizer(kind="adagrad", lr=0.1), scale=0.1)
+
+
+@contextmanager
+def servers(n: int, **rule: Any) -> Iterator[tuple[list[PsServer], list[str]]]:
+    spec = ServerSpec(rule=Rule(**rule), dense=ADAM, tables=(WORDS,), token="s", gone_s=0.3)
+    made = [PsServer(spec) for _ in range(n)]
+    try:
+        yield made, [one.serve() for one in made]
+    finally:
+        for one in made:
+            one.close()
+
+
+def together(work: Callable[[int], Any], n: int) -> list[Any]:
+    """``work(worker)`` in n threads; results in order, the first error raised."""
+    found: dict[int, Any] = {}
+
+    def run(worker: int) -> None:
+        try:
+            found[worker] = work(worker)
+        except BaseException as error:
+            found[worker] = error
+
+    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for worker in range(n):
+        if isinstance(found.get(worker), BaseException):
+            raise found[worker]
+    return [found[worker] for worker in range(n)]
+
+
+def gradient(worker: int, clock: int, weights: Any) -> Any:
+    target = np.random.default_rng([worker, clock]).normal(size=len(weights)).astype(np.float32)
+    return weights - target
+
+
+@pytest.mark.slow
+def test_sync_servers_equal_one_process_with_the_mean_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    start = np.linspace(-1, 1, 11).astype(np.float32)
+
+    def work(worker: int) -> Any:
+        client = PsClient(addresses, worker, token="s")
+        client.offer_dense(start)
+        for clock in range(12):
+            assert client.wait_turn(dense=True) == clock
+            weights = client.pull_dense()
+            ids = np.array([clock % 3, 7, worker, 7])
+            rows = client.pull("words", ids)
+            client.push("words", ids, rows + worker)
+            client.push_dense(gradient(worker, clock, weights))
+            client.tick()
+        client.wait_turn(dense=True)
+        return client.pull_dense()
+
+    with servers(2, mode="ps_sync") as (_, addresses):
+        ends = together(work, 3)
+        late = PsClient(addresses, 9, token="s")
+        rows = late.pull("words", np.arange(8))
+    weight = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = torch.optim.Adam([weight], lr=0.01)
+    table = Table(WORDS)
+    for clock in range(12):
+        now = weight.detach().numpy()
+        weight.grad = torch.from_numpy(np.mean([gradient(worker, clock, now) for worker in range(3)], axis=0))
+        optimizer.step()
+        ids = np.concatenate([np.array([clock % 3, 7, worker, 7]) for worker in range(3)])
+        seen = np.concatenate([table.pull(ids[worker * 4 : worker * 4 + 4]) + worker for worker in range(3)])
+        table.push(ids, seen / np.float32(3))
+    for end in ends:
+        np.testing.assert_allclose(end, weight.detach().numpy(), atol=1e-6)
+    np.testing.assert_allclose(rows, table.pull(np.arange(8)), atol=1e-6)
+
+
+def straggle(worker: int, clock: int) -> None:
+    """Each worker in turn is slow for one iteration: 40 ms among 4 ms."""
+    time.sleep(0.04 if clock % 3 == worker else 0.004)
+
+
+def run_with_stragglers(addresses: list[str], steps: int) -> float:
+    def work(worker: int) -> None:
+        client = PsClient(addresses, worker, token="s")
+        if worker == 0:
+            client.offer_dense(np.zeros(4, np.float32))
+        for _ in range(steps):
+            clock = client.wait_turn()
+            straggle(worker, clock)
+            client.tick()
+
+    start = time.monotonic()
+    together(work, 3)
+    return 3 * steps / (time.monotonic() - start)
+
+
+@pytest.mark.slow
+def test_ssp_keeps_its_bound_and_outruns_sync_when_workers_straggle_in_turn() -> None:
+    speed, leads = {}, {}
+    for name, rule in (("sync", {"mode": "ps_sync"}), ("ssp", {"mode": "ps_ssp", "s": 2})):
+        with servers(2, **rule) as (made, addresses):
+            speed[name] = run_with_stragglers(addresses, 24)
+            leads[name] = max(one.stats()["lead_max"] for one in made)
+    print(f"iterations a second: {speed}, leads {leads}")
+    assert leads == {"sync": 0, "ssp": 2}
+    assert speed["ssp"] > 1.2 * speed["sync"], speed
+
+
+def test_a_worker_that_dies_holds_the_others_up_for_its_grace_only() -> None:
+    with servers(1, mode="ps_sync") as (made, addresses):
+        dead, live = PsClient(addresses, 0, token="s"), PsClient(addresses, 1, token="s")
+        live.wait_turn()
+        dead.wait_turn()
+        live.tick()
+        dead.close(leave=False)
+        assert live.wait_turn(timeout_s=5) == 1
+        assert made[0].stats()["clocks"] == {"1": 1}
+        back = PsClient(addresses, 0, epoch=2, token="s")
+        assert back.clock == 1
+        with pytest.raises(Fenced, match="worker 0: FENCED"):
+            dead.tick()
+
+
+def test_a_turn_that_does_not_come_names_the_slowest() -> None:
+    with servers(1, mode="ps_ssp", s=0) as (_, addresses):
+        slow, fast = PsClient(addresses, 0, token="s"), PsClient(addresses, 1, token="s")
+        fast.wait_turn()
+        fast.tick()
+        with pytest.raises(TimedOut, match=r"worker 1 got no turn for clock 1 in 0.2 s: worker 0 is at clock 0"):
+            fast.wait_turn(timeout_s=0.2)
+        slow.close()
+        assert fast.wait_turn() == 1
+
+
+def test_a_cut_line_is_mended_and_a_push_that_came_twice_counts_once() -> None:
+    with servers(1, mode="ps_async") as (made, addresses):
+        client = PsClient(addresses, 0, token="s")
+        client.offer_dense(np.zeros(3, np.float32))
+        for clock in range(4):
+            assert client.wait_turn(dense=True) == clock
+            client.push_dense(np.ones(3, np.float32))
+            if clock % 2:  # the line is cut after the request was sent: the server has it, the answer is lost
+                link = client._links[0]
+                sent = {"op": "push", "worker": 0, "epoch": 1, "clock": clock}
+                link.begin(sent, {"dense": np.ones(3, np.float32)}, 5.0)
+                time.sleep(0.05)
+                link.close()
+            client.tick()
+        assert made[0].stats()["version"] == 4
+
+
+def test_a_server_goes_on_from_its_snapshot_with_the_same_weights_and_clock() -> None:
+    with servers(2, mode="ps_ssp", s=1) as (made, addresses):
+        client = PsClient(addresses, 0, token="s", retry_s=0.3)
+        client.offer_dense(np.arange(5, dtype=np.float32))
+        for _ in range(3):
+            client.wait_turn(dense=True)
+            client.push_dense(client.pull_dense())
+            ids = np.arange(20)
+            client.push("words", ids, client.pull("words", ids))
+            client.tick()
+        client.wait_turn(dense=True)
+        want, rows = client.pull_dense(), client.pull("words", np.arange(20))
+        kept = [one.snapshot() for one in made]
+        made[0].close()
+        client._links[0].close()
+        with pytest.raises(ServerLost, match=addresses[0]):
+            client.pull("words", np.arange(20))
+    with servers(2, mode="ps_ssp", s=1) as (made, addresses):
+        for one, state in zip(made, kept, strict=True):
+            one.restore(state)
+        again = PsClient(addresses, 0, epoch=2, token="s")
+        assert again.wait_turn(dense=True) == 3
+        assert np.array_equal(again.pull_dense(), want)
+        assert np.array_equal(again.pull("words", np.arange(20)), rows)
+        ids, exported = again.export("words")
+        assert np.array_equal(exported[np.argsort(ids)], rows)
+
+
+def test_errors_come_back_as_they_were_raised() -> None:
+    spec = ServerSpec(rule=Rule(mode="ps_async"), tables=(TableSpec(name="t", dim=2, bytes_max=64),), token="s")
+    server = PsServer(spec)
+    address = server.serve()
+    try:
+        client = PsClient([address], 0, token="s")
+        with pytest.raises(BadInput, match="table 'u': unknown"):
+            client.pull("u", np.arange(2))
+        with pytest.raises(TableFull, match="bytes_max is 64"):
+            client.pull("t", np.arange(9))
+        with pytest.raises(BadInput, match="no worker has offered"):
+            client.wait_turn(dense=True)
+        with pytest.raises(ServerLost):
+            PsClient([address], 1, token="wrong", retry_s=0.2)
+    finally:
+        server.close()

@@ -1,8 +1,8 @@
 """Parameters of one server shard with their optimizer state: a dense range, and sparse rows made when first asked for.
 
 Updates are those of torch.optim with equal arguments (Adam without amsgrad, Adagrad without decay); rows that a push
-does not name stay as they are, so moments and step counts of Adam are per row. FTRL: McMahan et al., "Ad Click Prediction:
-a View from the Trenches" (KDD 2013), algorithm 1.
+does not name stay as they are, so moments and step counts of Adam are per row. FTRL: McMahan et al., "Ad Click
+Prediction: a View from the Trenches" (KDD 2013), algorithm 1.
 """
 
 from __future__ import annotations

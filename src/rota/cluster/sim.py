@@ -15,7 +15,7 @@ from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.binding import unusable_share
 from rota.cluster.core.check import violations
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn, WakeAt
-from rota.cluster.core.quota import GPU
+from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.snapshot import TENANT_LABEL, Held, JobRow, LineKey, State, line_key
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, RunFigures, per_tenant, summary, versus, write_jobs
@@ -129,6 +129,8 @@ class Simulation:
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
         self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(state.free[state.usable].sum()))
         self._borrowed = np.zeros(len(state.queues.rows))
+        promised = state.queues.guaranteed[:, GPU]
+        self._promised = np.where(promised > 0, promised, UNLIMITED)
         self._samples: list[float] = []
         self.now = first
         for job in jobs:
@@ -169,9 +171,9 @@ class Simulation:
     def _advance(self, to: float) -> None:
         seconds = to - self.now
         if seconds > 0:
-            tree = self.state.queues
-            over = np.maximum(self.state.used[:, GPU] - tree.guaranteed[:, GPU], 0) * (tree.guaranteed[:, GPU] > 0)
-            self._borrowed += over * (seconds / 1000)
+            over = self.state.used[:, GPU] - self._promised
+            if (over > 0).any():
+                self._borrowed += np.maximum(over, 0) * (seconds / 1000)
         self.now = to
 
     # -- what happens ------------------------------------------------------------------------------------------------

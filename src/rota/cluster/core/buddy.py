@@ -27,7 +27,6 @@ class BuddyCells:
         self.parent: list[int] = physical.parent.tolist()
         self.vlevel: list[int] = virtual.level.tolist()
         self.vparent: list[int] = virtual.parent.tolist()
-        self.leaves = [int(b - a) for a, b in zip(physical.leaf0, physical.leaf1)]
         self.healthy = [True] * len(physical)
         self.split = [False] * len(physical)
         self.bound = [NONE] * len(physical)

@@ -33,7 +33,7 @@ class Cells:
     """A forest of cells in configuration order; rows never move.
 
     ``level`` is the height above the devices (a device is level 1). The devices (leaves) of cell ``c`` are the leaf
-    numbers ``leaf0[c]:leaf1[c]``. ``node`` is the row, among cells that are nodes, of the node around a cell; -1 above.
+    numbers ``leaf0[c]:leaf1[c]``, ``size[c]`` of them. ``node`` is the row, among cells that are nodes, of the node around a cell; -1 above.
     """
 
     def __init__(self, forest: Iterable[CellSpec]) -> None:
@@ -76,6 +76,7 @@ class Cells:
         self.leaf0: Int = np.array(leaf0, dtype=np.int32)
         self.leaf1: Int = np.array(leaf1, dtype=np.int32)
         self.level: Int = np.array(level, dtype=np.int32)
+        self.size: list[int] = [end - start for start, end in zip(leaf0, leaf1)]
 
     def __len__(self) -> int:
         return len(self.specs)

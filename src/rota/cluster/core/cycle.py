@@ -68,9 +68,20 @@ def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
 
 
 def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decision]:
-    """Fold a fact, decide, and carry the decisions out in the state. Equal inputs give equal decisions."""
+    """Fold a fact, decide, and carry the decisions out in the state. Equal inputs give equal decisions.
+
+    What a pass tried is what its decisions do, so it stays; only claims on devices that are still held are undone.
+    """
     apply(state, fact, now)
-    decisions = decide(state, profile, now)
+    if profile.prepare is not None:
+        profile.prepare(state)
+    with state.txn() as txn:
+        walk = _Pass(state, txn, profile, now)
+        decisions = walk.run()
+        if not walk.claims:
+            txn.keep()
+            state.version += 1
+            return decisions
     for decision in decisions:
         match decision:
             case Admit(job=job, held=held):
@@ -123,6 +134,8 @@ class _Pass:
                 heapreplace(heap, (now_place, key, depth))
                 continue
             heappop(heap)
+            if key.queue in self.blocked and row.wait is not None:
+                continue
             wait = self._try(key, row)
             if wait is not None:
                 self._tell(row, wait)
@@ -140,9 +153,9 @@ class _Pass:
         return self.decisions
 
     def _heads(self, key: LineKey) -> list[_Entry]:
-        line = self.state.lines[key]
-        depths = range(len(line)) if self.profile.order.by_job else range(1)
-        return [entry for depth in depths if (entry := self._next(key, depth)) is not None]
+        if not self.profile.order.by_job:
+            return [self._at(key, 0)]
+        return [self._at(key, depth) for depth in range(len(self.state.lines[key]))]
 
     def _after(self, key: LineKey, depth: int, wait: Wait | None) -> _Entry | None:
         """Who of the line is tried after this one: the next, unless what stops this one stops them all."""
@@ -153,10 +166,10 @@ class _Pass:
         return self._next(key, depth + 1) if wait.reason in FOR_ONE_JOB else None
 
     def _next(self, key: LineKey, depth: int) -> _Entry | None:
-        line = self.state.lines.get(key, ())
-        if depth >= len(line):
-            return None
-        row = self.state.jobs[line[depth][1]]
+        return self._at(key, depth) if depth < len(self.state.lines.get(key, ())) else None
+
+    def _at(self, key: LineKey, depth: int) -> _Entry:
+        row = self.state.jobs[self.state.lines[key][depth][1]]
         return (place_in_order(self.state, self.profile, row, self.now), key, depth)
 
     def _tell(self, row: JobRow, wait: Wait) -> None:

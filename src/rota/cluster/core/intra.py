@@ -26,18 +26,8 @@ class View:
     across: bool
 
 
-@dataclass(slots=True)
-class _Node:
-    cell: int
-    healthy: bool
-    allowed: bool
-    same: int
-    higher: int
-    room: int
-
-    @property
-    def place(self) -> tuple[bool, bool, int, int]:
-        return (not self.healthy, not self.allowed, -self.same, self.higher)
+_Node = tuple[bool, bool, int, int, int, int, int]
+"""Not in order, not allowed, less own work first, then more higher work; position, cell, room."""
 
 
 def place_members(view: View, members: Sequence[int], prio: int) -> list[list[int]] | None:
@@ -47,38 +37,46 @@ def place_members(view: View, members: Sequence[int], prio: int) -> list[list[in
     intra-VC placement.
     """
     for at in dict.fromkeys((OPPORTUNISTIC, prio)):
-        nodes = _nodes(view, at)
-        chosen = _nodes_for(nodes, members)
+        chosen = _nodes_for(_nodes(view, at, members), members)
         if chosen is not None:
             return _leaves_for(view, chosen, members, at)
     return None
 
 
-def _nodes(view: View, prio: int) -> list[_Node]:
+def _nodes(view: View, prio: int, members: Sequence[int]) -> list[_Node]:
+    """Nodes with room for the smallest member, the best first; none if all of them together have too little room."""
+    least, total = members[0], 0
     found: list[_Node] = []
-    for cell in view.nodes:
-        used = view.used[cell]
-        same = sum(used.values()) if view.across else used.get(prio, 0)
-        higher = 0 if view.across else sum(n for at, n in used.items() if at > prio)
-        size = int(view.cells.leaf1[cell] - view.cells.leaf0[cell])
-        room = size - sum(n for at, n in used.items() if at >= prio)
-        found.append(_Node(cell, *view.fit(cell), same, higher, room))
-    return sorted(found, key=lambda node: node.place)
+    size = view.cells.size
+    for position, cell in enumerate(view.nodes):
+        taken = same = higher = 0
+        for at, n in view.used[cell].items():
+            if at >= prio:
+                taken += n
+            if view.across or at == prio:
+                same += n
+            elif at > prio:
+                higher += n
+        room = size[cell] - taken
+        if room >= least:
+            total += room
+            healthy, allowed = view.fit(cell)
+            found.append((not healthy, not allowed, -same, higher, position, cell, room))
+    return sorted(found) if total >= sum(members) else []
 
 
 def _nodes_for(nodes: Sequence[_Node], members: Sequence[int]) -> list[int] | None:
     """One pass over the nodes, filling each as far as the next member goes; None if it would need an unfit node."""
     chosen: list[int] = []
-    taken = 0
-    for node in nodes:
-        while len(chosen) < len(members) and node.room - taken >= members[len(chosen)]:
-            if not (node.healthy and node.allowed):
+    for sick, barred, _, _, _, cell, room in nodes:
+        taken = 0
+        while len(chosen) < len(members) and room - taken >= members[len(chosen)]:
+            if sick or barred:
                 return None
             taken += members[len(chosen)]
-            chosen.append(node.cell)
+            chosen.append(cell)
         if len(chosen) == len(members):
             return chosen
-        taken = 0
     return None
 
 

@@ -57,6 +57,7 @@ class QueueTree:
         self.line: list[list[int]] = [self._line(queue.path) for queue in self.rows]
         self.guaranteed: Vector = np.array([self._vector(q.guaranteed, 0) for q in self.rows], dtype=np.int64)
         self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
+        self.limited: list[bool] = (self.limit < UNLIMITED).any(axis=1).tolist()
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
 
     def _line(self, path: str) -> list[int]:
@@ -106,6 +107,8 @@ class QueueTree:
     def over_limit(self, used: Vector, path: str, need: Vector) -> OverLimit | None:
         """The first queue from the leaf up that ``need`` would take over its limit, or None."""
         for row in self.line_of(path):
+            if not self.limited[row]:
+                continue
             over = np.flatnonzero((used[row] + need > self.limit[row]) & (need > 0))
             if len(over):
                 dim = int(over[0])

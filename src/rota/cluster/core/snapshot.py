@@ -166,6 +166,7 @@ class State:
         self.books: list[Book] = []
         self.memory = Memory()
         self.version = 0
+        self.marks = 0
         self._txn: Txn | None = None
         type_row = {name: i for i, name in enumerate(self.types)}
         devices = [(i, device) for i, node in enumerate(self.nodes) for device in node.devices]
@@ -239,6 +240,8 @@ class State:
         if row is None:
             return
         value = LOST if health is None else HEALTH_ROW[health]
+        self.marks += 1
+        txn.did(self._unmark)
         self.memory.gave(txn, None)
         if not devices:
             txn.set(self.node_health, row, value)
@@ -247,6 +250,10 @@ class State:
             if int(self.dev_index[dev]) in devices:
                 txn.set(self.dev_health, dev, value)
         txn.set(self.free, row, self._count_free(row))
+
+    def _unmark(self) -> None:
+        """Undoing a change of health is one as well: ``marks`` only grows, so a book that watches it sees both."""
+        self.marks += 1
 
     def device_rows(self, node: int, indices: Sequence[int]) -> tuple[int, ...]:
         """Device rows of device indices on a node, in that order; indices that the node lacks are left out."""
@@ -328,13 +335,17 @@ class State:
 
     def take(self, txn: Txn, held: Held, sign: int) -> None:
         """Take (sign 1) or give back (sign -1) one slot; never more than there is."""
-        txn.add(self.cpu, held.node, -sign * held.cpu_milli)
-        txn.add(self.mem, held.node, -sign * held.mem)
-        if not held.devices:
-            return
+        if held.cpu_milli:
+            txn.add(self.cpu, held.node, -sign * held.cpu_milli)
+        if held.mem:
+            txn.add(self.mem, held.node, -sign * held.mem)
+        need = sign * (held.milli or 1000)
         for dev in held.devices:
-            txn.add(self.dev_milli, dev, -sign * (held.milli or 1000))
-        txn.set(self.free, held.node, self._count_free(held.node))
+            old = int(self.dev_milli[dev])
+            txn.set(self.dev_milli, dev, old - need)
+            change = (old - need == 1000) - (old == 1000)
+            if change and not self.dev_health[dev]:
+                txn.add(self.free, (held.node, int(self.dev_type[dev])), change)
 
     def charge(self, txn: Txn, row: JobRow, sign: int) -> None:
         """Add (sign 1) what a job asks to the use of its queue and of all above it, or take it off (sign -1)."""

@@ -16,6 +16,7 @@ from rota.cluster.core.txn import Txn
 from rota.cluster.core.vcells import CellType, TenantCells, VirtualCells
 from rota.cluster.policies.fifo import ByArrival, LimitsOnly
 from rota.spec.errors import BadInput
+from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Node
 
@@ -30,17 +31,17 @@ class CellBook:
         self.leaf: list[int] = self.cluster.cells.physical.leaf_cells
         self.row = {leaf: device for device, leaf in enumerate(self.leaf)}
         txn = Txn()
-        self.seen_good: bytes = b""
+        self.seen_marks = -1
+        self.tried: tuple[Txn, int, JobRow, GangPlan | None] | None = None
         self.follow_health(txn, state)
         for row in sorted(state.holding(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
             self.hold(txn, state, row)
 
     def follow_health(self, txn: Txn, state: State) -> None:
         """Take over which devices are in order."""
-        good = (state.dev_health == 0) & (state.node_health[state.dev_node] == 0)
-        seen = good.tobytes()
-        if seen != self.seen_good:
-            self.seen_good = seen
+        if state.marks != self.seen_marks:
+            self.seen_marks = state.marks
+            good = (state.dev_health == 0) & (state.node_health[state.dev_node] == 0)
             for device, leaf in enumerate(self.leaf):
                 self.cluster.buddy.set_health(txn, leaf, bool(good[device]))
 
@@ -59,7 +60,12 @@ class CellBook:
             self.cluster.release(txn, row.ask.id)
 
     def find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
-        """A placement by cells, victims included, or None."""
+        """A placement by cells, victims included, or None; the same answer as long as nothing was written since."""
+        if self.tried is None or self.tried[0] is not txn or self.tried[1] != txn.changes or self.tried[2] is not row:
+            self.tried = (txn, txn.changes, row, self._find(txn, state, row))
+        return self.tried[3]
+
+    def _find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
         if any(slot.milli for slot in row.ask.shape.slots) or not row.ask.shape.gpus:
             return None
         usable = state.usable
@@ -188,7 +194,7 @@ class CellVictims:
         names = (*plan.victims, *plan.lazy)
         found: list[Victim] = []
         for name in dict.fromkeys(names):
-            victim = next(other for other in state.jobs.values() if other.ask.id == name)
+            victim = state.jobs[JobId(name)]
             if victim.phase != "stopping":
                 reason = Reason.PREEMPTED_RECLAIM if victim.ask.opportunistic else Reason.PREEMPTED_PRIORITY
                 lost = (now - victim.saved_at) * victim.ask.shape.gpus

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from cluster_makers import ask, node, slot, state
+
+from rota.cluster.core.cycle import step
+from rota.cluster.core.explain import explain
+from rota.cluster.core.facts import JobArrived
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies.profiles import get_profile
 from rota.spec.events import (
@@ -22,6 +27,7 @@ from rota.spec.events import (
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Res, pretend_nodes
 from rota.spec.states import JobState
@@ -70,8 +76,8 @@ class Log:
 
 def with_nodes(profile: str = "fifo") -> Log:
     log = Log(profile)
-    for node in pretend_nodes("1x2x4", host="real"):
-        log.add(NodeJoined(node=node))
+    for one in pretend_nodes("1x2x4", host="real"):
+        log.add(NodeJoined(node=one))
     return log
 
 
@@ -192,3 +198,16 @@ def test_a_limit_of_a_queue_holds_for_all_below_it() -> None:
     assert log.scheduler.find_queue("team") is not None
     assert log.scheduler.find_queue("team/a") is None
     assert queue_from_json({"path": "q", "limit": {"gpus": 4}}).limit == Res(cpus=0, gpus=4)
+
+
+def test_an_equal_job_that_waits_gets_the_reason_of_its_line_and_a_higher_limit_is_offered() -> None:
+    queues = (Queue(path="default", limit=Res(cpus=0, gpus=4)),)
+    s, fifo = state(node("n", 8), queues=queues), get_profile("fifo")
+    step(s, JobArrived(ask=ask("run", slot(4))), fifo, 0.0)
+    step(s, JobArrived(ask=ask("one", slot(2), at=1)), fifo, 1.0)
+    step(s, JobArrived(ask=ask("two", slot(2), at=2)), get_profile("drf"), 2.0)
+    shown = explain(s, get_profile("drf"), JobId("two"), 3.0).to_json()
+    assert shown["why"]["code"] == "QUOTA_LIMIT"
+    offer = explain(s, fifo, JobId("one"), 3.0).to_json()["would_start_now_with"][0]
+    assert offer["change"] == {"set": "queues.default.limit.gpus", "value": 6.0}
+    assert offer["text"] == "a limit of 6 gpus for queue default instead of 4 gpus"

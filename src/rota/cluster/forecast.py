@@ -20,6 +20,8 @@ UNKNOWN_S = 3600.0
 """How long jobs are taken to run when none has an estimate."""
 PESSIMISM = 2.0
 """How much longer than estimated jobs run in the pessimistic forecast."""
+WALL_MAX_S = 1.0
+"""How long one play may take; a start that lies beyond what was played in that time is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,28 +40,42 @@ class Estimate:
         return {"p50": self.p50, "p90": self.p90, "basis": self.basis}
 
 
-def estimated_start(state: State, profile: Profile, job: JobId, now: float, clock: Clock) -> Estimate:
+class Forecast:
     """When a waiting job would start if nobody else came, by playing the live jobs to that moment on a copy.
 
-    Durations are the declared estimates or time limits; a job without one takes the mean of those that have one. The
-    live state is not touched. Raises KeyError for a job that is not known.
+    The copy is made at once, so ``estimate`` may run beside the scheduler; the live state is not touched. Durations are
+    the declared estimates or time limits; a job without one takes the mean of those that have one. Raises KeyError for
+    a job that is not known.
     """
-    known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
-    if not known and state.holding():
-        return Estimate(p50=None, p90=None, basis="no job has an estimate or a time limit")
-    mean = sum(known) / len(known) if known else 0.0
-    basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
-    likely = _start_of(state, profile, job, now, mean, 1.0, clock)
-    late = _start_of(state, profile, job, now, mean, PESSIMISM, clock)
-    return Estimate(p50=likely, p90=late, basis=basis)
 
+    def __init__(self, state: State, profile: Profile, job: JobId, now: float) -> None:
+        self._job, self._profile, self._now = state.jobs[job].ask.id, profile, now
+        known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
+        self._blind = not known and bool(state.holding())
+        self._mean = sum(known) / len(known) if known else 0.0
+        self._basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
+        self._forks = () if self._blind else (fork_of(state), fork_of(state))
 
-def _start_of(
-    state: State, profile: Profile, job: JobId, now: float, mean: float, factor: float, clock: Clock
-) -> float | None:
-    jobs = [_sim_job(row, now, mean, factor) for row in (state.jobs[i] for i in sorted(state.jobs))]
-    run = Simulation(fork_of(state), profile, jobs, clock, until_s=now + HORIZON_S, stop_when_started=job, now=now)
-    return run.run().runs[job].first_start_s
+    def estimate(self, clock: Clock) -> Estimate:
+        """Play the copies: once with the durations as they are, once with longer ones."""
+        if self._blind:
+            return Estimate(p50=None, p90=None, basis="no job has an estimate or a time limit")
+        likely, late = (self._start(fork, factor, clock) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
+        return Estimate(p50=likely, p90=late, basis=self._basis)
+
+    def _start(self, fork: State, factor: float, clock: Clock) -> float | None:
+        jobs = [_sim_job(fork.jobs[job], self._now, self._mean, factor) for job in sorted(fork.jobs)]
+        run = Simulation(
+            fork,
+            self._profile,
+            jobs,
+            clock,
+            until_s=self._now + HORIZON_S,
+            stop_when_started=self._job,
+            now=self._now,
+            wall_max_s=WALL_MAX_S,
+        )
+        return run.run().runs[self._job].first_start_s
 
 
 def fork_of(state: State) -> State:
@@ -131,6 +147,4 @@ def _from_now(at: float | None, now: float) -> float | None:
 
 def _sim_job(row: JobRow, now: float, mean: float, factor: float) -> SimJob:
     ask: JobAsk = row.ask
-    length = (ask.est_s if ask.est_s is not None else mean) * factor
-    left = max(0.0, length - (now - row.started_at)) if row.held else length
-    return SimJob(ask=ask, submit_s=now, work_s=left)
+    return SimJob(ask=ask, submit_s=now, work_s=(ask.est_s if ask.est_s is not None else mean) * factor)

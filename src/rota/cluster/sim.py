@@ -117,10 +117,12 @@ class Simulation:
         until_s: float = float("inf"),
         stop_when_started: JobId | None = None,
         now: float | None = None,
+        wall_max_s: float = float("inf"),
     ) -> None:
         self.state, self.profile, self.clock = state, profile, clock
         self.overheads = overheads or Overheads()
         self.check_every, self.until_s, self.stop_when_started = check_every, until_s, stop_when_started
+        self.wall_max_s = wall_max_s
         self.runs: dict[JobId, JobRun] = {job.ask.id: JobRun(job=job) for job in jobs}
         self.heap: list[tuple[float, int, str, int, object]] = []
         self.wakes: set[float] = set()
@@ -153,6 +155,8 @@ class Simulation:
             self._decide()
             if self.stop_when_started is not None and self.runs[self.stop_when_started].first_start_s is not None:
                 break
+            if self.clock.monotonic_s() - began > self.wall_max_s:
+                break
         result = self.result
         result.borrowed_gpu_s = {
             queue.path: float(seconds) for queue, seconds in zip(self.state.queues.rows, self._borrowed)
@@ -165,8 +169,11 @@ class Simulation:
     def _already_running(self, job: SimJob) -> None:
         run = self.runs[job.ask.id]
         run.attempts, run.state = 1, "RUNNING"
-        run.first_start_s = run.started_s = run.work_from_s = self.now
-        heappush(self.heap, (self.now + job.work_s, END, job.ask.id, 1, None))
+        run.first_start_s = self.now
+        run.started_s = run.work_from_s = self.state.jobs[job.ask.id].started_at
+        heappush(self.heap, (max(self.now, run.started_s + job.work_s), END, job.ask.id, 1, None))
+        if self.state.jobs[job.ask.id].phase == "stopping":
+            heappush(self.heap, (self.now + job.ask.grace_s, RELEASE, job.ask.id, 1, None))
 
     def _advance(self, to: float) -> None:
         seconds = to - self.now

@@ -33,7 +33,8 @@ class Cells:
     """A forest of cells in configuration order; rows never move.
 
     ``level`` is the height above the devices (a device is level 1). The devices (leaves) of cell ``c`` are the leaf
-    numbers ``leaf0[c]:leaf1[c]``, ``size[c]`` of them. ``node`` is the row, among cells that are nodes, of the node around a cell; -1 above.
+    numbers ``leaf0[c]:leaf1[c]``, ``size[c]`` of them.
+    ``node`` is the row, among cells that are nodes, of the node around a cell; -1 above.
     """
 
     def __init__(self, forest: Iterable[CellSpec]) -> None:

@@ -145,7 +145,7 @@ class _Pass:
         # 3. whoever came since the last pass learns why it waits
         for job in list(self.state.fresh):
             row = self.state.jobs[job]
-            if (wait := self.verdicts.get(line_key(row))) is not None:
+            if (wait := self.verdicts.get(line_key(row)) or self._gate_order(row)) is not None:
                 self._tell(row, wait)
         # 4. wake up when time alone will change something
         if self.wake:

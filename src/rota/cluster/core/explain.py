@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rota.cluster.core.admission import empty_twin, shape_feasible
+from rota.cluster.core.admission import amount, empty_twin, shape_feasible
 from rota.cluster.core.asks import JobAsk, Shape
 from rota.cluster.core.binding import Tally, tally
 from rota.cluster.core.cycle import decide, place_in_order
@@ -88,7 +88,8 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
 def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[dict[str, Any], ...]]:
     """The verdict of a full pass on a job (None = it starts), and whom the pass would stop for it."""
     with state.txn() as txn:
-        state.put(txn, JobRow(ask=ask, wait=Wait(reason=Reason.INFEASIBLE_NOW)))
+        # Without a reason yet, the job is told the verdict of its line even when an equal job stands before it.
+        state.put(txn, JobRow(ask=ask))
         decisions = decide(state, replace(profile, candidates_max=1_000_000), now)
     if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
         return None, ()
@@ -122,6 +123,11 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
         found += _by_priority(state, profile, ask, now)
     if wait.reason in (Reason.NOT_BEFORE,) and _tried(state, profile, replace(ask, not_before=0.0), now)[0] is None:
         found.append({"change": {"set": "not_before", "value": None}, "text": "without its start time", "cost": "none"})
+    if wait.reason is Reason.QUOTA_LIMIT:
+        found += _by_limit(state, profile, ask, wait, now)
+    if not ask.preemptible and _tried(state, profile, replace(ask, preemptible=True), now)[0] is None:
+        change = {"set": "labels.rota.preemptible", "value": "true"}
+        found.append({"change": change, "text": "as work that may be preempted", "cost": "it may be stopped"})
     for variant in smaller(ask.shape, _bounded(starts)):
         found.append({"change": variant.change, "text": variant.text, "cost": _cost(ask.shape, variant.shape)})
         if len(found) >= CHANGES_MAX:
@@ -154,6 +160,28 @@ def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> lis
                 }
             ]
     return []
+
+
+def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> list[dict[str, Any]]:
+    """The limit of the queue that binds, raised to what the job needs, if that alone starts it now."""
+    tree, path, dim = state.queues, str(wait.fields["queue"]), str(wait.fields["dim"])
+    wanted = int(wait.fields["used"]) + int(wait.fields["asked"])
+    with state.txn() as txn:
+        txn.set(tree.limit, (tree.row[path], tree.dims.index(dim)), wanted)
+        state.memory.gave(txn, None)
+        starts = _tried(state, profile, ask, now)[0] is None
+    if not starts:
+        return []
+    name = {"gpu": "gpus", "cpu": "cpus", "mem": "memory"}.get(dim.partition(":")[0], dim)
+    value = wanted if name == "memory" else wanted / 1000
+    return [
+        {
+            "change": {"set": f"queues.{path}.limit.{name}", "value": value},
+            "text": f"a limit of {amount(dim, wanted)} for queue {path} instead of "
+            f"{amount(dim, int(wait.fields['limit']))}",
+            "cost": f"queue {path} may use that much more",
+        }
+    ]
 
 
 def _cost(before: Shape, after: Shape) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from rota.cluster.forecast import Forecast
 from rota.job.spans import read_spans
 from rota.service.changes import checked_changes
 from rota.service.intake import Submission
@@ -198,8 +199,11 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
     story = doors.loop.installation.find(job)
     found = None
     if story.state is JobState.QUEUED:
-        answer = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
-        found = None if answer is None else answer.to_json()
+        scheduler, now = doors.loop.scheduler, doors.clock.wall_s()
+        if (answer := scheduler.explain(story.id, now)) is not None:
+            forecast = Forecast(scheduler.state, scheduler.profile, story.id, now)
+            estimate = await asyncio.to_thread(forecast.estimate, doors.clock)
+            found = answer.to_json() | {"estimate": estimate.to_json()}
     return explanation(story, doors.loop.installation, found)
 
 

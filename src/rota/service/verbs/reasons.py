@@ -79,8 +79,8 @@ def _blocker(row: Mapping[str, Any]) -> str:
 
 
 def _change(row: Mapping[str, Any]) -> str:
-    extra = row.get("cost") or row.get("needs") or row.get("text") or ""
-    return f"{row.get('change') or row.get('text')}" + (f"  ({extra})" if extra and row.get("change") else "")
+    cost = row.get("cost") or "none"
+    return row["text"] + (f"  (costs: {cost})" if cost != "none" else "")
 
 
 def _decision(row: Mapping[str, Any]) -> str:

@@ -31,6 +31,8 @@ def explanation(story: JobStory, installation: Installation, found: dict[str, An
     if found is not None:
         base |= {key: found[key] for key in base if key in found and found[key] is not None}
         base["why"] = found["why"] or why
+        if base["estimate"] is not None:
+            base["estimate"] |= {name: when(base["estimate"][name]) for name in ("p50", "p90")}
     waiting = story.state in (JobState.SUBMITTED, JobState.QUEUED)
     return {
         "api": API,

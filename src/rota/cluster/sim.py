@@ -188,10 +188,11 @@ class Simulation:
     def _happen(self, kind: int, name: str, attempt: int, extra: object) -> None:
         if kind == ARRIVE:
             self._arrive(self.runs[JobId(name)])
-        elif kind == END and self.runs[JobId(name)].attempts == attempt:
-            self._end(JobId(name))
-        elif kind == RELEASE and self.runs[JobId(name)].attempts == attempt:
-            self._release(JobId(name))
+        elif kind in (END, RELEASE):
+            # A job that was stopped meanwhile neither ends nor lets go by what was expected of its last attempt.
+            run = self.runs[JobId(name)]
+            if run.attempts == attempt and run.state == "RUNNING":
+                (self._end if kind == END else self._release)(JobId(name))
         elif kind == FAIL:
             self._fail(NodeId(name), extra if isinstance(extra, Health) else None)
 

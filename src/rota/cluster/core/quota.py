@@ -57,7 +57,7 @@ class QueueTree:
         self.line: list[list[int]] = [self._line(queue.path) for queue in self.rows]
         self.guaranteed: Vector = np.array([self._vector(q.guaranteed, 0) for q in self.rows], dtype=np.int64)
         self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
-        self.limited: list[bool] = (self.limit < UNLIMITED).any(axis=1).tolist()
+        self.limited: list[bool] = [bool(row.any()) for row in self.limit < UNLIMITED]
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
 
     def _line(self, path: str) -> list[int]:

@@ -169,9 +169,9 @@ class Simulation:
     def _already_running(self, job: SimJob) -> None:
         run = self.runs[job.ask.id]
         run.attempts, run.state = 1, "RUNNING"
-        run.first_start_s = self.now
-        run.started_s = run.work_from_s = self.state.jobs[job.ask.id].started_at
-        heappush(self.heap, (max(self.now, run.started_s + job.work_s), END, job.ask.id, 1, None))
+        run.first_start_s = run.started_s = self.now
+        run.work_from_s = self.state.jobs[job.ask.id].started_at
+        heappush(self.heap, (max(self.now, run.work_from_s + job.work_s), END, job.ask.id, 1, None))
         if self.state.jobs[job.ask.id].phase == "stopping":
             heappush(self.heap, (self.now + job.ask.grace_s, RELEASE, job.ask.id, 1, None))
 

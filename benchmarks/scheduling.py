@@ -22,7 +22,7 @@ from rota.cluster.core.cycle import apply, decide, step
 from rota.cluster.core.facts import JobArrived, JobGone, Tick
 from rota.cluster.core.snapshot import State
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.sim import compare, run_sim
+from rota.cluster.runs import compare, run_sim
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.resources import Res, pretend_nodes

@@ -78,7 +78,7 @@ def sim_run(
     trace: Path, vcs: Path, profile: str, *, scale: float, seed: int, out_jobs: Path | None, all_jobs: bool
 ) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
-    from rota.cluster.sim import run_sim
+    from rota.cluster.runs import run_sim
 
     given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs)
     return {"api": "rota/v1", "kind": "SimRun", **given}
@@ -88,7 +88,7 @@ def sim_compare(
     trace: Path, vcs: Path, profiles: list[str], *, scale: float, seed: int, tolerance_s: float
 ) -> dict[str, Any]:
     """``SimCompare``: the same trace under several profiles, the first being the baseline."""
-    from rota.cluster.sim import compare
+    from rota.cluster.runs import compare
 
     given = compare(trace, vcs, profiles, scale=scale, seed=seed, tolerance_s=tolerance_s)
     return {"api": "rota/v1", "kind": "SimCompare", **given}

@@ -1,0 +1,222 @@
+"""Runs of the simulator from files: a trace and its tenants in, one document out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rota.cluster.core.asks import JobAsk, Shape, Slot
+from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.policies.profiles import get_profile
+from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, RunFigures, per_tenant, summary, versus, write_jobs
+from rota.cluster.sim import Overheads, SimJob, SimResult, Simulation
+from rota.cluster.traces import Tenant, Trace, TraceError, TraceJob, read_tenants, read_trace
+from rota.runtime.clock import Clock, SystemClock
+from rota.spec.ids import JobId, NodeId
+from rota.spec.queue import Queue
+from rota.spec.resources import Device, Node, Res
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimInput:
+    """A trace laid over the nodes of its tenants."""
+
+    trace: Trace
+    tenants: tuple[Tenant, ...]
+    scale: float
+    seed: int
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every node, tenant by tenant."""
+        return tuple(
+            Node(
+                id=NodeId(f"{tenant.vc}-{i}"),
+                host="sim",
+                cpus=tenant.cpu_milli / 1000,
+                memory_bytes=tenant.mem_mib * 2**20,
+                devices=tuple(Device(index=d, type=tenant.gpu_type) for d in range(tenant.gpus_per_node)),
+                labels=((TENANT_LABEL, tenant.path),),
+            )
+            for tenant in self.tenants
+            for i in range(tenant.nodes)
+        )
+
+    @property
+    def queues(self) -> tuple[Queue, ...]:
+        """One queue a tenant; its guarantee is its own nodes unless the file says otherwise."""
+        return tuple(
+            Queue(
+                path=tenant.path,
+                guaranteed=Res(cpus=0, gpus=tenant.entitled),
+                limit=None if tenant.limit is None else Res(cpus=0, gpus=tenant.limit),
+                weight=tenant.weight,
+            )
+            for tenant in self.tenants
+        )
+
+    def jobs(self) -> list[SimJob]:
+        """The jobs of the trace as asks; equal gangs share one shape."""
+        shapes: dict[tuple[object, ...], Shape] = {}
+        paths = {tenant.vc: tenant.path for tenant in self.tenants}
+        return [_sim_job(job, paths[job.vc], shapes) for job in self.trace.jobs]
+
+
+def _sim_job(job: TraceJob, queue: str, shapes: dict[tuple[object, ...], Shape]) -> SimJob:
+    key = (job.gang, job.gpu_type, job.milli_gpu, job.cpu_milli, job.mem_mib)
+    shape = shapes.get(key)
+    if shape is None:
+        slot = Slot(
+            gpus=0 if 0 < job.milli_gpu < 1000 else job.gang[1],
+            milli=job.milli_gpu if job.milli_gpu < 1000 else 0,
+            type=job.gpu_type[0] if len(job.gpu_type) == 1 else None,
+            cpu_milli=job.cpu_milli,
+            mem=job.mem_mib * 2**20,
+        )
+        shape = shapes[key] = Shape(slots=(slot,) * job.gang[0])
+    ask = JobAsk(
+        id=JobId(job.job_id),
+        shape=shape,
+        queue=queue,
+        user=job.user or "local",
+        priority=job.priority,
+        queued_at=job.submit_s,
+        est_s=job.est_s,
+        preemptible=job.preemptible,
+    )
+    return SimJob(
+        ask=ask,
+        submit_s=job.submit_s,
+        work_s=job.duration_s,
+        deadline_s=job.deadline_s,
+        checkpoint_every_s=job.checkpoint_every_s,
+    )
+
+
+def load(trace: Path, vcs: Path, *, scale: float = 1.0, seed: int = 0) -> SimInput:
+    """Read a trace and its tenants. Raises TraceError."""
+    if not scale > 0:
+        raise TraceError(f"scale: {scale} is not above 0")
+    tenants = tuple(tenant.scaled(scale) for tenant in read_tenants(vcs))
+    return SimInput(trace=read_trace(trace, tenants), tenants=tenants, scale=scale, seed=seed)
+
+
+def simulate(given: SimInput, profile: str, clock: Clock, overheads: Overheads | None = None) -> SimResult:
+    """Play a trace under a profile. Raises UnknownName for a profile that does not exist."""
+    state = State(given.nodes, given.queues)
+    return Simulation(state, get_profile(profile), given.jobs(), clock, overheads=overheads).run()
+
+
+def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
+    """The finished run as a table, in order of submission."""
+    names = {tenant.path: tenant.vc for tenant in given.tenants}
+    return [
+        JobLine(
+            job_id=run.job.ask.id,
+            vc=names[run.job.ask.queue],
+            gpus=run.job.ask.shape.gpu_milli / 1000,
+            submit_s=run.job.submit_s,
+            first_start_s=run.first_start_s,
+            end_s=run.end_s,
+            attempts=abs(run.attempts),
+            preemptions=run.preemptions,
+            lost_gpu_s=run.lost_gpu_s,
+            used_gpu_s=run.used_gpu_s,
+            level=run.level,
+            state=run.state,
+            guaranteed=not run.job.ask.opportunistic,
+            work_s=run.job.work_s,
+            deadline_s=run.job.deadline_s,
+        )
+        for run in result.runs.values()
+    ]
+
+
+def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool = False) -> dict[str, Any]:
+    """The JSON document of ``rota sim run``."""
+    lines = lines_of(given, result)
+    figures = RunFigures(
+        gpus=result.gpus,
+        first_s=result.first_s,
+        last_s=result.last_s,
+        used_gpu_s=result.used_gpu_s,
+        fragmentation=result.fragmentation,
+        preemptions=result.preemptions,
+        migrations=0,
+        decisions=result.decisions,
+        violations=result.violations,
+        wall_s=result.wall_s,
+        decision_s=result.decision_s,
+        skipped=given.trace.skipped,
+    )
+    names = {tenant.path: tenant.vc for tenant in given.tenants}
+    borrowed = {names[path]: seconds for path, seconds in result.borrowed_gpu_s.items() if path in names}
+    shown = {
+        "profile": profile,
+        "trace": given.trace.name,
+        "scale": given.scale,
+        "seed": given.seed,
+        "cluster": {
+            "nodes": sum(tenant.nodes for tenant in given.tenants),
+            "gpus": result.gpus,
+            "vcs": {tenant.vc: tenant.nodes for tenant in given.tenants},
+        },
+        "summary": summary(lines, figures, {tenant.vc: tenant.entitled for tenant in given.tenants}),
+        "vcs": per_tenant(lines, borrowed),
+    }
+    if all_jobs or len(lines) <= JOBS_SHOWN_MAX:
+        shown["jobs"] = [line.row() for line in lines]
+    return shown
+
+
+def run_sim(
+    trace: Path,
+    vcs: Path,
+    profile: str,
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    out_jobs: Path | None = None,
+    all_jobs: bool = False,
+    overheads: Overheads | None = None,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Play a trace under a profile and return the document of ``rota sim run --json``.
+
+    Raises TraceError for a file that cannot be used and UnknownName for a profile that does not exist.
+    """
+    given = load(trace, vcs, scale=scale, seed=seed)
+    result = simulate(given, profile, clock or SystemClock(), overheads)
+    if out_jobs is not None:
+        write_jobs(out_jobs, lines_of(given, result))
+    return document(given, profile, result, all_jobs=all_jobs)
+
+
+def compare(
+    trace: Path,
+    vcs: Path,
+    profiles: Sequence[str],
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    tolerance_s: float = 0.0,
+    overheads: Overheads | None = None,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Play a trace under several profiles; the first is the baseline of the ``rota sim compare --json`` document.
+
+    Raises as ``run_sim`` does.
+    """
+    given = load(trace, vcs, scale=scale, seed=seed)
+    lines: dict[str, list[JobLine]] = {}
+    shown: dict[str, Any] = {}
+    for profile in profiles:
+        result = simulate(given, profile, clock or SystemClock(), overheads)
+        lines[profile] = lines_of(given, result)
+        shown[profile] = {
+            "summary": document(given, profile, result)["summary"],
+            "vs_baseline": versus(lines[profiles[0]], lines[profile], tolerance_s),
+        }
+    return {"baseline": profiles[0], "profiles": shown}

@@ -27,8 +27,11 @@ $(VENV)/.setup-dev: pyproject.toml constraints.txt $(VENV)/.setup-run
 demo: setup ## the main job: learns, loses three processes on purpose, heals
 	$(BIN)/rota demo
 
-check: $(VENV)/.setup-dev lint ## lint, types, imports, fast tests: before every commit
-	$(BIN)/pytest -q -n 2 -m "not real and not slow and not gpu"
+# Side by side: what lint has to say comes after the tests, and either of them fails the check.
+check: $(VENV)/.setup-dev ## lint, types, imports, fast tests: before every commit
+	@$(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 & lint=$$!; \
+	$(BIN)/pytest -q -n 2 -m "not real and not slow and not gpu"; tests=$$?; \
+	wait $$lint; linted=$$?; cat $(VENV)/lint.txt; [ $$tests = 0 ] && [ $$linted = 0 ]
 
 lint: $(VENV)/.setup-dev
 	$(BIN)/ruff check src tests benchmarks examples

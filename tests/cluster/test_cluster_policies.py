@@ -50,6 +50,7 @@ def _ask(i: int, drawn: tuple[str, int, list[int], float | None]) -> JobAsk:
     return ask(f"j{i:02}", *(slot(n) for n in gpus), queue=queue, priority=priority, at=float(i), est_s=est)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROFILES))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=ASKS, ends=st.lists(st.integers(0, 9), max_size=10))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rota.service import daemon
+from rota.service.config import Settings, load_settings
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
@@ -41,12 +46,31 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
+@pytest.fixture
+def served() -> Iterator[tuple[Settings, str]]:
+    """A service of its own over two pretend nodes of four devices, and the address that opens the UI."""
+    home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = int(door.getsockname()[1])
+    settings = load_settings({"home": str(home), "port": port, "pretend": "1x2x4"}, environ={})
+    document = daemon.up(settings)
+    try:
+        yield settings, document["login"]
+    finally:
+        daemon.down(settings, force=True)
+        shutil.rmtree(home, ignore_errors=True)
+
+
 Opened = Callable[..., Any]
 
 
 @pytest.fixture
 def opened(browser: Any) -> Opened:
-    """``with opened(url) as page``: a page of a fresh session; an error in its console fails the test."""
+    """``with opened(url) as page``: a page of a fresh session; an error in its console fails the test.
+
+    ``page.rota_wrong`` lists them, for a test that wants one.
+    """
 
     @contextmanager
     def open_page(url: str, *, theme: str = "light", viewport: dict[str, int] = WIDE) -> Iterator[Any]:
@@ -54,6 +78,7 @@ def opened(browser: Any) -> Opened:
         page = context.new_page()
         page.set_default_timeout(20_000)
         wrong: list[str] = []
+        page.rota_wrong = wrong
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.goto(url)
@@ -62,6 +87,11 @@ def opened(browser: Any) -> Opened:
         assert not wrong, wrong
 
     return open_page
+
+
+def refusal_wanted(page: Any, status: int) -> None:
+    """Forget what Chromium told of requests that were refused with this status: the test wanted that."""
+    page.rota_wrong[:] = [one for one in page.rota_wrong if f"status of {status} " not in one]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.service.standing import Standing, listening, standing
 
@@ -102,6 +103,13 @@ class Seeded:
 
     def door(self) -> str:
         return f"{self.url}/login?code={self.service.doors.auth.new_code()}"
+
+    def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One request with the token, from the thread of the test."""
+        asking = self.service.http.request(method, path, json=body)
+        answer = asyncio.run_coroutine_threadsafe(asking, self.loop).result(20)
+        assert answer.is_success, answer.text
+        return answer.json()
 
 
 @contextmanager

@@ -78,6 +78,9 @@ function Head({ job, explained }: { job: JobDocument; explained: boolean }) {
 
 const OVER = new Set(["SUCCEEDED", "FAILED", "CANCELLED"]);
 
+/** States in which a job can be neither paused nor resumed. */
+const BUSY = new Set(["SUBMITTED", "STOPPING", "PREEMPTING"]);
+
 function Actions({ job }: { job: JobDocument }) {
   const cache = useQueryClient();
   const act = useMutation({
@@ -85,8 +88,12 @@ function Actions({ job }: { job: JobDocument }) {
     onSuccess: () => cache.invalidateQueries({ queryKey: ["job", job.id] }),
   });
   if (OVER.has(job.state)) return null;
+  const paused = job.state === "PAUSED";
   return (
     <span className="tools">
+      <button type="button" disabled={act.isPending || BUSY.has(job.state)} onClick={() => act.mutate(paused ? "resume" : "pause")}>
+        {paused ? "Resume" : "Pause"}
+      </button>
       <button type="button" disabled={act.isPending || job.state === "STOPPING"} onClick={() => confirm(`Stop ${job.id}?`) && act.mutate("stop")}>
         Stop
       </button>
@@ -162,7 +169,7 @@ function TimelineTab({ job }: { job: JobDocument }) {
         />
       </Card>
       <Card title={`Events (the first ${events.data.items.length})`}>
-        <ol className="story small">
+        <ol className="story small" tabIndex={0} aria-label="Events">
           {events.data.items.slice(-200).map((one) => (
             <li key={one.number}>
               <When at={one.at} /> <strong>{one.kind}</strong> {one.role !== undefined && `${one.role}/${one.rank ?? ""}`}{" "}
@@ -283,7 +290,7 @@ function Edit({ job, spec }: { job: JobDocument; spec: Record<string, unknown> }
   const edit = useMutation({
     mutationFn: () => api.change(job.id, { [path]: read(text) }, job.version),
     onSuccess: () => setText(""),
-    onSettled: () => cache.invalidateQueries({ queryKey: ["job", job.id] }),
+    onSettled: () => void cache.invalidateQueries({ queryKey: ["job", job.id] }),
   });
   const present = spec[path];
   return (

@@ -134,7 +134,7 @@ function JobTable({ rows, more, loading, load, chosen, choose }: TableProps) {
   };
   return (
     <>
-      <div ref={pane} className="scroll tall" role="region" aria-label="Jobs" tabIndex={0}>
+      <div ref={pane} className="scroll tall" role="group" aria-label="Jobs" tabIndex={0}>
         <table aria-rowcount={more ? -1 : rows.length + 1}>
           <thead>
             <tr>

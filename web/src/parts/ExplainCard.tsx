@@ -156,7 +156,7 @@ export function Decisions({ of }: { of: Explanation }) {
   if (!of.decisions.length) return null;
   return (
     <Card title="Decisions">
-      <ol className="story">
+      <ol className="story" tabIndex={0} aria-label="Decisions in order">
         {of.decisions.map((one, i) => (
           <li key={i}>
             <When at={one.at} /> <strong>{one.decision}</strong> {one.reason && <code>{one.reason}</code>} {one.text}

@@ -70,7 +70,7 @@ export function HeatMap({ heat }: { heat: Heat }) {
       <div className={dense ? "heat dense" : "heat"} role="group" aria-label="Heat map of nodes and devices; arrow keys move" onKeyDown={walk}>
         {racksOf(heat.items).map(([rack, nodes]) => (
           <section key={rack} className="rack" aria-label={`${rack}, ${nodes.length} nodes`}>
-            <h3>{rack}</h3>
+            <div className="rack-name">{rack}</div>
             <div className="rack-nodes">
               {nodes.map((node) => (
                 <NodeCells key={node.id} node={node} holders={holdersOf(node, heat.jobs).join("\n")} stop={node.id === first} />

@@ -59,7 +59,7 @@ export function QueueTree({ queues, gpus }: { queues: Queue[]; gpus: number }) {
         <span className="key used" aria-hidden /> used <span className="key borrowed" aria-hidden /> borrowed{" "}
         <span className="key mark" aria-hidden /> guaranteed <span className="key limit" aria-hidden /> limit
       </p>
-      <div className="scroll" role="region" aria-label="Queues" tabIndex={0}>
+      <div className="scroll" role="group" aria-label="Tree of queues" tabIndex={0}>
         <table className="tree">
           <thead>
             <tr>

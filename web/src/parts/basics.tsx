@@ -77,7 +77,7 @@ export interface Column<T> {
 
 export function Table<T>({ name, columns, rows, id }: { name: string; columns: Column<T>[]; rows: T[]; id: (row: T) => string | number }) {
   return (
-    <div className="scroll" role="region" aria-label={name} tabIndex={0}>
+    <div className="scroll" role="group" aria-label={name} tabIndex={0}>
       <table>
         <thead>
           <tr>

@@ -15,6 +15,7 @@ from standing import HELLO, Standing, listening, stream, with_service
 from rota.job.probes import Beat
 from rota.runtime.logs import format_line, log_name
 from rota.spec.events import (
+    Committed,
     FailoverEnded,
     FailoverStarted,
     GangReserved,
@@ -309,5 +310,47 @@ def test_ten_thousand_lines_over_cut_connections_come_without_gap_or_duplicate(t
         await writing
         assert cuts >= 4
         assert sorted(int(text[1:]) for text in seen.values()) == list(range(total))
+
+    with_service(tmp_path, test)
+
+
+def cut(admitted: int, queued: int, **dropped: int) -> dict[str, Any]:
+    trained = admitted - queued - sum(dropped.values())
+    counts = {"admitted": admitted, "trained": trained, "queued": queued, "pending": 0, "running": 0}
+    return {"cut": {"streams": {"groups": {**counts, "dropped": dropped, "again": 3, "age": 2, "open": []}}}}
+
+
+def test_what_streams_have_seen_is_shown_counted_and_measured_at_each_commit(tmp_path: Path) -> None:
+    (tmp_path / "flowing.py").write_text("async def loop(f): ...\n")
+    source = "name: hello\nroles:\n  loop: {workload: 'flowing:loop'}\nstreams: {groups: {cap: 8}}\n"
+
+    async def test(service: Standing) -> None:
+        await service.submit(source, workdir=str(tmp_path))
+        await service.until("hello-1", JobState.ADMITTED)
+        await service.until_asked("hello-1")
+        loop = RoleName("loop")
+        number = service.as_master(
+            "hello-1",
+            MasterStarted(master_epoch=Epoch(1), pid=77),
+            Reattached(master_epoch=Epoch(1)),
+            GangReserved(gang=GangId("all"), epoch=Epoch(1)),
+            InstanceStarted(role=loop, rank=0, epoch=Epoch(1), node=NODE, pid=1000),
+            InstanceReady(role=loop, rank=0, epoch=Epoch(1)),
+            Committed(n=1, loop_epoch=Epoch(1), cursor=cut(10, 4)),
+            Committed(n=2, loop_epoch=Epoch(1), cursor=cut(14, 4, stale=2)),
+        )
+        await service.seen(number)
+        row = {"name": "groups", "admitted": 14, "pending": 0, "leased": 0, "queued": 4, "trained": 8}
+        row |= {"dropped": {"stale": 2}, "again": 3, "age": 2}
+        assert (await service.get("/jobs/hello-1"))["streams"] == [row]
+        assert (await service.get("/jobs/hello-1/graph"))["streams"][0]["seen"] == row
+        metrics = (await service.http.get("/metrics")).text
+        for line in (
+            'rota_samples_total{reason="",state="admitted"} 14.0',
+            'rota_samples_total{reason="",state="trained"} 8.0',
+            'rota_samples_total{reason="stale",state="dropped"} 2.0',
+            'rota_stale_versions{job="hello-1",stream="groups"} 2.0',
+        ):
+            assert line in metrics, metrics
 
     with_service(tmp_path, test)

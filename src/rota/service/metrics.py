@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from rota.runtime.clock import Clock
 from rota.service.views.cluster import cluster_totals, node_list, queue_tree
 from rota.service.views.installation import Installation
+from rota.service.views.streams import stream_rows
 from rota.spec import events as e
 from rota.spec.events import Record
 from rota.spec.states import InstanceState, JobState
@@ -56,6 +57,8 @@ class Metrics(Collector):
         self._preemptions: Counter[tuple[str, str]] = Counter()
         self._restarts: Counter[str] = Counter()
         self._failovers: Counter[tuple[str, str]] = Counter()
+        self._samples: Counter[tuple[str, str]] = Counter()
+        self._cuts: dict[tuple[str, str], Counter[tuple[str, str]]] = {}
         self._steps_lost = 0
         self._fenced = 0
         self._decisions: Counter[str] = Counter()
@@ -97,15 +100,26 @@ class Metrics(Collector):
                 self._failovers[(level, reason)] += 1
             case e.FailoverEnded(seconds=seconds) if story.failures:
                 self._failover[story.failures[-1].level].observe(seconds)
+            case e.Committed():
+                self._count_samples(story.id, record.event)
             case e.RolledBack(from_commit=old, to_commit=new):
                 self._steps_lost += max(0, old - new)
             case e.FencedWrite(count=count):
                 self._fenced += count
             case e.JobEnded(state=state, reason=reason):
+                self._cuts = {key: cut for key, cut in self._cuts.items() if key[0] != story.id}
                 self._jobs[(story.queue, state, reason)] += 1
                 self._completion[story.queue].observe(record.at - story.submitted_at)
             case _:
                 pass
+
+    def _count_samples(self, job: str, commit: e.Committed) -> None:
+        """Add what happened since the commit before; work that a rollback took back and that is done again counts."""
+        for row in stream_rows(commit):
+            now = Counter({(state, ""): row[state] for state in ("admitted", "trained", "again")})
+            now.update({("dropped", reason): count for reason, count in row["dropped"].items()})
+            self._samples += now - self._cuts.get((job, row["name"]), Counter())
+            self._cuts[job, row["name"]] = now
 
     def collect(self) -> Iterator[Metric]:
         """Every family; called by the registry."""
@@ -138,6 +152,10 @@ class Metrics(Collector):
         for kind, count in self._decisions.items():
             decisions.add_metric((kind,), count)
         yield decisions
+        samples = CounterMetricFamily("rota_samples", "Items of streams.", labels=("state", "reason"))
+        for labels, count in self._samples.items():
+            samples.add_metric(labels, count)
+        yield samples
         yield CounterMetricFamily("rota_steps_lost", "Commits that were rolled back.", value=self._steps_lost)
         yield CounterMetricFamily("rota_fenced", "Writes of older epochs that were refused.", value=self._fenced)
 
@@ -184,6 +202,13 @@ class Metrics(Collector):
             one.state is InstanceState.READY for s in self._installation.live.values() for one in s.instances.values()
         )
         yield GaugeMetricFamily("rota_instances_ready", "Instances that are ready for work.", value=ready)
+        stale = GaugeMetricFamily(
+            "rota_stale_versions", "Oldest item of the last commit, in model versions.", labels=("job", "stream")
+        )
+        for story in self._installation.live.values():
+            for row in stream_rows(story.commit):
+                stale.add_metric((story.id, row["name"]), row["age"])
+        yield stale
         used = totals["gpus_used"] / totals["gpus"] if totals["gpus"] else 0.0
         yield GaugeMetricFamily("rota_gpu_allocated_ratio", "Devices that jobs hold, of all.", value=used)
         up = GaugeMetricFamily("rota_node_up", "1 while a node answers.", labels=("node",))

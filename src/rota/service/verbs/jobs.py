@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -150,6 +150,7 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
         ],
         empty="no instances yet",
     )
+    stream_table(term, job["streams"])
     error = job.get("error")
     if error and error.get("traceback"):
         term.line()
@@ -162,6 +163,17 @@ def _master_text(job: Mapping[str, Any]) -> str:
         return ""
     place = f" on {master['node']}" if master.get("node") else ""
     return f"pid {master['pid']}{place} for {age(master['since'])}, epoch {master['epoch']}"
+
+
+def stream_table(term: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What streams have seen up to the last commit; nothing for a job without."""
+    if rows:
+        term.line()
+        columns = ("name", "admitted", "pending", "leased", "queued", "trained", "again", "age")
+        term.table(
+            ["STREAM", "IN", "PENDING", "LEASED", "QUEUED", "TRAINED", "AGAIN", "AGE", "DROPPED"],
+            [(*(row[column] for column in columns), labels(row["dropped"])) for row in rows],
+        )
 
 
 def stop(

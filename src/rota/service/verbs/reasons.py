@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.jobs import stream_table
 from rota.service.verbs.words import age, amount, clock_time, lasting, shortened
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
@@ -237,6 +238,7 @@ def _graph(term: Terminal, doc: Mapping[str, Any]) -> None:
     if doc["edges"]:
         term.line()
         term.table(["FROM", "TO", "KIND"], [(edge["source"], edge["target"], edge["kind"]) for edge in doc["edges"]])
+    stream_table(term, [stream["seen"] for stream in doc["streams"] if stream["seen"]])
     term.line()
     for index, members in enumerate(doc["subgraphs"]):
         term.line(f"sub-graph {index}: {', '.join(members)}")

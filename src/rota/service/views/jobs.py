@@ -11,6 +11,7 @@ from typing import Any
 
 from rota.runtime.clock import iso
 from rota.service.views.story import Attempt, Instance, JobStory
+from rota.service.views.streams import stream_rows
 from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.spec.reasons import INFO, Reason
@@ -119,6 +120,7 @@ def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, A
         "instances": [
             instance_document(story, one, (beats or {}).get(str(one.id))) for one in story.instances.values()
         ],
+        "streams": stream_rows(story.commit),
         "master": _master(story),
         "attempts": [_attempt(one) for one in story.attempts],
         "error": _error(story),

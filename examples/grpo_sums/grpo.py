@@ -5,6 +5,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), section 4.1, equati
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor  # the loop computes advantages and loads no torch
 
-STEPS, PROMPTS, GROUP = 150, 32, 8
+STEPS, PROMPTS, GROUP = int(os.environ.get("GRPO_STEPS", "150")), 32, 8
 WINDOW = 10
 """Steps over which the mean reward at the start and at the end is taken."""
 UPDATES = 2

@@ -1,7 +1,8 @@
-"""The job: actor, ref, rollout and reward as workloads, and the loop `grpo` that fits and then reinforces the policy.
+"""The job: actor, ref, rollout and reward as workloads, and the loops that fit and then reinforce the policy.
 
-Only the roles that hold a network load torch. Every step is a function of the state at the commit before it, so a step
-that is run again after a death gives the same items.
+`grpo` samples, scores and updates in turn. `grpo_async` takes scored groups from a stream, which rollout and reward
+fill while the actor updates. Only the roles that hold a network load torch. Every item is a function of its number and
+the weights it is sampled with, so what is run again after a death gives the same items.
 """
 
 from __future__ import annotations
@@ -86,11 +87,12 @@ class Rollout(Workload):
         self.net.load_state_dict(tensors)
 
     @op(send=Each, retry="safe", progress="2m")
-    def generate(self, item: dict[str, Any]) -> dict[str, task.Tokens]:
-        """GROUP sampled answers to each problem of the item."""
+    def generate(self, item: dict[str, Any]) -> dict[str, Any]:
+        """GROUP sampled answers to each problem of the item: `prompts`, `answers` and the `indices` of the problems."""
         from sampling import sample_groups
 
-        return sample_groups(self.net, self.seed, item["step"], item["indices"], item["texts"])
+        groups = sample_groups(self.net, self.seed, item["step"], item["indices"], item["texts"])
+        return {**groups, "indices": item["indices"]}
 
     @op(send=Each, retry="safe", progress="2m")
     def answer(self, texts: list[str]) -> list[str]:
@@ -104,9 +106,9 @@ class Verifier(Workload):
     """reasoning-gym's own verifier; loads no torch."""
 
     @op(send=Each, retry="safe", progress="1m")
-    def score(self, item: dict[str, Any]) -> Any:
-        """Rewards [B] of the answers to the problems of the item."""
-        return task.score_groups(item["answers"], item["indices"])
+    def score(self, item: dict[str, Any]) -> dict[str, Any]:
+        """The item with the `rewards` [B] of its answers."""
+        return {**item, "rewards": task.score_groups(item["answers"], item["indices"])}
 
 
 async def grpo(f: Any) -> None:
@@ -114,11 +116,32 @@ async def grpo(f: Any) -> None:
     curve = Curve(f.output_dir, f.committed)
     for n in range(f.committed + 1, sft.STEPS + method.STEPS + 1):
         row = await (fit(f, n) if n <= sft.STEPS else reinforce(f, n))
-        # The row is written first: the next entry drops rows beyond the last commit, so that each commit has just one.
-        curve.add(n, row)
-        await f.commit(n, metrics=row)
-        if n % 10 == 0:
-            f.log(f"step {n}: " + "  ".join(f"{name} {value:.3f}" for name, value in row.items()))
+        await commit(f, curve, n, row)
+    await finish(f, curve)
+
+
+async def grpo_async(f: Any) -> None:
+    """The same steps; while the actor updates, the rollouts are at work on the problems of steps to come."""
+    curve = Curve(f.output_dir, f.committed)
+    for n in range(f.committed + 1, sft.STEPS + 1):
+        await commit(f, curve, n, await fit(f, n))
+    async for batch in f.streams.groups.batches(method.PROMPTS // CHUNK):
+        n = f.committed + 1
+        row = await learn(f, n, batch)
+        await commit(f, curve, n, {**row, "age": max(batch.ages)})
+    await finish(f, curve)
+
+
+async def commit(f: Any, curve: Curve, n: int, row: dict[str, float]) -> None:
+    """Write the row of step n, then make the step durable: the next entry drops rows beyond the last commit."""
+    curve.add(n, row)
+    await f.commit(n, metrics=row)
+    if n % 10 == 0:
+        f.log(f"step {n}: " + "  ".join(f"{name} {value:.3f}" for name, value in row.items()))
+
+
+async def finish(f: Any, curve: Curve) -> None:
+    """Figures of the whole run."""
     figures = curve.finish(await accuracy(f))
     f.log(f"reward {figures['reward_before']:.3f} -> {figures['reward_after']:.3f}")
 
@@ -128,25 +151,41 @@ async def fit(f: Any, n: int) -> dict[str, float]:
     return await f.roles.actor.fit(task.sft_batch(f.seed, n, sft.BATCH))
 
 
+class Prompts:
+    """The data set of the stream `prompts`: item i is chunk `i % (PROMPTS / CHUNK)` of a reinforcement step."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return method.STEPS * method.PROMPTS // CHUNK
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        step, chunk = divmod(index, method.PROMPTS // CHUNK)
+        return chunks(self.seed, sft.STEPS + 1 + step)[chunk]
+
+
+def chunks(seed: int, n: int) -> list[dict[str, Any]]:
+    """The problems of step n as items of work."""
+    problems = task.problems(seed, n, method.PROMPTS)
+    parts = [problems[start : start + CHUNK] for start in range(0, len(problems), CHUNK)]
+    return [
+        {"step": n, "indices": [each.index for each in part], "texts": [each.text for each in part]} for part in parts
+    ]
+
+
 async def reinforce(f: Any, n: int) -> dict[str, float]:
-    """Reinforcement step n: sample, score, compare within groups, update."""
-    problems = task.problems(f.seed, n, method.PROMPTS)
-    chunks = [problems[start : start + CHUNK] for start in range(0, len(problems), CHUNK)]
-    indices = [[each.index for each in chunk] for chunk in chunks]
-    texts = [[each.text for each in chunk] for chunk in chunks]
-    sampled = await f.roles.rollout.generate(
-        [{"step": n, "indices": one, "texts": two} for one, two in zip(indices, texts, strict=True)]
-    )
-    groups = {name: np.concatenate([one[name] for one in sampled]) for name in ("prompts", "answers")}
-    scored, old, base = await asyncio.gather(
-        f.roles.reward.score(
-            [{"answers": one["answers"], "indices": two} for one, two in zip(sampled, indices, strict=True)]
-        ),
-        f.roles.actor.logprobs(groups),
-        f.roles.ref.logprobs(groups),
-    )
-    rewards = np.concatenate(scored)
-    advantage = method.advantages(rewards.reshape(method.PROMPTS, method.GROUP)).reshape(-1)
+    """Reinforcement step n: sample, score, learn."""
+    sampled = await f.roles.rollout.generate(chunks(f.seed, n))
+    return await learn(f, n, await f.roles.reward.score(sampled))
+
+
+async def learn(f: Any, n: int, scored: list[dict[str, Any]]) -> dict[str, float]:
+    """The update of step n: compare within groups, with the policy as it is and as it began."""
+    groups = {name: np.concatenate([one[name] for one in scored]) for name in ("prompts", "answers")}
+    rewards = np.concatenate([one["rewards"] for one in scored])
+    old, base = await asyncio.gather(f.roles.actor.logprobs(groups), f.roles.ref.logprobs(groups))
+    advantage = method.advantages(rewards.reshape(-1, method.GROUP)).reshape(-1)
     step = n - sft.STEPS
     row = await f.roles.actor.update({**groups, "old": old, "base": base, "advantage": advantage, "step": step})
     row["reward"] = float(rewards.mean())

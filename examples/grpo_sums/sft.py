@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor  # the loop reads the constants and loads no torch
 
-STEPS, BATCH = 120, 512
+STEPS, BATCH = int(os.environ.get("SFT_STEPS", "120")), 512
 LR_PEAK, WARMUP_STEPS, LR_FLOOR_SHARE = 4e-3, 10, 0.05
 BETAS = (0.9, 0.95)
 """Adam's averages are short: the phase has too few steps for the usual 0.999."""

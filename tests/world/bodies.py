@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.job.peers import master_handle
+from rota.job.calls import Courier, Refusal
+from rota.job.peers import PeerTable, master_handle
+from rota.job.probes import Pulse
+from rota.job.streams import Streams
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.launch_sim import SimProcess
-from rota.spec.ids import JobId
+from rota.spec.errors import DataError
+from rota.spec.ids import Epoch, JobId
 from rota.spec.job import JobSpec, RoleSpec
 
 BEAT_S = 10.0
@@ -31,6 +35,7 @@ class Script:
     setup_fails_p: float = 0.0
     run_fails_p: float = 0.0
     ignores_stop: bool = False
+    batch: int = 3
     always_fails: bool = False
     calm_after_s: float = 100.0
 
@@ -66,6 +71,8 @@ class SimInstance:
         self._forming: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self.failure: dict[str, Any] | None = None
+        self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
+        self._courier: Courier | None = None
         process.spawn(self._beats())
 
     # -- control ----------------------------------------------------------------------------------------------------
@@ -87,6 +94,7 @@ class SimInstance:
             return self._failed(epoch, "setup raised")
         if world > 1 and await self._meet(epoch, world) is None:
             return {"answer": "stale"}
+        self._ready = epoch
         return {"answer": "done"}
 
     async def _meet(self, epoch: int, world: int) -> Any:
@@ -101,13 +109,15 @@ class SimInstance:
         if epoch != self.epoch:
             return {"answer": "stale"}
         if epoch not in self._running:
-            self._running[epoch] = self._process.spawn(self._body(epoch, committed))
+            self._running[epoch] = self._process.spawn(self._body(epoch, committed, more))
         return await _answer(self._running[epoch])
 
-    async def _body(self, epoch: int, committed: int) -> dict[str, Any]:
+    async def _body(self, epoch: int, committed: int, more: Mapping[str, Any]) -> dict[str, Any]:
         if self._script.always_fails:
             await self._work(self._script.step_s)
             return self._failed(epoch, "always fails")
+        if self.role.is_loop and self._spec.streams:
+            return await self._stream_loop(Epoch(epoch), committed, more)
         if self.role.is_loop:
             return await self._loop(epoch, committed)
         await self._work(self._script.run_s)
@@ -125,8 +135,58 @@ class SimInstance:
             self._store.acknowledged.append((self._job, n, epoch))
         return {"answer": "done"}
 
-    async def _commit(self, n: int, epoch: int) -> bool:
-        fields: dict[str, Any] = {"n": n, "loop_epoch": epoch, "versions": {}, "metrics": {}}
+    async def _stream_loop(self, epoch: Epoch, committed: int, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The real pumps and ledgers over the simulated instances; a commit a batch, to the end of the source."""
+        courier = Courier(
+            job=self._job, spec=self._spec, launcher=self._launcher, clock=self._clock, caller=self.id
+        )  # fmt: skip
+        courier.enter(epoch)
+        courier.update(PeerTable.from_json(dict(more["table"])))
+        self._courier = courier
+        streams = Streams(
+            self._spec,
+            courier=courier,
+            pulse=Pulse(self._clock),
+            holder=self.id,
+            epoch=epoch,
+            version=committed,
+            cut=more.get("cut", {}).get("streams", {}),
+            say=lambda text: None,
+            offload=_at_once,
+        )
+        streams.begin()
+        pump, n = streams.find("groups"), committed
+        try:
+            while (batch := await pump.next_batch(self._script.batch, "admission")) is not None:
+                await self._work(self._script.step_s)
+                if self._fails(self._script.run_fails_p):
+                    return self._failed(epoch, "the loop raised")
+                n += 1
+                taken = {"uids": batch.uids, "ages": batch.ages}
+                if not await self._commit(n, epoch, metrics=taken, cut={"streams": streams.cut()}):
+                    return {"answer": "stale"}
+                self._store.acknowledged.append((self._job, n, epoch))
+                streams.committed(n)
+                pump.ledger.check()
+        except DataError as error:
+            return self._failed(epoch, str(error), "DATA_ERROR")
+        finally:
+            await streams.close()
+        return {"answer": "done"}
+
+    async def call(self, head: list[Any], *args: Any) -> Any:
+        _, _, epoch, loop_epoch, _, _ = head
+        if epoch != self._ready or self._ready != self.epoch or loop_epoch < self._loop_epoch_max:
+            return Refusal(kind="stale", text=f"{self.id} is at epoch {self.epoch}")
+        self._loop_epoch_max = loop_epoch
+        await self._work(self._script.step_s)
+        if self._fails(self._script.run_fails_p):
+            return Refusal(kind="failed", text="ValueError: bad item", traceback="Traceback: bad item")
+        return args[0]
+
+    async def _commit(self, n: int, epoch: int, **more: Any) -> bool:
+        versions = {edge.name: 1 for edge in self._spec.weights if n % edge.every == 0}
+        fields: dict[str, Any] = {"n": n, "loop_epoch": epoch, "versions": versions, "metrics": {}, **more}
         call = Call(method="commit", kwargs=fields, timeout_s=30.0)
         while True:
             try:
@@ -134,10 +194,13 @@ class SimInstance:
             except (ProcessGone, CallTimeout):
                 await self._clock.sleep(RETRY_S)
                 continue
+            if self._courier is not None and "table" in answer:
+                self._courier.update(PeerTable.from_json(answer["table"]))
             return answer["answer"] == "done"
 
     async def peers(self, table: Mapping[str, Any]) -> None:
-        return None
+        if self._courier is not None:
+            self._courier.update(PeerTable.from_json(dict(table)))
 
     async def stacks(self) -> str:
         return "a stack"
@@ -162,14 +225,18 @@ class SimInstance:
                 "failure": self.failure,
             }
             try:
-                await self._launcher.call(master_handle(self._job), Call(method="beat", args=(beat,), timeout_s=5.0))
+                answer = await self._launcher.call(
+                    master_handle(self._job), Call(method="beat", args=(beat,), timeout_s=5.0)
+                )
+                if answer.get("table") is not None:
+                    await self.peers(answer["table"])
                 heard_s = self._clock.monotonic_s()
             except (ProcessGone, CallTimeout):
                 continue
         self._leave(self._process)
 
-    def _failed(self, epoch: int, text: str) -> dict[str, Any]:
-        self.failure = {"epoch": epoch, "reason": "USER_ERROR", "text": text, "traceback": f"Traceback: {text}"}
+    def _failed(self, epoch: int, text: str, reason: str = "USER_ERROR") -> dict[str, Any]:
+        self.failure = {"epoch": epoch, "reason": reason, "text": text, "traceback": f"Traceback: {text}"}
         return {"answer": "failed", "failure": self.failure}
 
     def _fails(self, p: float) -> bool:
@@ -177,6 +244,10 @@ class SimInstance:
 
     async def _work(self, mean_s: float) -> None:
         await self._clock.sleep(mean_s * self._rng.uniform(0.5, 1.5))
+
+
+async def _at_once(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 async def _answer(task: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.job.core.context import JobContext
+from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, initial, step
 from rota.spec.events import (
     Committed,
@@ -39,6 +40,8 @@ class Checkers:
     commits: dict[JobId, int] = field(default_factory=lambda: defaultdict(int))
     committed: set[tuple[JobId, int, int]] = field(default_factory=set[tuple[JobId, int, int]])
     masters: dict[JobId, Epoch] = field(default_factory=dict[JobId, Epoch])
+    batches: dict[JobId, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
+    """Job -> commit -> the items of streams that it made trained."""
     ended: set[JobId] = field(default_factory=set[JobId])
     restarts: dict[tuple[JobId, int, str], int] = field(default_factory=lambda: defaultdict(int))
 
@@ -51,6 +54,7 @@ class Checkers:
         self._order(job, record)
         self._placements(job, record)
         self._commits(job, record, before)
+        self._samples(job, record, before)
         self._budgets(job, record, before)
         after, _ = step(before, record)
         self.shadows[job] = after
@@ -109,6 +113,31 @@ class Checkers:
                 if n > self.commits[job]:
                     raise Violation(f"{job}: rolled back to {n}, which was never made")
                 self.commits[job] = n
+            case _:
+                pass
+
+    def _samples(self, job: JobId, record: Record, before: JobContext) -> None:
+        """Every item of a stream is trained once, dropped or open at each commit, and none was too old."""
+        match record.event:
+            case Committed(n=n, metrics=metrics, cursor=cursor) if "uids" in metrics and before.spec is not None:
+                trained = {uid for uids in self.batches[job].values() for uid in uids}
+                twice = trained & set(metrics["uids"])
+                if twice or len(set(metrics["uids"])) < len(metrics["uids"]):
+                    raise Violation(f"{job}: items {twice or metrics['uids']} trained twice at commit {n}")
+                self.batches[job][n] = metrics["uids"]
+                cut = cursor["cut"]["streams"]["groups"]
+                trained |= set(metrics["uids"])
+                left = list(uids_of(cut["open"]))
+                gone = sum(cut["dropped"].values())
+                if set(left) & trained or len(left) + len(trained) + gone != cut["cursor"] or gone < 0:
+                    raise Violation(f"{job}: items lost or doubled at commit {n}: {sorted(trained)} trained, {cut}")
+                if cut["trained"] != len(trained) or cut["admitted"] != cut["cursor"]:
+                    raise Violation(f"{job}: the ledger at commit {n} counts {cut}, the log {len(trained)} trained")
+                bound = before.spec.streams[1].stale
+                if bound is not None and max(metrics["ages"], default=0) > bound.versions:
+                    raise Violation(f"{job}: ages {metrics['ages']} at commit {n}, the bound is {bound.versions}")
+            case RolledBack(to_commit=to):
+                self.batches[job] = {n: uids for n, uids in self.batches[job].items() if n <= to}
             case _:
                 pass
 

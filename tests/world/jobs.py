@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
-from rota.spec.job import Fail, JobSpec, RoleSpec
+from rota.spec.ids import RoleName
+from rota.spec.job import Bound, Edge, Fail, JobSpec, RoleSpec, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
 from tests.makers import command, loop, mesh, op, service, spec
 from tests.world.bodies import Script
@@ -15,7 +17,7 @@ Scripts = dict[str, Script]
 
 def random_job(rng: random.Random, name: str, *, failing: bool, calm_after_s: float) -> tuple[JobSpec, Scripts]:
     """A job and how its roles behave; with ``failing`` its code raises now and then until ``calm_after_s``."""
-    shape = rng.choice((_reinforcement, _spmd, _commands, _servers_first, _pipeline))
+    shape = rng.choice((_reinforcement, _spmd, _commands, _servers_first, _pipeline, _streams, _streams))
     job, scripts = shape(rng)
     if failing:
         scripts = {role: _fragile(rng, script) for role, script in scripts.items()}
@@ -108,6 +110,40 @@ def _servers_first(rng: random.Random) -> tuple[JobSpec, Scripts]:
         service("log", 1, start_after=("worker",)),
     ]
     return spec(*roles, success_when=("worker",)), {role.name: _script(rng) for role in roles}
+
+
+def numbers() -> range:
+    """The source of the streams: item i is i."""
+    return range(24)
+
+
+def _streams(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    fail = replace(_fail(rng), bad_data=rng.choice((0, 100)))
+    roles = [
+        mesh("actor", rng.randint(1, 2), fail=_fail(rng), res=_res(rng)),
+        service("rollout", rng.randint(1, 3), op("generate", send="Each", is_async=rng.random() < 0.5), fail=fail),
+        service("reward", rng.randint(1, 2), op("score", send="Each"), fail=fail),
+        loop(fail=_fail(rng)),
+    ]
+    every = rng.choice((1, 1, 2))
+    bound = Bound(versions=rng.randint(every - 1, 3), by=rng.choice(("pace", "pace", "drop", "abort")))
+    batch = rng.randint(1, 4)
+    ends = ("prompts", "rollout.generate", *(("reward.score",) if rng.random() < 0.5 else ()), "groups")
+    job = spec(
+        *roles,
+        streams=(
+            StreamSpec(name="prompts", source="tests.world.jobs:numbers"),
+            StreamSpec(
+                name="groups",
+                cap=rng.randint(batch, 12),
+                stale=rng.choice((bound, bound, None)),
+                full=rng.choice(("block", "block", "drop_oldest")),
+            ),
+        ),
+        edges=tuple(Edge(source=a, target=b, kind="stream") for a, b in pairwise(ends)),
+        weights=(WeightsEdge(source=RoleName("actor"), target=RoleName("rollout"), every=every),),
+    )
+    return job, {role.name: replace(_script(rng), step_s=0.3, batch=batch) for role in roles}
 
 
 def _pipeline(rng: random.Random) -> tuple[JobSpec, Scripts]:

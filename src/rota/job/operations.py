@@ -149,6 +149,19 @@ class ClassBody:
                     await self._load(formed, edge, needed[edge])
         formed.enter()
 
+    async def follow(self, weights: Mapping[str, tuple[int, int]]) -> None:
+        """In the user lane: take newer versions of the edges whose lag is bounded, once no operation runs."""
+        formed, role = self._formed, self._seat.id.role
+        bounded = {edge.name for edge in self._seat.spec.weights if edge.target == role and edge.lag is not None}
+        needed = {edge: version for edge, version in weights.items() if edge in bounded}
+        if formed is None or not formed.missing(needed):
+            return
+        try:
+            await self._enter(formed, needed)
+            formed.leave()
+        except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
+            self._failed(formed, error, report=True)
+
     async def _load(self, formed: _Formed, edge: str, version: tuple[int, int]) -> None:
         if formed.marks.weights is not None:
             source = next((one.source for one in self._seat.spec.weights if one.name == edge), edge)

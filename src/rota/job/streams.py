@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ from rota.spec.job import JobSpec
 
 BAD_INSTANCES = 2
 """An item whose operation raised on so many instances (or on all there are) is bad data."""
+Offload = Callable[..., Awaitable[Any]]
+"""Calls a function that may block somewhere else (in virtual time: at once)."""
 DRAIN_COMMIT_S = 1.0
 """The default loop commits this often."""
 
@@ -122,7 +124,6 @@ class Pump:
         self._held: dict[Uid, _Held] = {}
         self._work: dict[Uid, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
-        self._source: Source | None = None
         self._opened = self._ended = False
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -264,12 +265,12 @@ class Pump:
 
     def _begin(self) -> None:
         if self._task is None:
-            self._task = asyncio.create_task(self._guarded(self._feed()))
+            self._task = asyncio.create_task(self._guarded(self._feed))
 
-    async def _guarded(self, work: Any) -> None:
+    async def _guarded(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """A failure of a pump is raised to the loop when it asks for the next batch."""
         try:
-            await work
+            await work(*args)
         except Exception as error:  # noqa: BLE001 - code of a source may raise anything; the loop gets it
             self._failure = self._failure or error
             self.wake()
@@ -280,9 +281,10 @@ class Pump:
             self._opened = True
             self._pump_pending()
             return
-        self._source = await asyncio.to_thread(open_source, self.path.head.source, self._streams.spec.seed)
+        offload = self._streams.offload
+        source: Source = await offload(open_source, self.path.head.source, self._streams.spec.seed)
         for uid in self.ledger.uids():
-            raw = await asyncio.to_thread(self._source.read, int(uid))
+            raw = await offload(source.read, int(uid))
             self._held[uid] = _Held(raw=raw, value=raw)
         self._opened = True
         self._pump_pending()
@@ -290,7 +292,7 @@ class Pump:
             while self.ledger.room(self._batch) <= 0:
                 await self._changed.wait()
             try:
-                raw = await asyncio.to_thread(self._source.read, self.ledger.cursor)
+                raw = await offload(source.read, self.ledger.cursor)
             except IndexError:
                 self._ended = True
                 self.wake()
@@ -310,7 +312,7 @@ class Pump:
             if item.version is None:
                 held.value, held.done = held.raw, 0
             if self.path.stops:
-                task = asyncio.create_task(self._guarded(self._carry(item.uid, held)))
+                task = asyncio.create_task(self._guarded(self._carry, item.uid, held))
                 self._work[item.uid] = task
                 task.add_done_callback(lambda done, uid=item.uid: self._forget(uid, done))
             else:
@@ -392,7 +394,9 @@ class Streams:
         version: int,
         cut: Mapping[str, Any],
         say: Callable[[str], None],
+        offload: Offload = asyncio.to_thread,
     ) -> None:
+        self.offload = offload
         self.spec, self.courier, self.pulse, self.holder, self.epoch = spec, courier, pulse, holder, epoch
         self.version, self.say = version, say
         self.pumps: dict[str, Pump] = {}

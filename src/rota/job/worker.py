@@ -99,6 +99,7 @@ class Instance:
         self._fence = threading.Lock()
         self._loop_epoch_max = Epoch(0)
         self._failure: Failure | None = None
+        self._following: concurrent.futures.Future[None] | None = None
         self._forming: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._running: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._answered_s = clock.monotonic_s()
@@ -310,6 +311,12 @@ class Instance:
         self._answered_s = self._seat.clock.monotonic_s()
         if answer.table is not None:
             self._seat.courier.update(answer.table)
+        self._follow()
+
+    def _follow(self) -> None:
+        """A reader with a bounded lag takes new versions without a call; one load at a time, beats do not wait."""
+        if self._ready and isinstance(self._body, ClassBody) and (self._following is None or self._following.done()):
+            self._following = self._user.submit(self._body.follow(dict(self._seat.courier.table.weights)))
 
 
 def failure_of(error: BaseException, epoch: Epoch) -> Failure:

@@ -210,6 +210,13 @@ def _weights(spec: JobSpec) -> Iterator[GraphProblem]:
                 yield from _weights_end(
                     path, name, side, found.publishes_weights or found.has_state, found.loads_weights
                 )
+        if edge.via not in ("auto", "shm"):
+            yield GraphProblem(
+                path=f"weights[{i}].via",
+                message=f"weights from {edge.source} to {edge.target} cannot go via {edge.via}",
+                hint="use shm, which auto chooses too: one host, read in place",
+                code="VIA",
+            )
         if edge.every < 1:
             yield GraphProblem(path=f"weights[{i}].every", message="every must be at least 1 commit", code="EVERY")
     for stream in spec.streams:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rota.job import master as master_module
-from rota.job.core import failover, intent, losing, machine, settling
+from rota.job.core import failover, intent, ledger, losing, machine, settling
 from rota.job.core.context import JobContext
 from rota.runtime import log as log_module
 from rota.runtime.launch_sim import SimFaults
@@ -140,6 +140,36 @@ def failover_without_end(patch: Patch) -> None:
     patch.setattr(intent, "_progress", lambda ctx, one: iter(()))
 
 
+def open_items_forgotten(patch: Patch) -> None:
+    """After a recovery of the loop only new items of the source are produced."""
+    real = ledger.Ledger.restored
+
+    def restored(spec: Any, cut: Any, **more: Any) -> ledger.Ledger:
+        if cut:
+            left = len(list(ledger.uids_of(cut["open"])))
+            cut = {**cut, "open": [], "admitted": cut["admitted"] - left}
+        return real(spec, cut, **more)
+
+    patch.setattr(ledger.Ledger, "restored", restored)
+
+
+def age_not_looked_at(patch: Patch) -> None:
+    """A batch may hold items that are too old."""
+    patch.setattr(ledger.Ledger, "refresh", lambda self, version: ())
+
+
+def cut_of_the_commit_before(patch: Patch) -> None:
+    """A cut does not know the batch that its commit makes trained."""
+    real = ledger.Ledger.cut
+
+    def cut(self: Any) -> dict[str, Any]:
+        found = real(self)
+        leased = [item.uid for item in self._open.values() if item.place is ledger.Place.LEASED]
+        return {**found, "trained": self.trained, "open": [*ledger.ranges(leased), *found["open"]]}
+
+    patch.setattr(ledger.Ledger, "cut", cut)
+
+
 BUGS = (
     Bug("no_epoch_check", no_epoch_check, replace(KILLS, kill_instance_s=1.5, store_s=0.3)),
     Bug("lost_wake_up", lost_wake_up, MASTERS),
@@ -153,4 +183,7 @@ BUGS = (
     Bug("no_start_limit", no_start_limit, replace(SHORT, engine=SimFaults(hang_p=0.1))),
     Bug("one_failure_too_many", one_failure_too_many, KILLS),
     Bug("failover_without_end", failover_without_end, KILLS),
+    Bug("open_items_forgotten", open_items_forgotten, KILLS),
+    Bug("age_not_looked_at", age_not_looked_at, KILLS),
+    Bug("cut_of_the_commit_before", cut_of_the_commit_before, KILLS),
 )

@@ -126,7 +126,7 @@ def _streams(rng: random.Random) -> tuple[JobSpec, Scripts]:
         loop(fail=_fail(rng)),
     ]
     every = rng.choice((1, 1, 2))
-    bound = Bound(versions=rng.randint(every - 1, 3), by=rng.choice(("pace", "pace", "drop", "abort")))
+    bound = Bound(versions=every - 1 + rng.choice((0, 0, 1, 2)), by=rng.choice(("pace", "drop", "abort")))
     batch = rng.randint(1, 4)
     ends = ("prompts", "rollout.generate", *(("reward.score",) if rng.random() < 0.5 else ()), "groups")
     job = spec(
@@ -136,7 +136,7 @@ def _streams(rng: random.Random) -> tuple[JobSpec, Scripts]:
             StreamSpec(
                 name="groups",
                 cap=rng.randint(batch, 12),
-                stale=rng.choice((bound, bound, None)),
+                stale=rng.choice((bound, bound, bound, None)),
                 full=rng.choice(("block", "block", "drop_oldest")),
             ),
         ),

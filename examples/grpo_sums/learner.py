@@ -14,7 +14,7 @@ import torch
 from model import GPT, answer_logprobs, answer_mask
 from torch import Tensor
 
-Reduce = Callable[[Tensor], None]
+Reduce = Callable[[Tensor], object]
 """Adds a flat tensor over all ranks, in place."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -19,9 +20,7 @@ pytestmark = pytest.mark.slow
 def example() -> Iterator[Any]:
     sys.path.insert(0, str(EXAMPLE))
     try:
-        import online_drift
-
-        yield online_drift
+        yield importlib.import_module("online_drift")
     finally:
         sys.path.remove(str(EXAMPLE))
         sys.modules.pop("online_drift", None)

@@ -230,7 +230,7 @@ async def all_of(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event async for event in events]
 
 
-async def take(events: AsyncIterator[dict[str, Any]], count: int) -> AsyncIterator[dict[str, Any]]:
+async def take(events: Any, count: int) -> AsyncIterator[dict[str, Any]]:
     """The first ``count`` events; then the connection is cut."""
     async with aclosing(events) as open_events:
         async for event in open_events:

@@ -49,8 +49,10 @@ def test_the_bare_command_is_run_when_the_bootstrap_is_switched_off() -> None:
     assert parse_command(role("python t.py", env=(("ROTA_BOOTSTRAP", "0"),))).argv == (sys.executable, "t.py")
 
 
-def test_several_instances_ask_for_a_store_and_a_single_plain_command_does_not() -> None:
-    assert parse_command(role("python t.py", replicas_min=2, replicas_max=2)).store
+def test_a_world_asks_for_a_store_and_copies_of_a_plain_command_do_not() -> None:
+    assert parse_command(role("python t.py", replicas_min=2, replicas_max=2, mesh=(("dp", 2),))).store
+    assert not parse_command(role("python t.py", replicas_min=2, replicas_max=2)).store
+    assert role("torchrun t.py", replicas_min=2, replicas_max=2).meshed, "all ranks of a torchrun line are one world"
     assert parse_command(role("torchrun t.py")).store
     assert not parse_command(role("python t.py")).store
 

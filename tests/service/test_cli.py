@@ -96,6 +96,7 @@ async def reached(service: Standing, job: str, state: JobState) -> None:
         (["run", "j.yaml", "--", "x"], 2, "give a job file or a command after '--', not both"),
         (["run", "-e", "novalue", "--", "x"], 2, "-e novalue: not K=V"),
         (["stop"], 2, "which job?"),
+        (["scale", "j", "w"], 2, "scale w: how many?\n      rota scale JOB ROLE N, or ROLE=N"),
         (["set", "j", "priority=high"], 2, "priority=high: a whole number from -1 to 100"),
         (["nodes", "remove", "n1"], 2, "rota nodes remove n1: not understood"),
         (["init", "pppo"], 2, "no template 'pppo'\n      did you mean 'ppo'?"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from standing import HELLO, Standing, standing, with_service
 
+from rota.job.core.sizing import ask_emits
 from rota.service import intake
 from rota.spec.errors import Fenced
 from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
@@ -341,5 +342,33 @@ def test_a_running_job_gives_everything_back_before_it_is_paused(tmp_path: Path)
         await service.http.post(f"/api/v1/jobs/{job}:resume")
         again = await service.until(job, JobState.ADMITTED)
         assert [one["reason"] for one in again["attempts"]] == ["PAUSED", None]
+
+    with_service(tmp_path, test)
+
+
+def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_why(tmp_path: Path) -> None:
+    elastic = "name: e\nroles:\n  main: {run: torchrun t.py, replicas: {min: 1, max: 2}}\n  one: {run: [sleep, '9']}\n"
+
+    async def test(service: Standing) -> None:
+        job = (await service.submit(elastic))["id"]
+        await service.until(job, JobState.ADMITTED)
+        service.as_master(job, MasterStarted(master_epoch=Epoch(1), pid=1))
+        await service.seen(service.as_master(job, Reattached(master_epoch=Epoch(1))))
+        ctx = service.doors.loop.installation.find(job).ctx
+        for emit in ask_emits(ctx):
+            await service.seen(service.as_master(job, emit.event))
+        async with asyncio.timeout(20):
+            while not any(ask.state == "granted" for ask in service.doors.loop.installation.find(job).ctx.asks):
+                await asyncio.sleep(0.01)
+        placed = await service.get(f"/jobs/{job}/placement")
+        assert [one["instance"] for one in placed["items"]] == ["main/0", "main/1", "one/0"]
+        answers = [
+            await service.http.post(f"/api/v1/jobs/{job}:scale", json={"role": role, "n": n})
+            for role, n in (("main", 1), ("one", 2), ("mian", 2), ("main", 0))
+        ]
+        assert [one.status_code for one in answers] == [202, 422, 404, 422], [one.text for one in answers]
+        assert "one cannot change its size: it runs to its end" in answers[1].text
+        assert "did you mean 'main'?" in answers[2].text
+        assert service.doors.loop.installation.find(job).ctx.sizes == {"main": 1}
 
     with_service(tmp_path, test)

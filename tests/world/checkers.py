@@ -12,6 +12,8 @@ from rota.job.core.machine import accepts_commit, initial, step
 from rota.spec.events import (
     Committed,
     FailoverStarted,
+    GangGranted,
+    GangReleased,
     InstanceReady,
     JobAdmitted,
     JobEnded,
@@ -20,6 +22,7 @@ from rota.spec.events import (
     Record,
     RolledBack,
 )
+from rota.spec.gang import Grant
 from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
@@ -83,6 +86,13 @@ class Checkers:
             case JobAdmitted(placement=placement):
                 self.holding[job] = placement
                 self._capacity(job)
+            case GangGranted(gang=gang, bundles=bundles) if job in self.holding:
+                grant = Grant(gang=gang, bundles=bundles)
+                self.holding[job] = Placement(gangs=(*self.holding[job].gangs, grant))
+                self._capacity(job)
+            case GangReleased(gang=gang) if job in self.holding and gang != "all" and not gang.startswith("part"):
+                left = tuple(grant for grant in self.holding[job].gangs if grant.gang != gang)
+                self.holding[job] = Placement(gangs=left)
             case _:
                 pass
 
@@ -145,7 +155,8 @@ class Checkers:
         """Count restarts from the log alone: more than the limit in one window is a budget that was forgotten."""
         match record.event:
             case FailoverStarted(role=role, level=level, failover=n, move_reason=why):
-                if level not in ("process", "role") or why is Reason.RESIZED_DEGRADED:
+                free = (Reason.RESIZED_DEGRADED, Reason.NO_NODE)
+                if level not in ("process", "role") or why in free or record.event.reason is Reason.RESIZED:
                     return
                 if n != before.failover_count + 1 or before.spec is None:
                     return

@@ -17,7 +17,8 @@ Scripts = dict[str, Script]
 
 def random_job(rng: random.Random, name: str, *, failing: bool, calm_after_s: float) -> tuple[JobSpec, Scripts]:
     """A job and how its roles behave; with ``failing`` its code raises now and then until ``calm_after_s``."""
-    shape = rng.choice((_reinforcement, _spmd, _commands, _servers_first, _pipeline, _streams, _streams))
+    shapes = (_reinforcement, _spmd, _commands, _servers_first, _pipeline, _streams, _streams, _elastic)
+    shape = rng.choice(shapes)
     job, scripts = shape(rng)
     if failing:
         scripts = {role: _fragile(rng, script) for role, script in scripts.items()}
@@ -95,6 +96,14 @@ def _spmd(rng: random.Random) -> tuple[JobSpec, Scripts]:
     n = rng.randint(2, 4)
     role = command("train", n, mesh=(("dp", n),), fail=_fail(rng), res=_res(rng))
     return spec(role), {"train": _script(rng)}
+
+
+def _elastic(rng: random.Random) -> tuple[JobSpec, Scripts]:
+    """A world of one to three, beside servers of which there may be more, and one stands by."""
+    world = replace(command("train", 1, mesh=(("dp", 1),), elastic_axis="dp", fail=_fail(rng)), replicas_max=3)
+    serve = service("serve", rng.randint(1, 2), op("map"), fail=replace(_fail(rng), standby=rng.choice((0, 1))))
+    serve = replace(serve, replicas_max=serve.replicas_min + rng.choice((0, 2)))
+    return spec(_degradable(rng, serve), world), {"train": _script(rng), "serve": _script(rng)}
 
 
 def _commands(rng: random.Random) -> tuple[JobSpec, Scripts]:

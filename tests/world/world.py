@@ -334,6 +334,9 @@ class World:
                 except SeqConflict:
                     break
                 seqs[job] += 1
+            if due and (marks := scheduler.decide(now_s).marks):
+                writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
+                self.write(marks, writer=writer)
             await self._ensure_masters()
             await self.clock.sleep(TICK_S)
 

@@ -17,6 +17,10 @@ from rota.spec.events import (
     CheckpointSaved,
     Committed,
     Event,
+    GangAsked,
+    GangGranted,
+    GangReleased,
+    GangWaits,
     JobAdmitted,
     JobChanged,
     JobEnded,
@@ -33,12 +37,12 @@ from rota.spec.events import (
     StopAsked,
 )
 from rota.spec.gang import BundleGrant, GangRequest, Grant
-from rota.spec.ids import Epoch, JobId, NodeId
+from rota.spec.ids import Epoch, GangId, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
-from rota.spec.resources import Node
+from rota.spec.resources import Health, Node
 
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
 
@@ -52,6 +56,8 @@ class _Known:
     requests: tuple[GangRequest, ...]
     queued_at: float
     queued: bool = False
+    asks: tuple[GangRequest, ...] = ()
+    """Gangs beside those of the admission, asked for or held; each is a row of its own in the state."""
     attempts: int = 0
     epoch: int = 0
 
@@ -62,6 +68,7 @@ class Outcome:
 
     events: tuple[tuple[JobId, Event], ...]
     wake_at: float | None = None
+    marks: tuple[NodeMarked, ...] = ()
 
 
 class Scheduler:
@@ -79,6 +86,7 @@ class Scheduler:
         self._lost: set[NodeId] = set()
         self._queues: tuple[Queue, ...] = ()
         self._jobs: dict[JobId, _Known] = {}
+        self._suspects: dict[NodeId, NodeMarked] = {}
 
     # -- folding records ---------------------------------------------------------------------------------------------
 
@@ -119,16 +127,29 @@ class Scheduler:
                 self._fact(facts.JobWaits(job=job, wait=wait), at)
             case PreemptAsked(for_job=for_job, reason=reason):
                 self._fact(facts.JobStopping(job=job, for_job=JobId(for_job) if for_job else None), at)
+                self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
+            case GangAsked() if known is not None:
+                self._asked(job, known, event)
+            case GangGranted() if known is not None:
+                self._granted(job, known, event, at)
+            case GangWaits(gang=gang, reason=reason):
+                wait = Wait(reason=reason, text=event.text)
+                self._fact(facts.JobWaits(job=row_of(job, gang), wait=wait), at)
+            case GangReleased(gang=gang) if known is not None:
+                self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
                 self._fact(facts.JobStopping(job=job), at)
+                self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 self._fact(facts.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
+                self._forget(job, known, lambda request: True, at)
                 self._fact(facts.JobReleased(job=job), at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 self._fact(facts.JobSaved(job=job), at)
             case JobEnded():
+                self._forget(job, known, lambda request: True, at)
                 self._jobs.pop(job, None)
                 self._fact(facts.JobGone(job=job), at)
             case _:
@@ -141,7 +162,45 @@ class Scheduler:
             ask = ask_of(job, known.spec, known.requests, user=known.user, queued_at=known.queued_at)
             self._fact(facts.JobArrived(ask=ask), at)
 
+    def _asked(self, job: JobId, known: _Known, event: GangAsked) -> None:
+        """A gang beside those of the admission: for the policies it is one more request of the same user and queue."""
+        row, request = row_of(job, event.request.gang), event.request
+        if row in self.state.jobs:
+            return
+        self._jobs[job] = replace(known, asks=(*known.asks, request))
+        ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
+        self._fact(facts.JobArrived(ask=replace(ask, avoid=event.avoid)), known.queued_at)
+        for node in event.avoid if event.lost else ():
+            self._suspect(node, f"lost, as {job} reports")
+
+    def _granted(self, job: JobId, known: _Known, event: GangGranted, at: float) -> None:
+        row = row_of(job, event.gang)
+        request = next((one for one in known.asks if one.gang == event.gang), None)
+        if request is None or row not in self.state.jobs:
+            return
+        for node in self.state.jobs[row].ask.avoid:
+            self._suspect(node, f"{job} left it after its processes died there")
+        placement = Placement(gangs=(Grant(gang=event.gang, bundles=event.bundles),))
+        self._fact(facts.JobHolds(job=row, held=self._held((request,), placement)), at)
+
+    def _suspect(self, node: NodeId, text: str) -> None:
+        """A node that a job had to leave takes no new work until somebody has looked at it."""
+        known = self._nodes.get(node)
+        if known is not None and known.health is Health.HEALTHY:
+            self._suspects[node] = NodeMarked(node=node, health=Health.SUSPECT, by="failover", text=text)
+
+    def _forget(self, job: JobId, known: _Known | None, which: Callable[[GangRequest], bool], at: float) -> None:
+        gone = [request for request in known.asks if which(request)] if known else []
+        for request in gone:
+            self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
+        if known is not None and gone:
+            self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
+
+    def _holds(self, row: JobId) -> bool:
+        return row in self.state.jobs and bool(self.state.jobs[row].held)
+
     def _marked(self, event: NodeMarked, at: float) -> None:
+        self._suspects.pop(event.node, None)
         node = self._nodes.get(event.node)
         if node is None:
             return
@@ -174,6 +233,17 @@ class Scheduler:
         wake: list[float] = []
         for decision in cycle.decide(self.state, self.profile, now):
             match decision:
+                case Admit(job=row, held=held) if ASK in row:
+                    job, gang = parts_of(row)
+                    request = next(one for one in self._jobs[job].asks if one.gang == gang)
+                    bundles = self._placement((request,), held).gangs[0].bundles
+                    events.append((job, GangGranted(gang=gang, bundles=bundles)))
+                case WaitOn(job=row, wait=wait) if ASK in row:
+                    job, gang = parts_of(row)
+                    events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text)))
+                case Preempt(job=row, reason=reason, grace_s=grace_s, for_job=for_job) if ASK in row or ASK in for_job:
+                    job, other = parts_of(row)[0], parts_of(for_job)[0]
+                    events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other)))
                 case Admit(job=job, held=held, why=why):
                     known = self._jobs[job]
                     events.append(
@@ -193,7 +263,7 @@ class Scheduler:
                     events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=for_job)))
                 case WakeAt(at=at):
                     wake.append(at)
-        return Outcome(events=tuple(events), wake_at=min(wake, default=None))
+        return Outcome(events=tuple(events), wake_at=min(wake, default=None), marks=tuple(self._suspects.values()))
 
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""
@@ -249,6 +319,21 @@ class Scheduler:
                 devices = self.state.device_rows(row, grant.devices)
                 found.append(Held(row, devices, slot.milli, slot.cpu_milli, slot.mem))
         return tuple(found)
+
+
+ASK = "~"
+"""In a row of the state that stands for one gang of a job, between the two; no job has it in its name."""
+
+
+def row_of(job: JobId, gang: GangId) -> JobId:
+    """The row of a gang that is asked for beside those of the admission."""
+    return JobId(f"{job}{ASK}{gang}")
+
+
+def parts_of(row: JobId) -> tuple[JobId, GangId]:
+    """Job and gang of a row; the gang is empty for the job itself."""
+    job, _, gang = row.partition(ASK)
+    return JobId(job), GangId(gang)
 
 
 def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:

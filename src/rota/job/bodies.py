@@ -43,12 +43,13 @@ class Seat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forming:
-    """One set-up of an instance: its epoch, the size of its mesh, the commit whose state it restores."""
+    """One set-up of an instance: its epoch, the size of its mesh and its place in it, the commit that it restores."""
 
     epoch: Epoch
     world: int
     restore: int
     restarts: int = 0
+    index: int = 0
 
 
 class StillRunning(Exception):

@@ -20,6 +20,7 @@ from rota.runtime.launch import (
     Handle,
     InstanceSpec,
     Launcher,
+    NodeDied,
     ProcessDied,
     ProcessGone,
     Reservation,
@@ -211,6 +212,7 @@ class Executor:
         kwargs = {
             "epoch": command.epoch,
             "world": len(command.peers),
+            "index": command.peers.index(command.instance),
             "restore": command.restore,
             "restarts": ctx.instances[command.instance].restarts,
         }
@@ -328,6 +330,15 @@ def death_event(death: ProcessDied) -> InstanceLost:
         text=text,
         exit_code=death.exit_code,
         signal=death.signal,
+    )
+
+
+def losses_with(ctx: JobContext, died: NodeDied) -> tuple[InstanceLost, ...]:
+    """Everybody on a node that the engine gave up; it is told once for each of its processes."""
+    return tuple(
+        InstanceLost(role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.NODE_LOST, text=died.text)
+        for one in ctx.instances.values()
+        if one.process is not None and one.process.node == died.node and one.alive
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import importlib
 import os
@@ -16,15 +15,16 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rota.job import shadow
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, initial, step
+from rota.job.core.sizing import saved_by_script, waits_to_grow
 from rota.job.diagnosis import DiagnosisManager
-from rota.job.executor import Executor, JobPlace, death_event
+from rota.job.executor import Executor, JobPlace, death_event, losses_with
 from rota.job.inspect import import_target
 from rota.job.lanes import Lane
 from rota.job.meetings import Meetings
@@ -48,7 +48,7 @@ from rota.spec.events import (
     Reattached,
     Record,
 )
-from rota.spec.ids import Epoch, JobId
+from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.spec.states import InstanceState
 
 T = TypeVar("T")
@@ -117,6 +117,7 @@ class JobMaster:
         self._owned: set[asyncio.Task[Any]] = set()
         self._table = PeerTable()
         self._meetings = Meetings()
+        self._saved_s = 0.0
 
     # -- main path ----------------------------------------------------------------------------------------------------
 
@@ -260,9 +261,9 @@ class JobMaster:
         watching.set()
         async for event in deaths:
             if not isinstance(event, ProcessDied):
-                continue
-            expected = self._executor is not None and event.name in self._executor.stopping
-            if not expected:
+                for lost in losses_with(self.ctx, event):
+                    self.report(lost)
+            elif self._executor is None or event.name not in self._executor.stopping:
                 self.report(death_event(event))
 
     async def _watch_silences(self) -> None:
@@ -273,7 +274,7 @@ class JobMaster:
 
     async def _tell_overdue(self, event: JobEvent) -> None:
         if isinstance(event, ProgressStalled):
-            event = dataclasses.replace(event, stacks=await self.stacks(event.role, event.rank))
+            event = replace(event, stacks=await self.stacks(event.role, event.rank))
         self.report(event)
 
     def report(self, event: JobEvent) -> None:
@@ -301,16 +302,15 @@ class JobMaster:
             self._own(self._push(loop.id.role, loop.id.rank, table))
 
     async def _push(self, role: str, rank: int, table: PeerTable) -> None:
+        call = Call(method="peers", args=(table.to_json(),), timeout_s=PUSH_MAX_S, control=True)
         with contextlib.suppress(ProcessGone, CallTimeout, RemoteError):
-            await self._tell(
-                role, rank, Call(method="peers", args=(table.to_json(),), timeout_s=PUSH_MAX_S, control=True)
-            )
+            await self._tell(role, rank, call)
 
     async def _tell(self, role: str, rank: int, call: Call) -> Any:
-        peer = table_of(self.ctx).find(role, rank)
-        if peer is None or self._executor is None or not peer.pid:
+        one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
+        if one is None or self._executor is None or one.process is None or not one.process.pid:
             raise ProcessGone(f"{role}/{rank} has no process")
-        return await self._launcher.call(self._executor.handle(peer.id, peer.started_epoch), call)
+        return await self._launcher.call(self._executor.handle(one.id, one.process.epoch), call)
 
     # -- what instances ask -------------------------------------------------------------------------------------------
 
@@ -322,6 +322,9 @@ class JobMaster:
         lost = beat.lost()
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
+        if beat.saved_s > self._saved_s and waits_to_grow(replace(self.ctx, at_s=self._clock.wall_s())):
+            self.report(saved_by_script(self.ctx))
+        self._saved_s = max(self._saved_s, beat.saved_s)
         table = self._table if self._table.version > beat.table_version else None
         return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
 
@@ -364,8 +367,8 @@ class JobMaster:
 
     async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
         """Wait until all members of an epoch are here; the address of rank 0, or None if the epoch is over."""
-        peer = table_of(self.ctx).find(role, rank)
-        if peer is None or peer.epoch != epoch:
+        one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
+        if one is None or one.epoch != epoch:
             return None
         return await self._meetings.meet(role=role, rank=rank, epoch=epoch, world=world, address=address)
 
@@ -374,8 +377,7 @@ class JobMaster:
         try:
             return str(await self._tell(role, rank, Call(method="stacks", timeout_s=STACKS_MAX_S, control=True)))
         except (ProcessGone, CallTimeout, RemoteError) as error:
-            peer = table_of(self.ctx).find(role, rank)
-            one = self.ctx.instances.get(peer.id) if peer is not None else None
+            one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
             if one is None or one.process is None:
                 return f"no stacks: {error}"
             which = ProcessId(pid=one.process.pid, start_time=one.process.start_time)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,11 +32,13 @@ class Peer:
     ready: bool
     cause: str = ""
     """Why it is not ready, as far as known."""
+    seat: int | None = None
+    """Its number in the names of its process, where that is not its rank among those that take part."""
 
     @property
     def id(self) -> InstanceId:
-        """Role and rank."""
-        return InstanceId(self.role, self.rank)
+        """Role and seat: the name that its process and its events have."""
+        return InstanceId(self.role, self.rank if self.seat is None else self.seat)
 
     def handle(self, job: JobId) -> Handle:
         """Where to send calls."""
@@ -88,7 +90,7 @@ def table_of(ctx: JobContext) -> PeerTable:
         committed=ctx.committed,
         loop_epoch=ctx.loop_epoch,
         weights={edge: (epoch, n) for edge, (epoch, n) in ctx.cursor.get(WEIGHTS, {}).items()},
-        peers=tuple(_peer(one) for one in ctx.instances.values()),
+        peers=tuple(_peers(ctx)),
     )
 
 
@@ -103,13 +105,24 @@ def cursor_with(
     return {**cursor, WEIGHTS: weights, CUT: dict(cut or {})}
 
 
-def _peer(one: Instance) -> Peer:
+def _peers(ctx: JobContext) -> Iterator[Peer]:
+    """Those that take part, numbered without gaps in each role: who stands by or left is in nobody's way."""
+    ranks: dict[RoleName, int] = {}
+    for one in ctx.instances.values():
+        if one.active:
+            rank = ranks.setdefault(one.id.role, 0)
+            ranks[one.id.role] = rank + 1
+            yield _peer(one, rank)
+
+
+def _peer(one: Instance, rank: int) -> Peer:
     process = one.process
     ready = one.state is InstanceState.READY and process is not None
     cause = "" if ready else (f"{one.error.reason}: {one.error.text}" if one.error else one.state.value)
     return Peer(
         role=one.id.role,
-        rank=one.id.rank,
+        rank=rank,
+        seat=None if rank == one.id.rank else one.id.rank,
         epoch=one.epoch,
         started_epoch=process.epoch if process else Epoch(0),
         node=process.node if process else NodeId(""),

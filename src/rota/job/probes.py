@@ -47,6 +47,7 @@ class Beat:
     mark whether or not something runs, ``waits`` whom it waits for, the oldest first. ``collectives`` counts those it
     has entered (-1: no process group), ``inside`` names the one it is in. ``step_s`` is the median of its last
     ``steps`` steps. ``cpus`` are the cores that it and its children use, ``rss_bytes`` their resident memory.
+    ``saved_s`` is when its script last wrote a checkpoint (wall time).
     """
 
     role: RoleName
@@ -70,6 +71,7 @@ class Beat:
     rss_bytes: int = 0
     calls: tuple[tuple[str, str, str, int, int, float, int], ...] = ()
     """Observed edges: kind, target role, operation, times, of which failed, seconds waited, bytes."""
+    saved_s: float = 0.0
     failure: Failure | None = None
 
     @property
@@ -141,6 +143,12 @@ class Pulse:
         """Something moved that is no step of its own: the silence begins anew."""
         with self._lock:
             self._at_s = self._clock.monotonic_s()
+        self._saved_s = 0.0
+
+    def saved(self, at_s: float) -> None:
+        """The script was seen to have a checkpoint of that time."""
+        with self._lock:
+            self._saved_s = at_s
 
     def mark(self, n: float | None = None, unit: str = "") -> None:
         """Progress was made; ``n`` is how far it is in ``unit``, one more than before when left out."""
@@ -208,4 +216,5 @@ class Pulse:
                     (*edge, count.n, count.failed, round(count.seconds, 3), count.bytes)
                     for edge, count in self.waiting.counts.copy().items()
                 ),
+                saved_s=self._saved_s,
             )

@@ -41,7 +41,7 @@ class Meeting:
         if self._over:
             raise Superseded(f"epoch {self._forming.epoch} of {self._seat.id} is over")
         dist = importlib.import_module("torch.distributed")
-        rank, world = self._seat.id.rank, self._forming.world
+        rank, world = self._forming.index, self._forming.world
         host = own_address()
         if rank == 0:
             # The store listens on a port of its own choice before anybody hears of it: none is picked and released.

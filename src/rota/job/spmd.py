@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import importlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ def parse_command(role: RoleSpec) -> Command:
 
 
 def _many(role: RoleSpec) -> bool:
-    return role.meshed or role.replicas_max > 1
+    return role.meshed
 
 
 def _plain_words(text: str) -> list[str] | None:
@@ -119,20 +120,25 @@ def _torchrun(role: str, words: Sequence[str], *, bare: bool) -> Command:
 def rank_environment(
     seat: Seat, forming: Forming, command: Command, local_rank: int, address: str, files: Path
 ) -> dict[str, str]:
-    """The variables that torchrun sets, and Rota's own."""
+    """The variables that torchrun sets, and Rota's own.
+
+    Instances without a mesh are worlds of their own: ``RANK`` counts in the world, ``ROLE_RANK`` over the whole role.
+    """
+    copies = 1 if seat.role.meshed else seat.role.replicas_min
+    copy = 0 if seat.role.meshed else seat.id.rank
     world = forming.world * command.local
-    rank = seat.id.rank * command.local + local_rank
+    rank = forming.index * command.local + local_rank
     host, _, port = address.rpartition(":")
     given = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": command.local,
-        "GROUP_RANK": seat.id.rank,
+        "GROUP_RANK": forming.index,
         "GROUP_WORLD_SIZE": forming.world,
         "ROLE_NAME": seat.id.role,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": world,
+        "ROLE_RANK": copy * world + rank,
+        "ROLE_WORLD_SIZE": copies * world,
         "MASTER_ADDR": host or "127.0.0.1",
         "MASTER_PORT": port or "0",
         "TORCHELASTIC_RESTART_COUNT": forming.restarts,
@@ -175,7 +181,7 @@ class CommandBody:
         self._files.mkdir(exist_ok=True)
         if not self._command.store:
             return
-        if self._seat.id.rank == 0:
+        if forming.index == 0:
             self._address = await self._seat.user.do(self._open_store)
         if forming.world > 1:
             self._address = await meet(self._seat, forming, self._address)
@@ -217,7 +223,7 @@ class CommandBody:
 
     def _failure(self, local_rank: int, status: int) -> CommandFailed:
         assert self._forming is not None
-        rank = self._seat.id.rank * self._command.local + local_rank
+        rank = self._forming.index * self._command.local + local_rank
         first = first_error(self._files)
         if first is not None:
             return CommandFailed(first[0], reason=Reason.USER_ERROR, traceback_text=first[1])
@@ -226,11 +232,15 @@ class CommandBody:
         return CommandFailed(f"rank {rank} ended with exit status {status}", reason=Reason.EXIT_NONZERO)
 
     async def _follow_progress(self) -> None:
-        """Optimiser steps that the bootstrap of a rank writes down are marks of progress."""
+        """Optimiser steps that the bootstrap of a rank writes down are marks of progress; so are checkpoints seen."""
+        assert self._forming is not None
         seen = 0.0
         while True:
             await self._seat.clock.sleep(PROGRESS_POLL_S)
             newest = max((_number(path) for path in self._files.glob("progress-*")), default=0.0)
+            if self._seat.role.seats > self._seat.role.gang_size:
+                folder = make_context(self._seat, self._forming).checkpoint_dir
+                self._seat.pulse.saved(await asyncio.to_thread(_newest_s, folder))
             if newest > seen:
                 seen = newest
                 self._seat.pulse.mark(newest, "steps")
@@ -268,6 +278,14 @@ def first_error(files: Path) -> tuple[str, str] | None:
         found.append((float(extra.get("timestamp", 0) or 0), f"rank {rank}: {text[:ERROR_TEXT_MAX]}", trace))
     first = min(found, default=None)
     return None if first is None else (first[1], first[2])
+
+
+def _newest_s(folder: Path) -> float:
+    """When something in the checkpoint folder was last written; 0 when it is empty."""
+    try:
+        return max((entry.stat().st_mtime for entry in os.scandir(folder)), default=0.0)
+    except OSError:
+        return 0.0
 
 
 def _number(path: Path) -> float:

@@ -121,9 +121,9 @@ class Instance:
 
     # -- what the master asks -----------------------------------------------------------------------------------------
 
-    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int) -> dict[str, Any]:
+    async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int) -> dict[str, Any]:
         """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
-        forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts)
+        forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index)
         return await self._control.run(self._assemble(forming))
 
     async def run(

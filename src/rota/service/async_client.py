@@ -146,6 +146,10 @@ class AsyncClient(Wire):
         """See ``Client.resume``."""
         return await self.ask(calls.resume(job))
 
+    async def scale(self, job: str, role: str, n: int) -> Document:
+        """See ``Client.scale``."""
+        return await self.ask(calls.scale(job, role, n))
+
     async def nodes(self) -> Document:
         """See ``Client.nodes``."""
         return await self.ask(calls.get("/nodes"))

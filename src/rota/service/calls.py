@@ -65,6 +65,11 @@ def resume(job: str) -> Ask:
     return Ask(method="POST", path=API_PATH + job_path(job) + ":resume")
 
 
+def scale(job: str, role: str, n: int) -> Ask:
+    """Ask for another number of instances of a role; asking twice is asking once."""
+    return Ask(method="POST", path=API_PATH + job_path(job) + ":scale", body={"role": role, "n": n})
+
+
 def change(job: str, changes: Mapping[str, Any]) -> Ask:
     """Change fields of a job that has not ended."""
     return Ask(method="PATCH", path=API_PATH + job_path(job), body={"changes": dict(changes)}, safe=False)

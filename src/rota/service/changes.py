@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rota.cluster.live import Scheduler
+from rota.job.core.sizing import is_world, world_of
+from rota.service.problems import did_you_mean
 from rota.spec.errors import BadInput, UnknownName
-from rota.spec.job import JobSpec
+from rota.spec.job import JobSpec, RoleSpec
 
 PRIORITY_MIN, PRIORITY_MAX = -1, 100
 RETRY_MAX = 1000
@@ -66,3 +69,24 @@ def checked_changes(changes: Mapping[str, Any], spec: JobSpec, scheduler: Schedu
         else:
             raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {', '.join(CHANGEABLE)}")
     return checked
+
+
+def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
+    """The role, if it may have ``n`` instances. Raises UnknownName or BadInput, naming role, number and rule."""
+    role = next((role for role in spec.roles if role.name == name), None)
+    if role is None:
+        names = {role.name for role in spec.roles}
+        hint = did_you_mean(name, names) or ", ".join(sorted(names))
+        raise UnknownName(f"{spec.name} has no role {name!r}", hint=hint)
+    if is_world(role):
+        if n < role.replicas_min or world_of(replace(role, replicas_max=max(n, role.replicas_max)), n) != n:
+            rule = "a multiple of its fixed axes that divides the global batch"
+            raise BadInput(f"{name}={n}: the world of {name} is at least {role.replicas_min}, {rule}")
+    elif not role.serves:
+        why = "its members are one mesh" if role.meshed else "it is the loop" if role.is_loop else "it keeps state"
+        why = why if role.interface is None or role.meshed or role.is_loop or role.stateful else "it runs to its end"
+        raise BadInput(
+            f"{name} cannot change its size: {why}",
+            hint="roles that serve calls can, and commands with replicas: {min, max} and an axis of size '*'",
+        )
+    return role

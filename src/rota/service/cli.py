@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "stop": ("Jobs", "rota.service.verbs.jobs:stop", "Ask jobs to end."),
     "pause": ("Jobs", "rota.service.verbs.running:pause", "Give the devices of a job back; keep the job."),
     "resume": ("Jobs", "rota.service.verbs.running:resume", "Put a paused job into the queue again."),
+    "scale": ("Jobs", "rota.service.verbs.running:scale", "Ask for another number of instances of a role."),
     "set": ("Jobs", "rota.service.verbs.jobs:set_", "Change priority, queue, time limit or labels."),
     "explain": ("Why", "rota.service.verbs.reasons:explain", "Why a job waits, and what would let it start."),
     "failures": ("Why", "rota.service.verbs.reasons:failures", "What failed first, and what was done about it."),

@@ -158,6 +158,10 @@ class Client(Wire):
         """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
         return self.ask(calls.resume(job))
 
+    def scale(self, job: str, role: str, n: int) -> Document:
+        """Ask for ``n`` instances of a role, now and in later attempts; gives the ``Job`` document."""
+        return self.ask(calls.scale(job, role, n))
+
     def change(self, job: str, changes: Mapping[str, Any]) -> Document:
         """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
         return self.ask(calls.change(job, changes))
@@ -321,6 +325,11 @@ class JobHandle:
     def resume(self) -> Self:
         """Put it into the queue again."""
         self.document = self._client.resume(self.id)
+        return self
+
+    def scale(self, role: str, n: int) -> Self:
+        """Ask for ``n`` instances of a role."""
+        self.document = self._client.scale(self.id, role, n)
         return self
 
     def stop(self, *, grace_s: float | None = None) -> Self:

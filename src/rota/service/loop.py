@@ -153,6 +153,9 @@ class ServiceLoop:
             self._due_at = outcome.wake_at
             # 4. append what was decided; what conflicts is decided anew on the newer state
             wrote = await self._append_all(outcome.events) or wrote
+            if outcome.marks:
+                await asyncio.to_thread(self.log.append, outcome.marks, writer=self.writer)
+                wrote = True
         # 5. act: whatever the state asks for and is not under way
         for story in tuple(self.installation.live.values()):
             self._act(story)

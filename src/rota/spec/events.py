@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.spec import codec
+from rota.spec.gang import BundleGrant, GangRequest
 from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
@@ -100,6 +101,32 @@ class JobChanged(JobEvent):
     by: str = "local"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleAsked(JobEvent):
+    """Somebody wants another number of instances of a role; kept over attempts until the next one."""
+
+    role: RoleName
+    n: int
+    by: str = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangGranted(JobEvent):
+    """The answer to a GangAsked: where its bundles are, one for each asked."""
+
+    gang: GangId
+    bundles: tuple[BundleGrant, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangWaits(JobEvent):
+    """A GangAsked cannot be granted now; it stays asked for. Appended when the reason changes."""
+
+    gang: GangId
+    reason: Reason
+    text: str = ""
+
+
 # -- the master (M) ---------------------------------------------------------------------------------------------------
 
 
@@ -141,10 +168,22 @@ class GangReserveFailed(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangReleased(JobEvent):
-    """The reservation of a gang is gone."""
+    """The reservation of a gang is gone, or what was asked for by GangAsked is wanted no more."""
 
     gang: GangId
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangAsked(JobEvent):
+    """Devices beside those of the admission are wanted: for members to join, or in place of a node that is given up.
+
+    ``avoid`` are nodes that it must not be on, and ``lost`` says that they are gone. Answers: GangGranted, GangWaits.
+    """
+
+    request: GangRequest
+    avoid: tuple[NodeId, ...] = ()
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +260,8 @@ class FailoverStarted(JobEvent):
     """A recovery begins. ``scope`` lists (role, rank, new epoch) of every instance it touches.
 
     ``restore`` is the commit that stateful members go back to. From this append on, writes of the older epochs are
-    fenced. ``moved_from`` and ``move_reason`` tell of an escalation or downgrade.
+    fenced. ``moved_from`` and ``move_reason`` tell of an escalation or downgrade. The world goes on without those in
+    ``leave`` (role, rank) and with those in ``join``: a change of size is a recovery without a loss.
     """
 
     failover: int
@@ -235,6 +275,8 @@ class FailoverStarted(JobEvent):
     traceback: str = ""
     moved_from: Level | None = None
     move_reason: Reason | None = None
+    leave: tuple[tuple[RoleName, int], ...] = ()
+    join: tuple[tuple[RoleName, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,9 +99,38 @@ class RoleSpec:
     interface: Interface | None = None
 
     @property
+    def torchrun(self) -> bool:
+        """True when the command is a torchrun line: all ranks of all its instances are one world."""
+        return self.run is not None and self.run[0].split(" ", 1)[0].rpartition("/")[2] == "torchrun"
+
+    @property
     def meshed(self) -> bool:
         """True when the members form one process group and fail together."""
-        return any(size > 1 for _, size in self.mesh)
+        one_world = self.elastic_axis is not None or self.torchrun
+        return any(size > 1 for _, size in self.mesh) or (one_world and self.replicas_max > 1)
+
+    @property
+    def stateful(self) -> bool:
+        """True when the members hold state that must go back to a commit together with the loop."""
+        if self.interface is None or self.fail.state == ("none",):
+            return False
+        return self.interface.has_state or any(op.retry == "commit" for op in self.interface.ops)
+
+    @property
+    def serves(self) -> bool:
+        """True when each member answers calls by itself and any of them can take the place of another."""
+        return self.interface is not None and self.interface.kind == "class" and not (self.meshed or self.stateful)
+
+    @property
+    def gang_size(self) -> int:
+        """Members that start with the gang: the fewest, and the warm spares."""
+        return self.replicas_min + (self.fail.standby if self.serves else 0)
+
+    @property
+    def seats(self) -> int:
+        """Members that there may be at once; those above ``gang_size`` come and go."""
+        grows = self.serves or (self.meshed and self.run is not None)
+        return self.gang_size + (self.replicas_max - self.replicas_min if grows else 0)
 
     @property
     def restart(self) -> Restart:

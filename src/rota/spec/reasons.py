@@ -49,6 +49,7 @@ class Reason(StrEnum):
     MIGRATED_DRAIN = "MIGRATED_DRAIN"
     RESIZED_AUTOSCALE = "RESIZED_AUTOSCALE"
     RESIZED_DEGRADED = "RESIZED_DEGRADED"
+    RESIZED = "RESIZED"
     TIME_SLICE = "TIME_SLICE"
     # failure
     EXIT_NONZERO = "EXIT_NONZERO"
@@ -160,6 +161,7 @@ INFO: dict[Reason, ReasonInfo] = {
         MIGRATED_DRAIN="Moved off a node that is being drained.",
         RESIZED_AUTOSCALE="A role changed size by its autoscaling rule.",
         RESIZED_DEGRADED="A role goes on with fewer instances until a replacement is found.",
+        RESIZED="A role changed its size: it was asked to, or devices for more of it became free.",
         TIME_SLICE="Another job has its turn on the devices.",
     ),
     **_rows(

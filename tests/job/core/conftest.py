@@ -9,26 +9,35 @@ from rota.job.core.intent import next_emit, wanted
 from rota.spec.commands import Assemble, Command, ReleaseGang, ReserveGang, StartInstance, StopInstance
 from rota.spec.events import (
     Event,
+    GangGranted,
     GangReleased,
     GangReserved,
+    GangWaits,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
     MasterStarted,
     Reattached,
 )
-from rota.spec.ids import Epoch
+from rota.spec.gang import BundleGrant
+from rota.spec.ids import Epoch, NodeId
 from rota.spec.job import JobSpec
+from rota.spec.reasons import Reason
+from rota.spec.resources import Res
 
 
 class Driven(makers.Log):
-    """``settle`` carries out what is wanted until nothing more comes; ``hold`` names commands to leave open."""
+    """``settle`` carries out what is wanted until nothing more comes; ``hold`` names commands to leave open.
+
+    ``free`` are nodes that a scheduler would grant to a gang that is asked for; None answers nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.pid = 100
         self.alive: dict[tuple[str, int, int], int] = {}
         self.done: list[Command] = []
+        self.free: list[str] | None = []
 
     def outcome(self, command: Command) -> Event | None:
         match command:
@@ -50,10 +59,27 @@ class Driven(makers.Log):
             case _:
                 return None
 
+    def answer(self) -> Event | None:
+        """What the scheduler says to the first ask that it has not answered, or can grant now."""
+        for ask in self.ctx.asks if self.free is not None else ():
+            node = next((one for one in self.free or () if one not in ask.avoid), None)
+            if ask.state == "asked" and node is not None:
+                bundles = tuple(
+                    BundleGrant(index=i, node=NodeId(node), host=node, devices=(), res=Res())
+                    for i in range(len(ask.members))
+                )
+                return GangGranted(gang=ask.gang, bundles=bundles)
+            if ask.state == "asked" and not ask.answered:
+                return GangWaits(gang=ask.gang, reason=Reason.NO_FREE_DEVICES)
+        return None
+
     def settle(self, *, hold: str = "\0") -> Driven:
         for _ in range(1000):
             if emit := next_emit(self.ctx):
                 self.feed(emit.event, after_s=0.0)
+                continue
+            if (answer := self.answer()) is not None:
+                self.feed(answer, after_s=0.0)
                 continue
             for command in wanted(self.ctx):
                 event = None if command.id.startswith(hold) else self.outcome(command)

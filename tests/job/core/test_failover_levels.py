@@ -116,7 +116,7 @@ def test_a_role_that_may_degrade_goes_on_with_fewer_instead_of_widening(driven):
     assert driven.ctx.failovers[-1].move_reason is Reason.RESIZED_DEGRADED
     driven.master(2).settle()
     assert driven.ctx.state is JobState.RUNNING
-    driven.feed(lost("w", 0, driven.ctx.instances[at("w/0")].epoch))
+    driven.feed(lost("w", 0, driven.ctx.instances[at("w/0")].epoch, Reason.USER_ERROR))
     driven.settle()
     assert driven.ctx.state is JobState.FAILED
 
@@ -124,6 +124,10 @@ def test_a_role_that_may_degrade_goes_on_with_fewer_instead_of_widening(driven):
 def test_a_lost_node_costs_no_retry(driven):
     driven.run(rl())
     driven.feed(lost("reward", 0, 1, Reason.NODE_LOST))
+    driven.settle()
+    assert driven.ctx.state is JobState.RECOVERING
+    assert timer(driven, "node").after_s == 300.0
+    driven.feed(TimerFired(timer=timer(driven, "node").timer))
     driven.settle()
     assert driven.ctx.state is JobState.QUEUED
     assert driven.records[-1].event == JobRequeued(attempt=1, reason=Reason.NODE_LOST, counts=False)

@@ -165,10 +165,10 @@ def test_failures_older_than_the_window_are_forgotten(driven):
 def test_a_retry_goes_through_the_queue_with_new_epochs(driven):
     job = spec(service("w", fail=fail(limit_n=0)), loop(), retry=1)
     driven.run(job).feed(Committed(n=1, loop_epoch=Epoch(1)))
-    driven.feed(lost("w", 0, 1))
+    driven.feed(lost("w", 0, 1, Reason.USER_ERROR))
     driven.settle()
     assert driven.ctx.state is JobState.QUEUED
-    assert driven.records[-1].event == JobRequeued(attempt=1, reason=Reason.SIGNALLED, counts=True)
+    assert driven.records[-1].event == JobRequeued(attempt=1, reason=Reason.USER_ERROR, counts=True)
     assert not driven.alive
     assert not driven.ctx.gangs
     driven.feed(admitted(job, attempt=2, epoch=1))
@@ -176,7 +176,7 @@ def test_a_retry_goes_through_the_queue_with_new_epochs(driven):
     assert driven.ctx.state is JobState.RUNNING
     assert driven.ctx.instances[at("loop/0")].epoch == 2
     assert [one.committed for one in wanted(driven.ctx) if isinstance(one, RunInstance)] == [1]
-    driven.feed(lost("w", 0, 2))
+    driven.feed(lost("w", 0, 2, Reason.USER_ERROR))
     driven.settle()
     assert driven.ctx.state is JobState.FAILED
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from rota.spec.gang import CellLevel, GangRequest
-from rota.spec.ids import JobId
+from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE
 
 
@@ -92,6 +92,8 @@ class JobAsk:
     pinned: str = ""
     """Identifier of the one cell the job may use, of those that its tenant owns by name."""
     not_before: float = 0.0
+    avoid: tuple[NodeId, ...] = ()
+    """Nodes that it must not be on."""
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property

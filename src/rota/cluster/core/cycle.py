@@ -22,7 +22,7 @@ from rota.cluster.core.facts import (
 )
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, WaitOn, WakeAt
 from rota.cluster.core.reserve import Reservation, earliest_start
-from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, Wait, line_key
+from rota.cluster.core.snapshot import LOST, Held, JobRow, LineKey, State, Wait, line_key
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
@@ -206,6 +206,18 @@ class _Pass:
         return wait
 
     def _start(self, row: JobRow) -> Wait | None:
+        """Start the job with the nodes that it avoids out of the way."""
+        state, healths = self.state, dict[int, int]()
+        for node in row.ask.avoid:
+            if (place := state.node_row.get(node)) is not None:
+                healths[place] = int(state.node_health[place])
+                self.txn.set(state.node_health, place, LOST)
+        wait = self._start_anywhere(row)
+        for place, health in healths.items():
+            self.txn.set(state.node_health, place, health)
+        return wait
+
+    def _start_anywhere(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
         held = self._place_beside_reservations(row) if self.profile.starts else None

@@ -80,13 +80,21 @@ class LineKey(NamedTuple):
     preemptible: bool
     pinned: str
     shape: Shape
+    avoid: tuple[NodeId, ...] = ()
 
 
 def line_key(row: JobRow) -> LineKey:
     """The line in which a job waits."""
     ask = row.ask
     return LineKey(
-        ask.queue, ask.priority, ask.user, max(ask.not_before, row.back_at), ask.preemptible, ask.pinned, ask.shape
+        ask.queue,
+        ask.priority,
+        ask.user,
+        max(ask.not_before, row.back_at),
+        ask.preemptible,
+        ask.pinned,
+        ask.shape,
+        ask.avoid,
     )
 
 

@@ -21,6 +21,10 @@ START_TIMEOUT_S = 300.0
 """Longest time from the start of an instance, or of a recovery, to readiness."""
 DIAGNOSE_S = 2.0
 """How long losses that look like consequences of another one wait for it."""
+NODE_WAIT_S = 300.0
+"""Longest wait for another node in place of a lost one; then the whole job goes through the queue."""
+ASK_WAIT_S = 5.0
+"""Longest wait for the answer that lets a world begin with more than its fewest members."""
 FREE_REQUEUES_MAX = 3
 """Restarts of the whole job that cost no retry: lost node, lost engine, reservation not granted."""
 FAILED_GRACE_S = 2.0
@@ -66,7 +70,8 @@ class Instance:
     ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
     ``doomed`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
     told to run. ``ended``: it returned with success under this epoch. ``retired``: the job goes on without it.
-    ``restored`` is the commit it came up with.
+    ``spare``: nobody waits for it; it stands by, or comes up in the background. ``barred`` is a node that
+    it may not start on again, until it has another place. ``restored`` is the commit it came up with.
     """
 
     id: InstanceId
@@ -78,6 +83,8 @@ class Instance:
     running: bool = False
     ended: bool = False
     retired: bool = False
+    spare: bool = False
+    barred: NodeId | None = None
     restarts: int = 0
     error: Loss | None = None
 
@@ -89,7 +96,12 @@ class Instance:
     @property
     def settled(self) -> bool:
         """Ready for work, done with it, or given up: nobody waits for it."""
-        return self.state is InstanceState.READY or self.ended or self.retired
+        return self.state is InstanceState.READY or self.ended or not self.active
+
+    @property
+    def active(self) -> bool:
+        """One of those that the job works with, or waits for."""
+        return not (self.retired or self.spare)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +111,29 @@ class Gang:
     id: GangId
     epoch: Epoch
     state: GangState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A gang that is asked for beside those of the admission; kept while it is held.
+
+    ``members`` are those of each bundle. ``wanted``: GangAsked is not in the log yet; ``dropped``: it is not wanted any
+    more, and GangReleased is not in the log yet. ``answered``: there was an answer, or none for too long.
+    """
+
+    gang: GangId
+    epoch: Epoch
+    members: tuple[tuple[InstanceId, ...], ...]
+    avoid: tuple[NodeId, ...] = ()
+    lost: bool = False
+    state: Literal["wanted", "asked", "granted", "dropped"] = "wanted"
+    answered: bool = False
+    at_s: float = 0.0
+
+    @property
+    def everybody(self) -> tuple[InstanceId, ...]:
+        """The members of all bundles."""
+        return tuple(member for members in self.members for member in members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +193,9 @@ class JobContext:
     ``escalated`` is the level that was just found impossible. ``retries`` counts restarts of the whole job,
     ``free_requeues`` those that were no fault of it. ``starting_s`` is when the present start or recovery began,
     ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must go back to first.
-    ``next_spec`` holds changes that take effect with the next attempt.
+    ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside those of the
+    admission, ``sizes`` the numbers of instances that somebody asked for. ``resized_s`` is when a world last changed
+    its size, ``boundary`` that it may grow now at small cost.
     """
 
     job: JobId
@@ -176,6 +213,10 @@ class JobContext:
     bound: Bindings = field(default_factory=dict[InstanceId, tuple[GangId, BundleGrant]], compare=False, repr=False)
     hosts: tuple[tuple[InstanceId, str], ...] = ()
     gangs: tuple[Gang, ...] = ()
+    asks: tuple[Ask, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    resized_s: float = 0.0
+    boundary: bool = False
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
     committed: int = 0
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -243,9 +284,17 @@ class JobContext:
         """The instances of one role in rank order."""
         return (self.instances[one] for one in self.plan.ranks[role] if one in self.instances)
 
+    def active_of(self, role: RoleName) -> tuple[Instance, ...]:
+        """Those of a role that the job works with, in rank order."""
+        return tuple(one for one in self.of_role(role) if one.active)
+
     def bundle(self, instance: InstanceId) -> tuple[GangId, BundleGrant]:
         """Gang and bundle that the placement gives to an instance. Raises KeyError without a placement."""
         return self.bound[instance]
+
+    def with_placement(self, placement: Placement | None, asks: tuple[Ask, ...]) -> JobContext:
+        """The same context with other grants."""
+        return replace(self, placement=placement, asks=asks, bound=bound_of(self.spec, placement, asks))
 
     def with_instances(self, changed: Iterable[Instance]) -> JobContext:
         """The same context with some instance records replaced."""
@@ -269,8 +318,20 @@ class JobContext:
         body: Snapshot = codec.from_json_value(Snapshot, flat)
         values = {name: getattr(body, name) for name in _SNAPSHOT_FIELDS}
         graph = expand(body.spec) if body.spec else None
-        bound: Bindings = bindings(body.spec, body.placement) if body.spec and body.placement else {}
+        bound = bound_of(body.spec, body.placement, body.asks)
         return JobContext(**values, graph=graph, bound=bound, instances={one.id: one for one in records})
+
+
+def bound_of(spec: JobSpec | None, placement: Placement | None, asks: tuple[Ask, ...]) -> Bindings:
+    """Gang and bundle of every instance that has one: by the admission, or by the last grant for it."""
+    if spec is None or placement is None:
+        return {}
+    bound = dict(bindings(spec, placement))
+    for ask in asks:
+        if ask.state == "granted":
+            bundles = placement.gang(ask.gang).bundles
+            bound |= {member: (ask.gang, bundles[i]) for i, members in enumerate(ask.members) for member in members}
+    return bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +374,10 @@ class Snapshot:
     rollback_to: int | None
     ending: Ending | None
     end_reason: Reason | None
+    asks: tuple[Ask, ...] = ()
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    resized_s: float = 0.0
+    boundary: bool = False
 
 
 _SNAPSHOT_FIELDS: tuple[str, ...] = tuple(Snapshot.__dataclass_fields__)

@@ -18,6 +18,7 @@ from rota.job.core.context import (
 )
 from rota.job.core.diagnosis import is_secondary, root_cause
 from rota.job.core.graph import recovery_scope, replaced
+from rota.job.core.sizing import OF_THE_NODE, is_fit, is_world, leaving, world_of
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import Restart, RoleSpec
@@ -28,6 +29,9 @@ BACKOFF_MAX_S = 60.0
 CHARGES_KEPT_MAX = 1000
 NO_FAULT = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT})
 """Causes that are no fault of the job: a restart of the whole job for one of them costs no retry at first."""
+NODE_MOVES_MAX = 2
+"""Replacements of a node for one role within its window; the next one widens to the job."""
+LOST, READY = InstanceState.LOST, InstanceState.READY
 _LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
 
 
@@ -53,12 +57,15 @@ class FailoverCoordinator:
             return None
         cause = root_cause(ctx.losses)
         move = self.move(cause)
+        leave, restore = self.leaving(move, cause), self.restore(move.level, cause)
+        if restore < ctx.committed:
+            move = Move(move.level, Level.NODE, Reason.STATE_LOST)
         epoch = Epoch(ctx.epoch_max + 1)
         return FailoverStarted(
             failover=ctx.failover_count + 1,
             level=move.level,
             scope=tuple((member.role, member.rank, epoch) for member in self.scope(move.level, cause)),
-            restore=ctx.committed,
+            restore=restore,
             reason=cause.reason,
             role=cause.instance.role,
             rank=cause.instance.rank,
@@ -66,6 +73,7 @@ class FailoverCoordinator:
             traceback=cause.traceback,
             moved_from=move.moved_from,
             move_reason=move.reason,
+            leave=tuple((member.role, member.rank) for member in leave),
         )
 
     @property
@@ -77,7 +85,8 @@ class FailoverCoordinator:
         """The narrowest level of the ladder that still has budget and is possible."""
         ladder = list(self.ladder(cause))
         if self.ctx.escalated is Level.NODE:
-            return Move(Level.JOB, Level.NODE, Reason.NO_NODE)
+            fit = may_move(cause) and is_fit(self.ctx, cause)
+            return Move(Level.PROCESS if fit else Level.JOB, Level.NODE, Reason.NO_NODE)
         for level in ladder:
             if self.budget_left(cause, level) > 0:
                 if level is ladder[0]:
@@ -89,17 +98,70 @@ class FailoverCoordinator:
         """A wider level, unless the role may go on with the instances that it still has."""
         if self.may_degrade(cause):
             return Move(Level.PROCESS, start, Reason.RESIZED_DEGRADED)
+        if level is Level.JOB and self.budget_left(cause, Level.NODE) <= 0:
+            return Move(level, Level.NODE, Reason.BUDGET_NODE)
         return Move(level, start, Reason.BUDGET_PROCESS)
 
     def may_degrade(self, cause: Loss) -> bool:
         """True when enough members are left for ``degrade`` and no one else needs the lost one to go on."""
         role = self._role(cause)
+        if is_world(role):
+            others = any(loss.instance.role != role.name for loss in self.ctx.losses)
+            return may_move(cause) and not others and self._goes_on(role, {loss.instance for loss in self.ctx.losses})
         if role.fail.degrade is None or role.finite or len(self.ctx.plan.unit(cause.instance)) > 1:
             return False
         if role.name in self.ctx.plan.stateful or any(loss.instance.role != role.name for loss in self.ctx.losses):
             return False
         left = sum(one.state is InstanceState.READY for one in self.ctx.of_role(role.name))
         return left >= role.fail.degrade
+
+    def _goes_on(self, role: RoleSpec, gone: set[InstanceId]) -> bool:
+        """True when the role may go on without those who are gone."""
+        left = [one for one in self.ctx.active_of(role.name) if one.id not in gone and one.state is not LOST]
+        if is_world(role):
+            return bool(left) and world_of(role, len(left)) > 0
+        if not role.serves:
+            return False
+        spares = sum(one.spare and one.state is READY and one.id not in gone for one in self.ctx.of_role(role.name))
+        ready = sum(one.state is READY for one in left)
+        return ready + spares >= (role.fail.degrade or role.replicas_min)
+
+    def leaving(self, move: Move, cause: Loss) -> tuple[InstanceId, ...]:
+        """Members that the job goes on without for now, their roles being able to.
+
+        Of a world those leave too who are above the largest allowed size of what is left; they may come back where
+        they were.
+        """
+        ctx = self.ctx
+        if move.reason is not Reason.RESIZED_DEGRADED and move.level is not Level.NODE:
+            return ()
+        if move.level is Level.NODE and not may_move(cause):
+            return ()
+        gone = set(self.lost(move.level, cause))
+        leave: list[InstanceId] = []
+        for role in ctx.spec.roles if ctx.spec else ():
+            mine = [one.id for one in ctx.of_role(role.name) if one.id in gone]
+            degrades = move.reason is Reason.RESIZED_DEGRADED and role.name == cause.instance.role
+            if not mine or not (degrades or self._goes_on(role, gone)):
+                continue
+            left = [one.id for one in ctx.active_of(role.name) if one.id not in gone]
+            leave += [*mine, *(left[world_of(role, len(left)) :] if is_world(role) else ())]
+        return tuple(leave)
+
+    def restore(self, level: Level, cause: Loss) -> int:
+        """The commit to go back to: the last one, or, when its state was in the memory of a lost node, that on disk."""
+        ctx = self.ctx
+        kept = any(keeps_on_host(ctx, member) for member in self.lost(level, cause))
+        lost_memory = level is Level.NODE and cause.reason in OF_THE_NODE and kept
+        return min(ctx.checkpoint_n, ctx.committed) if lost_memory else ctx.committed
+
+    def lost(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
+        """Who was lost; at the level of a node everybody on it."""
+        lost = [loss.instance for loss in self.ctx.losses]
+        if level is Level.NODE and cause.instance in self.ctx.bound:
+            home = self.ctx.bundle(cause.instance)[1].node
+            lost += [one for one, (_, bundle) in self.ctx.bound.items() if bundle.node == home]
+        return tuple(one for one in dict.fromkeys(lost) if not self.ctx.instances[one].retired)
 
     def ladder(self, cause: Loss) -> Iterator[Level]:
         """Levels to try for this cause, narrowest first: the contract of the role, then its ``then``."""
@@ -114,41 +176,44 @@ class FailoverCoordinator:
 
     def budget_left(self, cause: Loss, level: Level) -> int:
         """How many failures of the role the level may still absorb in the window that ends now."""
-        if level in (Level.NODE, Level.JOB):
+        if level is Level.JOB:
             return 1
         fail = self._role(cause).fail
+        limit_n = NODE_MOVES_MAX if level is Level.NODE else fail.limit_n
         since_s = cause.at_s - fail.limit_window_s
         used = sum(
             1
             for charge in self.ctx.charges
             if charge.role == cause.instance.role and charge.level is level and charge.at_s > since_s
         )
-        return fail.limit_n - used
+        return limit_n - used
 
     def scope(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
         """Every instance that the recovery touches, those of an open recovery that it joins included."""
-        graph = self.ctx.plan
+        graph, ctx = self.ctx.plan, self.ctx
         if level is Level.JOB:
             return graph.instances
-        lost = [loss.instance for loss in self.ctx.losses]
-        if level is Level.NODE:
-            home = self.ctx.bundle(cause.instance)[1].node
-            lost += [one for one in graph.instances if self.ctx.bundle(one)[1].node == home]
-        before = self.ctx.failover.scope if self.ctx.failover else ()
-        joined = [one for one in before if not self.ctx.instances[one].retired]
-        return recovery_scope(graph, [*lost, *joined], self.whole_roles(level, cause.instance.role))
+        lost = self.lost(level, cause)
+        before = ctx.failover.scope if ctx.failover else ()
+        joined = [one for one in before if not ctx.instances[one].retired]
+        # What stands by is in nobody's world: its loss touches it alone.
+        seeds = [one for one in (*lost, *joined) if ctx.instances[one].active]
+        touched = recovery_scope(graph, seeds, self.whole_roles(level, cause.instance.role)) if seeds else ()
+        return tuple(one for one in graph.instances if (one in touched and ctx.instances[one].active) or one in lost)
 
     def whole_roles(self, level: Level, role: RoleName) -> frozenset[RoleName]:
         """Roles that get new processes as a whole: by their contract, or because the recovery widened to the role."""
         assert self.ctx.spec is not None
         wide = {
-            loss.instance.role for loss in self.ctx.losses if self.ctx.spec.role(loss.instance.role).restart == "role"
+            loss.instance.role
+            for loss in self.ctx.losses
+            if self.ctx.spec.role(loss.instance.role).restart == "role" and self.ctx.instances[loss.instance].active
         }
         return frozenset(wide | ({role} if level is Level.ROLE else set()))
 
     def _first(self, cause: Loss, level: Level) -> Move:
-        """The level where the contract starts. Without another node, a node-level contract restarts in place."""
-        if level is Level.NODE and cause.reason is not Reason.NODE_LOST:
+        """The level where the contract starts. A fault of the code restarts here: it would come along."""
+        if level is Level.NODE and not may_move(cause):
             if self.budget_left(cause, Level.PROCESS) > 0:
                 return Move(Level.PROCESS, Level.NODE, Reason.NO_NODE)
             return Move(Level.JOB, Level.NODE, Reason.BUDGET_PROCESS)
@@ -159,25 +224,52 @@ class FailoverCoordinator:
         return self.ctx.spec.role(cause.instance.role)
 
 
+def may_move(cause: Loss) -> bool:
+    """True when another node may help: the fault is not in the code."""
+    return INFO[cause.reason].fault == "infra" or cause.reason in OF_THE_NODE
+
+
+def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
+    """True when the state of the last commit is in the memory of the host of this instance."""
+    assert ctx.spec is not None
+    return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state
+
+
 def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
-    """Apply a verdict: from here on the older epochs of its scope are fenced."""
-    if event.failover != ctx.failover_count + 1 or not ctx.losses:
+    """Apply a verdict, or a change of size: from here on the older epochs of its scope are fenced."""
+    resize = event.reason is Reason.RESIZED
+    if event.failover != ctx.failover_count + 1 or not (ctx.losses or (resize and ctx.open_failover is None)):
         return ctx
-    cause = root_cause(ctx.losses)
+    cause = _cause(ctx, event) if resize else root_cause(ctx.losses)
     new = _record(ctx, event, cause)
+    charge = () if resize else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
+    resized = bool(event.join) or any(is_world_of(ctx, role) for role, _ in event.leave)
     ctx = replace(
         ctx,
         failovers=(*_superseded(ctx, new), new)[-FAILOVERS_KEPT_MAX:],
         failover_count=new.number,
-        charges=(*ctx.charges, Charge(role=event.role, level=event.level, at_s=ctx.at_s))[-CHARGES_KEPT_MAX:],
+        charges=(*ctx.charges, *charge)[-CHARGES_KEPT_MAX:],
+        resized_s=ctx.at_s if resized else ctx.resized_s,
+        boundary=False,
     )
     match event.level:
-        case Level.NODE:
+        case Level.NODE if not may_move(cause):
             return replace(ctx, escalated=Level.NODE)
         case Level.JOB:
             return _restart_job(ctx, cause)
-        case Level.PROCESS | Level.ROLE:
-            return _restart_scope(ctx, new)
+        case Level.PROCESS | Level.ROLE | Level.NODE:
+            return _restart_scope(ctx, new, event)
+
+
+def is_world_of(ctx: JobContext, role: RoleName) -> bool:
+    """True when the members of this role are one process group whose size may change."""
+    return ctx.spec is not None and is_world(ctx.spec.role(role))
+
+
+def _cause(ctx: JobContext, event: FailoverStarted) -> Loss:
+    """A change of size in the form of a loss; nothing was lost."""
+    one = ctx.instances[InstanceId(event.role, event.rank)]
+    return Loss(instance=one.id, epoch=one.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
 
 
 def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
@@ -201,8 +293,12 @@ def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
 def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
     scope = tuple(InstanceId(role, rank) for role, rank, _ in event.scope)
     coordinator = FailoverCoordinator(ctx)
-    fresh = replaced(ctx.plan, (loss.instance for loss in ctx.losses), coordinator.whole_roles(event.level, event.role))
-    delay_s = _backoff_s(ctx, cause)
+    # A world that changes its size goes on in the processes that live.
+    shrinks = {role for role, _ in event.leave if is_world_of(ctx, role)}
+    wide = coordinator.whole_roles(event.level, event.role) - shrinks
+    lost = coordinator.lost(event.level, cause) if ctx.losses else ()
+    fresh = replaced(ctx.plan, lost, wide)
+    delay_s = _backoff_s(ctx, cause) if ctx.losses else 0.0
     return Failover(
         number=event.failover,
         level=event.level,
@@ -216,8 +312,12 @@ def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
         move_reason=event.move_reason,
         delay_s=delay_s,
         released=delay_s == 0.0,
-        rolled_back=not _touches_state(ctx, scope) or event.level in (Level.NODE, Level.JOB),
+        rolled_back=not _touches_state(ctx, scope) or event.level is Level.JOB or _opens_nothing(event, cause),
     )
+
+
+def _opens_nothing(event: FailoverStarted, cause: Loss) -> bool:
+    return event.level is Level.NODE and not may_move(cause)
 
 
 def _touches_state(ctx: JobContext, scope: tuple[InstanceId, ...]) -> bool:
@@ -240,8 +340,9 @@ def _superseded(ctx: JobContext, by: Failover) -> tuple[Failover, ...]:
     """The records with the open recovery taken over by the new one; a level that was not possible changes nothing."""
 
     def taken_over(one: Failover) -> bool:
-        impossible = one.level is Level.NODE and one.number == by.number - 1
-        return by.level is not Level.NODE and (one.number == ctx.open_failover or impossible)
+        impossible = one.level is Level.NODE and one.number == by.number - 1 and one.superseded_by is None
+        opens = by.level is not Level.NODE or may_move(by.cause)
+        return opens and (one.number == ctx.open_failover or impossible)
 
     return tuple(replace(one, superseded_by=by.number) if taken_over(one) else one for one in ctx.failovers)
 
@@ -259,19 +360,32 @@ def _restart_job(ctx: JobContext, cause: Loss) -> JobContext:
     )
 
 
-def _restart_scope(ctx: JobContext, failover: Failover) -> JobContext:
-    fresh = frozenset(failover.replaced)
+def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) -> JobContext:
+    fresh, join = frozenset(failover.replaced), {InstanceId(*pair) for pair in event.join}
     lost = frozenset(loss.instance for loss in ctx.losses)
-    changed = [
-        _retire(ctx.instances[member], failover.epoch)
-        if member in lost and failover.move_reason is Reason.RESIZED_DEGRADED
-        else _replace(ctx.instances[member], failover.epoch, lost=member in lost)
-        if member in fresh
-        else _re_form(ctx.instances[member], failover.epoch)
-        for member in failover.scope
-    ]
+    away = frozenset(FailoverCoordinator(ctx).lost(event.level, failover.cause)) if event.level is Level.NODE else lost
+    leave = {InstanceId(*pair) for pair in event.leave}
+    if not leave and event.move_reason is Reason.RESIZED_DEGRADED:
+        leave = set(lost)  # as logs say it that do not list who leaves
+
+    stays = event.move_reason is Reason.NO_NODE
+    barred = {} if stays else {one.id: one.barred for one in ctx.instances.values() if one.barred}
+    if event.level is Level.NODE or leave:
+        barred |= {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].barred}
+
+    def changed(member: InstanceId) -> Instance:
+        one = ctx.instances[member]
+        if member in leave:
+            return leaving(one, failover.epoch, barred=barred.get(member))
+        if member in join:
+            return replace(_re_form(one, failover.epoch), spare=False)
+        if member not in fresh:
+            return replace(_re_form(one, failover.epoch), barred=barred.get(member))
+        new = _replace(one, failover.epoch, lost=member in away)
+        return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member))
+
     return replace(
-        ctx.with_instances(changed),
+        ctx.with_instances([changed(member) for member in failover.scope]),
         open_failover=failover.number,
         epoch_max=Epoch(max(ctx.epoch_max, failover.epoch)),
         starting_s=ctx.at_s,
@@ -281,9 +395,24 @@ def _restart_scope(ctx: JobContext, failover: Failover) -> JobContext:
     )
 
 
+def _in_background(ctx: JobContext, member: InstanceId, lost: frozenset[InstanceId]) -> bool:
+    """True when nobody waits for the replacement: a spare takes over, or the role may go on with fewer."""
+    assert ctx.spec is not None
+    role = ctx.spec.role(member.role)
+    if member not in lost or not role.serves:
+        return False
+    members = [one for one in ctx.of_role(role.name) if one.id not in lost and one.state is READY]
+    spares = sum(one.spare for one in members)
+    mine = sorted(one for one in lost if one.role == role.name and ctx.instances[one].active)
+    fewest = role.fail.degrade or (role.replicas_min if role.replicas_max > role.replicas_min else None)
+    if fewest is not None and len(members) - spares >= fewest:
+        return True
+    return member in mine[:spares]
+
+
 def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
     """A new process under ``epoch``; one that was only asked for and did not fail is as good as new and stays."""
-    if not lost and one.state in (InstanceState.PLANNED, InstanceState.STARTING):
+    if one.state is InstanceState.PLANNED or (not lost and one.state is InstanceState.STARTING):
         return replace(one, epoch=epoch)
     doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
     return replace(
@@ -297,12 +426,6 @@ def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
         retired=False,
         restarts=one.restarts + 1,
     )
-
-
-def _retire(one: Instance, epoch: Epoch) -> Instance:
-    """The job goes on without it: its process is stopped and none is started."""
-    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
-    return replace(one, state=InstanceState.GONE, epoch=epoch, process=None, doomed=doomed, running=False, retired=True)
 
 
 def _re_form(one: Instance, epoch: Epoch) -> Instance:

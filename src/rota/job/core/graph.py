@@ -9,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 
 from rota.spec.dispatch import EachRule, Rank, Shard
 from rota.spec.ids import InstanceId, RoleName
-from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.job import JobSpec
 
 EdgeType = Literal["call", "stream", "handoff", "grad", "weights", "mesh", "lease"]
 """``mesh`` and ``grad`` are tight: both ends fail together. ``lease`` is tight for placement alone."""
@@ -63,7 +63,8 @@ class Graph:
 
     ``units`` are the failure units: instances closed over mesh and grad edges. ``subgraphs`` are closed over mesh,
     grad and lease edges. ``stateful`` roles hold state that goes back to a commit. ``starts_after`` maps a role to the
-    roles that must be ready before it starts.
+    roles that must be ready before it starts. ``base`` are the members of a role that start with the gang.
+    ``worlds`` are the roles whose members are one process group.
     """
 
     instances: tuple[InstanceId, ...]
@@ -77,6 +78,8 @@ class Graph:
     starts_after: Mapping[RoleName, tuple[RoleName, ...]]
     unit_of: Mapping[InstanceId, int] = field(repr=False)
     ranks: Mapping[RoleName, tuple[InstanceId, ...]] = field(repr=False)
+    base: Mapping[RoleName, tuple[InstanceId, ...]] = field(repr=False)
+    worlds: frozenset[RoleName] = frozenset()
 
     def unit(self, instance: InstanceId) -> tuple[InstanceId, ...]:
         """The instances that fail together with this one, itself included."""
@@ -119,7 +122,7 @@ class BlastRadius:
 @lru_cache(maxsize=256)
 def expand(spec: JobSpec) -> Graph:
     """The graph of a job. The spec must have passed ``check_graph``; unknown names in edges are left out here."""
-    instances = tuple(InstanceId(role.name, rank) for role in spec.roles for rank in range(role.replicas_min))
+    instances = tuple(InstanceId(role.name, rank) for role in spec.roles for rank in range(role.seats))
     ranks = {role.name: tuple(i for i in instances if i.role == role.name) for role in spec.roles}
     edges = tuple(_role_edges(spec))
     units = _classes(instances, ranks, edges, {"mesh", "grad"})
@@ -136,7 +139,7 @@ def expand(spec: JobSpec) -> Graph:
         subgraphs=tuple(SubGraph(index=index, members=members) for index, members in enumerate(merged)),
         units=units,
         order=order,
-        stateful=frozenset(role.name for role in spec.roles if is_stateful(role)),
+        stateful=frozenset(role.name for role in spec.roles if role.stateful),
         finite=frozenset(role.name for role in spec.roles if role.finite),
         loop=loop.name if loop else None,
         starts_after={
@@ -144,14 +147,9 @@ def expand(spec: JobSpec) -> Graph:
         },
         unit_of={member: index for index, members in enumerate(units) for member in members},
         ranks=ranks,
+        worlds=frozenset(role.name for role in spec.roles if role.meshed),
+        base={role.name: ranks[role.name][: role.gang_size] for role in spec.roles},
     )
-
-
-def is_stateful(role: RoleSpec) -> bool:
-    """True when the members of the role hold state that must go back to a commit together with the loop."""
-    if role.interface is None or role.fail.state == ("none",):
-        return False
-    return role.interface.has_state or any(op.retry == "commit" for op in role.interface.ops)
 
 
 def endpoint(spec: JobSpec, text: str) -> Endpoint:

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rota.job.core import sizing
 from rota.job.core.context import (
+    ASK_WAIT_S,
     DIAGNOSE_S,
     FENCED_GRACE_S,
+    NODE_WAIT_S,
     START_TIMEOUT_S,
     Failover,
     Instance,
@@ -62,6 +65,9 @@ def emits(ctx: JobContext) -> Iterator[Emit]:
         yield Emit(event=verdict, key=f"failover/{verdict.failover}")
     elif (failover := ctx.failover) and not ctx.losses:
         yield from _progress(ctx, failover)
+    elif resize := sizing.wanted_resize(ctx):
+        yield Emit(event=resize, key=f"failover/{resize.failover}")
+    yield from sizing.ask_emits(ctx)
 
 
 def timers(ctx: JobContext) -> Iterator[SetTimer]:
@@ -79,17 +85,27 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
     failover = ctx.failover
     if failover is not None and not failover.released:
         yield SetTimer(timer=f"backoff/{failover.number}", since_s=failover.started_s, after_s=failover.delay_s)
-    elif not all(one.settled for one in ctx.instances.values()):
+    elif failover is not None and sizing.homeless(ctx):
+        yield SetTimer(timer=f"node/{failover.number}", since_s=failover.started_s, after_s=NODE_WAIT_S)
+    elif any(sizing.waits_for_answers(ctx, role.name) for role in ctx.spec.roles):
+        yield SetTimer(timer=f"asks/{ctx.attempt}", since_s=ctx.admitted_s, after_s=ASK_WAIT_S)
+    elif not all(one.settled and not _comes_up(ctx, one) for one in ctx.instances.values()):
         delay_s = failover.delay_s if failover else 0.0
         timer = f"start/{ctx.attempt}/{ctx.failover_count}/{ctx.starting_s:.3f}"
         yield SetTimer(timer=timer, since_s=ctx.starting_s, after_s=START_TIMEOUT_S + delay_s)
+
+
+def _comes_up(ctx: JobContext, one: Instance) -> bool:
+    """True for a spare that must become ready; one that waits for its world to grow need not."""
+    waits = one.state is InstanceState.STALE and one.id.role in ctx.plan.worlds
+    return one.spare and one.state in (InstanceState.STARTING, InstanceState.STALE) and not waits
 
 
 def _progress(ctx: JobContext, failover: Failover) -> Iterator[Emit]:
     if not failover.rolled_back:
         event = RolledBack(from_commit=ctx.committed, to_commit=failover.restore)
         yield Emit(event=event, key=f"rollback/{failover.number}")
-    elif all(ctx.instances[member].settled for member in failover.scope):
+    elif failover.released and all(ctx.instances[member].settled for member in failover.scope):
         seconds = round(max(0.0, ctx.at_s - failover.started_s), 3)
         ended = FailoverEnded(failover=failover.number, seconds=seconds)
         yield Emit(event=ended, key=f"failover-ended/{failover.number}")
@@ -125,7 +141,7 @@ def _of_gangs(ctx: JobContext) -> Iterator[Command]:
     """Gang-atomic: a reservation is asked for only after every older one is given back."""
     releasing = [gang for gang in ctx.gangs if gang.state == "releasing"]
     yield from (ReleaseGang(gang=gang.id, epoch=gang.epoch) for gang in releasing)
-    if not releasing and ctx.placement is not None:
+    if not releasing and ctx.placement is not None and not sizing.abandoned(ctx):
         for gang in ctx.gangs:
             if gang.state == "reserving":
                 bundles = ctx.placement.gang(gang.id).bundles
@@ -148,7 +164,11 @@ def _of_instance(ctx: JobContext, one: Instance, started: Epoch, gangs: dict[Gan
             gang, bundle = ctx.bundle(one.id)
             return StartInstance(instance=one.id, epoch=started, gang=gang, gang_epoch=gangs[gang], bundle=bundle)
         case InstanceState.STALE:
-            peers = ctx.plan.mesh_peers(one.id)
+            peers = tuple(peer for peer in ctx.plan.mesh_peers(one.id) if ctx.instances[peer].active)
+            if len(ctx.plan.mesh_peers(one.id)) == 1:
+                peers = (one.id,)  # one that stands by alone gets ready too
+            elif one.spare:
+                return None
             if not all(ctx.instances[peer].alive and ctx.instances[peer].epoch == one.epoch for peer in peers):
                 return None
             return Assemble(instance=one.id, epoch=one.epoch, started_epoch=started, peers=peers, restore=ctx.committed)

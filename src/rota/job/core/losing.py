@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rota.job.core import sizing
 from rota.job.core.context import (
     Ending,
     Failover,
@@ -82,6 +83,10 @@ def fire(ctx: JobContext, timer: str) -> JobContext:
             return replace(ctx, diagnosed=True)
         case "backoff":
             return _with_failover(ctx, released=True)
+        case "asks":
+            return sizing.answered(ctx)
+        case "node":
+            return sizing.no_node(ctx)
         case _:
             return _blame_late(ctx)
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.job.core import losing, winding
+from rota.job.core import losing, sizing, winding
 from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
 from rota.job.core.intent import wanted
-from rota.job.core.placement import bindings, requests_of
+from rota.job.core.placement import requests_of
 from rota.job.core.settling import settle
 from rota.spec.changes import changed_spec
 from rota.spec.commands import Command
@@ -27,9 +27,12 @@ from rota.spec.events import (
     Event,
     FailoverEnded,
     FailoverStarted,
+    GangAsked,
+    GangGranted,
     GangReleased,
     GangReserved,
     GangReserveFailed,
+    GangWaits,
     InstanceEnded,
     InstanceLost,
     InstanceReady,
@@ -47,6 +50,7 @@ from rota.spec.events import (
     Reattached,
     Record,
     RolledBack,
+    ScaleAsked,
     StopAsked,
     TimerFired,
 )
@@ -119,6 +123,8 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
             return _with_spec(ctx, changed_spec(ctx.spec, changes))
         case JobState.QUEUED, PreemptAsked(reason=Reason.PAUSED):
             return replace(ctx, state=JobState.PAUSED)
+        case _, ScaleAsked():
+            return sizing.scaled(ctx, event)
         case _, JobAdmitted():
             return _admit(ctx, event)
         case _, StopAsked(reason=reason, grace_s=grace_s):
@@ -141,8 +147,16 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
             return winding.reservation_failed(ctx, event)
         case _, FailoverStarted():
             return open_failover(ctx, event)
-        case JobState.RECOVERING, FailoverEnded():
+        case ((JobState.RECOVERING | JobState.RESIZING), FailoverEnded()):
             return losing.close(ctx, event)
+        case _, GangAsked():
+            return sizing.noted(ctx, event)
+        case _, GangGranted():
+            return sizing.granted(ctx, event)
+        case _, GangWaits():
+            return sizing.waits(ctx, event)
+        case _, ScaleAsked():
+            return sizing.scaled(ctx, event)
         case _, RolledBack():
             return losing.roll_back(ctx, event)
         case _, Committed():
@@ -188,13 +202,14 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case GangReserved(gang=gang, epoch=epoch):
             return _reserved(ctx, Gang(id=gang, epoch=epoch, state="reserved"))
         case GangReleased(gang=gang, epoch=epoch):
-            return winding.without_gang(ctx, gang, epoch, "releasing")
+            return sizing.released(winding.without_gang(ctx, gang, epoch, "releasing"), gang)
         case InstanceStarted():
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):
             return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
         case CheckpointSaved(n=n, path=path, cursor=cursor) if n >= ctx.checkpoint_n:
-            return replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor)
+            boundary = sizing.waits_to_grow(ctx)
+            return replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor, boundary=boundary)
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,
@@ -210,7 +225,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
 def _with_spec(ctx: JobContext, spec: JobSpec) -> JobContext:
     """Another spec between two attempts; what is known of instances that it still has is kept."""
     graph = expand(spec)
-    instances = {one: ctx.instances.get(one, Instance(id=one)) for one in graph.instances}
+    instances = {one: ctx.instances.get(one) or sizing.first(spec.role(one.role), one) for one in graph.instances}
     return replace(ctx, spec=spec, next_spec=None, graph=graph, instances=instances)
 
 
@@ -219,13 +234,12 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
     if ctx.spec is None or event.attempt <= ctx.attempt:
         return ctx
     epoch = Epoch(max(event.epoch, ctx.epoch_max + 1))
+    spec, graph = ctx.spec, ctx.plan
     ctx = replace(
         ctx,
         state=JobState.ADMITTED,
         attempt=event.attempt,
         epoch_max=epoch,
-        placement=event.placement,
-        bound=bindings(ctx.spec, event.placement),
         admitted_s=ctx.at_s,
         starting_s=ctx.at_s,
         gangs=(
@@ -233,11 +247,11 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
             *(Gang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
         ),
         instances={
-            one.id: replace(one, state=InstanceState.PLANNED, epoch=epoch, running=False, ended=False, retired=False)
-            for one in ctx.instances.values()
+            one: replace(sizing.first(spec.role(one.role), one), epoch=epoch, restarts=old.restarts, error=old.error)
+            for one, old in ((one, ctx.instances[one]) for one in graph.instances)
         },
     )
-    return winding.restore_point(ctx)
+    return winding.restore_point(ctx.with_placement(event.placement, ()))
 
 
 def _reserved(ctx: JobContext, gang: Gang) -> JobContext:
@@ -287,6 +301,7 @@ def _commit(ctx: JobContext, event: Committed) -> JobContext:
         versions={**ctx.versions, **event.versions},
         cursor=event.cursor,
         metrics=event.metrics,
+        boundary=sizing.waits_to_grow(ctx),
     )
 
 

@@ -32,21 +32,21 @@ class Tie:
 def ties(spec: JobSpec, graph: Graph) -> Iterator[Tie]:
     """Every pair that ``collocate`` joins. Members of two roles pair by rank; ``self`` joins all of the role."""
     for role, line, near in _lines(spec, "collocate"):
-        mine = graph.ranks[role.name]
+        mine = graph.base[role.name]
         if near.role in ("self", role.name):
             yield from (Tie(mine[0], member, near.level, line) for member in mine[1:])
-        elif other := graph.ranks.get(RoleName(near.role)):
+        elif other := graph.base.get(RoleName(near.role)):
             yield from (Tie(member, other[member.rank % len(other)], near.level, line) for member in mine)
 
 
 def separations(spec: JobSpec, graph: Graph) -> Iterator[Tie]:
     """Every pair that ``apart`` keeps in different cells."""
     for role, line, near in _lines(spec, "apart"):
-        mine = graph.ranks[role.name]
+        mine = graph.base[role.name]
         if near.role in ("self", role.name):
             yield from (Tie(a, b, near.level, line) for i, a in enumerate(mine) for b in mine[i + 1 :])
         else:
-            other = graph.ranks.get(RoleName(near.role), ())
+            other = graph.base.get(RoleName(near.role), ())
             yield from (Tie(a, b, near.level, line) for a in mine for b in other)
 
 
@@ -59,9 +59,10 @@ def gang_requests(spec: JobSpec, graph: Graph) -> tuple[GangRequest, ...]:
 
 
 def gangs(spec: JobSpec, graph: Graph) -> tuple[tuple[GangId, tuple[InstanceId, ...]], ...]:
-    """The gangs of a job and their members, in data-flow order."""
+    """The gangs of a job and their members, in data-flow order; members that come and go are asked for apart."""
+    base = {member for members in graph.base.values() for member in members}
     if spec.gang == "all":
-        return ((WHOLE, graph.instances),)
+        return ((WHOLE, tuple(member for member in graph.instances if member in base)),)
     merged: Merged[InstanceId] = Merged()
     for part in graph.subgraphs:
         for member in part.members:
@@ -70,7 +71,8 @@ def gangs(spec: JobSpec, graph: Graph) -> tuple[tuple[GangId, tuple[InstanceId, 
         merged.join(tie.left, tie.right)
     parts: dict[InstanceId, list[InstanceId]] = {}
     for part in graph.subgraphs:
-        parts.setdefault(merged.root(part.members[0]), []).extend(part.members)
+        if members := [member for member in part.members if member in base]:
+            parts.setdefault(merged.root(part.members[0]), []).extend(members)
     return tuple((GangId(f"part{index}"), tuple(members)) for index, members in enumerate(parts.values()))
 
 
@@ -99,6 +101,14 @@ def bindings(spec: JobSpec, placement: Placement) -> Mapping[InstanceId, tuple[G
         for request in requests_of(spec)
         for member, bundle in bind(request, placement.gang(request.gang)).items()
     }
+
+
+def request_of(spec: JobSpec, gang: GangId, members: Sequence[InstanceId]) -> GangRequest:
+    """One gang of some members, asked for while the job lives: to join, or to move to another node.
+
+    A constraint that ties them to members elsewhere is not part of it.
+    """
+    return _request(spec, expand(spec), gang, members)
 
 
 def _request(spec: JobSpec, graph: Graph, gang: GangId, members: Sequence[InstanceId]) -> GangRequest:
@@ -141,7 +151,7 @@ def _apart(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> Iter
     for role, _, near in _lines(spec, "apart"):
         mine = _indices(graph.ranks[role.name], index)
         other = mine if near.role == "self" else _indices(graph.ranks.get(RoleName(near.role), ()), index)
-        if mine and other:
+        if mine and other and len({*mine, *other}) > 1:
             yield Apart(left=mine, right=other, level=near.level)
 
 

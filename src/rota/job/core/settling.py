@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.job.core.context import Ending, Instance, JobContext, Process
+from rota.job.core.sizing import sized, waits_for_answers
 from rota.spec.ids import Epoch, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
@@ -15,7 +16,7 @@ def settle(ctx: JobContext) -> JobContext:
     if ctx.graph is None or ctx.state.terminal:
         return ctx
     if ctx.ending is None and ctx.placement is not None:
-        ctx = _succeed(_run(_start(ctx)))
+        ctx = _succeed(_run(_start(sized(ctx))))
     if ctx.ending is not None:
         return _wind_down(ctx)
     return ctx if ctx.placement is None else _with_state(ctx)
@@ -28,7 +29,10 @@ def reserved(ctx: JobContext) -> dict[str, Epoch]:
 
 def role_started(ctx: JobContext, role: RoleName) -> bool:
     """True when what waits for this role may start: all of it is ready and, if it is finite, runs or has ended."""
-    return all(one.settled and (role not in ctx.plan.finite or one.running or one.ended) for one in ctx.of_role(role))
+    return all(
+        not one.active or (one.settled and (role not in ctx.plan.finite or one.running or one.ended))
+        for one in ctx.of_role(role)
+    )
 
 
 def _start(ctx: JobContext) -> JobContext:
@@ -41,7 +45,9 @@ def _start(ctx: JobContext) -> JobContext:
     def may_start(one: Instance) -> bool:
         if one.state is not InstanceState.PLANNED or one.doomed or one.id in held or ctx.rollback_to is not None:
             return False
-        if ctx.bundle(one.id)[0] not in have:
+        if one.barred or one.id not in ctx.bound or ctx.bundle(one.id)[0] not in have:
+            return False
+        if waits_for_answers(ctx, one.id.role):
             return False
         for role in ctx.plan.starts_after.get(one.id.role, ()):
             if role not in ready_roles:
@@ -87,14 +93,17 @@ def _succeed(ctx: JobContext) -> JobContext:
             needed = frozenset(RoleName(role) for role in roles)
         case _:
             needed = ctx.plan.finite
-    if not needed or not all(one.ended for one in ctx.instances.values() if one.id.role in needed):
+    members = [one for one in ctx.instances.values() if one.id.role in needed and one.active]
+    if not members or not all(one.ended for one in members):
         return ctx
     return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
 
 
 def _with_state(ctx: JobContext) -> JobContext:
-    if ctx.open_failover is not None or ctx.losses:
-        state = JobState.RECOVERING
+    failover = ctx.failover
+    if ctx.losses or failover is not None:
+        resizes = not ctx.losses and failover is not None and failover.cause.reason is Reason.RESIZED
+        state = JobState.RESIZING if resizes else JobState.RECOVERING
     elif all(one.settled for one in ctx.instances.values()):
         state = JobState.RUNNING
     else:
@@ -113,7 +122,7 @@ def _wind_down(ctx: JobContext) -> JobContext:
     if any(one.doomed for one in ctx.instances.values()):
         return ctx
     gangs = tuple(replace(gang, state="releasing") for gang in ctx.gangs)
-    return replace(ctx, gangs=gangs, open_failover=None, losses=())
+    return replace(ctx, gangs=gangs, asks=(), open_failover=None, losses=())
 
 
 def _doom(one: Instance) -> Instance:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rota.job.core.context import Ending, GangState, Instance, JobContext, Loss
-from rota.job.core.failover import job_level_ending
+from rota.job.core.context import Ending, GangState, JobContext, Loss
+from rota.job.core.failover import job_level_ending, keeps_on_host
+from rota.job.core.sizing import first, refused
 from rota.spec.events import GangReserveFailed, JobRequeued, StopAsked
-from rota.spec.ids import Epoch, GangId, InstanceId
+from rota.spec.ids import Epoch, GangId
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -26,6 +27,8 @@ def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
     without = without_gang(ctx, event.gang, event.epoch, "reserving")
     if without is ctx:
         return ctx
+    if (asked := refused(without, event.gang)) is not None:
+        return asked
     first = next(iter(ctx.instances.values()))
     cause = Loss(instance=first.id, epoch=first.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
     ending = replace(job_level_ending(ctx, cause), role=None, rank=None)
@@ -42,12 +45,14 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
     """The attempt is over: nothing is held; the next admission starts anew, with fresh budgets."""
     if event.attempt != ctx.attempt or not ctx.released:
         return ctx  # a job in the queue holds nothing, so a report that comes before the release says nothing
+    assert ctx.spec is not None
     free = not event.counts and event.reason in (Reason.ENGINE_LOST, Reason.NODE_LOST, Reason.GANG_TIMEOUT)
     return replace(
         ctx,
         state=JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
         ending=None,
         placement=None,
+        asks=(),
         bound={},
         losses=(),
         diagnosed=False,
@@ -58,7 +63,9 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         free_requeues=ctx.free_requeues + (1 if free else 0),
         used_s=ctx.used_s + ctx.at_s - ctx.admitted_s,
         instances={
-            one.id: Instance(id=one.id, epoch=one.epoch, doomed=one.doomed, restarts=one.restarts, error=one.error)
+            one.id: replace(
+                first(ctx.spec.role(one.id.role), one.id), epoch=one.epoch, restarts=one.restarts, error=one.error
+            )
             for one in ctx.instances.values()
         },
     )
@@ -70,9 +77,9 @@ def restore_point(ctx: JobContext) -> JobContext:
     State of a commit lives in the memory of the host where its instance ran; it survives the processes, and it is
     found again by an instance of the same role and rank on the same host.
     """
-    hosts = tuple((one, ctx.bundle(one)[1].host) for one in ctx.plan.instances)
+    hosts = tuple((one, ctx.bundle(one)[1].host) for one in ctx.plan.instances if one in ctx.bound)
     before = dict(ctx.hosts)
-    moved = any(host != before.get(one, host) and _keeps_on_host(ctx, one) for one, host in hosts)
+    moved = any(host != before.get(one, host) and keeps_on_host(ctx, one) for one, host in hosts)
     ctx = replace(ctx, hosts=hosts)
     if moved and ctx.checkpoint_n < ctx.committed:
         return replace(ctx, rollback_to=ctx.checkpoint_n)
@@ -82,9 +89,3 @@ def restore_point(ctx: JobContext) -> JobContext:
 def changeable(changes: dict[str, Any]) -> dict[str, Any]:
     """Those of the changes that need no new attempt."""
     return {path: value for path, value in changes.items() if path in CHANGEABLE}
-
-
-def _keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
-    """True when the state of the last commit is in the memory of the host of this instance."""
-    assert ctx.spec is not None
-    return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state

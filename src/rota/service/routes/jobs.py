@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.forecast import Forecast
 from rota.job.spans import read_spans
-from rota.service.changes import checked_changes
+from rota.service.changes import checked_changes, checked_size
 from rota.service.intake import Submission
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.explain import explanation
@@ -22,7 +22,7 @@ from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
 from rota.spec import codec
 from rota.spec.errors import BadInput, Conflict, SeqConflict, VersionMismatch
-from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, StopAsked
+from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -64,6 +64,15 @@ class StopBody(BaseModel):
 
     grace_s: Annotated[float, Field(ge=0, le=86400)] = 30.0
     reason: Annotated[str, Field(max_length=500)] = ""
+
+
+class ScaleBody(BaseModel):
+    """How many instances of which role."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Annotated[str, Field(max_length=200)]
+    n: Annotated[int, Field(ge=1, le=10_000)]
 
 
 class ChangeBody(BaseModel):
@@ -190,6 +199,15 @@ async def resume(job: str, doors: Parts, caller: Asker) -> Document:
         raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)
     if story.state is JobState.PAUSED:
         await _append_live(doors, story, JobQueued())
+    return show_document(doors, story)
+
+
+@router.post("/jobs/{job}:scale", status_code=202)
+async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Document:
+    """Another number of instances of a role, now and in later attempts. More of them start as devices become free."""
+    story = doors.loop.installation.find(job)
+    role = checked_size(story.spec, body.role, body.n)
+    await _append_live(doors, story, ScaleAsked(role=role.name, n=body.n, by=caller.user))
     return show_document(doors, story)
 
 

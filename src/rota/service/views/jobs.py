@@ -98,8 +98,8 @@ def job_summary(story: JobStory, now: float) -> dict[str, Any]:
         "attempt": story.attempts[-1].attempt if story.attempts else 0,
         "failovers": len(story.failures),
         "restarts": sum(one.restarts for one in story.instances.values()),
-        "instances_total": sum(role.replicas_min for role in story.spec.roles),
-        "instances_ready": sum(one.state is InstanceState.READY for one in story.instances.values()),
+        "instances_total": sum(one.now.active for one in story.instances.values()),
+        "instances_ready": sum(one.state is InstanceState.READY and one.now.active for one in story.instances.values()),
         "gpus": gpus,
         "nodes": list(story.placement.nodes) if story.placement and not story.state.terminal else [],
         "labels": dict(story.spec.labels),
@@ -118,7 +118,9 @@ def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, A
         **job_summary(story, now),
         "roles": [_role(story, role.name) for role in story.spec.roles],
         "instances": [
-            instance_document(story, one, (beats or {}).get(str(one.id))) for one in story.instances.values()
+            instance_document(story, one, (beats or {}).get(str(one.id)))
+            for one in story.instances.values()
+            if one.pid or not one.now.retired
         ],
         "streams": stream_rows(story.commit),
         "master": _master(story),
@@ -145,6 +147,7 @@ def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | 
         "node": one.node,
         "pid": (one.pid or None) if one.now.alive or one.state.terminal else None,
         "epoch": one.now.epoch,
+        "standby": one.now.spare,
         "restarts": one.restarts,
         "devices": _devices(story, one),
         "restored": one.now.restored,

@@ -162,10 +162,9 @@ class JobStory:
 
     def bundle_of(self, role: str, rank: int) -> BundleGrant | None:
         """Where the present or last attempt has put an instance."""
-        if self.placement is None:
-            return None
-        found = bindings(self.spec, self.placement).get(InstanceId(RoleName(role), rank))
-        return None if found is None else found[1]
+        one = InstanceId(RoleName(role), rank)
+        found = self.ctx.bound or (bindings(self.spec, self.placement) if self.placement else {})
+        return found[one][1] if one in found else None
 
     def apply(self, record: Record) -> None:
         """Take in one record of this job, in order. A record that was applied before changes nothing."""

@@ -1,0 +1,413 @@
+"""How many members a role has now: who joins, stands by or leaves, and which gangs are asked for meanwhile.
+
+Members of a role that serves calls come and go one by one: one that comes up in the background is taken in when it is
+ready, and nobody waits for it. The world of a command changes as a whole, by a recovery without a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import prod
+
+from rota.job.core.context import Ask, Gang, Instance, JobContext, Loss
+from rota.job.core.graph import expand
+from rota.job.core.placement import request_of
+from rota.spec.commands import Emit
+from rota.spec.events import (
+    CheckpointSaved,
+    FailoverStarted,
+    GangAsked,
+    GangGranted,
+    GangReleased,
+    GangWaits,
+    ScaleAsked,
+)
+from rota.spec.gang import Grant
+from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
+from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.placement import Placement
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState, JobState, Level
+
+GROW_EVERY_S = 60.0
+"""A world grows no more often than this."""
+BATCH_VARIABLE = "ROTA_GLOBAL_BATCH"
+OF_THE_NODE = frozenset({Reason.NODE_LOST, Reason.GPU_LOST, Reason.GPU_ECC})
+"""Causes that lie in the node: nothing may be started there again."""
+
+
+def first(role: RoleSpec, one: InstanceId) -> Instance:
+    """The record of a member before an attempt: it starts with the gang, stands by, or waits to be granted."""
+    if one.rank >= role.gang_size:
+        return Instance(id=one, state=InstanceState.GONE, retired=True)
+    return Instance(id=one, spare=one.rank >= role.replicas_min)
+
+
+def is_world(role: RoleSpec) -> bool:
+    """True when the members are one process group whose size may change."""
+    return role.meshed and role.seats > role.gang_size
+
+
+def world_of(role: RoleSpec, members: int) -> int:
+    """The largest allowed world of at most ``members`` instances; 0 when there is none.
+
+    Only the elastic axis changes, so the product of the others divides it; a world divides the global batch, so that
+    every optimiser step sees the same number of samples.
+    """
+    rest = prod(size for axis, size in role.mesh if axis != role.elastic_axis) if role.elastic_axis else 1
+    batch = dict(role.env).get(BATCH_VARIABLE, "")
+    whole = int(batch) if batch.isdigit() else 0
+    sizes = range(min(members, role.replicas_max), role.replicas_min - 1, -1)
+    return next((size for size in sizes if size % rest == 0 and whole % size == 0), 0)
+
+
+def wanted_size(ctx: JobContext, role: RoleSpec) -> int:
+    """How many members a role shall have: what was asked for, at most what it may have."""
+    top = role.replicas_max if role.seats > role.gang_size else role.replicas_min
+    return min(ctx.sizes.get(role.name, top), top)
+
+
+def sized(ctx: JobContext) -> JobContext:
+    """Every conclusion about sizes; one that is drawn already changes nothing."""
+    assert ctx.spec is not None
+    for role in ctx.spec.roles:
+        if is_world(role):
+            ctx = _trimmed(ctx, role) if not any(one.process for one in ctx.of_role(role.name)) else ctx
+            ctx = _asked(ctx, role)
+        elif role.serves:
+            ctx = _filled(_asked(ctx, role), role)
+    return _unused(_moved(ctx))
+
+
+def waits_for_answers(ctx: JobContext, role: RoleName) -> bool:
+    """True while a world has not begun, and may still be granted more members."""
+    assert ctx.spec is not None
+    if not is_world(ctx.spec.role(role)) or any(one.process for one in ctx.of_role(role)):
+        return False
+    return any(not ask.answered and ask.everybody[0].role == role for ask in ctx.asks)
+
+
+def homeless(ctx: JobContext) -> tuple[Instance, ...]:
+    """Members that are waited for and may not start where they were, or whose place was given back."""
+    return tuple(one for one in ctx.instances.values() if not one.retired and (one.barred or not has_place(ctx, one)))
+
+
+def has_place(ctx: JobContext, one: Instance) -> bool:
+    """True when the reservation in which it ran exists."""
+    return one.id in ctx.bound and any(gang.id == ctx.bound[one.id][0] for gang in ctx.gangs)
+
+
+# -- what is in the log about it --------------------------------------------------------------------------------------
+
+
+def ask_emits(ctx: JobContext) -> Iterator[Emit]:
+    """Asks that the scheduler does not know yet, and those that it shall forget."""
+    assert ctx.spec is not None
+    for ask in ctx.asks:
+        if ask.state == "wanted":
+            request = request_of(ctx.spec, ask.gang, ask.everybody)
+            yield Emit(event=GangAsked(request=request, avoid=ask.avoid, lost=ask.lost), key=f"ask/{ask.gang}")
+        elif ask.state == "dropped":
+            yield Emit(event=GangReleased(gang=ask.gang, epoch=ask.epoch), key=f"drop/{ask.gang}")
+
+
+def noted(ctx: JobContext, event: GangAsked) -> JobContext:
+    """The scheduler can know of an ask."""
+    return _with_ask(ctx, event.request.gang, "wanted", state="asked")
+
+
+def granted(ctx: JobContext, event: GangGranted) -> JobContext:
+    """Reserve it; members that are not waited for come up in the background."""
+    ask = next((one for one in ctx.asks if one.gang == event.gang and one.state == "asked"), None)
+    if ask is None or ctx.placement is None or len(event.bundles) != len(ask.members):
+        return ctx
+    grant = Grant(gang=ask.gang, bundles=event.bundles)
+    placement = Placement(gangs=(*ctx.placement.gangs, grant))
+    ctx = _with_ask(ctx, ask.gang, "asked", state="granted", answered=True)
+    ctx = ctx.with_placement(placement, ctx.asks)
+    gangs = (*ctx.gangs, Gang(id=ask.gang, epoch=ask.epoch, state="reserving"))
+    coming = [_coming(ctx.instances[member], ask.epoch) for member in ask.everybody]
+    return replace(ctx.with_instances(coming), gangs=gangs, starting_s=ctx.at_s)
+
+
+def waits(ctx: JobContext, event: GangWaits) -> JobContext:
+    """Nothing to be had now. Members whose old node is fit go on there; the others wait."""
+    ctx = _with_ask(ctx, event.gang, "asked", answered=True)
+    ask = next((one for one in ctx.asks if one.gang == event.gang), None)
+    moves = ask is not None and any(not ctx.instances[one].retired for one in ask.everybody)
+    failover = ctx.failover
+    fit = failover is not None and is_fit(ctx, failover.cause)
+    return no_node(ctx) if moves and fit else ctx
+
+
+def is_fit(ctx: JobContext, cause: Loss) -> bool:
+    """True when everybody may start again where they were: the fault is not in the node, and the places are held."""
+    return cause.reason not in OF_THE_NODE and all(has_place(ctx, one) for one in homeless(ctx))
+
+
+def no_node(ctx: JobContext) -> JobContext:
+    """The open recovery finds no other node: it is judged again, without one."""
+    failover = ctx.failover
+    if failover is None or not homeless(ctx):
+        return ctx
+    return replace(ctx, losses=(failover.cause,), escalated=Level.NODE, diagnosed=True)
+
+
+def answered(ctx: JobContext) -> JobContext:
+    """Nobody answers: worlds begin with the members that they have."""
+    return replace(ctx, asks=tuple(replace(ask, answered=True) for ask in ctx.asks))
+
+
+def refused(ctx: JobContext, gang: GangId) -> JobContext | None:
+    """The engine did not give a grant: its members are as before, and ask anew. None for a gang of the admission."""
+    ask = next((one for one in ctx.asks if one.gang == gang), None)
+    if ask is None:
+        return None
+    return _without_grant(ctx, gang).with_instances(
+        [_refused(ctx, ctx.instances[member]) for member in ask.everybody if ctx.instances[member].process is None]
+    )
+
+
+def _refused(ctx: JobContext, one: Instance) -> Instance:
+    """One that nobody waits for, or that its world can begin without, is as if it had not been granted."""
+    assert ctx.spec is not None
+    role = ctx.spec.role(one.id.role)
+    others = len(ctx.active_of(role.name)) - 1
+    if one.spare or (is_world(role) and world_of(role, others) == others):
+        return replace(one, state=InstanceState.GONE, retired=True, spare=False)
+    return replace(one, barred=ctx.bundle(one.id)[1].node)
+
+
+def released(ctx: JobContext, gang: GangId) -> JobContext:
+    """The reservation of an ask is gone, or the ask is forgotten."""
+    left = tuple(ask for ask in ctx.asks if ask.gang != gang)
+    return ctx if len(left) == len(ctx.asks) else replace(_without_grant(ctx, gang), asks=left)
+
+
+def scaled(ctx: JobContext, event: ScaleAsked) -> JobContext:
+    """Another number of members is wanted. A role that cannot change its size keeps it."""
+    role = next((role for role in ctx.spec.roles if role.name == event.role), None) if ctx.spec else None
+    if role is None or event.n < 1 or not (role.serves or is_world(role)):
+        return ctx
+    assert ctx.spec is not None
+    spec = resized_spec(ctx.spec, event)
+    graph = expand(spec)
+    instances = {one: ctx.instances.get(one) or first(spec.role(one.role), one) for one in graph.instances}
+    after = resized_spec(ctx.next_spec, event) if ctx.next_spec else None
+    ctx = replace(ctx, spec=spec, next_spec=after, graph=graph, instances=instances)
+    return replace(ctx.with_placement(ctx.placement, ctx.asks), sizes={**ctx.sizes, event.role: event.n})
+
+
+def resized_spec(spec: JobSpec, event: ScaleAsked) -> JobSpec:
+    """The spec with room for so many members."""
+    return replace(
+        spec,
+        roles=tuple(
+            replace(role, replicas_max=max(role.replicas_max, event.n)) if role.name == event.role else role
+            for role in spec.roles
+        ),
+    )
+
+
+# -- members that come and go one by one ------------------------------------------------------------------------------
+
+
+def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
+    """As many members take part as shall; the rest stands by, as many as shall; who is too many leaves."""
+    want, standby = wanted_size(ctx, role), role.gang_size - role.replicas_min
+    present = [one for one in ctx.of_role(role.name) if not one.retired]
+    surplus = present[want + standby :] if len(present) > want + standby else []
+    changed = [leaving(one, one.epoch) for one in surplus]
+    present = present[: len(present) - len(surplus)]
+    goal = max(min(len(present), want, role.replicas_min), min(want, len(present) - standby))
+    active = [one for one in present if one.active]
+    ready = [one for one in present if one.spare and one.state is InstanceState.READY]
+    changed += [replace(one, spare=False) for one in ready[: max(0, goal - len(active))]]
+    changed += [replace(one, spare=True) for one in active[goal:] if one.state is InstanceState.READY]
+    return ctx.with_instances(changed) if changed else ctx
+
+
+def leaving(one: Instance, epoch: Epoch, *, barred: NodeId | None = None) -> Instance:
+    """The job goes on without it: its process is stopped and none is started."""
+    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
+    return replace(
+        one,
+        state=InstanceState.GONE,
+        epoch=epoch,
+        process=None,
+        doomed=doomed,
+        running=False,
+        retired=True,
+        spare=False,
+        barred=barred or one.barred,
+    )
+
+
+def _coming(one: Instance, epoch: Epoch) -> Instance:
+    if not one.retired:
+        return replace(one, barred=None)
+    return replace(one, state=InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=None, ended=False)
+
+
+# -- worlds -----------------------------------------------------------------------------------------------------------
+
+
+def _trimmed(ctx: JobContext, role: RoleSpec) -> JobContext:
+    """Before it begins, the largest allowed world of the members that are there; the rest stands by."""
+    present = [one for one in ctx.of_role(role.name) if not one.retired]
+    size = world_of(role, min(len(present), max(wanted_size(ctx, role), role.replicas_min)))
+    if not size or any(one.state is not InstanceState.PLANNED for one in present):
+        return ctx
+    epoch = max(one.epoch for one in present)
+    new = [replace(one, epoch=epoch, spare=i >= size) for i, one in enumerate(present)]
+    return ctx.with_instances(new) if new != present else ctx
+
+
+def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
+    """The change of size of a world that is due: fewer at once, more at a boundary and not too often."""
+    if ctx.state is not JobState.RUNNING or ctx.spec is None:
+        return None
+    for role in ctx.spec.roles:
+        active = ctx.active_of(role.name) if is_world(role) else ()
+        if not active or any(one.ended for one in active):
+            continue
+        want = max(wanted_size(ctx, role), role.replicas_min)
+        joiners = joiners_of(ctx, role)
+        size = world_of(role, min(want, len(active) + len(joiners)))
+        if size and size < len(active):
+            return _resize(ctx, active, leave=active[size:])
+        if ctx.boundary and size > len(active):
+            return _resize(ctx, active, join=joiners[: size - len(active)])
+    return None
+
+
+def joiners_of(ctx: JobContext, role: RoleSpec) -> tuple[Instance, ...]:
+    """Members whose process waits for the world to grow."""
+    return tuple(one for one in ctx.of_role(role.name) if one.spare and one.alive and one.state is InstanceState.STALE)
+
+
+def waits_to_grow(ctx: JobContext) -> bool:
+    """True when a boundary would let a world grow."""
+    if ctx.spec is None or ctx.state is not JobState.RUNNING or ctx.at_s - ctx.resized_s < GROW_EVERY_S:
+        return False
+    return any(is_world(role) and joiners_of(ctx, role) for role in ctx.spec.roles)
+
+
+def saved_by_script(ctx: JobContext) -> CheckpointSaved:
+    """A script wrote a checkpoint of its own: a boundary; what is known of checkpoints of commits stays."""
+    return CheckpointSaved(n=ctx.checkpoint_n, path=ctx.checkpoint_path, cursor=dict(ctx.checkpoint_cursor))
+
+
+def _resize(
+    ctx: JobContext, active: tuple[Instance, ...], *, leave: Iterable[Instance] = (), join: Iterable[Instance] = ()
+) -> FailoverStarted:
+    epoch = Epoch(ctx.epoch_max + 1)
+    leave, join = tuple(leave), tuple(join)
+    role = active[0].id.role
+    size = len(active) - len(leave) + len(join)
+    return FailoverStarted(
+        failover=ctx.failover_count + 1,
+        level=Level.PROCESS,
+        scope=tuple((role, one.id.rank, epoch) for one in (*active, *join)),
+        restore=ctx.committed,
+        reason=Reason.RESIZED,
+        role=role,
+        rank=active[0].id.rank,
+        text=f"{role} goes from {len(active)} to {size} members",
+        leave=tuple((role, one.id.rank) for one in leave),
+        join=tuple((role, one.id.rank) for one in join),
+    )
+
+
+# -- asks -------------------------------------------------------------------------------------------------------------
+
+
+def _asked(ctx: JobContext, role: RoleSpec) -> JobContext:
+    """Ask for what a role lacks, each member by itself; forget what it lacks no more."""
+    members = list(ctx.of_role(role.name))
+    present = sum(not one.retired for one in members)
+    lacks = wanted_size(ctx, role) + role.gang_size - role.replicas_min - present
+    open_asks = [ask for ask in ctx.asks if ask.state in ("wanted", "asked") and ask.everybody[0].role == role.name]
+    joining = [ask for ask in open_asks if ctx.instances[ask.everybody[0]].retired]
+    for ask in joining[max(0, lacks) :]:
+        ctx = _with_ask(ctx, ask.gang, ask.state, state="dropped")
+    busy = {member for ask in ctx.asks for member in ask.everybody}
+    free = [one for one in members if one.retired and one.id not in busy and not one.doomed]
+    for one in free[: max(0, lacks - len(joining))]:
+        home = one.id.rank < role.gang_size and not one.barred
+        ctx = _back(ctx, one) if home else _with_new_ask(ctx, [one.id], f"{role.name}-{one.id.rank}")
+    return ctx
+
+
+def _back(ctx: JobContext, one: Instance) -> JobContext:
+    """A member whose place in the gang is still held comes up again."""
+    epoch = Epoch(ctx.epoch_max + 1)
+    return replace(ctx.with_instances([_coming(one, epoch)]), epoch_max=epoch, starting_s=ctx.at_s)
+
+
+def _moved(ctx: JobContext) -> JobContext:
+    """Everybody who is waited for and has no place: one ask for all of them; none that nobody waits for any more."""
+    busy = {member for ask in ctx.asks if ask.state in ("wanted", "asked") for member in ask.everybody}
+    out = homeless(ctx)
+    for ask in ctx.asks:
+        moves = not any(ctx.instances[member].retired for member in ask.everybody)
+        if ask.state in ("wanted", "asked") and moves and not any(one.id in ask.everybody for one in out):
+            ctx = _with_ask(ctx, ask.gang, ask.state, state="dropped")
+    new = [one.id for one in out if one.id not in busy]
+    return _with_new_ask(ctx, new, "moved") if new else ctx
+
+
+def _with_new_ask(ctx: JobContext, members: list[InstanceId], name: str) -> JobContext:
+    assert ctx.spec is not None
+    epoch = Epoch(ctx.epoch_max + 1)
+    gang = GangId(f"{name}-{epoch}")
+    barred = [ctx.instances[one] for one in members if ctx.instances[one].barred]
+    ask = Ask(
+        gang=gang,
+        epoch=epoch,
+        members=tuple(bundle.members for bundle in request_of(ctx.spec, gang, members).bundles),
+        avoid=tuple(dict.fromkeys(one.barred for one in barred if one.barred)),
+        lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in barred),
+        at_s=ctx.at_s,
+    )
+    return replace(ctx, asks=(*ctx.asks, ask), epoch_max=epoch)
+
+
+def abandoned(ctx: JobContext) -> frozenset[GangId]:
+    """Reservations that exist and are no place for anybody any more."""
+    if not ctx.asks and not any(one.barred for one in ctx.instances.values()):
+        return frozenset()
+    used = {
+        ctx.bound[one.id][0]
+        for one in ctx.instances.values()
+        if one.id in ctx.bound and not (one.retired and (one.barred or one.id.rank >= _base(ctx, one)))
+    }
+    return frozenset(gang.id for gang in ctx.gangs if gang.state == "reserved" and gang.id not in used)
+
+
+def _unused(ctx: JobContext) -> JobContext:
+    """What is abandoned is given back once every process that has to go is gone."""
+    gone = abandoned(ctx)
+    if not gone or any(one.doomed for one in ctx.instances.values()):
+        return ctx
+    return replace(ctx, gangs=tuple(replace(one, state="releasing") if one.id in gone else one for one in ctx.gangs))
+
+
+def _base(ctx: JobContext, one: Instance) -> int:
+    return len(ctx.plan.base[one.id.role])
+
+
+def _with_ask(ctx: JobContext, gang: GangId, was: str, **changes: object) -> JobContext:
+    def change(ask: Ask) -> Ask:
+        return replace(ask, **changes) if (ask.gang, ask.state) == (gang, was) else ask  # pyright: ignore[reportArgumentType] - fields of Ask
+
+    return replace(ctx, asks=tuple(change(ask) for ask in ctx.asks))
+
+
+def _without_grant(ctx: JobContext, gang: GangId) -> JobContext:
+    if ctx.placement is None:
+        return ctx
+    grants = tuple(grant for grant in ctx.placement.gangs if grant.gang != gang)
+    asks = tuple(replace(ask, state="dropped") if ask.gang == gang else ask for ask in ctx.asks)
+    return ctx.with_placement(Placement(gangs=grants), asks)

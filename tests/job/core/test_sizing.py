@@ -1,0 +1,308 @@
+"""Who joins, who stands by, who leaves: standby, degrade, elastic worlds, other nodes, and sizes asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.makers import at, command, fail, loop, mesh, service, spec
+
+from rota.job.core.context import JobContext
+from rota.job.core.intent import wanted
+from rota.job.core.machine import initial, replay
+from rota.job.core.sizing import world_of
+from rota.spec.commands import Assemble, SetTimer
+from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
+    FailoverStarted,
+    GangAsked,
+    GangReleased,
+    InstanceLost,
+    ScaleAsked,
+    TimerFired,
+)
+from rota.spec.ids import Epoch, RoleName
+from rota.spec.job import RoleSpec
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState, JobState, Level
+
+
+def elastic(low: int = 1, high: int = 3, **fields: object) -> RoleSpec:
+    role = command("train", low, mesh=(("dp", low),), elastic_axis="dp", **fields)
+    return replace(role, replicas_max=high)
+
+
+def lost(driven, who: str, reason: Reason = Reason.SIGNALLED) -> InstanceLost:
+    one = driven.ctx.instances[at(who)]
+    return InstanceLost(role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=reason)
+
+
+def active(driven, role: str) -> list[int]:
+    return [one.id.rank for one in driven.ctx.active_of(RoleName(role))]
+
+
+def verdicts(driven) -> list[FailoverStarted]:
+    return [record.event for record in driven.records if isinstance(record.event, FailoverStarted)]
+
+
+def moves(driven) -> list[tuple[str, str | None]]:
+    return [(one.level.value, one.move_reason) for one in verdicts(driven)]
+
+
+def fire(driven, kind: str) -> None:
+    timer = next(one.timer for one in wanted(driven.ctx) if isinstance(one, SetTimer) and one.timer.startswith(kind))
+    driven.feed(TimerFired(timer=timer))
+    driven.settle()
+
+
+def worlds(driven) -> list[int]:
+    return [len(one.peers) for one in driven.done if isinstance(one, Assemble)]
+
+
+def replayed(driven) -> JobContext:
+    return replay(driven.ctx.job, tuple(driven.records), initial(driven.ctx.job))
+
+
+# -- standby and degrade ----------------------------------------------------------------------------------------------
+
+
+def test_a_spare_takes_over_at_the_verdict_and_what_was_lost_comes_up_as_the_next_spare(driven):
+    driven.run(spec(service("w", 2, fail=fail(standby=1)), loop()))
+    assert active(driven, "w") == [0, 1]
+    assert driven.ctx.instances[at("w/2")].state is InstanceState.READY
+    driven.feed(lost(driven, "w/0"))
+    driven.settle(hold="stop/w/0")  # the old process is not even gone
+    assert (active(driven, "w"), driven.ctx.state) == ([1, 2], JobState.RUNNING)
+    driven.settle()
+    assert active(driven, "w") == [1, 2]
+    assert driven.ctx.instances[at("w/0")].spare
+    assert driven.ctx.instances[at("w/0")].state is InstanceState.READY
+
+
+def test_a_spare_that_dies_disturbs_nobody(driven):
+    driven.run(spec(service("w", 1, fail=fail(standby=1)), loop()))
+    before = driven.ctx.instances[at("w/0")]
+    driven.feed(lost(driven, "w/1"))
+    driven.settle()
+    assert driven.ctx.instances[at("w/0")] == before
+    assert verdicts(driven)[0].scope == (("w", 1, 2),)
+    assert driven.ctx.instances[at("w/1")].state is InstanceState.READY
+
+
+def test_degrade_goes_on_with_fewer_while_the_lost_one_comes_up_in_the_background(driven):
+    driven.run(spec(service("w", 3, fail=fail(degrade=2)), loop()))
+    driven.feed(lost(driven, "w/1"))
+    driven.settle(hold="stop/w/1")
+    assert (active(driven, "w"), driven.ctx.state) == ([0, 2], JobState.RUNNING)
+    driven.feed(lost(driven, "w/0"))
+    driven.settle(hold="stop/w")
+    assert driven.ctx.state is JobState.RECOVERING, "fewer than the contract allows"
+    driven.settle()
+    assert (active(driven, "w"), driven.ctx.state) == ([0, 1, 2], JobState.RUNNING)
+
+
+def test_over_its_limit_a_degraded_role_is_asked_for_elsewhere_and_taken_in_when_granted(driven):
+    driven.run(spec(service("w", 2, fail=fail(degrade=1, limit_n=0))))
+    driven.feed(lost(driven, "w/1"))
+    driven.settle()
+    asked = next(record.event for record in driven.records if isinstance(record.event, GangAsked))
+    assert (asked.avoid, active(driven, "w"), driven.ctx.state) == (("h0",), [0], JobState.RUNNING)
+    driven.free = ["h0", "h1"]
+    driven.settle()
+    assert active(driven, "w") == [0, 1]
+    assert driven.ctx.bundle(at("w/1"))[1].node == "h1"
+    assert replayed(driven) == driven.ctx
+
+
+# -- worlds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("members", "size"),
+    [(1, 0), (2, 2), (3, 2), (4, 4), (7, 6), (9, 8)],
+)
+def test_a_world_is_a_multiple_of_its_fixed_axes(members: int, size: int):
+    role = replace(command("t", 2, mesh=(("dp", 1), ("tp", 2)), elastic_axis="dp"), replicas_max=8)
+    assert world_of(role, members) == size
+
+
+def test_a_world_divides_the_global_batch():
+    role = elastic(1, 8, env=(("ROTA_GLOBAL_BATCH", "12"),))
+    assert [world_of(role, n) for n in range(1, 9)] == [1, 2, 3, 4, 4, 6, 6, 6]
+
+
+def test_a_world_begins_with_everything_that_is_granted(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 3)))
+    assert worlds(driven) == [3, 3, 3]
+    assert (active(driven, "train"), driven.ctx.state) == ([0, 1, 2], JobState.RUNNING)
+    assert not verdicts(driven)
+
+
+def test_a_world_begins_with_its_fewest_when_no_more_is_to_be_had_or_nobody_answers(driven):
+    driven.free = None
+    driven.run(spec(elastic(1, 3)))
+    assert driven.ctx.state is JobState.STARTING
+    fire(driven, "asks")
+    assert (worlds(driven), driven.ctx.state) == ([1], JobState.RUNNING)
+
+
+def test_a_world_grows_at_a_checkpoint_and_not_twice_in_a_minute(driven):
+    driven.run(spec(elastic(1, 3)))
+    driven.free = ["h1"]
+    driven.settle()
+    assert active(driven, "train") == [0], "warm, and waiting for a boundary"
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=1.0)
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.state) == ([0, 1, 2], JobState.RUNNING)
+    assert verdicts(driven)[-1].reason is Reason.RESIZED
+    assert not driven.ctx.charges
+    assert driven.ctx.instances[at("train/0")].restarts == 0, "the same process, another world"
+
+
+def test_a_member_that_came_later_waits_a_minute_after_the_last_change(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 2, fail=fail(limit_n=0))))
+    driven.feed(lost(driven, "train/1"))
+    driven.settle()
+    assert active(driven, "train") == [0]
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=5.0)
+    driven.settle()
+    assert active(driven, "train") == [0]
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=60.0)
+    driven.settle()
+    assert active(driven, "train") == [0], "its node is barred, and there is no other"
+    driven.free = ["h2"]
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=1.0)
+    driven.settle()
+    assert active(driven, "train") == [0, 1]
+
+
+def test_a_lost_node_shrinks_the_world_at_once_and_the_living_keep_their_processes(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 3)))
+    driven.free = []
+    before = driven.ctx.instances[at("train/0")].process
+    driven.feed(lost(driven, "train/2", Reason.NODE_LOST))
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.state) == ([0], JobState.RUNNING)
+    assert driven.ctx.instances[at("train/0")].process == before
+    assert worlds(driven)[-1] == 1
+    assert verdicts(driven)[-1].leave == (("train", 1), ("train", 2))
+    driven.free = ["h1", "h2"]
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=61.0)
+    driven.settle()
+    assert active(driven, "train") == [0, 1, 2]
+    assert {driven.ctx.bundle(at(f"train/{rank}"))[1].node for rank in (1, 2)} == {"h2"}
+    assert replayed(driven) == driven.ctx
+
+
+def test_a_process_that_dies_within_its_limit_is_started_where_it_was(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 2)))
+    driven.feed(lost(driven, "train/1"))
+    driven.settle()
+    assert active(driven, "train") == [0, 1]
+    assert verdicts(driven)[-1].leave == ()
+
+
+def test_an_exception_never_shrinks_a_world(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 2, fail=fail(limit_n=0))))
+    driven.feed(lost(driven, "train/1", Reason.USER_ERROR))
+    driven.settle()
+    assert driven.ctx.state is JobState.FAILED
+
+
+# -- other nodes ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_is_replaced_by_another_and_the_rest_goes_on(driven):
+    driven.run(spec(service("w", 2, fail=fail(limit_n=0)), gang="subgraph"))
+    driven.free = ["h1"]
+    other = driven.ctx.instances[at("w/1")]
+    driven.feed(lost(driven, "w/0"))
+    driven.settle()
+    assert moves(driven) == [("node", "BUDGET_PROCESS")]
+    assert driven.ctx.state is JobState.RUNNING
+    assert driven.ctx.bundle(at("w/0"))[1].node == "h1"
+    assert driven.ctx.instances[at("w/1")].restarts == other.restarts + 1, "it was on the same node"
+
+
+def test_a_whole_gang_is_given_back_before_its_replacement_is_reserved(driven):
+    driven.run(spec(service("w", 2)))
+    driven.free = ["h1"]
+    driven.feed(lost(driven, "w/0", Reason.NODE_LOST))
+    driven.settle()
+    ids = [one.id for one in driven.done]
+    assert ids.index("release/all/1") < ids.index(next(one for one in ids if one.startswith("reserve/moved")))
+    assert [gang.id for gang in driven.ctx.gangs] == [driven.ctx.bundle(at("w/0"))[0]]
+
+
+def test_without_another_node_a_fit_one_is_used_again_until_the_budget_of_moves_is_used_up(driven):
+    driven.run(spec(service("w", 1, fail=fail(limit_n=0))))
+    for _ in range(3):
+        driven.feed(lost(driven, "w/0"))
+        driven.settle()
+    assert moves(driven) == [
+        ("node", "BUDGET_PROCESS"),
+        ("process", "NO_NODE"),
+        ("node", "BUDGET_PROCESS"),
+        ("process", "NO_NODE"),
+        ("job", "BUDGET_NODE"),
+    ]
+    assert driven.ctx.state is JobState.FAILED
+
+
+def test_state_that_was_in_the_memory_of_a_lost_node_comes_back_from_the_last_checkpoint(driven):
+    driven.run(spec(mesh("actor", 2), loop()))
+    for n in range(1, 5):
+        driven.feed(Committed(n=n, loop_epoch=Epoch(1)))
+    driven.feed(CheckpointSaved(n=2, path="c"))
+    driven.free = ["h1"]
+    driven.feed(lost(driven, "actor/0", Reason.NODE_LOST))
+    driven.settle()
+    found = verdicts(driven)[0]
+    assert (found.level, found.restore, found.move_reason) == (Level.NODE, 2, Reason.STATE_LOST)
+    assert (driven.ctx.committed, driven.ctx.state) == (2, JobState.RUNNING)
+    assert {one.restored for one in driven.ctx.instances.values()} == {2}
+
+
+# -- sizes that are asked for -----------------------------------------------------------------------------------------
+
+
+def test_scale_up_asks_for_more_and_scale_down_gives_them_back(driven):
+    driven.free = ["h1"]
+    driven.run(spec(service("w", 1), loop()))
+    driven.feed(ScaleAsked(role=RoleName("w"), n=3))
+    driven.settle()
+    assert (active(driven, "w"), driven.ctx.state) == ([0, 1, 2], JobState.RUNNING)
+    driven.feed(ScaleAsked(role=RoleName("w"), n=2))
+    driven.settle()
+    assert active(driven, "w") == [0, 1]
+    assert sum(isinstance(record.event, GangReleased) for record in driven.records) == 1
+    assert not [key for key in driven.alive if key[:2] == ("w", 2)]
+    assert replayed(driven) == driven.ctx
+    assert JobContext.from_json(driven.ctx.to_json()) == driven.ctx
+
+
+def test_an_ask_that_nobody_needs_any_more_is_taken_back(driven):
+    driven.run(spec(service("w", 1), loop()))
+    driven.feed(ScaleAsked(role=RoleName("w"), n=2))
+    driven.settle()
+    assert [ask.state for ask in driven.ctx.asks] == ["asked"]
+    driven.feed(ScaleAsked(role=RoleName("w"), n=1))
+    driven.settle()
+    assert driven.ctx.asks == ()
+
+
+def test_a_world_that_is_scaled_down_shrinks_at_once(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 3)))
+    driven.feed(ScaleAsked(role=RoleName("train"), n=2))
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.state) == ([0, 1], JobState.RUNNING)
+    assert len(driven.ctx.gangs) == 2

@@ -37,6 +37,7 @@ def test_a_job_is_listed_and_shown_when_submit_answers(tmp_path: Path) -> None:
             "node": "",
             "pid": None,
             "epoch": 1,
+            "standby": False,
             "restarts": 0,
             "devices": [0, 1],
             "restored": 0,

@@ -83,8 +83,14 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
             rule = "a multiple of its fixed axes that divides the global batch"
             raise BadInput(f"{name}={n}: the world of {name} is at least {role.replicas_min}, {rule}")
     elif not role.serves:
-        why = "its members are one mesh" if role.meshed else "it is the loop" if role.is_loop else "it keeps state"
-        why = why if role.interface is None or role.meshed or role.is_loop or role.stateful else "it runs to its end"
+        reasons = (
+            (role.meshed, "its members are one mesh"),
+            (role.is_loop, "it is the loop"),
+            (role.finite, "it runs to its end"),
+            (role.stateful, "it keeps state"),
+            (True, "its workload is not known yet"),
+        )
+        why = next(text for holds, text in reasons if holds)
         raise BadInput(
             f"{name} cannot change its size: {why}",
             hint="roles that serve calls can, and commands with replicas: {min, max} and an axis of size '*'",

@@ -135,7 +135,9 @@ class ClientLog:
         swarm, rng = self._world.swarm, self._world.rng
         self._world.appends += 1
         due = swarm.crash_at is not None and swarm.crash_at // 2 == self._world.appends
-        if rng.random() < swarm.crash_before_append_p or (due and not swarm.crash_at % 2):
+        if rng.random() < swarm.crash_before_append_p or (
+            due and swarm.crash_at is not None and not swarm.crash_at % 2
+        ):
             self._crash()
         records = self._world.write(events, writer=writer, job=job, expected_seq=expected_seq)
         if rng.random() < swarm.crash_after_append_p or due:

@@ -20,7 +20,7 @@ from rota.spec.events import (
     Reattached,
 )
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, NodeId
+from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
@@ -95,7 +95,7 @@ class Driven(makers.Log):
         """A master starts and finds what is alive."""
         for key in dead:
             self.alive.pop(key)
-        alive = tuple((role, rank, Epoch(e)) for role, rank, e in self.alive)
+        alive = tuple((RoleName(role), rank, Epoch(e)) for role, rank, e in self.alive)
         gangs = tuple((gang.id, gang.epoch) for gang in self.ctx.gangs if gang.state == "reserved")
         self.feed(MasterStarted(master_epoch=Epoch(epoch), pid=1))
         self.feed(Reattached(master_epoch=Epoch(epoch), alive=alive, gangs=gangs))

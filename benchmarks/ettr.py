@@ -1,0 +1,137 @@
+"""grpo_sums with one kill -9 of a random role every so often: what share of the time made progress that counts.
+
+``python benchmarks/ettr.py [--minutes M] [--every S] [--seed N]`` prints one JSON document. ETTR is useful time over
+the time since the job first ran. Useful is the time between two commits that were kept; where a recovery lies between
+them only the median of the undisturbed intervals of the same phase counts. A step is lost when its commit is missing
+from the curve that the job writes, and trained twice when it is there more than once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from calls import LIMIT_S, TERMINAL, free_port
+from rota.runtime import process
+from rota.runtime.environ import Home
+from rota.runtime.log import EventLog
+from rota.runtime.sql_log import SqlLog
+from rota.service import daemon
+from rota.service.config import load_settings
+from rota.spec.events import Committed, FailoverStarted, InstanceStarted, JobEnded, Record, RolledBack
+from rota.spec.ids import JobId
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo_sums"
+
+
+def kill_one(log: EventLog, job: str, rng: random.Random) -> str:
+    """kill -9 of the newest process of a random instance; its name, or nothing when it was gone already."""
+    newest = {
+        f"{record.event.role}/{record.event.rank}": record.event
+        for record in log.read(job=JobId(job))
+        if isinstance(record.event, InstanceStarted)
+    }
+    name = rng.choice(sorted(newest))
+    which = process.ProcessId(pid=newest[name].pid, start_time=newest[name].start_time)
+    return name if process.send_signal(which, signal.SIGKILL) else ""
+
+
+def accounted(records: tuple[Record, ...], rows: list[int], began: float, ended: float) -> dict[str, Any]:
+    """ETTR and the account of steps, from the log of the job and the rows of its curve."""
+    kept: dict[int, tuple[float, float, str, bool]] = {}
+    last, disturbed = began, False
+    for record in records:
+        match record.event:
+            case Committed(n=n, metrics=metrics):
+                kept[n] = (last, record.at, ",".join(sorted(metrics)), disturbed)
+                last, disturbed = record.at, False
+            case RolledBack(to_commit=to):
+                kept = {n: one for n, one in kept.items() if n <= to}
+            case FailoverStarted():
+                disturbed = True
+            case _:
+                pass
+    phases: dict[str, list[float]] = {}
+    for since, at, phase, hit in kept.values():
+        if not hit:
+            phases.setdefault(phase, []).append(at - since)
+    usual = {phase: statistics.median(values) for phase, values in phases.items()}
+    useful = sum(
+        min(at - since, usual.get(phase, 0.0)) if hit else at - since for since, at, phase, hit in kept.values()
+    )
+    counted = Counter(row for row in rows if row <= len(kept))
+    return {
+        "ettr": round(useful / (ended - began), 4),
+        "wall_s": round(ended - began, 1),
+        "commits": len(kept),
+        "steps_lost": sum(n not in counted for n in kept),
+        "steps_twice": sum(times - 1 for times in counted.values()),
+        "median_step_s": {phase: round(value, 3) for phase, value in usual.items()},
+    }
+
+
+def measure(home: Home, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
+    """The job under kills, until the time is up or it ends."""
+    source = (EXAMPLE / "job.yaml").read_text(encoding="utf-8").replace("limit: 10/10m", "limit: 1000/10m")
+    body = {"source": source, "filename": "job.yaml", "workdir": str(EXAMPLE)}
+    job = str(daemon.ask(home, "POST", "/api/v1/jobs", body)["id"])
+    log, rng, kills = SqlLog(home.db_url), random.Random(seed), list[str]()
+    deadline = time.monotonic() + LIMIT_S
+    while (shown := daemon.ask(home, "GET", f"/api/v1/jobs/{job}"))["state"] != "RUNNING":
+        if shown["state"] in TERMINAL or time.monotonic() > deadline:
+            raise RuntimeError(f"{job} is {shown['state']} and never ran: {shown['text']}")
+        time.sleep(0.2)
+    began = time.time()
+    while time.time() - began < minutes * 60 and not ended(log, job):
+        time.sleep(every_s)
+        kills += [name for name in [kill_one(log, job, rng)] if name]
+    time.sleep(every_s)
+    over = time.time()
+    daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
+    while not ended(log, job):
+        time.sleep(0.2)
+    rows = [json.loads(line)["n"] for path in home.job(job).output.glob("*.jsonl") for line in path.open()]
+    found = accounted(log.read(job=JobId(job)), rows, began, over)
+    return {**found, "kills": len(kills), "victims": kills}
+
+
+def ended(log: EventLog, job: str) -> bool:
+    """True when the job is over."""
+    return any(isinstance(record.event, JobEnded) for record in log.read(job=JobId(job)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--every", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    settings = load_settings({"home": str(root), "port": free_port()}, environ={})
+    daemon.up(settings)
+    try:
+        found = measure(Home.of(settings.home), given.minutes, given.every, given.seed)
+    finally:
+        daemon.down(settings, force=True)
+        shutil.rmtree(root, ignore_errors=True)
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
+    print(json.dumps({**found, "every_s": given.every, "machine": machine}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -215,12 +215,15 @@ def test_a_reservation_that_is_not_granted_is_tried_again_three_times(driven):
 
 def test_state_in_the_memory_of_another_host_is_lost_and_the_checkpoint_counts(driven):
     job = rl()
-    driven.run(job).feed(*(Committed(n=n, loop_epoch=Epoch(1)) for n in (1, 2, 3)), CheckpointSaved(n=2, path="/c"))
+    cuts = [{"cut": {"streams": {"groups": {"trained": n}}}} for n in range(4)]
+    commits = (Committed(n=n, loop_epoch=Epoch(1), cursor=cuts[n]) for n in (1, 2, 3))
+    driven.run(job).feed(*commits, CheckpointSaved(n=2, path="/c", cursor=cuts[2]))
     driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
     driven.settle()
     driven.feed(admitted(job, attempt=2, host="h9"))
     driven.settle()
     assert RolledBack(from_commit=3, to_commit=2) in [one.event for one in driven.records]
+    assert driven.ctx.cursor == cuts[2], "the streams go back with the state"
     assert {driven.ctx.instances[at(f"actor/{rank}")].restored for rank in (0, 1)} == {2}
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import rota.train.sync  # noqa: F401 - registers what plans name
 from rota.spec.errors import BadInput
 from rota.train import hooks, state
 from rota.train.clip import clip_global_norm

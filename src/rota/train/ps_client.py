@@ -33,16 +33,27 @@ class PsClient:
     """One worker in the server group at ``addresses``, in the order of the servers. Not thread-safe.
 
     An iteration is ``wait_turn``, pulls, pushes, ``tick``. Requests that got no answer are sent again after a new
-    connection, for up to ``retry_s``; servers apply a repeated push once. Raises ServerLost, Fenced, TimedOut.
+    connection, for up to ``retry_s``; servers apply a repeated push once. One that does not take part has no clock:
+    it pulls, exports and asks for stats alone. Raises ServerLost, Fenced, TimedOut.
     """
 
     def __init__(
-        self, addresses: Sequence[str], worker: int, *, epoch: int = 1, token: str = "", retry_s: float = 10.0
+        self,
+        addresses: Sequence[str],
+        worker: int,
+        *,
+        epoch: int = 1,
+        token: str = "",
+        retry_s: float = 10.0,
+        takes_part: bool = True,
     ) -> None:
         self.worker, self.epoch = worker, epoch
         self._links = [_Link(address, worker, token, retry_s) for address in addresses]
-        joined = self._ask_all([({"op": "join"}, {})] * len(self._links))
-        self._clocks = [int(head["clock"]) for head, _ in joined]
+        self._clocks = [0] * len(self._links)
+        self._takes_part = takes_part
+        if takes_part:
+            joined = self._ask_all([({"op": "join"}, {})] * len(self._links))
+            self._clocks = [int(head["clock"]) for head, _ in joined]
         self._dense: list[Floats] = []
         self._pending: list[dict[str, list[Any]]] = [{} for _ in self._links]
 
@@ -115,7 +126,7 @@ class PsClient:
 
     def close(self, *, leave: bool = True) -> None:
         """Hang up; with ``leave`` nobody waits for this worker any more."""
-        if leave:
+        if leave and self._takes_part:
             with contextlib.suppress(ServerLost, Fenced):
                 self._ask_all([({"op": "leave"}, {})] * len(self._links))
         for link in self._links:

@@ -1,0 +1,237 @@
+"""The ways to make replicas agree that a plan's ``sync`` names: compressed, hierarchical, local SGD, parameter server.
+
+Importing this file registers them with ``hooks``. Exact meaning of each: ``SyncMode`` in docs/explanation/sync.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.runtime import environ
+from rota.spec.errors import BadInput
+from rota.train import compress, hooks
+from rota.train.collectives import Levels, hierarchical_all_reduce, make_levels
+from rota.train.mesh import PlanMesh
+from rota.train.plan.model import ParallelPlan
+from rota.train.ps import Rule
+from rota.train.ps_client import PsClient
+from rota.train.ps_server import PsServer, ServerSpec
+from rota.train.ps_table import RowOptimizer
+
+c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
+TURN_S: Final = 600.0
+
+
+class Compressed:
+    """Gradients are means over the replicas, sent compressed with error feedback."""
+
+    reduces = True
+
+    def __init__(self, how: compress.Compression) -> None:
+        self._how = how
+        self.compressor: compress.Compressor | None = None
+
+    def attach(self, model: Any) -> None:
+        """Set the hook of a DistributedDataParallel."""
+        self.compressor = compress.make_compressor(self._how, model.module)
+        model.register_comm_hook(self.compressor, compress.hook)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients agree already."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residues of this rank."""
+        return {} if self.compressor is None else self.compressor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Residues of this rank."""
+        assert self.compressor is not None, "attach() comes before load_state_dict()"
+        self.compressor.load_state_dict(state)
+
+
+class Hierarchical:
+    """Gradients are means over the replicas, summed in the node first. Nodes hold LOCAL_WORLD_SIZE ranks (torchrun)."""
+
+    reduces = True
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._levels = make_levels(ranks_per_node)
+
+    def attach(self, model: Any) -> None:
+        """Set the hook of a DistributedDataParallel."""
+        model.register_comm_hook(self._levels, _hierarchical_hook)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients agree already."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+def _hierarchical_hook(levels: Levels, bucket: Any) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(hierarchical_all_reduce(bucket.buffer(), levels).div_(dist.get_world_size()))
+    return future
+
+
+# DDP compares annotations with these classes, and postponed ones are texts.
+_hierarchical_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+class LocalSgd:
+    """``every`` steps of each replica alone, then the mean of the weights; with outer momentum, a step towards it.
+
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), algorithm 1; the outer step is that of Wang
+    et al., "SlowMo" (ICLR 2020), algorithm 1, with unit base rate.
+    """
+
+    reduces = False
+
+    def __init__(self, every: int, group: Any, *, outer_momentum: float = 0.0, outer_lr: float = 1.0) -> None:
+        if every < 1:
+            raise BadInput(f"sync.H: {every} is below 1", hint="take at least 1 local step")
+        self._every, self._group, self._momentum, self._lr = every, group, outer_momentum, outer_lr
+        self._weights: list[nn.Parameter] = []
+        self._anchor, self._slow, self._steps = torch.empty(0), torch.empty(0), 0
+
+    def attach(self, model: nn.Module) -> None:
+        """Remember where the first round starts."""
+        self._weights = list(model.parameters())
+        self._anchor = _flat(self._weights)
+        self._slow = torch.zeros_like(self._anchor)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """A local step; the mean when the round is over."""
+        optimizer.step()
+        self._steps += 1
+        if self._steps % self._every:
+            return
+        mean = _flat(self._weights)
+        dist.all_reduce(mean, group=self._group)
+        mean /= dist.get_world_size(self._group)
+        if self._momentum:
+            self._slow.mul_(self._momentum).add_(self._anchor - mean)
+            mean = self._anchor - self._lr * self._slow
+        _write(self._weights, mean)
+        self._anchor = mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps of the round, its start and the outer momentum."""
+        return {"steps": self._steps, "anchor": self._anchor, "slow": self._slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``."""
+        self._steps, self._anchor, self._slow = int(state["steps"]), state["anchor"].clone(), state["slow"].clone()
+
+
+class PsSync:
+    """Weights live on parameter servers, which the first ``servers`` ranks host; each update is push, turn, pull.
+
+    The optimizer is read for its kind and rate only (SGD, Adagrad or Adam without decay and momentum) and runs on the
+    servers. In ps_async and ps_ssp each push is applied by itself, so the rate is that of one replica.
+    """
+
+    reduces = False
+
+    def __init__(self, rule: Rule, servers: int, group: Any) -> None:
+        self._rule, self._servers, self._group = rule, servers, group
+        self._weights: list[nn.Parameter] = []
+        self._server: PsServer | None = None
+        self._kept: dict[str, Any] = {}
+        self.client: PsClient | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Servers start with the first update, when the optimizer is known."""
+        self._weights = list(model.parameters())
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Push this replica's gradients, wait for the next turn, take over the weights. Raises TimedOut, Fenced."""
+        client = self.client or self._start(optimizer)
+        client.push_dense(torch.cat([_grad(one) for one in self._weights]).numpy())
+        client.tick()
+        client.wait_turn(TURN_S, dense=True)
+        _write(self._weights, torch.from_numpy(client.pull_dense()))
+
+    def _start(self, optimizer: torch.optim.Optimizer) -> PsClient:
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if not 1 <= self._servers <= size:
+            raise BadInput(f"sync.servers: {self._servers}, hosted by the {size} replicas", hint=f"use 1 to {size}")
+        address = ""
+        if rank < self._servers:
+            self._server = PsServer(ServerSpec(rule=self._rule, dense=row_optimizer(optimizer)))
+            if self._kept:
+                self._server.restore(self._kept)
+            address = self._server.serve()
+        addresses: list[Any] = [None] * size
+        dist.all_gather_object(addresses, address, group=self._group)
+        self.client = client = PsClient(addresses[: self._servers], rank)
+        dist.barrier(group=self._group)  # all have joined before anybody pushes
+        client.offer_dense(_flat(self._weights).numpy())
+        client.wait_turn(TURN_S, dense=True)
+        return client
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shard that this rank hosts; empty on the others and before the first update."""
+        return {} if self._server is None else {"shard": self._server.snapshot()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``; before the first update."""
+        assert self.client is None, "load_state_dict() comes before the first update"
+        self._kept = state.get("shard", {})
+
+
+def row_optimizer(optimizer: torch.optim.Optimizer) -> RowOptimizer:
+    """The server's optimizer that does what a torch one would. Raises BadInput for one that servers do not have."""
+    (group, *more), kind = optimizer.param_groups, type(optimizer).__name__.lower()
+    off = [name for name in ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize") if group.get(name)]
+    if kind not in ("sgd", "adagrad", "adam") or off or more:
+        raise BadInput(
+            f"optimizer: {kind} with {', '.join(off) or f'{1 + len(more)} groups'} does not run on parameter servers",
+            hint="use SGD, Adagrad or Adam with one group and without momentum or decay",
+        )
+    return RowOptimizer(kind=kind, lr=group["lr"], betas=group.get("betas", (0.9, 0.999)), eps=group.get("eps"))
+
+
+def _flat(weights: Sequence[nn.Parameter]) -> torch.Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in weights])
+
+
+def _grad(weight: nn.Parameter) -> torch.Tensor:
+    return (torch.zeros_like(weight) if weight.grad is None else weight.grad).detach().reshape(-1)
+
+
+def _write(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
+    with torch.no_grad():
+        for weight, part in zip(weights, flat.split([one.numel() for one in weights]), strict=True):
+            weight.copy_(part.view_as(weight))
+
+
+def _compressed(kind: compress.Kind) -> Callable[[ParallelPlan, PlanMesh], Compressed]:
+    return lambda plan, mesh: Compressed(compress.Compression(kind=kind))
+
+
+def _parameter_server(plan: ParallelPlan, mesh: PlanMesh) -> PsSync:
+    sync = plan.sync
+    assert sync.mode in ("ps_sync", "ps_async", "ps_ssp"), sync.mode
+    return PsSync(Rule(mode=sync.mode, s=sync.s, backup=sync.backup), sync.servers, mesh.group("data"))
+
+
+for _kind in ("fp16", "bf16", "int8", "topk", "powersgd"):
+    hooks.register(_kind)(_compressed(_kind))
+for _mode in ("ps_sync", "ps_async", "ps_ssp"):
+    hooks.register(_mode)(_parameter_server)
+hooks.register("local_sgd")(lambda plan, mesh: LocalSgd(plan.sync.H, mesh.group("data")))
+hooks.register("hierarchical")(
+    lambda plan, mesh: Hierarchical(int(environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))
+)

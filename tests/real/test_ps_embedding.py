@@ -1,0 +1,53 @@
+"""The example of parameter servers as a job: it learns, keeps its bound, and heals when a shard or a trainer dies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.real import jobs
+from tests.real.jobs import Run, job, role, run_job
+
+from rota.spec.job import Fail
+from rota.spec.states import JobState
+
+pytest.importorskip("reasoning_gym")
+pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ps_embedding"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(jobs, "WORKLOADS", EXAMPLE)
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    yield
+    for name in ("ps_embedding", "words"):
+        sys.modules.pop(name, None)
+
+
+def test_a_killed_server_heals_from_its_last_commit_and_a_killed_trainer_holds_nobody_up(engine, example) -> None:
+    async def body(run: Run) -> None:
+        await run.until_committed(2)
+        run.kill("ps/1")
+        await run.until_committed(5)
+        run.kill("trainer/0")
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        assert run.starts("ps/1") == 2 and run.starts("trainer/0") == 2, run.story()
+        rows = [json.loads(line) for line in (run.output / "rounds.jsonl").read_text().splitlines()]
+        result = json.loads((run.output / "result.json").read_text())
+        assert len(rows) == 10
+        assert result["lead"] <= 2
+        assert result["right"] > 0.66 > rows[0]["right"]
+
+    fail = Fail(limit_n=10)
+    spec = job(
+        role("ps", "ps_embedding:Server", 2, fail=fail),
+        role("trainer", "ps_embedding:Trainer", 2, fail=fail),
+        role("loop", "ps_embedding:fit", fail=fail),
+        OMP_NUM_THREADS="1",
+    )
+    run_job(engine, spec, body)

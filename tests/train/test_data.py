@@ -46,7 +46,7 @@ def test_a_torn_record_is_cut_off_and_the_next_one_counts(tmp_path: Path) -> Non
     lease = one.lease()
     assert lease is not None
     with (tmp_path / "shards.jsonl").open("a") as file:
-        file.write('{"do": "advance", "number": 1, "off')
+        file.write('{"do": "restore", "kept": {"returned": [' + "[0, 1], " * 50)  # longer than the next record
     one.advance(lease, 2)
     again = ShardJournal(tmp_path, SPEC, worker=1)
     assert again.snapshot()["counted"] == 2

@@ -16,6 +16,7 @@ from torch import nn
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput, RotaError
+from rota.train import shm_group
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints, own_group
 from rota.train.elastic import plan_for_world
@@ -177,6 +178,9 @@ def world(plan: ParallelPlan | None = None) -> Iterator[None]:
         return
     wanted = "auto" if plan is None else plan.backend
     backend = wanted if wanted != "auto" else "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "shm":
+        shm_group.register()
+        backend = shm_group.NAME
     if environ.get("RANK"):
         dist.init_process_group(backend)
     else:

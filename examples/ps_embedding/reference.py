@@ -9,6 +9,7 @@ import words
 from rota.train.ps_table import Table
 
 tables = {spec.name: Table(spec) for spec in job.TABLES}
+loss = 0.0
 for clock in range(job.ROUNDS * job.CLOCKS):
     for worker in range(2):
         word, candidates = words.batch(0, worker, clock)

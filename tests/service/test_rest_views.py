@@ -26,6 +26,20 @@ def test_the_heat_map_names_the_holder_of_every_device(tmp_path: Path) -> None:
     with_service(tmp_path, test)
 
 
+def test_nodes_come_page_by_page_none_twice_and_none_left_out(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        whole = [row["id"] for row in (await service.get("/nodes"))["items"]]
+        seen: list[str] = []
+        cursor: str | None = ""
+        while cursor is not None:
+            page = await service.get("/nodes", limit=2, cursor=cursor)
+            seen += [row["id"] for row in page["items"]]
+            cursor = page["next"]
+        assert seen == whole == sorted(whole) and len(whole) == 5
+
+    with_service(tmp_path, test, pretend="1x5x1")
+
+
 def test_an_edit_made_from_an_old_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await service.submit()

@@ -125,14 +125,16 @@ function Body({ job, tab }: { job: JobDocument; tab: string }) {
   }
 }
 
-const useExplain = (job: JobDocument) => useQuery({ queryKey: ["job", job.id, "explain"], queryFn: () => api.explain(job.id) });
+/** Explaining costs the scheduler trial passes, so it is asked for only where it is shown. */
+const useExplain = (job: JobDocument, enabled: boolean) =>
+  useQuery({ queryKey: ["job", job.id, "explain"], queryFn: () => api.explain(job.id), enabled });
 
 function GraphTab({ job }: { job: JobDocument }) {
   const graph = useQuery({ queryKey: ["job", job.id, "graph"], queryFn: () => api.graph(job.id) });
-  const explain = useExplain(job);
+  const explain = useExplain(job, job.state === "QUEUED");
   return (
     <>
-      {explain.data?.waiting && <ExplainCard of={explain.data} />}
+      {job.state === "QUEUED" && explain.data?.waiting && <ExplainCard of={explain.data} />}
       {job.error && (
         <Card title={`✗ ${job.error.reason}${job.error.role === null ? "" : ` in ${job.error.role}/${job.error.rank}`}`} tone="bad">
           <p>{job.error.text}</p>
@@ -234,7 +236,7 @@ function PlacementTab({ job }: { job: JobDocument }) {
 }
 
 function ExplainTab({ job }: { job: JobDocument }) {
-  const explain = useExplain(job);
+  const explain = useExplain(job, true);
   return (
     <Answer of={explain}>
       {(found) => (

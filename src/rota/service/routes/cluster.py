@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.live import queue_from_json
@@ -19,6 +19,8 @@ from rota.spec.ids import NAME_PATTERN, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import INFO
 from rota.spec.resources import Health
+
+NODES_MAX = 10_000
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"])
 
@@ -97,9 +99,16 @@ def _warnings(doors: Doors) -> list[str]:
 
 
 @router.get("/nodes")
-async def nodes(doors: Parts, caller: Asker) -> Document:
-    """Every node with its devices and who holds them."""
-    return node_list(doors.loop.installation)
+async def nodes(
+    doors: Parts,
+    caller: Asker,
+    limit: Annotated[int, Query(ge=1, le=NODES_MAX)] = NODES_MAX,
+    cursor: Annotated[str, Query(max_length=200)] = "",
+) -> Document:
+    """Nodes with their devices and who holds them, by id; ``next`` is the cursor of the following page."""
+    found = node_list(doors.loop.installation)
+    rest = sorted((one for one in found["items"] if one["id"] > cursor), key=lambda one: one["id"])
+    return found | {"items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
 
 
 @router.get("/cluster/heat")

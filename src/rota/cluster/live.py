@@ -80,13 +80,22 @@ class Scheduler:
 
     def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
         self.profile = profile
-        self.state = State(())
+        self._state = State(())
+        self._laid_out_at: float | None = None
         self._requests_of = requests_of
         self._nodes: dict[NodeId, Node] = {}
         self._lost: set[NodeId] = set()
         self._queues: tuple[Queue, ...] = ()
         self._jobs: dict[JobId, _Known] = {}
         self._suspects: dict[NodeId, NodeMarked] = {}
+
+    @property
+    def state(self) -> State:
+        """The state of now. Nodes that joined one after another are laid out once, when somebody looks."""
+        if self._laid_out_at is not None:
+            at, self._laid_out_at = self._laid_out_at, None
+            self._rebuild(at)
+        return self._state
 
     # -- folding records ---------------------------------------------------------------------------------------------
 
@@ -96,7 +105,7 @@ class Scheduler:
             case NodeJoined(node=node):
                 self._nodes[node.id] = node
                 self._lost.discard(node.id)
-                self._rebuild(record.at)
+                self._laid_out_at = record.at
             case NodeLost(node=node):
                 self._lost.add(node)
                 self._fact(facts.NodeChanged(node=node, health=None), record.at)
@@ -220,7 +229,7 @@ class Scheduler:
         for node in self._lost - held:
             self._nodes.pop(node, None)
         self._lost &= held
-        self.state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
+        self._state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
         for node in sorted(self._lost):
             self._fact(facts.NodeChanged(node=node, health=None), at)
 

@@ -135,6 +135,7 @@ class Pulse:
         self._quiet: dict[int, tuple[str, float]] = {}
         self._step_at_s: float | None = None
         self._steps: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._saved_s = 0.0
         self.waiting = Waiting(clock)
         self.collectives: Callable[[], tuple[int, str]] = place_in_collectives
         """How many collectives were entered and which one is under way; a command reads it from its ranks."""
@@ -143,7 +144,6 @@ class Pulse:
         """Something moved that is no step of its own: the silence begins anew."""
         with self._lock:
             self._at_s = self._clock.monotonic_s()
-        self._saved_s = 0.0
 
     def saved(self, at_s: float) -> None:
         """The script was seen to have a checkpoint of that time."""

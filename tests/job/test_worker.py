@@ -107,7 +107,7 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
 
     async def main() -> None:
         instance.adopt(asyncio.get_running_loop())
-        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0) == {"answer": "done"}
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
         assert await instance.call(head("a", "work"), 5) == (5, 1)
         assert await instance.call(head("a", "work"), 5) == (5, 1), "a repeated call id gets the first answer"
         body: Any = instance._body

@@ -26,7 +26,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_trains_like_one_process(name: str, losses: dict[str, list[float]]) -> None:
     expected = equal.reference(equal.shape_of(name))

@@ -143,7 +143,9 @@ def shape_of(name: str) -> ModelShape:
 def losses_under(one: ParallelPlan, shape: ModelShape, folder: Path) -> list[float]:
     """Losses of ``STEPS`` steps from the fresh model."""
     trained = begin(one, shape, folder)
-    return [trained.step(trained.share(inputs), trained.share(targets)).loss for inputs, targets in batches(STEPS)]
+    losses = [trained.step(trained.share(inputs), trained.share(targets)).loss for inputs, targets in batches(STEPS)]
+    trained.close()
+    return losses
 
 
 def begin(one: ParallelPlan, shape: ModelShape, folder: Path) -> Parallel:
@@ -157,12 +159,16 @@ def losses_over_change(before: ParallelPlan, after: ParallelPlan, shape: ModelSh
     losses = [first.step(first.share(inputs), first.share(targets)).loss for inputs, targets in given[: STEPS // 2]]
     saved = Checkpoints(folder / "checkpoints")
     saved.save(first.tensors(), step=STEPS // 2, extra={}, wait=True)
+    first.close()
     second = begin(after, shape, folder)
     second.step(second.share(given[0][0]), second.share(given[0][1]))
     found = saved.find()
     assert found is not None
     saved.load(found, second.tensors())
-    return losses + [second.step(second.share(x), second.share(y)).loss for x, y in given[STEPS // 2 :]]
+    losses += [second.step(second.share(x), second.share(y)).loss for x, y in given[STEPS // 2 :]]
+    saved.close()
+    second.close()
+    return losses
 
 
 def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:

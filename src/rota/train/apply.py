@@ -204,8 +204,9 @@ class Parallel:
         return {**state.model_tensors(self.pieces), **state.optimizer_tensors(self.pieces, self.optimizer)}
 
     def close(self) -> None:
-        """Let go of what the parts hold; the process group stays the caller's."""
-        self._wrapped, self._pipeline = [], None
+        """Destroy the groups of this plan; the default process group stays the caller's. Do not step afterwards."""
+        self._wrapped, self._pipeline, self.pieces = [], None, []
+        self.mesh.close()
 
     def _held_columns(self, seq: int) -> torch.Tensor:
         """The positions of a sequence that this rank holds; the embedding is told when their number changes."""

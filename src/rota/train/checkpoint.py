@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from rota.spec.errors import BadInput
+from rota.train.state import local
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 20
@@ -107,6 +107,12 @@ class Checkpoints:
             if saving.errors:
                 raise saving.errors[0]
 
+    def close(self) -> None:
+        """Wait for the save that runs, then give its process group back."""
+        self.wait()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
     def find(self) -> Found | None:
         """The newest checkpoint whose files are all as the manifest says; all ranks get the same."""
         refused: list[str] = []
@@ -142,7 +148,7 @@ class Checkpoints:
         if self._staged.keys() != tensors.keys():
             self._staged = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            _local(self._staged[name]).copy_(_local(tensor.detach()))
+            local(self._staged[name]).copy_(local(tensor.detach()))
 
     def _write(self, step: int, extra: dict[str, Any]) -> None:
         draft = self.folder / f"{_DRAFT}{step}"
@@ -264,7 +270,3 @@ def _sum(path: Path) -> dict[str, Any]:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

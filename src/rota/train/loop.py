@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rota import tensors
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm_group
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints, own_group
+from rota.train.checkpoint_memory import MemoryCheckpoints
 from rota.train.elastic import plan_for_world
 from rota.train.optimizers import MakeOptimizer
 from rota.train.parts import Parts
@@ -52,12 +54,15 @@ def fit(
     checkpoint: Path | None = None,
     keep: int = 2,
     save_every_s: float | None = None,
+    memory: str | None = None,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> int:
     """Train to ``steps`` optimizer steps of ``batch`` sequences each on the ranks that torchrun started, or alone.
 
     Without ``plan`` the planner finds one for the ranks there are. With ``checkpoint`` it goes on from the newest good
-    one, under whatever plan it was written; SIGTERM saves and ends. ``rate(step)`` gives the learning rate.
+    one, under whatever plan it was written; SIGTERM saves and ends. ``memory`` names the run in the tensor plane of
+    this machine: state copied there survives the processes and is preferred when it is no older and of the same plan.
+    ``rate(step)`` gives the learning rate.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, RotaError when the loss stays
     not finite.
     """
@@ -71,14 +76,16 @@ def fit(
             model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=checkpoint
         )
         saves = Checkpoints(checkpoint, keep=keep) if checkpoint else None
-        first = resume(saves, trained)
-        return _run(trained, data, saves, first, steps, rate, save_every_s, on_step)
+        copies = in_memory(memory, trained) if memory else None
+        first = resume(saves, copies, trained)
+        return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
 
 
 def _run(
     trained: Parallel,
     data: Data,
     saves: Checkpoints | None,
+    copies: MemoryCheckpoints | None,
     first: int,
     steps: int,
     rate: Callable[[int], float] | None,
@@ -105,6 +112,8 @@ def _run(
             if saves is not None and (due or stop or step == steps):
                 save(saves, trained, step)
                 saved_s = clock.monotonic_s()
+            if copies is not None and step % trained.plan.checkpoint.memory_every == 0:
+                copies.save(trained.tensors(), step=step, extra=extra_of(trained))
             if stop:
                 break
     if saves is not None:
@@ -114,24 +123,51 @@ def _run(
 
 def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
     """Begin a save of everything that ``resume`` needs. A save that failed before is told and does not end training."""
-    extra = {"plan": trained.plan.to_json(), "optimizer": settings(trained.optimizer)}
     try:
         saves.wait()
     except OSError as error:
         log.error("the last checkpoint was not written, the one before stays: %s", error)
-    saves.save(trained.tensors(), step=step, extra=extra)
+    saves.save(trained.tensors(), step=step, extra=extra_of(trained))
 
 
-def resume(saves: Checkpoints | None, trained: Parallel) -> int:
-    """Load the newest good checkpoint, resharded for this plan; returns the steps it had done, 0 without one."""
+def extra_of(trained: Parallel) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors."""
+    return {"plan": trained.plan.to_json(), "optimizer": settings(trained.optimizer)}
+
+
+def in_memory(run: str, trained: Parallel) -> MemoryCheckpoints:
+    """The copies of this rank in the tensor plane of its machine."""
+    rank = dist.get_rank()
+    part = (int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    plane = tensors.connect(label=f"{run}/{rank}", keep=True)
+    return MemoryCheckpoints(plane, run, plan=trained.plan.id, rank=rank, part=part)
+
+
+def resume(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained: Parallel) -> int:
+    """Load the newest good state, resharded for this plan when it comes from disk; returns its step, 0 without one."""
     found = saves.find() if saves else None
+    for reason in found.refused if found else ():
+        log.warning("checkpoint refused: %s", reason)
+    held = copies.find() if copies else None
+    newer = held is not None and (found is None or held.step >= found.step)
+    if copies is not None and same_everywhere(held.step if held and newer else -1) and held and newer:
+        copies.load(held, trained.tensors())
+        restore_settings(trained.optimizer, held.extra["optimizer"])
+        return held.step
+    if copies is not None:
+        copies.drop()
     if saves is None or found is None:
         return 0
-    for reason in found.refused:
-        log.warning("checkpoint refused: %s", reason)
     saves.load(found, trained.tensors())
     restore_settings(trained.optimizer, found.extra["optimizer"])
     return found.step
+
+
+def same_everywhere(step: int) -> bool:
+    """True when every rank gives the same number. Collective."""
+    steps: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    return len(set(steps)) == 1
 
 
 class Agreement:

@@ -56,6 +56,12 @@ class PlanMesh:
         """This rank's place on an axis, from 0."""
         return self.axis(name).get_local_rank()
 
+    def close(self) -> None:
+        """Destroy the groups of all axes: each holds threads and connections. The world's own group stays."""
+        meshes = [*(self.root[name] for name in AXES), *self._flat.values()]
+        for group in {mesh.get_group() for mesh in meshes} - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
+
     @property
     def data_index(self) -> int:
         """Which share of a global batch this rank trains: 0 to dp - 1; ranks of one cp group have the same."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rota.spec.errors import BadInput
 from rota.train.parts import Parts
 from rota.train.plan.model import Layer, Offload, ParallelPlan
-from rota.train.state import fill_state
+from rota.train.state import fill_state, local
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 FILE_BUDGET_BYTES = 64 << 20
@@ -272,8 +272,3 @@ def _like(tensor: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rota.spec.errors import BadInput
 
@@ -84,3 +85,8 @@ def _is_json(value: Any) -> bool:
         or isinstance(value, int | float | str | bool)
         or (isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value))
     )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this rank holds of a shard, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

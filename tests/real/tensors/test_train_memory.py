@@ -1,0 +1,47 @@
+"""Training state in shared memory: a process that copies is killed, the next one finds the last whole step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from rota.tensors.plane import Plane
+from rota.train.checkpoint_memory import MemoryCheckpoints
+
+RANKS = 2
+CHILD = """
+import os, signal, sys
+import torch
+import rota.tensors
+from rota.train.checkpoint_memory import MemoryCheckpoints
+
+plane = rota.tensors.connect(home=sys.argv[1], namespace=sys.argv[2], keep=True)
+ranks = [MemoryCheckpoints(plane, "run", plan="p", rank=rank, part=(rank, 2)) for rank in range(2)]
+for step in (1, 2, 3):
+    for rank, one in enumerate(ranks):
+        if (step, rank) == (3, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        one.save({"model.w": torch.full((1000,), 10.0 * step + rank)}, step=step, extra={"cursor": step})
+"""
+
+
+def test_the_last_step_that_every_rank_copied_survives_a_kill(plane: Plane, tensor_home: Path, space_name: str) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tensor_home), space_name], timeout=60, capture_output=True, check=False
+    )
+    assert child.returncode == -9, child.stderr
+    for rank in range(RANKS):
+        kept = MemoryCheckpoints(plane, "run", plan="p", rank=rank, part=(rank, RANKS))
+        held = kept.find()
+        assert held is not None
+        assert (held.step, held.extra) == (2, {"cursor": 2})
+        into = {"model.w": torch.zeros(1000)}
+        kept.load(held, into)
+        assert (into["model.w"] == 20.0 + rank).all()
+    assert MemoryCheckpoints(plane, "run", plan="other").find() is None
+    assert MemoryCheckpoints(plane, "run", plan="p", rank=5).find() is None
+    MemoryCheckpoints(plane, "run", plan="p").drop()
+    assert MemoryCheckpoints(plane, "run", plan="p").find() is None

@@ -1,0 +1,150 @@
+"""What parallelize refuses, and the parts it is made of, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rota.spec.errors import BadInput, Infeasible
+from rota.train import hooks
+from rota.train.apply import parallelize
+from rota.train.context_parallel import columns
+from rota.train.loop import world
+from rota.train.machine import check_memory, this_machine
+from rota.train.mesh import PlanMesh
+from rota.train.models.gpt import Gpt
+from rota.train.optimizers import InFiles, by_bytes, deal
+from rota.train.parts import Parts
+from rota.train.pipeline import stages_of
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, Sync, data_parallel
+from rota.train.tensor_parallel import split_layers
+
+SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
+SGD = partial(torch.optim.SGD, lr=0.1)
+ALONE = data_parallel(layers=4, dp=1, micro_batch=2)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with world():
+        yield
+
+
+def test_a_plan_for_more_ranks_than_there_are_spells_out_the_product() -> None:
+    wide = replace(ALONE, mesh=Mesh(dp_replicate=2, cp=3))
+    with pytest.raises(BadInput, match="dp_replicate 2 x dp_shard 1 x cp 3 x tp 1 = 6 ranks, the world has 1"):
+        parallelize(Gpt(replace(SHAPE, seq=18)), wide, optimizer=SGD)
+
+
+def test_every_broken_rule_of_a_plan_is_told_at_once() -> None:
+    wrong = replace(ALONE, mesh=Mesh(tp=3), micro_batches=0)
+    with pytest.raises(BadInput, match=r"micro_batches = 0.*heads 4 does not divide by tp 3"):
+        parallelize(Gpt(SHAPE), wrong, optimizer=SGD)
+
+
+def test_a_plan_too_large_for_the_machine_is_refused_with_both_numbers() -> None:
+    large = replace(SHAPE, layers=4, hidden=65536, heads=64, seq=4096)
+    with pytest.raises(Infeasible, match=r"needs \d+\.\d+ GiB, a device of this-machine has \d+\.\d+ GiB less"):
+        check_memory(ALONE, large, this_machine())
+
+
+def test_a_model_without_the_named_parts_is_refused() -> None:
+    with pytest.raises(BadInput, match="Linear has no module 'embed'"):
+        parallelize(nn.Linear(2, 2), ALONE, optimizer=SGD)
+
+
+def test_a_way_of_synchronising_that_nobody_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_MAKERS", {})
+    with pytest.raises(BadInput, match="nothing is registered as 'local_sgd'"):
+        parallelize(Gpt(SHAPE), replace(ALONE, sync=Sync(mode="local_sgd")), optimizer=SGD)
+
+
+def test_layers_that_no_rule_fits_are_named_with_their_modules() -> None:
+    model = Gpt(SHAPE)
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(4))
+    plan = replace(ALONE, mesh=Mesh(tp=1), layers=(Layer(count=4, tp=2),))
+    with pytest.raises(BadInput, match="no rule says how to split Sequential with modules 0"):
+        split_layers(model, Parts(), plan, PlanMesh(Mesh(), torch.device("cpu")), None)
+
+
+def test_a_stage_keeps_the_global_names_of_its_layers() -> None:
+    piece = Parts().cut(Gpt(SHAPE), Stage(layers=(2, 4), head=True))
+    names = {name.rsplit(".", 2)[0] for name, _ in piece.named_parameters()}
+    assert {"layers.2.attn", "layers.3.attn"} <= names
+    assert not any(name.startswith(("layers.0", "layers.1", "embed")) for name in names)
+    assert piece(torch.zeros(1, 16, 16)).shape == (1, 16, 32)
+
+
+def test_stages_lie_in_a_circle_or_in_a_v() -> None:
+    halves = tuple(Stage(layers=(i, i + 1)) for i in range(4))
+    plan = ParallelPlan(mesh=Mesh(pp=2), stages=halves, layers=(Layer(count=4),), schedule="interleaved")
+    assert [stages_of(plan, rank) for rank in (0, 1)] == [[0, 2], [1, 3]]
+    assert [stages_of(replace(plan, schedule="zbv"), rank) for rank in (0, 1)] == [[0, 3], [1, 2]]
+
+
+def test_ring_columns_give_each_rank_an_early_and_a_late_chunk() -> None:
+    plan = replace(ALONE, mesh=Mesh(cp=2))
+    assert columns(plan, 0, 8).tolist() == [0, 1, 6, 7]
+    assert columns(plan, 1, 8).tolist() == [2, 3, 4, 5]
+    with pytest.raises(BadInput, match="6 tokens a sequence do not divide into 4 pieces"):
+        columns(plan, 0, 6)
+
+
+def test_parameters_are_dealt_out_evenly() -> None:
+    shares = deal([torch.zeros(size) for size in (7, 5, 4, 4)], 2)
+    assert [sum(one.numel() for one in share) for share in shares] == [11, 9]
+
+
+def test_groups_of_parameters_stay_under_the_budget() -> None:
+    groups = by_bytes([torch.zeros(size) for size in (10, 10, 30, 10)], 80)
+    assert [[one.numel() for one in group] for group in groups] == [[10, 10], [30], [10]]
+
+
+def test_state_in_files_steps_like_state_in_memory(tmp_path: Path) -> None:
+    drawn = [torch.randn(64, 3), torch.randn(5)]
+    kept, filed = ([nn.Parameter(one.clone()) for one in drawn] for _ in range(2))
+    make = partial(torch.optim.AdamW, lr=0.1)
+    plain, files = make(kept), InFiles(make, filed, tmp_path, budget_bytes=600)
+    assert len(files.parts) == 2
+    for _ in range(3):
+        for one, two in zip(kept, filed, strict=True):
+            one.grad = torch.ones_like(one)
+            two.grad = torch.ones_like(two)
+        plain.step()
+        files.step()
+    assert all(torch.equal(one, two) for one, two in zip(kept, filed, strict=True))
+
+
+def test_a_full_disk_is_told_before_any_weight_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+    import signal
+
+    weight = nn.Parameter(torch.ones(1000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            InFiles(partial(torch.optim.AdamW, lr=0.1), [weight], tmp_path, budget_bytes=1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert torch.equal(weight, torch.ones(1000))
+
+
+@pytest.mark.slow
+def test_a_step_whose_loss_is_not_finite_changes_no_weight() -> None:
+    model = Gpt(SHAPE)
+    trained = parallelize(model, ALONE, optimizer=SGD, loss=lambda output, _: output.sum() * float("nan"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = trained.step(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
+    assert result.skipped
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert dist.get_world_size() == 1

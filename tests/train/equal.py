@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -182,6 +183,7 @@ def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
             losses = losses_over_change(PLANS[before], PLANS[after], shape_of(name), here)
         else:
             losses = losses_under(PLANS[name], shape_of(name), Path(folder))
+        gc.collect()  # a group that is destroyed keeps its threads until nothing points to it
         if rank == 0:
             Path(folder, f"{name}.json").write_text(json.dumps(losses))
     dist.destroy_process_group()

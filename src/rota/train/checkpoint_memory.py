@@ -54,10 +54,11 @@ class MemoryCheckpoints:
             found = self._plane.get_group(self._group)
         except TensorError:
             return None
+        metas = found.meta if isinstance(found.meta, list) else [found.meta]  # one for each part
         mine = any(name.startswith(f"{self._rank}/") for name in found)
-        if not mine or found.meta["plan"] != self._plan:
+        if not mine or {meta["plan"] for meta in metas} != {self._plan}:
             return None
-        return Held(step=found.step, extra=found.meta["extra"])
+        return Held(step=found.step, extra=metas[0]["extra"])
 
     def load(self, held: Held, tensors: Tensors) -> None:
         """Fill ``tensors`` in place. Raises TensorError when the step is gone, KeyError for an unknown tensor."""

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -113,7 +113,7 @@ def main() -> None:
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        mp.spawn(rank_main, args=(port, given.rounds, given.steps, str(out)), nprocs=WORLD)
+        spawn(rank_main, args=(port, given.rounds, given.steps, str(out)), nprocs=WORLD)
         found = json.loads(out.read_text())
     for kind, taken in found.items():
         ratios = [mine / theirs for mine, theirs in zip(taken["rota_s"], taken["torch_s"], strict=True)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from rota.train.apply import IGNORED, Parallel, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints
@@ -191,5 +191,5 @@ def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
 
 def run_all(folder: Path, names: tuple[str, ...], port: int) -> dict[str, list[float]]:
     """Start ``WORLD`` processes once, run the plans in turn; losses by name."""
-    mp.spawn(_rank, args=(str(folder), port, names), nprocs=WORLD)
+    spawn(_rank, args=(str(folder), port, names), nprocs=WORLD)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

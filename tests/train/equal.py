@@ -24,6 +24,8 @@ from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage
 WORLD = 4
 STEPS = 20
 BATCH = 8
+PLANS_A_WORLD = 8
+"""Groups live as long as their world, and their threads get in each other's way."""
 SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
 EXPERTS = replace(SHAPE, experts=4, top_k=2, ffn=16)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -183,13 +185,14 @@ def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
             losses = losses_over_change(PLANS[before], PLANS[after], shape_of(name), here)
         else:
             losses = losses_under(PLANS[name], shape_of(name), Path(folder))
-        gc.collect()  # a group that is destroyed keeps its threads until nothing points to it
+        gc.collect()  # models under a plan hold cycles
         if rank == 0:
             Path(folder, f"{name}.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
 
 
-def run_all(folder: Path, names: tuple[str, ...], port: int) -> dict[str, list[float]]:
-    """Start ``WORLD`` processes once, run the plans in turn; losses by name."""
-    spawn(_rank, args=(str(folder), port, names), nprocs=WORLD)
+def run_all(folder: Path, names: tuple[str, ...], ports: Iterator[int]) -> dict[str, list[float]]:
+    """Start ``WORLD`` processes once for every few plans, run these in turn; losses by name."""
+    for first in range(0, len(names), PLANS_A_WORLD):
+        spawn(_rank, args=(str(folder), next(ports), names[first : first + PLANS_A_WORLD]), nprocs=WORLD)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,18 @@ from tests.train import equal
 NAMES = (*equal.PLANS, *equal.CHANGES) if os.environ.get("ROTA_DEEP") else equal.QUICK
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports() -> Iterator[int]:
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield port
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     folder: Path = tmp_path_factory.mktemp("losses")
-    return equal.run_all(folder, NAMES, free_port())
+    return equal.run_all(folder, NAMES, free_ports())
 
 
 @pytest.mark.real

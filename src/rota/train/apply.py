@@ -22,7 +22,7 @@ from rota.train.data_parallel import only_data, replicate_model, shard_model, sy
 from rota.train.experts import spread_experts
 from rota.train.keep import DTYPES, mixed, recompute
 from rota.train.machine import check_memory, this_machine
-from rota.train.mesh import PlanMesh
+from rota.train.mesh import PlanMesh, plan_mesh
 from rota.train.optimizers import MakeOptimizer, optimizer_for
 from rota.train.parts import Absent, Parts
 from rota.train.pipeline import Loss, schedule, stages_of
@@ -71,7 +71,7 @@ def parallelize(
     device = device or next(model.parameters()).device
     parts = parts or Parts()
     check_model(model, plan, parts)  # 1. the plan fits the model and the world
-    mesh = PlanMesh(plan.mesh, device)
+    mesh = plan_mesh(plan.mesh, device, dist.group.WORLD)
     pieces = [model]
     if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
@@ -204,9 +204,8 @@ class Parallel:
         return {**state.model_tensors(self.pieces), **state.optimizer_tensors(self.pieces, self.optimizer)}
 
     def close(self) -> None:
-        """Destroy the groups of this plan; the default process group stays the caller's. Do not step afterwards."""
+        """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
         self._wrapped, self._pipeline, self.pieces = [], None, []
-        self.mesh.close()
 
     def _held_columns(self, seq: int) -> torch.Tensor:
         """The positions of a sequence that this rank holds; the embedding is told when their number changes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,6 +17,14 @@ and ``cp``, so that both the experts' and everything else's data axes are sub-me
 
 DATA = ("dp_replicate", "shard_outer", "shard_inner", "cp")
 """Axes whose ranks hold equal weights and see other tokens."""
+
+
+@functools.cache
+def plan_mesh(degrees: Mesh, device: torch.device, world: dist.ProcessGroup) -> PlanMesh:
+    """The mesh of these degrees in this world, made once: DTensor remembers the groups of equal meshes, and each group
+    holds threads and connections until the world ends. Collective the first time. Raises as ``PlanMesh``."""
+    assert world is dist.group.WORLD
+    return PlanMesh(degrees, device)
 
 
 class PlanMesh:
@@ -55,12 +65,6 @@ class PlanMesh:
     def index(self, name: str) -> int:
         """This rank's place on an axis, from 0."""
         return self.axis(name).get_local_rank()
-
-    def close(self) -> None:
-        """Destroy the groups of all axes: each holds threads and connections. The world's own group stays."""
-        meshes = [*(self.root[name] for name in AXES), *self._flat.values()]
-        for group in {mesh.get_group() for mesh in meshes} - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
 
     @property
     def data_index(self) -> int:

@@ -53,6 +53,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "completion": ("Tools", "rota.service.verbs.start:completion", "The shell's Tab key: show, install, uninstall."),
     "sim run": ("Tools", "rota.service.verbs.sim:run", "Play a trace of jobs under a scheduling profile."),
     "sim compare": ("Tools", "rota.service.verbs.sim:compare", "Compare scheduling profiles on a trace."),
+    "sim fgd": ("Tools", "rota.service.verbs.sim:fgd", "Fill a cluster with tasks under a placement."),
     "sim cases": ("Tools", "rota.service.verbs.sim:cases", "Replay recorded scheduling cases."),
     "tensors ls": ("Tools", "rota.service.verbs.tensors:ls", "List the named tensors of this machine."),
     "tensors stat": ("Tools", "rota.service.verbs.tensors:stat", "Show one tensor and who holds it."),
@@ -64,7 +65,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
 }
 """Verb to (group, where it is, one line of help); two words for a verb below another."""
 FAMILIES = {
-    "sim": "The scheduler in virtual time: run, compare, cases.",
+    "sim": "The scheduler in virtual time: run, compare, fgd, cases.",
     "plan": "Parallel plans: search, show, explain, validate.",
     "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover.",
 }

@@ -99,3 +99,11 @@ def sim_cases(file: Path, profile: str) -> dict[str, Any]:
     from rota.cluster.cases import run_cases
 
     return {"api": "rota/v1", "kind": "SimCases", **run_cases(file, profile)}
+
+
+def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> dict[str, Any]:
+    """``SimFill``: a cluster filled with tasks under a placement. Raises TraceError and UnknownName."""
+    from rota.cluster.fill import fill
+    from rota.runtime.clock import SystemClock
+
+    return {"api": "rota/v1", "kind": "SimFill", **fill(nodes, pods, policy, seed, SystemClock())}

@@ -10,6 +10,7 @@ from rota.cluster.policies.capacity import yarn
 from rota.cluster.policies.default import default
 from rota.cluster.policies.drf import drf
 from rota.cluster.policies.fairshare import kueue
+from rota.cluster.policies.fgd import fgd
 from rota.cluster.policies.fifo import fifo
 from rota.cluster.policies.hived import hived
 from rota.cluster.policies.kai import kai
@@ -28,6 +29,7 @@ PROFILES: dict[str, Callable[[], Profile]] = {
     "drf": drf,
     "las": las,
     "srtf": srtf,
+    "fgd": fgd,
     "private": private,
     "pool": pool,
     "pool-spread": pool_spread,

@@ -1,4 +1,4 @@
-"""rota sim run, compare, cases: the scheduler in virtual time, without a service."""
+"""rota sim run, compare, fgd, cases: the scheduler in virtual time, without a service."""
 
 from __future__ import annotations
 
@@ -70,6 +70,28 @@ def compare(
     terminal = flags.terminal()
     document = sim_compare(trace, vcs, names, scale=scale, seed=seed, tolerance_s=tolerance)
     terminal.show(document, lambda term: _compare(term, document))
+    return 0
+
+
+def fgd(
+    *,
+    nodes: Annotated[Path, Parameter(help="CSV of nodes: sn, cpu_milli, memory_mib, gpu, model.")],
+    pods: Annotated[Path, Parameter(help="CSV of tasks: cpu_milli, memory_mib, num_gpu, gpu_milli, gpu_spec.")],
+    policy: Annotated[str, Parameter(help="random, bestfit, dotprod, packing, clustering or fgd.")] = "fgd",
+    seed: SEED = 0,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Fill a cluster with tasks until 130 % of its devices were asked; say which part is given out.
+
+    Examples
+    --------
+    rota sim fgd --nodes nodes.csv --pods tasks.csv --policy bestfit
+    """
+    from rota.service.offline import sim_fgd
+
+    terminal = flags.terminal()
+    document = sim_fgd(nodes, pods, policy, seed=seed)
+    terminal.show(document, lambda term: _fill(term, document))
     return 0
 
 
@@ -165,3 +187,10 @@ def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:
         if not case["ok"]:
             term.line(f"failed {case['id']}: {case['why']}")
     term.line(f"{doc['passed']} passed, {doc['failed']} failed")
+
+
+def _fill(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.line(f"{doc['policy']}, seed {doc['seed']}: {doc['nodes']} nodes, {doc['gpus']} devices")
+    term.line(f"{doc['arrived']} tasks, {doc['dropped']} dropped, {doc['tasks_per_s'] or 0:.0f} a second")
+    shown = doc["allocation_percent"]
+    term.table(["ASKED %", "GIVEN %"], [(asked, f"{given:.2f}") for asked, given in shown.items()])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
 from tests.real.jobs import Run, job, role, run_job
 
-from rota.spec.events import InstanceLost, ProgressStalled
+from rota.spec.events import Committed, InstanceLost, ProgressStalled
 from rota.spec.job import Fail
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
@@ -36,13 +37,13 @@ async def healed(run: Run) -> dict[str, ProgressStalled]:
 
 def test_eleven_ways_to_hang_at_once_are_each_told_with_their_culprit_and_healed(engine) -> None:
     quiet = [role("slow", "hangs:Slow", fail=FAIL), role("idle", "hangs:Slow", fail=FAIL)]
-    from hangs import ROLES  # the folder of workloads is on the path since the first role
+    names = importlib.import_module("hangs").ROLES  # the folder of workloads is on the path since the first role
 
     stacks = {"sleep": "hang_sleep", "spin": "hang_spin", "gil": "hang_gil", "lock": "hang_lock", "read": "hang_read"}
 
     async def body(run: Run) -> None:
         found = await healed(run)
-        assert set(found) == {f"{name}/0" for name in ROLES}, "neither who waits nor who is slow is accused"
+        assert set(found) == {f"{name}/0" for name in names}, "neither who waits nor who is slow is accused"
         assert {name: function in found[f"{name}/0"].stacks for name, function in stacks.items()} == dict.fromkeys(
             stacks, True
         )
@@ -53,9 +54,9 @@ def test_eleven_ways_to_hang_at_once_are_each_told_with_their_culprit_and_healed
         assert found["left/0"].text == found["right/0"].text == cycle
         assert "process 4194305" in found["gone/0"].text
         assert all("loop/0" in found[f"{name}/0"].text for name in stacks), "who waits for it is said"
-        assert run.context().metrics == {"found": sorted([*ROLES, "slow"])}
+        assert run.context().metrics == {"found": sorted([*names, "slow"])}
 
-    roles = [role(name, "hangs:Hanging", fail=FAIL) for name in ROLES]
+    roles = [role(name, "hangs:Hanging", fail=FAIL) for name in names]
     run_job(engine, job(*roles, *quiet, role("loop", "hangs:everything", fail=FAIL)), body)
 
 
@@ -81,3 +82,15 @@ def test_a_loop_that_hangs_between_two_calls_is_told_and_entered_again(engine) -
     run_job(
         engine, job(role("slow", "hangs:Slow", fail=FAIL), role("loop", "hangs:stuck_between_calls", fail=FAIL)), body
     )
+
+
+def test_a_loss_that_is_not_finite_is_not_committed_and_the_loop_goes_on_from_the_commit_before(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        (lost,) = run.events(InstanceLost)
+        assert (lost.role, lost.reason) == ("loop", Reason.NAN_LOSS)
+        assert "commit 2 is refused: loss=nan" in lost.text
+        assert [one.metrics["loss"] for one in run.events(Committed)] == [1.0, 0.5, 1.0 / 3]
+
+    run_job(engine, job(role("loop", "hangs:not_finite", fail=Fail(nan="rollback"))), body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,7 +173,7 @@ def with_service(home: Path, test: Callable[[Standing], Awaitable[T]], **given: 
 
 async def stream(
     http: httpx.AsyncClient, path: str, *, last_id: str = "", **params: Any
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any]]:
     """Server-sent events ``{id, event, data}`` of one connection; leaving the iteration cuts it."""
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": last_id} if last_id else {})
     current: dict[str, Any] = {}

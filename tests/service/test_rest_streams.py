@@ -81,6 +81,11 @@ def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path)
         one = (await service.get("/jobs/hello-1"))["instances"][0]
         told = {"n": 7, "unit": "", "idle_s": 0.25, "beat_age_s": 0.125, "busy": [], "quiet": "", "waits_for": []}
         assert one["progress"] == told | {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}
+        calls = [["call", "main", "work", 3, 1, 2.5, 640], ["commit", "master", "", 2, 0, 0.5, 0]]
+        service.engine.told = {f"loop/{n}": {"calls": calls} for n in range(2)}
+        observed = (await service.get("/jobs/hello-1/graph"))["observed"]
+        edge = {"source": "loop", "target": "main", "kind": "call", "what": "work"}
+        assert observed[0] == edge | {"n": 6, "failed": 2, "waited_s": 5.0, "bytes": 1280}
         service.engine.told = {"main/0": {**replace(beat, epoch=Epoch(0)).to_json(), "age_s": 0.125}}
         assert (await service.get("/jobs/hello-1"))["instances"][0]["progress"] is None
 

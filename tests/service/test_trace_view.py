@@ -43,7 +43,7 @@ def test_a_trace_has_a_lane_per_instance_calls_as_flows_and_says_what_bounds_the
         "steps": 1,
         "seconds": 10.0,
         "bound_by": {"reward": 0.8, "loop": 0.1, "commit": 0.1},
-        "idle": {"loop": 1.0, "reward": pytest.approx(0.4)},
+        "idle": {"reward": pytest.approx(0.4)},
     }
     events = found["traceEvents"]
     lanes = {one["args"]["name"] for one in events if one["name"] == "thread_name"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.job.core.context import Instance, JobContext
+from rota.job.core.symptoms import Pace, RateWatch, memory_evidence, stragglers
 from rota.job.core.waits import Rank, Root, Standing, Wait, WaitGraph, collective_waits
 from rota.job.probes import BEAT_S, Beat
 from rota.runtime.clock import Clock
@@ -42,13 +43,44 @@ class DiagnosisManager:
     """
 
     clock: Clock
+    oom_kills: Callable[[], int | None] = lambda: None
+    """How many processes the kernel has ended for memory here; None when nobody counts."""
+    kills: int | None = None
     beats: dict[InstanceId, tuple[Beat, float]] = field(default_factory=dict[InstanceId, tuple[Beat, float]])
     since: dict[tuple[InstanceId, Epoch], float] = field(default_factory=dict[tuple[InstanceId, Epoch], float])
+    rates: dict[InstanceId, RateWatch] = field(default_factory=dict[InstanceId, RateWatch])
+    """Cores in use: where they drop without an excuse, the limit on progress is halved."""
     stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
+
+    def __post_init__(self) -> None:
+        """Count from now on."""
+        self.kills = self.oom_kills()
+
+    def with_evidence(self, lost: InstanceLost) -> InstanceLost:
+        """A SIGKILL that the kernel counted as one for memory was that."""
+        before, self.kills = self.kills, self.oom_kills()
+        evidence = memory_evidence(lost.signal, before, self.kills)
+        return replace(lost, reason=Reason.OOM_KILLED, text=evidence) if evidence else lost
 
     def heard(self, beat: Beat) -> None:
         """Note a beat."""
-        self.beats[beat.id] = (beat, self.clock.monotonic_s())
+        now_s = self.clock.monotonic_s()
+        older, _ = self.beats.get(beat.id, (None, 0.0))
+        self.beats[beat.id] = (beat, now_s)
+        if older is None or older.epoch != beat.epoch:
+            self.rates[beat.id] = RateWatch()
+            return
+        excused = bool(beat.quiet or beat.waits or not beat.busy)
+        progress = beat.progress_n > older.progress_n
+        self.rates[beat.id] = self.rates[beat.id].seen(now_s, beat.cpus, progress=progress, excused=excused)
+
+    def slow(self, ctx: JobContext) -> dict[str, float]:
+        """Members that are much slower than their role, with how many times its median step theirs takes."""
+        found: dict[str, float] = {}
+        for members in ctx.plan.ranks.values():
+            beats = [self._beat(ctx.instances[one]) for one in members if one in ctx.instances]
+            found |= stragglers({str(one.id): Pace(steps=one.steps, step_s=one.step_s) for one in beats if one})
+        return found
 
     # -- the wait-for graph -------------------------------------------------------------------------------------------
 
@@ -136,6 +168,8 @@ class DiagnosisManager:
 
     def _standing(self, ctx: JobContext, one: Instance, waited_s: float | None) -> Standing:
         beat, limit_s, silent_s = self._beat(one), _limit_s(ctx, one), self._silent_s(one)
+        if beat is not None and self.rates[one.id].dropped:
+            limit_s /= 2
         still_s = excuse = doing = None
         if one.state is not InstanceState.READY:
             excuse = f"it is {one.state.value}"
@@ -216,6 +250,8 @@ class DiagnosisManager:
                 {**codec.to_json_value(one), "stuck": one.stuck, "state": _state(ctx, name)}
                 for name, one in graph.standings.items()
             ],
+            "slow": [{"instance": name, "factor": round(factor, 2)} for name, factor in self.slow(ctx).items()],
+            "dropped": [str(one) for one, watch in self.rates.items() if watch.dropped and one in ctx.instances],
             "waits": [codec.to_json_value(wait) for wait in graph.waits],
             "culprits": [_root(graph, root) for root in culprits],
             "suspects": [_root(graph, root) for root in suspects],

@@ -27,13 +27,14 @@ from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.ledger import Order
+from rota.job.core.symptoms import bad_losses
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
 from rota.job.streams import Batch, Pump, Streams
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec, StreamRule
-from rota.spec.errors import BadInput, CallError, Fenced, RolledBack
+from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
 from rota.spec.ids import Epoch
 from rota.spec.job import RoleSpec
 
@@ -224,6 +225,9 @@ class Flow:
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
         number, shown = _commit_arguments(given, n, metrics)
+        if any(role.fail.nan == "rollback" for role in self._seat.spec.roles) and (bad := bad_losses(shown)):
+            told = ", ".join(f"{name}={shown[name]}" for name in bad)
+            raise BadLoss(f"commit {self.committed + 1} is refused: {told}; the job goes back to {self.committed}")
         if self._pending is not None:
             if not self._pending.done():
                 raise BadInput("the commit before is still under way: await it")

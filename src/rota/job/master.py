@@ -34,7 +34,7 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.node import seen_from_outside
-from rota.runtime.process import ProcessId
+from rota.runtime.process import ProcessId, oom_kills
 from rota.spec.commands import Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -88,7 +88,7 @@ class JobMaster:
 
     ``offload`` runs a blocking call elsewhere (in virtual time: at once). ``give_back`` drops the tensors of the job,
     before the end is written: whoever reads the end may end this process. ``look_at`` gives the stacks of a process of
-    this node that does not answer, empty when it cannot.
+    this node that does not answer, empty when it cannot; ``oom_kills`` counts what the kernel ended for memory.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class JobMaster:
         pid: int = 0,
         give_back: Callable[[], None] = lambda: None,
         look_at: Callable[[ProcessId], str] = lambda which: "",
+        oom_kills: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.ctx: JobContext = initial(job)
         self.epoch = Epoch(0)
@@ -112,7 +113,7 @@ class JobMaster:
         self._workdir = ""
         self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue(INBOX_MAX)
         self._story: deque[str] = deque(maxlen=STORY_MAX)
-        self._watch = DiagnosisManager(clock)
+        self._watch = DiagnosisManager(clock, oom_kills=oom_kills)
         self._executor: Executor | None = None
         self._owned: set[asyncio.Task[Any]] = set()
         self._table = PeerTable()
@@ -264,7 +265,7 @@ class JobMaster:
                 for lost in losses_with(self.ctx, event):
                     self.report(lost)
             elif self._executor is None or event.name not in self._executor.stopping:
-                self.report(death_event(event))
+                self.report(self._watch.with_evidence(death_event(event)))
 
     async def _watch_silences(self) -> None:
         while True:
@@ -458,6 +459,7 @@ class Master:
             pid=os.getpid(),
             give_back=functools.partial(shadow.give_back, self._job, home),
             look_at=seen_from_outside,
+            oom_kills=oom_kills,
         )
 
     async def _live(self) -> None:

@@ -65,7 +65,8 @@ class Waiting:
         if was is None:
             return
         self.spans.add(was.kind, was.what, was.since_s, target=was.target, call=was.call)
-        count = self.counts.setdefault((was.kind, was.target.partition("/")[0], was.what), Count())
+        what = was.what if was.kind in ("call", "weights", "stream") else ""
+        count = self.counts.setdefault((was.kind, was.target.partition("/")[0], what), Count())
         count.n += 1
         count.failed += not ok
         count.seconds += self._clock.monotonic_s() - was.since_s

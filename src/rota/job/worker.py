@@ -13,11 +13,14 @@ import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
-from rota.job.executor import JobPlace
+from rota.job.checks import CHECK_MAX_S, NodeUnfit, quick
+from rota.job.core.symptoms import storage_reason
+from rota.job.executor import JobPlace, checkpoint_dir
 from rota.job.flow import LoopBody
 from rota.job.inspect import import_target
 from rota.job.lanes import Lane
@@ -91,7 +94,7 @@ class Instance:
             control=self._control,
             user=self._user,
         )
-        self._load = Load(clock)
+        self._load, self._checked = Load(clock), False
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._body: Body = self._make_body()
         self._epoch = Epoch(0)
@@ -203,6 +206,7 @@ class Instance:
         self._failure = None
         try:
             with self._seat.pulse.running("setup"):
+                await self._check_node()
                 await run_setup(self._seat)
                 await self._body.form(forming)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the master hears of it
@@ -210,6 +214,20 @@ class Instance:
         if self._epoch == forming.epoch:
             self._ready = True
         return DONE
+
+    async def _check_node(self) -> None:
+        """Once a process, before any user code. Raises NodeUnfit, or TimeoutError when a disk does not answer."""
+        seat = self._seat
+        if self._checked or seat.role.fail.check == "none":
+            return
+        dirs = Home.of(seat.place.home).job(seat.place.job)
+        output = Path(seat.spec.output) if seat.spec.output else dirs.output
+        folders = (dirs.work, output, Path(checkpoint_dir(seat.spec, seat.place)))
+        async with asyncio.timeout(CHECK_MAX_S):
+            found = await asyncio.to_thread(quick, folders, seat.devices)
+        if found:
+            raise NodeUnfit(found)
+        self._checked = True
 
     async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> dict[str, Any]:
         if epoch != self._epoch or not self._ready:
@@ -325,6 +343,8 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
         reason = Reason.IMPORT_ERROR if not isinstance(error, BadInput) else Reason.USER_ERROR
     elif isinstance(error, TensorError):
         reason = getattr(error, "reason", Reason.TENSOR_LOST)
+    elif (storage := storage_reason(error)) is not None:
+        reason = storage
     elif isinstance(error, MemoryError):
         reason = Reason.OOM_KILLED
     else:

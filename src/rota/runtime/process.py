@@ -426,6 +426,19 @@ def watch_exits(processes: Iterable[ProcessId], wake_fd: int, timeout_s: float |
     return tuple(process for process in known if not is_alive(process))
 
 
+def oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """How many processes the kernel has ended for memory in the control group of this one; None where nobody counts.
+
+    Reads ``memory.events`` (cgroup v2) or ``memory/memory.oom_control`` (v1) of the group that this process sees.
+    """
+    for path in (root / "memory.events", root / "memory" / "memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = dict(line.split()[:2] for line in path.read_text().splitlines() if line.strip())
+            if "oom_kill" in fields:
+                return int(fields["oom_kill"])
+    return None
+
+
 def is_child(pid: int) -> bool:
     """True when ``pid`` is a child of the caller (only a parent can reap it)."""
     return pid in _children_of(os.getpid())

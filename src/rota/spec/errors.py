@@ -230,6 +230,13 @@ class RolledBack(CallError):
     code = "ROLLED_BACK"
 
 
+class BadLoss(CallError):
+    """A reported loss is not finite and a role has ``fail: {nan: rollback}``: the job goes back to its last commit."""
+
+    code = "NAN_LOSS"
+    reason = "NAN_LOSS"
+
+
 class TensorError(RotaError):
     """Root of the tensor plane's errors; the leaves are in ``rota.tensors.errors``."""
 

@@ -106,6 +106,16 @@ async def stuck_between_calls(f) -> None:
     await f.commit({"done": True})
 
 
+async def not_finite(f) -> None:
+    """The second loss is not a number, the first time."""
+    for n in range(f.committed + 1, 4):
+        trap = f.output_dir / "nan"
+        bad = n == 2 and not trap.exists()
+        if bad:
+            trap.touch()
+        await f.commit({"loss": float("nan") if bad else 1.0 / n, "entered_at": f.committed})
+
+
 class Ranks(rota.Workload):
     """Two ranks of a process group; in the third step one does not come to the collective, the first time."""
 
@@ -113,7 +123,7 @@ class Ranks(rota.Workload):
         self.ctx = ctx
         ctx.process_group()
 
-    @rota.op(send=rota.Same, recv=rota.Rank(0), retry="commit")
+    @rota.op(send=rota.Same, recv=rota.Rank(0))
     def step(self, n: int) -> float:
         import torch
         import torch.distributed as dist

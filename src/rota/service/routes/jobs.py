@@ -233,9 +233,10 @@ async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = 
 
 @router.get("/jobs/{job}/graph")
 async def graph(job: str, doors: Parts, caller: Asker) -> Document:
-    """Roles, edges and sub-graphs with the state of every instance."""
+    """Roles, edges and sub-graphs with the state of every instance, and beside them what really flowed."""
     story = doors.loop.installation.find(job)
-    return graph_document(story.spec, story)
+    beats = await doors.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
+    return graph_document(story.spec, story, beats)
 
 
 @router.get("/jobs/{job}/placement")

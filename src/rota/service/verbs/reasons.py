@@ -15,6 +15,7 @@ from rota.service.verbs.words import age, amount, clock_time, lasting, shortened
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
 
+OBSERVED = ("source", "target", "kind", "what", "n", "failed", "waited_s", "bytes")
 JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 
 
@@ -163,6 +164,10 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     named += [("suspect", root) for root in doc["suspects"]]
     for word, root in named:
         term.line(f"{word}: {root['text']}")
+    for one in doc["slow"]:
+        term.line(f"slow: {one['instance']} takes {one['factor']:g} times as long for a step as its role")
+    for name in doc["dropped"]:
+        term.line(f"dropped: {name} uses far less of the processor than while it made progress")
     if doc["waits"]:
         term.line()
         term.table(
@@ -239,6 +244,15 @@ def _graph(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.line()
         term.table(["FROM", "TO", "KIND"], [(edge["source"], edge["target"], edge["kind"]) for edge in doc["edges"]])
     stream_table(term, [stream["seen"] for stream in doc["streams"] if stream["seen"]])
+    if doc.get("observed"):
+        term.line("\nobserved:")
+        term.table(
+            ["FROM", "TO", "KIND", "WHAT", "TIMES", "FAILED", "WAITED", "BYTES"],
+            [
+                tuple(lasting(one[name]) if name == "waited_s" else one[name] for name in OBSERVED)
+                for one in doc["observed"]
+            ],
+        )
     term.line()
     for index, members in enumerate(doc["subgraphs"]):
         term.line(f"sub-graph {index}: {', '.join(members)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rota.job.core.graph import blast_radius, expand
@@ -11,8 +12,13 @@ from rota.service.views.streams import stream_rows
 from rota.spec.job import JobSpec
 
 
-def graph_document(spec: JobSpec, story: JobStory | None = None) -> dict[str, Any]:
-    """Vertices, edges and failure units; with a story also the state of each instance and what streams have seen."""
+def graph_document(
+    spec: JobSpec, story: JobStory | None = None, beats: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Vertices, edges and failure units; with a story also the state of each instance and what streams have seen.
+
+    ``observed`` are the edges that ``beats`` tell of, summed over the instances of a role since their processes began.
+    """
     graph = expand(spec)
     seen = {row["name"]: row for row in stream_rows(story.commit if story else None)}
     states = {} if story is None else {key: one.state.value for key, one in story.instances.items()}
@@ -41,4 +47,27 @@ def graph_document(spec: JobSpec, story: JobStory | None = None) -> dict[str, An
         "subgraphs": [[str(member) for member in part.members] for part in graph.subgraphs],
         "units": [[str(member) for member in unit] for unit in graph.units],
         "order": list(graph.order),
+        "observed": observed_edges(beats or {}),
     }
+
+
+def observed_edges(beats: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Who really called whom: times, failures, seconds waited and about how many bytes went both ways."""
+    sums: dict[tuple[str, str, str, str], list[float]] = {}
+    for instance, beat in beats.items():
+        for kind, target, what, *numbers in beat.get("calls", ()):
+            total = sums.setdefault((instance.partition("/")[0], target, kind, what), [0, 0, 0.0, 0])
+            total[:] = [a + b for a, b in zip(total, numbers, strict=True)]
+    return [
+        {
+            "source": source,
+            "target": target,
+            "kind": kind,
+            "what": what,
+            "n": n,
+            "failed": failed,
+            "waited_s": round(s, 3),
+            "bytes": size,
+        }
+        for (source, target, kind, what), (n, failed, s, size) in sums.items()
+    ]

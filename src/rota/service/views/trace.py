@@ -33,11 +33,13 @@ def trace_document(story: JobStory, records: Iterable[Record], spans: Mapping[st
         if steps
         else (origin_s, max((one.end_s for s in kept.values() for one in s), default=origin_s))
     )
+    loop = story.ctx.graph.loop if story.ctx.graph else None
+    served = {name: those for name, those in kept.items() if name != f"{loop}/0"}  # its time is the path above
     summary = {
         "steps": len(steps),
         "seconds": round(window[1] - window[0], 3),
         "bound_by": {name: round(share, 4) for name, share in shares(path).items()},
-        "idle": {role: round(share, 4) for role, share in idle_shares(kept, *window).items()},
+        "idle": {role: round(share, 4) for role, share in idle_shares(served, *window).items()},
     }
     return {
         "api": API,

@@ -16,6 +16,7 @@ def why_document(story: JobStory, live: Mapping[str, Any]) -> dict[str, Any]:
 
     ``culprits`` are past their limit on progress and hold up the rest, ``suspects`` would be if the limit were short;
     each has ``members`` (several wait for each other), ``text`` and ``waiters``. ``stacks`` maps an instance to text.
+    ``slow`` members take much longer for a step than their role, ``dropped`` ones use far fewer cores than at work.
     """
     open_failover = next((one for one in reversed(story.failures) if one.ended_at is None), None)
     cause = None if open_failover is None else failure_list(story)["items"][story.failures.index(open_failover)]
@@ -28,6 +29,8 @@ def why_document(story: JobStory, live: Mapping[str, Any]) -> dict[str, Any]:
         "culprits": live.get("culprits", []),
         "suspects": live.get("suspects", []),
         "waits": live.get("waits", []),
+        "slow": live.get("slow", []),
+        "dropped": live.get("dropped", []),
         "vertices": live.get("vertices", []),
         "stacks": live.get("stacks", {}),
         "items": [

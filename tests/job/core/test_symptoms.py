@@ -1,0 +1,119 @@
+"""Rules from numbers and lines to symptoms, on recorded and replayed inputs."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rota.job.core.symptoms import (
+    Pace,
+    RateWatch,
+    bad_losses,
+    device_fault,
+    memory_evidence,
+    storage_reason,
+    stragglers,
+)
+from rota.spec.reasons import Reason
+
+RATES = Path(__file__).parents[2] / "data" / "job" / "cpu_rates.json"
+
+
+def paces(*steps_s: float, steps: int = 20) -> dict[str, Pace]:
+    return {f"r/{n}": Pace(steps=steps, step_s=s) for n, s in enumerate(steps_s)}
+
+
+def test_a_member_half_again_as_slow_as_its_role_is_named_with_its_factor() -> None:
+    assert stragglers(paces(1.0, 1.1, 0.9, 1.7)) == {"r/3": pytest.approx(1.7 / 1.05)}
+    assert stragglers(paces(1.0, 1.1, 0.9, 1.5)) == {}
+
+
+def test_too_few_steps_or_members_accuse_nobody() -> None:
+    assert stragglers(paces(1.0, 1.0, 9.0, steps=19)) == {}
+    assert stragglers(paces(1.0, 9.0)) == {}
+
+
+@given(st.lists(st.floats(1.0, 1.4), min_size=3, max_size=12))
+def test_members_within_the_factor_of_each_other_are_never_slow(steps_s) -> None:
+    assert stragglers(paces(*steps_s)) == {}
+
+
+def watched(rows, *, scale: float = 1.0, offset: float = 0.0) -> list[float]:
+    """Times at which the watch says that the rate has dropped; a sample is time, rate, count, excuse, phase."""
+    watch, n, found = RateWatch(idle=offset), 0, []
+    for at_s, rate, count, excuse, _ in rows:
+        watch = watch.seen(at_s, offset + scale * rate, progress=count > n, excused=bool(excuse))
+        n = count
+        if watch.dropped:
+            found.append(at_s)
+    return found
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (450.0, 75.0)], ids=["cores", "as if watts of a device"])
+def test_in_a_recorded_run_only_the_deadlock_is_a_drop_and_it_is_told_within_35_s(scale: float, offset: float) -> None:
+    rows = json.loads(RATES.read_text())["rows"]
+    phases = {phase: [row for row in rows if row[4] == phase] for phase in ("checkpoint", "evaluation", "wait", "drop")}
+    assert all(len(some) >= 40 for some in phases.values())
+    began_s = phases["drop"][0][0]
+    told = watched(rows, scale=scale, offset=offset)
+    assert told, "the deadlock is seen"
+    assert 30 <= told[0] - began_s <= 35, "and nothing before it is: checkpoint, evaluation and waiting are excused"
+
+
+def test_without_their_excuses_the_same_silences_would_be_drops() -> None:
+    rows = [[*row[:3], "", row[4]] for row in json.loads(RATES.read_text())["rows"]]
+    wait_s = next(row[0] for row in rows if row[4] == "wait")
+    assert any(wait_s <= at_s <= wait_s + 45 for at_s in watched(rows))
+
+
+XIDS = [
+    ("NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", Reason.GPU_LOST),
+    ("[ 123.4] NVRM: Xid (PCI:0000:3B:00): 48, pid='<unknown>', name=<unknown>, Double Bit ECC Error", Reason.GPU_ECC),
+    ("NVRM: Xid (PCI:0000:41:00): 94, pid=77, name=python, Contained: SM (0x1). RST: No, D-RST: No", Reason.GPU_ECC),
+    ("NVRM: Xid (0000:41:00): 74, NVLink: fatal error detected on link 3", Reason.GPU_LOST),
+    ("NVRM: Xid (PCI:0000:3b:00): 31, pid=99, Ch 00000010, MMU Fault: ENGINE GRAPHICS", None),
+    ("NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception: ESR 0x404600=0x80000002", None),
+    ("NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15", None),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), XIDS)
+def test_a_line_of_the_kernel_log_accuses_a_device_only_for_faults_of_the_device(line: str, reason: Reason) -> None:
+    found = device_fault(line)
+    assert (found.reason if found else None) is reason
+    if found is not None:
+        assert found.bus in ("0000:3b:00", "0000:41:00")
+
+
+def test_memory_needs_the_signal_and_the_count_of_the_kernel_and_no_word() -> None:
+    assert "from 3 to 4" in memory_evidence(9, 3, 4)
+    assert memory_evidence(9, 3, 3) == "", "somebody else's SIGKILL"
+    assert memory_evidence(11, 3, 4) == ""
+    assert memory_evidence(9, None, None) == "", "no control group to ask"
+
+
+def test_a_full_or_broken_disk_is_known_by_its_number_also_behind_other_errors() -> None:
+    assert storage_reason(OSError(errno.ENOSPC, "x")) is Reason.OUTPUT_FULL
+    try:
+        try:
+            raise OSError(errno.ESTALE, "x")
+        except OSError as cause:
+            raise RuntimeError("could not load the batch") from cause
+    except RuntimeError as error:
+        assert storage_reason(error) is Reason.DATA_UNREACHABLE
+    assert storage_reason(OSError(errno.ENOENT, "No space left")) is None, "a word is no evidence"
+    assert storage_reason(ValueError("disk")) is None
+
+
+def test_only_losses_that_are_not_finite_count() -> None:
+    assert bad_losses(
+        {"loss": "nan", "policy_loss": float("inf"), "reward": "nan", "loss/value": 1.0, "lossy": None}
+    ) == (
+        "loss",
+        "policy_loss",
+    )

@@ -1,0 +1,153 @@
+"""What the master reads from beats: chains, meetings, collectives, the silent, strangers; on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.makers import JOB, at, loop, mesh, service, spec
+from tests.makers import fail as contract
+
+from rota.job.core.context import Instance, JobContext, Process
+from rota.job.core.graph import expand
+from rota.job.core.waits import Wait
+from rota.job.diagnosis import DiagnosisManager
+from rota.job.probes import Beat, Pulse
+from rota.runtime.clock import VirtualClock
+from rota.spec.events import ProgressStalled
+from rota.spec.ids import Epoch
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState
+
+FAIL = contract(progress_s=10.0)
+
+
+class Bench:
+    """Instances that are ready, and a manager that hears what a test says."""
+
+    def __init__(self) -> None:
+        job = spec(mesh("actor", 2, fail=FAIL), service("reward", 1, fail=FAIL), loop(fail=FAIL))
+        ready = [
+            Instance(id=one, state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7))
+            for one in expand(job).instances
+        ]
+        self.clock = VirtualClock()
+        self.ctx = replace(JobContext(job=JOB), spec=job, graph=expand(job), instances={one.id: one for one in ready})
+        self.manager = DiagnosisManager(self.clock)
+        self.manager.overdue(self.ctx)
+
+    def say(self, name: str, *waits: tuple[str, str], **fields) -> None:
+        one, age_s = at(name), fields.get("still_s", fields.get("idle_s", 0.0))
+        told = tuple(Wait(source=name, target=target, kind=kind, age_s=age_s) for target, kind in waits)  # type: ignore[arg-type]
+        beat = Beat(role=one.role, rank=one.rank, epoch=Epoch(1), started_epoch=Epoch(1), pid=7, waits=told, **fields)
+        self.manager.heard(beat)
+
+    def told(self, **absent: tuple[str, ...]) -> dict[str, ProgressStalled]:
+        events = self.manager.overdue(self.ctx, absent)
+        return {f"{one.role}/{one.rank}": one for one in events if isinstance(one, ProgressStalled)}
+
+
+def test_who_waits_for_a_stuck_callee_is_not_accused_and_the_callee_is_with_its_waiters_named() -> None:
+    bench = Bench()
+    bench.say("loop/0", ("reward/0", "call"), idle_s=14.0, busy=("train",))
+    bench.say("reward/0", idle_s=12.0, busy=("score",))
+    found = bench.told()
+    assert set(found) == {"reward/0"}
+    assert found["reward/0"].text == "reward/0 made no progress for 12 s in score; loop/0 waits for it"
+
+
+def test_a_loop_with_an_open_call_to_one_that_makes_progress_waits_for_ever_in_peace() -> None:
+    bench = Bench()
+    bench.say("loop/0", ("reward/0", "call"), idle_s=900.0, busy=("train",))
+    bench.say("reward/0", idle_s=1.0, busy=("score",))
+    assert bench.told() == {}
+
+
+def test_a_callee_that_answers_beats_but_does_not_run_the_call_is_found() -> None:
+    bench = Bench()
+    bench.say("loop/0", ("reward/0", "call"), idle_s=12.0, busy=("train",))
+    bench.say("reward/0", still_s=60.0)
+    assert set(bench.told()) == {"reward/0"}
+
+
+def test_an_idle_instance_that_nobody_waits_for_may_be_silent_for_ever() -> None:
+    bench = Bench()
+    bench.say("reward/0", still_s=9000.0)
+    assert bench.told() == {}
+
+
+def test_a_rank_that_entered_fewer_collectives_is_accused_and_not_the_one_that_waits_in_it() -> None:
+    bench = Bench()
+    bench.say("actor/0", idle_s=12.0, busy=("update",), collectives=5, inside="all_reduce")
+    bench.say("actor/1", idle_s=12.0, busy=("update",), collectives=4)
+    assert set(bench.told()) == {"actor/1"}
+
+
+def test_a_meeting_is_held_up_by_the_member_that_has_not_come() -> None:
+    bench = Bench()
+    bench.say("actor/0", ("master", "meeting"), idle_s=12.0, busy=("update",))
+    bench.say("actor/1", idle_s=12.0, busy=("update",))
+    assert set(bench.told(actor=("actor/1",))) == {"actor/1"}
+
+
+def test_one_that_stops_answering_is_accused_for_what_others_wait_for_and_not_for_what_it_told_last() -> None:
+    bench = Bench()
+    for _ in range(12):
+        bench.clock.advance(1.0)
+        bench.say("loop/0", ("reward/0", "call"), idle_s=bench.clock.monotonic_s(), busy=("train",))
+        if bench.clock.monotonic_s() < 2:
+            bench.say("reward/0", ("loop/0", "declared"), idle_s=0.5, busy=("score",))
+    found = bench.told()
+    assert set(found) == {"reward/0"}
+    assert "does not answer" in found["reward/0"].text
+
+
+def test_two_that_wait_for_each_other_are_a_deadlock() -> None:
+    bench = Bench()
+    bench.say("actor/0", ("reward/0", "declared"), idle_s=12.0, busy=("update",))
+    bench.say("reward/0", ("actor/0", "declared"), idle_s=12.0, busy=("score",))
+    found = bench.told()
+    assert {name: one.reason for name, one in found.items()} == dict.fromkeys(("actor/0", "reward/0"), Reason.HANG)
+
+
+def test_each_culprit_is_told_once_an_epoch() -> None:
+    bench = Bench()
+    bench.say("reward/0", idle_s=12.0, busy=("score",))
+    assert set(bench.told()) == {"reward/0"}
+    assert bench.told() == {}
+
+
+def test_cores_that_fall_idle_without_an_excuse_halve_the_limit() -> None:
+    bench = Bench()
+    for n in range(60):
+        bench.clock.advance(1.0)
+        working = n < 28
+        bench.say(
+            "reward/0", progress_n=float(min(n, 28)), idle_s=0.0 if working else 6.0, busy=("score",), cpus=working
+        )
+    assert set(bench.told()) == {"reward/0"}, "6 s of 10, but the processor says that nothing is done"
+
+
+def test_a_role_without_one_that_is_ready_is_waited_for_as_a_whole_and_its_recovery_is_an_excuse() -> None:
+    bench = Bench()
+    gone = replace(bench.ctx.instances[at("reward/0")], state=InstanceState.STARTING)
+    bench.ctx = bench.ctx.with_instances([gone])
+    bench.say("loop/0", ("reward", "ready"), idle_s=30.0, busy=("train",))
+    assert bench.told() == {}
+    assert ("loop/0", "reward/0") in {(one.source, one.target) for one in bench.manager.graph(bench.ctx).waits}
+
+
+def test_waits_and_steps_of_a_process_are_told_by_its_pulse() -> None:
+    clock = VirtualClock()
+    pulse = Pulse(clock)
+    with pulse.running("loop"), pulse.waiting.on("reward/0", "call", "score"):
+        clock.advance(3.0)
+        beat = pulse.read(Beat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7))
+        assert [(one.source, one.target, one.what, one.age_s) for one in beat.waits] == [
+            ("loop/0", "reward/0", "score", 3.0)
+        ]
+        for n in range(1, 6):
+            clock.advance(2.0)
+            pulse.mark(n)
+    after = pulse.read(beat)
+    assert (after.waits, after.steps, after.step_s) == ((), 5, 2.0)
+    assert after.calls == (("call", "reward", "score", 1, 0, 13.0, 0),)

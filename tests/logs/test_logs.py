@@ -1,0 +1,36 @@
+"""Logs of real jobs, recorded with the version that wrote them, are replayed to the same context for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rota.job.core.machine import replay
+from rota.spec.events import Record, event_from_json
+from rota.spec.ids import JobId
+
+LOGS = sorted(Path(__file__).parent.glob("*.json"))
+
+
+def test_the_logs_are_there() -> None:
+    assert {path.stem.partition("-")[2] for path in LOGS} >= {"success", "kill", "raises", "master", "loop", "requeue"}
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: path.stem)
+def test_a_recorded_log_replays_to_the_context_it_was_recorded_with(path: Path) -> None:
+    document = json.loads(path.read_text())
+    records = tuple(
+        Record(
+            number=raw["number"],
+            job=JobId(raw["job"]),
+            seq=raw["seq"],
+            at=raw["at"],
+            event=event_from_json(raw["event"]),
+        )
+        for raw in document["records"]
+    )
+    found = json.loads(json.dumps(replay(JobId(records[0].job or ""), records).to_json()))
+    assert {name: found[name] for name in document["context"]} == document["context"], "newer fields may be added"
+    assert found["state"] == "SUCCEEDED"

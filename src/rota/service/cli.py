@@ -62,12 +62,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "tensors fsck": ("Tools", "rota.service.verbs.tensors:fsck", "Check registry and shared memory."),
     "tensors doctor": ("Tools", "rota.service.verbs.tensors:doctor", "Check the tensor plane, and say what to do."),
     "tensors recover": ("Tools", "rota.service.verbs.tensors:recover", "Build the registry again."),
+    "tensors door": ("Tools", "rota.service.verbs.tensors:door", "Serve tensors to other languages."),
 }
 """Verb to (group, where it is, one line of help); two words for a verb below another."""
 FAMILIES = {
     "sim": "The scheduler in virtual time: run, compare, fgd, cases.",
     "plan": "Parallel plans: search, show, explain, validate.",
-    "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover.",
+    "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover, door.",
 }
 
 SYNONYMS = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
+from rota.tensors.door import Door
 from rota.tensors.plane import Plane, connect
 
 API = "rota/v1"
@@ -47,6 +48,14 @@ def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:
 def tensor_recover(*, namespace: str) -> dict[str, Any]:
     """``TensorRecover``: the registry built again from what lies in memory."""
     return {"api": API, "kind": "TensorRecover", **_need(namespace).recover()}
+
+
+def tensor_door(*, namespace: str) -> tuple[Door, dict[str, Any]]:
+    """A door of a namespace, not yet serving, and ``TensorDoor``: where its commands are taken. Starts a registry."""
+    plane = connect(namespace=namespace or None)
+    door = Door(plane)
+    facts = {"url": plane.address.url, "namespace": plane.namespace, "lists": door.lists}
+    return door, {"api": API, "kind": "TensorDoor", **facts}
 
 
 def _join(namespace: str) -> Plane | None:

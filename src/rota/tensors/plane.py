@@ -314,6 +314,11 @@ class Plane:
         """Name and version whose bytes a view shows, or None for a tensor of other memory."""
         return self._space.leases.find(address_of(tensor))
 
+    def find_place(self, tensor: Any) -> tuple[Path, int] | None:
+        """File and offset of a view's first byte, for who maps it without this library; None for other memory, empty
+        tensors and sealed views (they have a mapping of their own)."""
+        return self._space.segments.find(address_of(tensor))
+
     def ls(self, prefix: str = "") -> list[Row]:
         """Every published name with that prefix, in order."""
         return [row for row in self._rows(prefix) if row.version]
@@ -388,6 +393,11 @@ class Plane:
     def namespace(self) -> str:
         """The namespace of this plane."""
         return self._space.namespace
+
+    @property
+    def address(self) -> redis_server.Address:
+        """Where the registry of this plane listens."""
+        return self._session.server.address
 
     @property
     def closed(self) -> bool:

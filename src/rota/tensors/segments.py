@@ -114,10 +114,10 @@ class Mapping:
 
     __slots__ = ("array", "map", "seg")
 
-    def __init__(self, seg: str, path: Path) -> None:
+    def __init__(self, seg: str, path: Path, flags: int) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self.map = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.map = mmap.mmap(fd, 0, mmap.MAP_SHARED | flags, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(fd)
         self.seg = seg
@@ -139,13 +139,16 @@ class Segments:
     def ensure(self, seg: str, file_bytes: int) -> None:
         """Make the file and its memory exist; harmless when they do. Raises OutOfMemory when the file system is full.
 
-        ``posix_fallocate`` and not ``ftruncate``: a hole in a full tmpfs would kill the writer by SIGBUS later.
+        ``posix_fallocate`` and not ``ftruncate``: a hole in a full tmpfs would kill the writer by SIGBUS later. A file
+        that exists is used again and again by its writer: it is mapped whole at once, after which a copy into it costs
+        what a plain copy does.
         """
         if seg in self._maps:
             return
         fd = os.open(self.path(seg), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(fd).st_size < file_bytes:
+            recycled = os.fstat(fd).st_size >= file_bytes
+            if not recycled:
                 os.posix_fallocate(fd, 0, file_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
@@ -154,8 +157,10 @@ class Segments:
             raise errors.OutOfMemory(text, hint="free names, or raise the size of /dev/shm", bytes=file_bytes) from None
         finally:
             os.close(fd)
+        if recycled:
+            self.open(seg, mmap.MAP_POPULATE)
 
-    def open(self, seg: str) -> Mapping:
+    def open(self, seg: str, flags: int = 0) -> Mapping:
         """The mapping of a segment. Raises Corrupt when its file is missing."""
         found = self._maps.get(seg)
         if found is not None:
@@ -164,11 +169,20 @@ class Segments:
             found = self._maps.get(seg)
             if found is None:
                 try:
-                    found = self._maps[seg] = Mapping(seg, self.path(seg))
+                    found = self._maps[seg] = Mapping(seg, self.path(seg), flags)
                 except (FileNotFoundError, ValueError) as error:
                     where = str(self.path(seg))
                     raise errors.Corrupt(f"{where} is missing or empty", file=where, field="file") from error
             return found
+
+    def find(self, address: int) -> tuple[Path, int] | None:
+        """File and offset of the byte that an address of this process shows, None for other memory."""
+        with self._lock:
+            for mapping in self._maps.values():
+                start = mapping.array.__array_interface__["data"][0]
+                if start <= address < start + mapping.array.nbytes:
+                    return self.path(mapping.seg), address - start
+        return None
 
     def is_open(self, seg: str) -> bool:
         """True when this process has the segment mapped."""

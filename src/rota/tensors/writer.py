@@ -106,25 +106,38 @@ class Writer:
             raise
 
     def reserve(self, name: str, kind: str, draft: Draft, order: Order, life: Life) -> Pending:
-        """A pending version with its block, header written. Memory is recorded before it is taken."""
+        """A pending version with its block, header written. Memory is recorded before it is taken.
+
+        When the file system is full, free files and then evictable names make room.
+        """
         cls = arena.size_class(draft.front, draft.payload)
         ask = Ask(
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
             count=cls.count, file=cls.file, payload=draft.payload, desc=_describe(draft), orphan=life.orphan,
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
         )  # fmt: skip
-        request = self._chance.fresh(48)
-        reserved = self._reserve_with_room(ask, request)
+        for attempt in range(_ROOM_TRIES_MAX):
+            try:
+                return self._occupy(ask, draft)
+            except errors.OutOfMemory as error:
+                made_room = not isinstance(error, errors.QuotaExceeded) and self._make_room(ask.file)
+                if not made_room or attempt == _ROOM_TRIES_MAX - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _occupy(self, ask: Ask, draft: Draft) -> Pending:
+        """Reserve a block, make its memory exist and write the header; undone when that fails."""
+        reserved = self._reserve_with_room(ask, self._chance.fresh(48))
         faults.point("reserved")
         header = Header(
-            state=PENDING, version=reserved.version, slot=reserved.slot, epoch=order.epoch, step=reserved.step,
-            name=name, owner=self._space.client, offset=draft.start, bytes=draft.payload, group=kind == "g",
-            manifest_bytes=len(draft.manifest), block=cls.block, part=ask.part, world=ask.world,
+            state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,
+            name=ask.name, owner=self._space.client, offset=draft.start, bytes=draft.payload, group=ask.kind == "g",
+            manifest_bytes=len(draft.manifest), block=ask.block, part=ask.part, world=ask.world,
             ctime_ns=int(self._space.clock.wall_s() * 1e9),
         )  # fmt: skip
-        pending = Pending(name, ask, draft, reserved, header)
+        pending = Pending(ask.name, ask, draft, reserved, header)
         try:
-            self._space.segments.ensure(reserved.seg, cls.file)
+            self._space.segments.ensure(reserved.seg, ask.file)
             faults.point("allocated")
             self._write(pending, 0, header.pack() + draft.manifest)
         except BaseException:
@@ -194,15 +207,20 @@ class Writer:
                 freed += row.block
         return freed
 
+    def _make_room(self, bytes_wanted: int) -> int:
+        """Unlink free files, or evict names and unlink theirs; bytes given back. In vain nothing is evicted."""
+        freed, facts = self.free_room(), os.statvfs(self._space.folder)
+        if not freed and bytes_wanted <= facts.f_blocks * facts.f_frsize and self.evict(bytes_wanted):
+            freed = self.free_room()
+        return freed
+
     def _reserve_with_room(self, ask: Ask, request: str) -> Reserved:
         space = self._space
         for attempt in range(_ROOM_TRIES_MAX):
             try:
                 return space.retry(lambda: space.registry.reserve(space.client, request, ask))
             except Refused as refused:
-                made_room = refused.code == "QUOTA" and (
-                    self.free_room() or (self.evict(ask.file) and self.free_room())
-                )
+                made_room = refused.code == "QUOTA" and self._make_room(ask.file)
                 if not made_room or attempt == _ROOM_TRIES_MAX - 1:
                     self._refuse(refused, ask)
         raise AssertionError("unreachable")

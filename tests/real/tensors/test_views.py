@@ -260,3 +260,39 @@ def test_a_process_that_shares_arrays_never_loads_torch(tensor_home: Path) -> No
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_home
+) -> None:
+    small = tmp_path / "shm"  # 1 MiB of it goes to the generation table
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=17m", "none", small], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    monkeypatch.setenv("ROTA_SHM_DIR", str(small))
+
+    def mib(n: int) -> np.ndarray:
+        return np.full(n << 20, n, np.uint8)
+
+    try:
+        with short_home() as home, rota.tensors.connect(home=home) as plane:
+            plane.put("cache", mib(6), evictable=True)
+            plane.put("old", mib(6))
+            plane.delete("old")
+            plane.put("seven", mib(7))  # trims the free file of "old"
+            assert [row.name for row in plane.ls()] == ["cache", "seven"]
+            with pytest.raises(errors.OutOfMemory):
+                plane.put("vast", mib(40))
+            assert [row.name for row in plane.ls()] == ["cache", "seven"], "nothing is evicted in vain"
+            plane.put("eight", mib(8))  # evicts the cache
+            with pytest.raises(errors.OutOfMemory, match="no room"):
+                plane.put("four", mib(4))
+            assert [row.name for row in plane.ls()] == ["eight", "seven"]
+            assert (plane.get("seven", as_="numpy") == 7).all()
+            assert plane.fsck()["violations"] == []
+            rota.tensors.down(home)
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)

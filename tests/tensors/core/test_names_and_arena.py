@@ -27,7 +27,7 @@ def test_bad_names_are_refused_with_the_rule(name: str) -> None:
         names.check_name(name)
 
 
-@pytest.mark.parametrize("namespace", ["", "A", "a b", "x" * 65, "a/b"])
+@pytest.mark.parametrize("namespace", ["", "A", "a b", "x" * 65, "a/b", ".", "..", ".hidden"])
 def test_bad_namespaces_are_refused(namespace: str) -> None:
     with pytest.raises(BadInput, match="1 to 64 characters"):
         names.check_namespace(namespace)
@@ -53,6 +53,8 @@ def test_bytes_and_short_names_of_dtypes() -> None:
     ]  # fmt: skip
     with pytest.raises(BadInput, match="quint8"):
         names.payload_bytes("quint8", (1,))
+    with pytest.raises(BadInput, match="limit"):
+        names.payload_bytes("uint8", (1 << 24, 1 << 24))
 
 
 def test_the_nearest_names_come_first() -> None:

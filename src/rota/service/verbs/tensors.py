@@ -200,3 +200,24 @@ def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     text = f"{document['names']} names, {document['leases']} leases in {document['seconds']} s"
     terminal.show(document, lambda term: term.line(text))
     return 0
+
+
+def door(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
+    """Serve create, get and delete to other languages through a Redis list, until interrupted.
+
+    Examples
+    --------
+    rota tensors door
+    """
+    from rota.service.planeview import tensor_door
+
+    terminal = flags.terminal()
+    served, document = tensor_door(namespace=namespace)
+    text = f"commands are taken from {' and '.join(document['lists'])} at {document['url']}; Ctrl-C ends it"
+    terminal.show(document, lambda term: term.line(text))
+    try:
+        served.run()
+    except KeyboardInterrupt:
+        if not terminal.json:
+            terminal.line(f"{served.done} commands done, {served.refused} refused")
+    return 0

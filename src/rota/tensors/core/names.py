@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from rota.spec.errors import BadInput
 
 NAME_BYTES_MAX: Final = 240
-NAMESPACE: Final = re.compile(r"[a-z0-9._-]{1,64}")
+NAMESPACE: Final = re.compile(r"(?!\.)[a-z0-9._-]{1,64}")
+PAYLOAD_BYTES_MAX: Final = 1 << 46
 _SHARD: Final = re.compile(r"\[shard=(\d+)-of-(\d+)\]$")
 _LABEL_BYTES_MAX: Final = 240
 
@@ -52,8 +53,17 @@ def short_dtype(dtype: str) -> str:
     return dtype
 
 
-def payload_bytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a dense tensor. Raises BadInput for an unknown dtype or a negative dimension."""
+def long_dtype(dtype: str) -> str:
+    """``f32`` as ``float32``: what ``short_dtype`` shortened. Raises BadInput for an unknown dtype."""
+    for long in ITEM_BYTES:
+        if dtype in (long, short_dtype(long)):
+            return long
+    raise BadInput(f"dtype {dtype!r} is none of {', '.join(map(short_dtype, ITEM_BYTES))}")
+
+
+def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a dense tensor. Raises BadInput for an unknown dtype, a negative dimension, or more than 64 TiB (the
+    registry's scripts count in doubles)."""
     if dtype not in ITEM_BYTES:
         raise BadInput(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}")
     total = ITEM_BYTES[dtype]
@@ -61,6 +71,10 @@ def payload_bytes(dtype: str, shape: Iterable[int]) -> int:
         if size < 0:
             raise BadInput(f"shape has the negative dimension {size}")
         total *= size
+    if total > PAYLOAD_BYTES_MAX:
+        raise BadInput(
+            f"a tensor of shape {[*shape]} and {dtype} takes {total} bytes, the limit is {PAYLOAD_BYTES_MAX}"
+        )
     return total
 
 
@@ -79,9 +93,9 @@ def check_name(name: str) -> str:
 
 
 def check_namespace(namespace: str) -> str:
-    """``namespace`` itself. Raises BadInput unless it is 1 to 64 of ``a-z 0-9 . _ -``."""
+    """``namespace`` itself. Raises BadInput unless it is 1 to 64 of ``a-z 0-9 . _ -``, the first no dot (a folder)."""
     if not NAMESPACE.fullmatch(namespace):
-        raise BadInput(f"namespace {namespace!r}: 1 to 64 characters of a-z 0-9 . _ -")
+        raise BadInput(f"namespace {namespace!r}: 1 to 64 characters of a-z 0-9 . _ -, the first no dot")
     return namespace
 
 

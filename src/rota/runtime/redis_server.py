@@ -30,6 +30,9 @@ from rota.spec.errors import RegistryUnavailable
 _SOCKET_PATH_MAX = 100
 _START_S = 10.0
 _STOP_S = 5.0
+_ANSWER_S = 2.0
+_SILENT_S = 8.0
+"""With the last question a client waits ten seconds for a silent server, as for any command."""
 _RETRY_S = 0.002
 
 
@@ -47,6 +50,10 @@ class Server:
     def ours(self) -> bool:
         return self.pid > 0
 
+    @property
+    def process(self) -> process.ProcessId:
+        return process.ProcessId(pid=self.pid, start_time=self.start_time)
+
 
 @contextlib.contextmanager
 def registry_lock(home: environ.Home) -> Iterator[None]:
@@ -63,7 +70,7 @@ def registry_lock(home: environ.Home) -> Iterator[None]:
 def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> Server:
     """The registry of this home, started when there is none. Call it under ``registry_lock``.
 
-    ``keep=True`` lets the server outlive its last client until ``stop_server``. Raises RegistryUnavailable, which
+    ``keep=True`` lets the server outlive its last client until ``end_running``. Raises RegistryUnavailable, which
     lists everything that was tried.
     """
     tried: list[str] = []
@@ -73,7 +80,7 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
         if (why := _why_no_answer(address)) is None:
             return Server(address=address)
         raise RegistryUnavailable(f"tensor registry at {address.url} does not answer: {why}")
-    running = find_running(home)
+    running = find_running(home) or _wait_or_kill(home)
     if running is not None:
         return _kept(home, running) if keep and not running.kept else running
     tried.append(f"record {_record(home)}: no running server")
@@ -90,6 +97,12 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
 
 def find_running(home: environ.Home) -> Server | None:
     """The recorded server, if that very process still runs and answers."""
+    server = _find_recorded(home)
+    return server if server is not None and _why_no_answer(server.address) is None else None
+
+
+def _find_recorded(home: environ.Home) -> Server | None:
+    """The recorded server, if that very process still runs; it may be stopped, or too busy to answer."""
     data = _read_record(home)
     if not data:
         return None
@@ -100,10 +113,24 @@ def find_running(home: environ.Home) -> Server | None:
         kept=data["kept"],
         program=data["program"],
     )
-    identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
-    if not process.is_alive(identity) or _why_no_answer(server.address) is not None:
-        return None
-    return server
+    return server if process.is_alive(server.process) else None
+
+
+def _wait_or_kill(home: environ.Home) -> Server | None:
+    """A recorded server that runs in silence: it answers in time, or is killed before another may be started.
+
+    Two servers would hand out the same memory twice: to those who are connected to the old one, and to all others.
+    Raises RegistryUnavailable when it does not even die.
+    """
+    deadline = time.monotonic() + _SILENT_S
+    while (server := _find_recorded(home)) is not None:
+        if _why_no_answer(server.address) is None:
+            return server
+        if time.monotonic() > deadline:
+            process.send_signal(server.process, signal.SIGKILL)
+            if process.wait_gone((server.process,), _STOP_S):
+                raise RegistryUnavailable(f"the registry server, process {server.pid}, neither answers nor dies")
+    return None
 
 
 def was_ended(home: environ.Home) -> bool:
@@ -111,26 +138,19 @@ def was_ended(home: environ.Home) -> bool:
     return not _record(home).exists()
 
 
-def stop_server(home: environ.Home) -> bool:
-    """End the recorded server, kept or not; True when there was one. What it knew is gone with it."""
-    with registry_lock(home):
-        return end_running(home)
-
-
 def end_running(home: environ.Home) -> bool:
-    """``stop_server`` for a caller that holds the lock already."""
-    server = find_running(home)
+    """End the recorded server, kept or not, under ``registry_lock``; True when there was one. What it knew is gone."""
+    server = _find_recorded(home)
     _record(home).unlink(missing_ok=True)
     if server is None:
         return False
-    identity = process.ProcessId(pid=server.pid, start_time=server.start_time)
     client = RedisClient(server.address, timeout_s=_STOP_S)
     with contextlib.suppress(RegistryUnavailable, ReplyError):
         client.call("SHUTDOWN", "NOSAVE")
     client.close()
-    if process.wait_gone((identity,), _STOP_S):
-        process.send_signal(identity, signal.SIGKILL)
-        process.wait_gone((identity,), _STOP_S)
+    if process.wait_gone((server.process,), _STOP_S):
+        process.send_signal(server.process, signal.SIGKILL)
+        process.wait_gone((server.process,), _STOP_S)
     Path(server.address.path).unlink(missing_ok=True)
     return True
 
@@ -238,7 +258,7 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
 
 
 def _why_no_answer(address: Address) -> str | None:
-    client = RedisClient(address, timeout_s=2.0)
+    client = RedisClient(address, timeout_s=_ANSWER_S)
     try:
         client.call("PING")
     except (RegistryUnavailable, ReplyError) as error:

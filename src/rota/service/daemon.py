@@ -205,7 +205,7 @@ def _stop_jobs(home: Home) -> None:
 def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId]:
     """Gateway first, since it would start the engine again; then engine, registry and all else that is recorded."""
     from rota.runtime.engine import EngineFiles, stop_engine
-    from rota.runtime.redis_server import stop_server
+    from rota.tensors.plane import down as end_registry
 
     left: list[ProcessId] = []
     run = RunFolder(home.run)
@@ -220,7 +220,7 @@ def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId
     if EngineFiles(home.root).states():
         ended.append("engine")
         left += stop_engine(home.root)
-    if stop_server(home):
+    if end_registry(home.root):  # and the shared memory of its namespaces
         ended.append("registry")
     return left
 

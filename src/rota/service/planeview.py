@@ -10,6 +10,7 @@ from rota.tensors.door import Door
 from rota.tensors.plane import Plane, connect
 
 API = "rota/v1"
+_NO_REGISTRY = "nothing is shared: it starts with rota.tensors.connect(), or a job that keeps state or passes weights"
 
 
 def tensor_list(prefix: str, *, namespace: str) -> dict[str, Any]:
@@ -68,5 +69,5 @@ def _join(namespace: str) -> Plane | None:
 def _need(namespace: str) -> Plane:
     plane = _join(namespace)
     if plane is None:
-        raise BadInput("no tensor registry runs here", hint="it starts with the first job or rota.tensors.connect()")
+        raise BadInput("no tensor registry runs here", hint=_NO_REGISTRY)
     return plane

@@ -146,6 +146,29 @@ def test_damaged_headers_are_reported_and_never_shown(lone: Plane) -> None:
     assert [row.name for row in lone.ls()] == ["a", "c"]
 
 
+def test_a_silent_server_is_ended_before_another_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers would hand out the same block twice: a stopped one that goes on later, and its successor."""
+    for limit in ("_SILENT_S", "_ANSWER_S", "_STOP_S"):
+        monkeypatch.setattr(redis_server, limit, 0.5)
+    home = Path(tempfile.mkdtemp(prefix="rt"))
+    with rota.tensors.connect(home=home) as plane:
+        plane.put("w", np.arange(5))
+        silent = redis_server.find_running(environ.Home.of(home))
+        assert silent is not None
+        process.send_signal(silent.process, signal.SIGSTOP)
+        with rota.tensors.connect(home=home, namespace="other"):
+            assert not process.is_alive(silent.process)
+            assert plane.get("w", as_="numpy").tolist() == [0, 1, 2, 3, 4]
+            plane.put("w", np.arange(3))
+            assert plane.fsck()["violations"] == []
+            second = redis_server.find_running(environ.Home.of(home))
+            assert second is not None
+            process.send_signal(second.process, signal.SIGSTOP)
+            assert rota.tensors.down(home), "a stopped server is ended too"
+            assert not process.is_alive(second.process)
+    shutil.rmtree(home)
+
+
 def test_what_was_brought_down_is_not_started_again_by_those_who_are_left(tensor_home: Path) -> None:
     home = Path(tempfile.mkdtemp(prefix="rt"))
     plane = rota.tensors.connect(home=home, keep=True)

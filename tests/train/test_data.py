@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rota.spec.errors import BadInput, Fenced
+from rota.runtime.clock import VirtualClock
+from rota.spec.errors import BadInput, Fenced, StoreUnavailable, TimedOut
 from rota.train.data import ShardJournal, StaticOrder
 from rota.train.shards import DataSpec, Lease, ShardTable
 
@@ -52,6 +54,51 @@ def test_a_torn_record_is_cut_off_and_the_next_one_counts(tmp_path: Path) -> Non
     assert again.snapshot()["counted"] == 2
     for line in (tmp_path / "shards.jsonl").read_text().splitlines():
         json.loads(line)
+
+
+@pytest.mark.slow
+def test_a_journal_longer_than_a_read_is_kept_whole(tmp_path: Path) -> None:
+    one = ShardJournal(tmp_path, SPEC, worker=0)
+    log = tmp_path / "shards.jsonl"
+    kept = one.snapshot() | {"note": "x" * (6 << 20)}
+    with log.open("a") as file:
+        for _ in range(12):
+            file.write(json.dumps({"do": "restore", "kept": kept}) + "\n")
+    lease, size = one.lease(), log.stat().st_size
+    assert lease is not None and size > 64 << 20
+    assert ShardJournal(tmp_path, SPEC, worker=1).snapshot()["next_number"] == lease.number + 1
+    assert log.stat().st_size > size
+
+
+def test_a_renewal_that_counts_nothing_reaches_the_other_workers(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    one, two = (ShardJournal(tmp_path, DataSpec(samples=6, shard_size=6), worker=n, clock=clock) for n in range(2))
+    lease = one.lease()
+    assert lease is not None
+    clock.advance(50)
+    one.advance(lease, lease.offset)
+    clock.advance(50)  # the first deadline is over, the renewed one is not
+    with pytest.raises(TimedOut, match=r"workers \[0\] hold"):
+        two.lease(timeout_s=-1)
+    assert one.advance(lease, 6).offset == 6
+
+
+def test_what_could_not_be_written_does_not_hold(tmp_path: Path) -> None:
+    one = ShardJournal(tmp_path, SPEC, worker=0)
+    lease = one.lease()
+    assert lease is not None
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "shards.jsonl").stat().st_size, limits[1]))
+    try:
+        with pytest.raises(StoreUnavailable, match=r"shards\.jsonl"):
+            one.advance(lease, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, heard)
+    assert one.snapshot()["counted"] == 0
+    assert one.advance(lease, 4).offset == 4
+    assert ShardJournal(tmp_path, SPEC, worker=1).snapshot()["counted"] == 4
 
 
 def test_a_replaced_worker_is_told_that_its_samples_do_not_count(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 from rota.spec.errors import BadInput, Fenced, TimedOut
+from rota.train import ps_server
 from rota.train.ps import Rule
 from rota.train.ps_client import PsClient, ServerLost
 from rota.train.ps_server import PsServer, ServerSpec
@@ -197,6 +201,43 @@ def test_a_server_goes_on_from_its_snapshot_with_the_same_weights_and_clock() ->
         assert np.array_equal(again.pull("words", np.arange(20)), rows)
         ids, exported = again.export("words")
         assert np.array_equal(exported[np.argsort(ids)], rows)
+
+
+def test_a_fenced_push_leaves_the_acknowledged_one_of_the_living_worker() -> None:
+    server = PsServer(ServerSpec(rule=Rule(mode="ps_sync"), dense=RowOptimizer(lr=1.0)))
+    for worker, epoch in ((0, 2), (1, 1)):
+        clock = server.join(worker, epoch)
+        server.turn(worker, epoch, clock, 1.0)
+    server.offer_dense(np.zeros(2, np.float32))
+    server.push(0, 2, 0, {"dense": np.ones(2, np.float32)})
+    with pytest.raises(Fenced):
+        server.push(0, 1, 0, {"dense": np.full(2, 9, np.float32)})
+    server.push(1, 1, 0, {"dense": np.ones(2, np.float32)})
+    assert server.pull_dense().tolist() == [-1, -1]
+
+
+def test_after_a_lost_server_the_others_answers_are_not_taken_for_later_ones() -> None:
+    with servers(2, mode="ps_async") as (made, addresses):
+        client = PsClient(addresses, 0, token="s", retry_s=0.2)
+        host, port = made[0]._tcp.server_address  # type: ignore[union-attr]  # it serves
+        made[0].close()
+        client._links[0].close()
+        with pytest.raises(ServerLost):
+            client.stats()
+        made[0].serve(host, port)
+        assert client.wait_turn() == 0
+        assert "version" in client.stats()[1]
+
+
+def test_a_stranger_gets_no_memory_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ps_server, "HELLO_S", 0.1)
+    with servers(1, mode="ps_async") as (_, addresses):
+        host, _, port = addresses[0].rpartition(":")
+        text = json.dumps({"token": "", "worker": 0, "arrays": []}).encode()
+        for said in (struct.pack("<IQ", len(text), 1 << 33) + text, b""):
+            with socket.create_connection((host, int(port)), timeout=5) as line:
+                line.sendall(said)
+                assert line.recv(1) == b"", "the server hangs up"
 
 
 def test_errors_come_back_as_they_were_raised() -> None:

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,6 @@ from rota.spec.errors import BadInput, Fenced, StoreUnavailable, TimedOut
 from rota.train.shards import DataSpec, Lease, ShardTable, sample_at
 
 LOOK_S: Final = 0.05
-LINE_BYTES_MAX: Final = 64 << 20
 
 
 class StaticOrder:
@@ -111,16 +110,21 @@ class ShardJournal:
 
     def _append(self, fd: int, record: dict[str, Any]) -> Any:
         """Write the record, then act on it; a record that changes nothing is not kept."""
-        before = self._table.snapshot(), len(self._table.leases)
+        before = self._table.snapshot(), dict(self._table.leases)
         found = self._apply(record)
-        if record.get("do") in ("lease", "advance") and before == (self._table.snapshot(), len(self._table.leases)):
+        if record.get("do") in ("lease", "advance") and before == (self._table.snapshot(), self._table.leases):
             return found
         line = json.dumps(record).encode() + b"\n"
-        if os.pwrite(fd, line, self._read_to) != len(line):
+        try:
+            if os.pwrite(fd, line, self._read_to) != len(line):
+                raise OSError("no room for another record")
+            if self._durable:
+                os.fsync(fd)
+        except OSError as error:
+            with suppress(OSError):  # a part of a line is also cut off by the next reader
+                os.ftruncate(fd, self._read_to)
             self._table, self._read_to = ShardTable(spec=self._spec), 0  # what was decided does not hold
-            raise StoreUnavailable(f"{self._path}: no room for another record")
-        if self._durable:
-            os.fsync(fd)
+            raise StoreUnavailable(f"{self._path}: {error}") from error
         self._read_to += len(line)
         return found
 
@@ -136,14 +140,14 @@ class ShardJournal:
             os.close(fd)
 
     def _replay(self, fd: int) -> None:
-        size = os.fstat(fd).st_size
-        tail = os.pread(fd, min(size - self._read_to, LINE_BYTES_MAX), self._read_to)
-        whole = tail[: tail.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            self._apply(json.loads(line))
-        self._read_to += len(whole)
-        if self._read_to < size:
-            os.ftruncate(fd, self._read_to)  # its writer died in the middle and was told nothing
+        with open(fd, "rb", closefd=False) as file:
+            file.seek(self._read_to)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    os.ftruncate(fd, self._read_to)  # its writer died in the middle and was told nothing
+                    return
+                self._apply(json.loads(line))
+                self._read_to += len(line)
 
     def _apply(self, record: dict[str, Any]) -> Any:
         table = self._table

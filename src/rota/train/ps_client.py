@@ -139,9 +139,14 @@ class PsClient:
 
     def _ask_all(self, requests: Sequence[tuple[Mapping[str, Any], Any]], timeout_s: float = 0.0) -> list[Answer]:
         """Ask every server at once; their answers in order."""
-        for link, (head, arrays) in zip(self._links, requests, strict=True):
-            link.begin({**head, "worker": self.worker, "epoch": self.epoch}, arrays, timeout_s + GRACE_S)
-        answers = [link.finish() for link in self._links]  # all of them, so that no answer is left on a line
+        try:
+            for link, (head, arrays) in zip(self._links, requests, strict=True):
+                link.begin({**head, "worker": self.worker, "epoch": self.epoch}, arrays, timeout_s + GRACE_S)
+            answers = [link.finish() for link in self._links]
+        except BaseException:  # no answer may be left on a line: the next request would take it for its own
+            for link in self._links:
+                link.close()
+            raise
         for head, _ in answers:
             if "error" in head:
                 raise _ERRORS.get(head["error"], RotaError)(head["message"], hint=head["hint"])

@@ -35,6 +35,8 @@ from rota.train.ps_wire import receive, send
 
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
+HELLO_S: Final = 10.0
+"""How long a new connection may be silent before it has shown the token."""
 Answer = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -127,9 +129,15 @@ class PsServer:
             if name.startswith("ids:"):
                 self._table(name[4:])
         with self._changed:
-            if clock >= self._core.clocks.get(worker, 0):
+            fresh = (worker, clock) not in self._payloads and clock >= self._core.clocks.get(worker, 0)
+            if fresh:
                 self._payloads[worker, clock] = payload
-            self._handle(Pushed(worker=worker, epoch=epoch, clock=clock))
+            try:
+                self._handle(Pushed(worker=worker, epoch=epoch, clock=clock))
+            except Fenced:
+                if fresh:  # else it is the acknowledged push of a living worker
+                    self._payloads.pop((worker, clock), None)
+                raise
             return self._core.clocks[worker]
 
     def stats(self) -> dict[str, Any]:
@@ -181,7 +189,6 @@ class PsServer:
                 case Drop(worker=worker, clock=clock, why=why) if why != "REPEATED":
                     self._payloads.pop((worker, clock), None)
                 case Refuse(worker=worker, why=why):
-                    self._payloads.pop((worker, getattr(event, "clock", -1)), None)
                     raise Fenced(f"{type(event).__name__} of worker {worker}: {why}", hint="join again", worker=worker)
                 case _:
                     pass
@@ -304,9 +311,11 @@ class _Connection(socketserver.BaseRequestHandler):
         server: PsServer = self.server.ps  # type: ignore[attr-defined]  # it is a _Tcp
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         worker: int | None = None
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(OSError, BadInput):
             try:
-                hello, _ = receive(self.request)
+                self.request.settimeout(HELLO_S)
+                hello, _ = receive(self.request, body_max=0)
+                self.request.settimeout(None)
                 if not hmac.compare_digest(str(hello.get("token")).encode(), server.spec.token.encode()):
                     return
                 worker = int(hello["worker"])

@@ -34,7 +34,10 @@ def send(link: socket.socket, head: Mapping[str, Any], arrays: Arrays) -> int:
 def receive(
     link: socket.socket, *, body_max: int = BODY_BYTES_MAX
 ) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
-    """Read one message with at most ``body_max`` bytes of arrays. Raises ConnectionError at its end, BadInput for a message that cannot be one."""
+    """Read one message with at most ``body_max`` bytes of arrays.
+
+    Raises ConnectionError at its end, BadInput for a message that cannot be one.
+    """
     head_bytes, body_bytes = _SIZES.unpack(_exactly(link, _SIZES.size))
     if head_bytes > HEAD_BYTES_MAX or body_bytes > body_max:
         raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {HEAD_BYTES_MAX} + {body_max}")

@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import httpx
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.service.standing import Standing, listening, standing
 
 from rota.service.jobfile import read_job

@@ -102,7 +102,10 @@ def measure(home: Home, minutes: float, every_s: float, seed: int) -> dict[str, 
     time.sleep(every_s)
     over = time.time()
     daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
+    until_s = time.monotonic() + LIMIT_S
     while not ended(log, job):
+        if time.monotonic() > until_s:
+            raise SystemExit(f"{job} does not end within {LIMIT_S:.0f} s of its stop")
         time.sleep(0.2)
     rows = [json.loads(line)["n"] for path in home.job(job).output.glob("*.jsonl") for line in path.open()]
     found = accounted(log.read(job=JobId(job)), rows, began, over)

@@ -89,7 +89,7 @@ def test_a_tail_of_a_gigabyte_takes_no_longer_than_its_end(tmp_path: Path) -> No
     clock = SystemClock()
     started_s = clock.monotonic_s()
     assert [line.text for line in tail_lines(path, 1)] == ["last"]
-    assert clock.monotonic_s() - started_s < 0.2
+    assert clock.monotonic_s() - started_s < 2.0  # reading the hole would take minutes
 
 
 @pytest.mark.parametrize("since", [-5, 0, 1, 999.5, 1500, 2999, 4000])

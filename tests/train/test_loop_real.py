@@ -35,6 +35,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(3 * LIMIT_S + 30)
 def test_two_ranks_lose_one_and_the_other_goes_on_alone_with_the_same_losses(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", ranks=1, steps=12)
     assert "done 12" in whole.stdout, whole.stderr
@@ -49,6 +50,7 @@ def test_two_ranks_lose_one_and_the_other_goes_on_alone_with_the_same_losses(tmp
 
 
 @pytest.mark.real
+@pytest.mark.timeout(2 * LIMIT_S + 30)
 def test_sigterm_saves_and_ends_and_the_next_run_goes_on(tmp_path: Path) -> None:
     stopped = run(tmp_path, ranks=1, steps=50, STOP_AT="3")
     assert "done 3" in stopped.stdout, stopped.stderr

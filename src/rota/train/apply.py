@@ -43,7 +43,8 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One optimizer step, equal on all ranks: mean loss of the global batch, its real tokens, the norm before clipping
-    (None without ``clip_norm``); ``skipped`` when loss or norm was not finite and no weight changed."""
+    (None without ``clip_norm``; the mean of the replicas' norms where ``sync`` does not reduce gradients); ``skipped``
+    when loss or norm was not finite and no weight changed."""
 
     loss: float
     tokens: int
@@ -124,7 +125,7 @@ def wrap(
     if not only_data(plan):
         return shard_model(piece, parts, plan, mesh)
     wrapped = replicate_model(piece, mesh)
-    if agree is not None:
+    if agree is not None and isinstance(wrapped, DistributedDataParallel):  # one replica agrees with itself
         agree.attach(wrapped)
     return wrapped
 
@@ -272,6 +273,10 @@ class Parallel:
         norm = None
         if self._clip_norm is not None:
             norm = clip_global_norm(self._parameters, self._clip_norm, self.mesh)
+            if self.agree is not None and not self.agree.reduces:  # each replica has its own: all skip, or none
+                norms = torch.tensor(norm, device=self.device)
+                dist.all_reduce(norms, group=self.mesh.group("data"))
+                norm = float(norms) / self._replicas
         return float(self._loss_sum) / self._replicas, norm
 
 

@@ -14,7 +14,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -60,7 +62,7 @@ class Checkpoints:
     """The checkpoints of one training run in one folder that all ranks see.
 
     Methods are collective when there is a process group; they use one of their own, so that a save may go on while
-    the model trains. One save at a time: the next one waits for it.
+    the model trains. One save at a time: the next one waits for it. As a context it is closed at the end.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -109,9 +111,20 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the save that runs, then give its process group back."""
-        self.wait()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        try:
+            self.wait()
+        finally:
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with (
+            suppress(OSError, RuntimeError) if kind else nullcontext()
+        ):  # the error that ended training is the one told
+            self.close()
 
     def find(self) -> Found | None:
         """The newest checkpoint whose files are all as the manifest says; all ranks get the same."""
@@ -137,7 +150,8 @@ class Checkpoints:
             if shape != tensor.shape:
                 was = "is not in it" if shape is None else f"has shape {tuple(shape)} in it"
                 raise BadInput(f"checkpoint {found.path.name}: {name} of shape {tuple(tensor.shape)} {was}")
-        load(dict(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        with _as_os_error(f"checkpoint {found.path.name}"):
+            load(dict(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
 
     @property
     def _size(self) -> int:
@@ -153,12 +167,13 @@ class Checkpoints:
     def _write(self, step: int, extra: dict[str, Any]) -> None:
         draft = self.folder / f"{_DRAFT}{step}"
         self._agree(lambda: _fresh(draft))
-        save(
-            self._staged,
-            storage_writer=FileSystemWriter(draft, sync_files=True),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
+        with _as_os_error(f"step {step}"):
+            save(
+                self._staged,
+                storage_writer=FileSystemWriter(draft, sync_files=True),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
         mine = sorted(draft.glob(f"__{self._rank}_*")) + ([draft / ".metadata"] if self._rank == 0 else [])
         shares = self._gather(lambda: {path.name: _sum(path) for path in mine})
         sums = {name: entry for share in shares for name, entry in share.items()}
@@ -250,8 +265,20 @@ def commit(
     return path
 
 
+@contextmanager
+def _as_os_error(what: str) -> Iterator[None]:
+    """torch's CheckpointException is no Exception: it would pass every ``except Exception`` unseen."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
+        raise OSError(f"{what}: {causes}") from error
+
+
 def _fresh(draft: Path) -> None:
-    shutil.rmtree(draft, ignore_errors=True)
+    """An empty draft; those of saves that failed give their room back."""
+    for old in draft.parent.glob(f"{_DRAFT}*"):
+        shutil.rmtree(old, ignore_errors=True)
     draft.mkdir()
 
 

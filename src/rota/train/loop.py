@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 SKIPPED_MAX = 10
 """So many steps in a row without a finite loss end the training."""
-SAVE_EVERY_S = 60.0
 
 Data = Callable[[int, slice], tuple[torch.Tensor, torch.Tensor]]
 """(step, rows of the global batch) to (inputs, targets) of those rows: the same for any world that steps."""
@@ -63,19 +63,22 @@ def fit(
     one, under whatever plan it was written; SIGTERM saves and ends. ``memory`` names the run in the tensor plane of
     this machine: state copied there survives the processes and is preferred when it is no older and of the same plan.
     ``rate(step)`` gives the learning rate.
-    Returns the steps done. Raises BadInput for a plan that cannot be applied, RotaError when the loss stays
-    not finite.
+    Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state that
+    checkpoints do not hold; RotaError when the loss stays not finite.
     """
-    with world(plan):
+    with world(plan), ExitStack() as ends:
         torch.manual_seed(seed)
         model = build()
         plan = plan or plan_for_world(model, batch)
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
+        if checkpoint or memory:
+            refuse_lost_state(plan)
         trained = parallelize(
             model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=checkpoint
         )
-        saves = Checkpoints(checkpoint, keep=keep) if checkpoint else None
+        ends.enter_context(closing(trained))
+        saves = ends.enter_context(Checkpoints(checkpoint, keep=keep)) if checkpoint else None
         copies = in_memory(memory, trained) if memory else None
         first = resume(saves, copies, trained)
         return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
@@ -93,9 +96,9 @@ def _run(
     on_step: Callable[[int, StepResult], None] | None,
 ) -> int:
     every_s = trained.plan.checkpoint.every_s if save_every_s is None else save_every_s
-    clock, agree, skipped = SystemClock(), Agreement(), 0
+    clock, skipped = SystemClock(), 0
     saved_s = clock.monotonic_s()
-    with terminated() as stopped:
+    with terminated() as stopped, closing(Agreement()) as agree:
         step = first
         while step < steps:
             if rate is not None:
@@ -119,6 +122,17 @@ def _run(
     if saves is not None:
         saves.wait()
     return step
+
+
+def refuse_lost_state(plan: ParallelPlan) -> None:
+    """Raises BadInput for a ``sync`` whose residues, rounds or servers' moments a checkpoint would lose."""
+    sync = plan.sync
+    if sync.mode != "allreduce" or sync.compression != "none":
+        raise BadInput(
+            f"plan: sync.mode {sync.mode} with compression {sync.compression} keeps state beside weights and optimizer "
+            "that checkpoints do not hold, so training would go on from another state",
+            hint="use mode allreduce with compression none, or fit without checkpoint and memory",
+        )
 
 
 def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
@@ -184,6 +198,11 @@ class Agreement:
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
         return bool(asked[0]), bool(asked[1])
 
+    def close(self) -> None:
+        """Give the process group back."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """One learning rate for all parameters."""
@@ -193,7 +212,13 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 @contextmanager
 def terminated() -> Iterator[Callable[[], bool]]:
-    """While open, SIGTERM does not end the process but makes the given function return True."""
+    """While open, SIGTERM does not end the process but makes the given function return True.
+
+    Signals belong to the main thread: in another one SIGTERM keeps its meaning and the answer is always False.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
     heard: list[int] = []
 
     def note(number: int, _: Any) -> None:

@@ -104,6 +104,8 @@ def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
         (replace(GOOD, layers=(Layer(count=4, tp=2),)), "layers[0].tp", "tp 1"),
         (replace(GOOD, layers=(Layer(count=4, sp=True),)), "layers[0].sp", "tensor axis"),
         (replace(PIPELINED, sync=Sync(mode="ps_sync", servers=1)), "sync.mode", "pp 2"),
+        (replace(data_parallel(layers=4, dp=2, zero=1), sync=Sync(mode="local_sgd", H=2)), "sync.mode", "zero 1"),
+        (replace(GOOD, mesh=Mesh(cp=2), sync=Sync(mode="local_sgd", H=2)), "sync.mode", "cp 2"),
         (replace(GOOD, sync=Sync(mode="ps_sync")), "sync.servers", "needs a server"),
         (replace(data_parallel(layers=4, dp=2, zero=3), sync=Sync(compression="int8")), "sync.compression", "got 3"),
         (replace(GOOD, sync=Sync(mode="local_sgd", H=0)), "sync.H", "at least 1"),

@@ -154,11 +154,11 @@ def _sequence(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
 def _sync(plan: ParallelPlan) -> Iterator[Fault]:
     sync, mesh = plan.sync, plan.mesh
     zero = max((layer.zero for layer in plan.layers), default=0)
-    if sync.mode in _PS_MODES and (mesh.pp, mesh.tp, mesh.cp, zero) != (1, 1, 1, 0):
+    if sync.mode in (*_PS_MODES, "local_sgd") and (mesh.pp, mesh.tp, mesh.cp, zero) != (1, 1, 1, 0):
         yield Fault(
             field="sync.mode",
             value=sync.mode,
-            rule=f"a parameter server needs pp = tp = cp = 1 and zero 0; got pp {mesh.pp}, tp {mesh.tp}, cp {mesh.cp}, "
+            rule=f"{sync.mode} needs pp = tp = cp = 1 and zero 0; got pp {mesh.pp}, tp {mesh.tp}, cp {mesh.cp}, "
             f"zero {zero}",
             remedy="use mode allreduce, or turn the other axes off",
         )

@@ -1,0 +1,129 @@
+"""How fit() begins and ends in one process, and what two replicas decide together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rota.spec.errors import BadInput
+from rota.train import checkpoint
+from rota.train.apply import StepResult, parallelize
+from rota.train.checkpoint import Checkpoints, candidates
+from rota.train.loop import Agreement, fit, world
+from rota.train.models.gpt import Gpt
+from rota.train.plan.model import Sync, data_parallel
+from tests.train.fit_script import BATCH, SHAPE, data
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+ALONE = data_parallel(layers=SHAPE.layers, dp=1, micro_batch=BATCH)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    with world():
+        yield
+
+
+def train(**how: Any) -> int:
+    return fit(partial(Gpt, SHAPE), data, optimizer=SGD, batch=BATCH, **{"plan": ALONE, "steps": 2, **how})
+
+
+def test_fit_outside_the_main_thread_trains(alone: None) -> None:
+    done: list[int] = []
+    thread = threading.Thread(target=lambda: done.append(train()))
+    thread.start()
+    thread.join(60)
+    assert done == [2]
+
+
+def test_an_error_in_training_is_told_after_the_save_that_runs(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*given: Any, **named: Any) -> None:
+        time.sleep(0.3)
+        real(*given, **named)
+
+    def fail(step: int, _: StepResult) -> None:
+        if step == 2:
+            raise ZeroDivisionError
+
+    real = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", slow)
+    with pytest.raises(ZeroDivisionError):
+        train(steps=3, checkpoint=tmp_path, save_every_s=0.0, on_step=fail)
+    assert [path.name for path in candidates(tmp_path)] == ["step-00000001.1"]
+
+
+@pytest.mark.parametrize("sync", [Sync(mode="local_sgd", H=2), Sync(compression="topk")])
+def test_a_sync_whose_state_would_be_lost_is_refused(alone: None, tmp_path: Path, sync: Sync) -> None:
+    with pytest.raises(BadInput, match="state beside weights and optimizer that checkpoints do not hold"):
+        train(plan=replace(ALONE, sync=sync), checkpoint=tmp_path)
+    assert train(plan=replace(ALONE, sync=sync)) == 2
+
+
+def both(folder: Path, do: Callable[[int], None]) -> None:
+    """Run ``do(rank)`` on two ranks, each a child of this process."""
+    children: list[int] = []
+    for rank in (0, 1):
+        if child := os.fork():
+            children.append(child)
+            continue
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            store = dist.FileStore(str(folder / "store"), 2)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+            do(rank)
+            code = 0
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            os._exit(code)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+
+
+def skip_together(rank: int) -> None:
+    """Only replica 1 has an infinite gradient; its loss is finite."""
+
+    def loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        if rank:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+        return output.float().mean()
+
+    plan = replace(data_parallel(layers=SHAPE.layers, dp=2, micro_batch=2), sync=Sync(mode="local_sgd", H=8))
+    trained = parallelize(Gpt(SHAPE), plan, optimizer=SGD, loss=loss, clip_norm=1.0)
+    assert trained.step(*data(0, trained.rows)).skipped
+
+
+def give_groups_back(folder: Path, rank: int) -> None:
+    groups: dict[Any, Any] = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    agree = Agreement()
+    with Checkpoints(folder / "saved"):
+        assert agree(stop=rank == 1, due=False) == (True, False)
+        assert len(groups) == before + 2
+    agree.close()
+    assert len(groups) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_replicas_skip_a_step_together_though_one_norm_is_not_finite(tmp_path: Path) -> None:
+    both(tmp_path, skip_together)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_groups_of_saves_and_of_decisions_are_given_back(tmp_path: Path) -> None:
+    both(tmp_path, partial(give_groups_back, tmp_path))

@@ -84,7 +84,7 @@ def both(folder: Path, do: Callable[[int], None]) -> None:
         code = 1
         try:
             torch.set_num_threads(1)
-            store = dist.FileStore(str(folder / "store"), 2)
+            store = dist.FileStore(str(folder / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
             do(rank)
             code = 0

@@ -20,6 +20,7 @@ from rota.train.ps_server import PsServer, ServerSpec
 from rota.train.ps_table import RowOptimizer, TableSpec
 
 DIM, ROUNDS, CLOCKS = 24, 10, 40
+LOST_MAX = 5
 """A round is CLOCKS iterations of every trainer and ends in a commit."""
 ADAGRAD = RowOptimizer(kind="adagrad", lr=0.15)
 TABLES = tuple(
@@ -110,12 +111,16 @@ async def fit(f: Any) -> None:
     path, rows = f.output_dir / "rounds.jsonl", []
     kept = path.read_text().splitlines()[: f.committed] if path.exists() else []
     path.write_text("".join(f"{line}\n" for line in kept))
-    rows = [json.loads(line) for line in kept]
+    rows, lost = [json.loads(line) for line in kept], 0
     while (n := len(rows) + 1) <= ROUNDS:
         addresses = await f.roles.ps.addresses()
         row = await f.roles.trainer.train(addresses, n * CLOCKS)
         if row["lost"]:
-            continue  # the roll-back to the last commit enters this function anew; a line that was cut is mended here
+            # The roll-back to the last commit enters this function anew, long before it was tried so often.
+            if (lost := lost + 1) > LOST_MAX:
+                raise RuntimeError(f"round {n}: the servers were lost {lost} times in a row")
+            continue
+        lost = 0
         stats = await f.roles.ps.stats()
         row |= {"lead": max(one["lead_max"] for one in stats), "right": await f.roles.trainer.measure(addresses)}
         rows.append(row)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sysconfig
+import time
 from pathlib import Path
 
 import torch
@@ -97,6 +98,7 @@ def main() -> None:
             (output / "worlds.txt").open("a").write(f"{step + 1} {world}\n")
         while step + 1 == given.pause_at and not (output / "go").exists():
             (output / f"paused-{rank}").touch()
+            time.sleep(0.05)
 
     if rank == 0:
         net.eval()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
-from tests.makers import JOB, at, loop, mesh, service, spec
+from tests.makers import JOB, at, command, loop, mesh, service, spec
 from tests.makers import fail as contract
 
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.core.waits import Wait
 from rota.job.diagnosis import DiagnosisManager
+from rota.job.meetings import Meetings
 from rota.job.probes import Beat, Pulse
 from rota.runtime.clock import VirtualClock
-from rota.spec.events import ProgressStalled
+from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
+from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
 
@@ -24,8 +27,9 @@ FAIL = contract(progress_s=10.0)
 class Bench:
     """Instances that are ready, and a manager that hears what a test says."""
 
-    def __init__(self) -> None:
-        job = spec(mesh("actor", 2, fail=FAIL), service("reward", 1, fail=FAIL), loop(fail=FAIL))
+    def __init__(self, *roles: RoleSpec) -> None:
+        roles = roles or (mesh("actor", 2, fail=FAIL), service("reward", 1, fail=FAIL), loop(fail=FAIL))
+        job = spec(*roles)
         ready = [
             Instance(id=one, state=InstanceState.READY, epoch=Epoch(1), process=Process(epoch=Epoch(1), pid=7))
             for one in expand(job).instances
@@ -80,6 +84,41 @@ def test_a_rank_that_entered_fewer_collectives_is_accused_and_not_the_one_that_w
     bench.say("actor/0", idle_s=12.0, busy=("update",), collectives=5, inside="all_reduce")
     bench.say("actor/1", idle_s=12.0, busy=("update",), collectives=4)
     assert set(bench.told()) == {"actor/1"}
+
+
+def test_a_joiner_that_stands_by_hides_no_rank_of_the_world() -> None:
+    world = replace(command("actor", 2, mesh=(("dp", 2),), elastic_axis="dp", fail=FAIL), replicas_max=3)
+    bench = Bench(world)
+    joiner = replace(bench.ctx.instances[at("actor/2")], state=InstanceState.STALE, spare=True)
+    bench.ctx = bench.ctx.with_instances([joiner])
+    bench.say("actor/0", idle_s=12.0, busy=("run",), collectives=5, inside="all_reduce")
+    bench.say("actor/1", idle_s=12.0, busy=("run",), collectives=4)
+    assert set(bench.told()) == {"actor/1"}
+
+
+def test_those_who_have_not_come_to_a_meeting_are_named_by_their_seats() -> None:
+    async def main() -> dict[str, tuple[str, ...]]:
+        world = replace(command("actor", 2, mesh=(("dp", 2),), elastic_axis="dp"), replicas_max=3)
+        bench, meetings = Bench(world), Meetings()
+        gone = replace(bench.ctx.instances[at("actor/0")], retired=True)
+        coming = meetings.meet(role="actor", rank=2, epoch=1, world=2, address="")
+        waiting = asyncio.create_task(coming)
+        await asyncio.sleep(0)
+        found = meetings.absent(bench.ctx.with_instances([gone]))
+        meetings.give_up()
+        assert await waiting is None
+        return found
+
+    assert asyncio.run(main()) == {"actor": ("actor/1",)}
+
+
+def test_each_process_that_the_kernel_ended_for_memory_is_told_as_that_and_no_other() -> None:
+    kills = 0
+    manager = DiagnosisManager(VirtualClock(), oom_kills=lambda: kills)
+    kills = 2
+    lost = InstanceLost(role=at("w/0").role, rank=0, epoch=Epoch(1), reason=Reason.SIGNALLED, signal=9)
+    found = [manager.with_evidence(lost).reason for _ in range(3)]
+    assert found == [Reason.OOM_KILLED, Reason.OOM_KILLED, Reason.SIGNALLED]
 
 
 def test_a_meeting_is_held_up_by_the_member_that_has_not_come() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from tests.makers import JOB, at, service, spec
 
 from rota.job import executor, flow, master
 from rota.job.bodies import StillRunning
+from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.flow import Flow, LoopBody
 from rota.job.lanes import Exited, Lane
@@ -24,8 +26,8 @@ from rota.runtime.launch import CallTimeout, ProcessDied
 from rota.runtime.log import MemoryLog
 from rota.spec.commands import ReleaseGang, ReserveGang
 from rota.spec.errors import CallError, Fenced
-from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, TimerFired
-from rota.spec.ids import Epoch, GangId, NodeId
+from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, ProgressStalled, TimerFired
+from rota.spec.ids import Epoch, GangId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -80,6 +82,31 @@ def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(mo
                 late = await one.commit(n=1, loop_epoch=1, versions={}, metrics={})
                 assert late["answer"] == "refused"
             meeting.cancel()
+
+    run(main())
+
+
+def test_while_stacks_are_taken_the_others_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = ProgressStalled(role=RoleName("w"), rank=0, epoch=Epoch(1), idle_s=9.0, reason=Reason.NO_PROGRESS)
+    gone = InstanceLost(role=RoleName("w"), rank=1, epoch=Epoch(1), reason=Reason.HANG)
+    rounds = iter([[stuck], [gone]])
+    monkeypatch.setattr(master, "WATCH_S", 0.001)
+    monkeypatch.setattr(DiagnosisManager, "overdue", lambda *_: next(rounds, []))
+
+    async def main() -> None:
+        one, taken = a_master(), asyncio.Event()
+
+        async def stacks(*_: object) -> str:
+            await taken.wait()
+            return "in read()"
+
+        monkeypatch.setattr(one, "stacks", stacks)
+        watching = asyncio.create_task(one._watch_silences())
+        told = [await one._inbox.get()]
+        taken.set()
+        told.append(await one._inbox.get())
+        watching.cancel()
+        assert told == [Wish(gone), Wish(replace(stuck, stacks="in read()"))]
 
     run(main())
 

@@ -16,13 +16,21 @@ from rota.job.calls import Refusal
 from rota.job.executor import JobPlace, death_event
 from rota.job.peers import PeerTable
 from rota.job.probes import BeatAnswer
+from rota.job.spans import Spans
 from rota.job.worker import FENCED_EXIT_STATUS, Instance
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launch import ProcessDied
 from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch
+from rota.spec.reasons import Reason
 
 LIMIT_S = 10.0
+
+
+def an_instance(folder: Path) -> Instance:
+    place = JobPlace(home=str(folder), job=JOB, workdir=str(folder), launcher="")
+    role = replace(service("w", 1), workload=f"{__name__}:Worked", interface=interface_of(Worked))
+    return Instance(place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[])
 
 
 class BrokenLauncher:
@@ -32,8 +40,13 @@ class BrokenLauncher:
         raise KeyError("a bug in the answer of the master")
 
 
-def test_an_instance_whose_beats_fail_in_any_way_ends_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended, statuses = threading.Event(), list[int]()
+@pytest.mark.parametrize("disk_hangs", [False, True], ids=["a whole disk", "a disk that hangs"])
+def test_an_instance_whose_beats_fail_in_any_way_ends_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk_hangs: bool
+) -> None:
+    ended, back, statuses = threading.Event(), threading.Event(), list[int]()
+    if disk_hangs:
+        monkeypatch.setattr(Spans, "write", lambda *_: back.wait())
 
     def end(status: int) -> None:
         statuses.append(status)
@@ -44,19 +57,14 @@ def test_an_instance_whose_beats_fail_in_any_way_ends_itself(tmp_path: Path, mon
     monkeypatch.setattr(worker, "open_launcher", lambda _: BrokenLauncher())
     monkeypatch.setattr(worker, "BEAT_S", 0.01)
     monkeypatch.setattr(worker, "FENCE_EXIT_S", 0.1)
-    place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
-    instance = Instance(
-        place=place.to_json(),
-        spec=spec(service("w", 1)).to_json(),
-        instance="w/0",
-        epoch=1,
-        attempt=1,
-        devices=[],
-    )
-    assert ended.wait(LIMIT_S)
-    assert statuses == [FENCED_EXIT_STATUS]
-    instance._control.close()
-    instance._seat.user.close()
+    instance = an_instance(tmp_path)
+    try:
+        assert ended.wait(LIMIT_S)
+        assert statuses == [FENCED_EXIT_STATUS]
+    finally:
+        back.set()
+        instance._control.close()
+        instance._seat.user.close()
 
 
 class QuietLauncher:
@@ -64,6 +72,9 @@ class QuietLauncher:
 
     async def call(self, *_: object) -> Any:
         return BeatAnswer(master_epoch=Epoch(1)).to_json()
+
+
+BLOCKS, LETS_GO = threading.Event(), threading.Event()
 
 
 class Worked(Workload):
@@ -84,26 +95,25 @@ class Worked(Workload):
         raise SystemExit(3)
 
     @op(send=Rank(0))
-    def block(self, seconds: float) -> None:
-        threading.Event().wait(seconds)
+    def block(self) -> bool:
+        BLOCKS.set()
+        return LETS_GO.wait(LIMIT_S)
 
 
 def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
-    place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
-    role = replace(service("w", 1), workload=f"{__name__}:Worked", interface=interface_of(Worked))
-    instance = Instance(
-        place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[]
-    )
+    instance = an_instance(tmp_path)
 
     def head(call_id: str, name: str, *, loop_epoch: int = 4) -> list[Any]:
         return [call_id, name, 1, loop_epoch, {}, True]
 
     async def stacks_meanwhile() -> str:
-        await asyncio.sleep(0.05)
-        return await instance.stacks()
+        await asyncio.to_thread(BLOCKS.wait, LIMIT_S)
+        found = await instance.stacks()
+        LETS_GO.set()
+        return found
 
     async def main() -> None:
         instance.adopt(asyncio.get_running_loop())
@@ -114,17 +124,37 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
         assert body._formed.object.threads == {threading.get_ident()}, "no other thread was asked"
         # The table tells of a newer loop before its first call does.
         await instance.peers(PeerTable(version=1, loop_epoch=Epoch(5)).to_json())
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(LIMIT_S):
+            while instance._seat.courier.table.version < 1:
+                await asyncio.sleep(0.001)
         fenced = await instance.call(head("b", "work"), 5)
         assert isinstance(fenced, Refusal) and fenced.kind == "stale" and "fenced by 5" in fenced.text
         asked = instance._control.submit(stacks_meanwhile())
-        await instance.call(head("c", "block", loop_epoch=5), 0.2)
-        assert asked.done() and "block" in asked.result(), "control answers while user code blocks its loop"
+        assert await instance.call(head("c", "block", loop_epoch=5)), "control answers while user code blocks its loop"
+        assert "block" in asked.result(LIMIT_S)
         left = await instance.call(head("d", "leave", loop_epoch=5))
         assert isinstance(left, Refusal) and left.kind == "failed" and "SystemExit: 3" in left.text
 
     asyncio.run(main())
     instance._control.close()
+
+
+def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(worker, "CHECK_MAX_S", 0.01)
+    monkeypatch.setattr(worker, "quick", lambda *_: back.wait())
+    instance = an_instance(tmp_path)
+    try:
+        answer = asyncio.run(instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0))
+    finally:
+        back.set()
+        instance._control.close()
+        instance._seat.user.close()
+    assert (answer["answer"], answer["failure"]["reason"]) == ("failed", Reason.DATA_UNREACHABLE)
+    assert str(tmp_path) in answer["failure"]["text"] and "did not answer in 0.01 s" in answer["failure"]["text"]
 
 
 @pytest.mark.parametrize(("number", "text"), [(9, "ended by SIGKILL"), (35, "ended by signal 35")])

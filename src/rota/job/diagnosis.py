@@ -58,8 +58,10 @@ class DiagnosisManager:
 
     def with_evidence(self, lost: InstanceLost) -> InstanceLost:
         """A SIGKILL that the kernel counted as one for memory was that."""
-        before, self.kills = self.kills, self.oom_kills()
-        evidence = memory_evidence(lost.signal, before, self.kills)
+        before, now = self.kills, self.oom_kills()
+        evidence = memory_evidence(lost.signal, before, now)
+        # One count proves one death: where the kernel ended several, the next to be told has its own.
+        self.kills = before + 1 if evidence and before is not None else now
         return replace(lost, reason=Reason.OOM_KILLED, text=evidence) if evidence else lost
 
     def heard(self, beat: Beat) -> None:
@@ -144,7 +146,7 @@ class DiagnosisManager:
 
     def _collectives(self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Beat | None, float]]) -> Iterator[Wait]:
         for members in ctx.plan.ranks.values():
-            beats = {member: heard[member][0] for member in members if member in heard}
+            beats = {member: heard[member][0] for member in members if member in heard and ctx.instances[member].active}
             ranks = [
                 Rank(
                     name=str(member),

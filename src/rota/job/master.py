@@ -270,8 +270,8 @@ class JobMaster:
     async def _watch_silences(self) -> None:
         while True:
             await self._clock.sleep(WATCH_S)
-            events = self._watch.overdue(self.ctx, self._meetings.absent())
-            await asyncio.gather(*(self._tell_overdue(event) for event in events))
+            for event in self._watch.overdue(self.ctx, self._meetings.absent(self.ctx)):
+                self._own(self._tell_overdue(event))  # stacks take seconds; meanwhile the others are judged
 
     async def _tell_overdue(self, event: JobEvent) -> None:
         if isinstance(event, ProgressStalled):
@@ -386,7 +386,7 @@ class JobMaster:
 
     async def why(self) -> dict[str, Any]:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
-        return await self._watch.explain(self.ctx, self._meetings.absent(), self.stacks)
+        return await self._watch.explain(self.ctx, self._meetings.absent(self.ctx), self.stacks)
 
     def status(self) -> dict[str, Any]:
         """The state of the job and the last beat of every instance, with its age."""

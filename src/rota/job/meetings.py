@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from rota.job.core.context import JobContext
+from rota.spec.ids import RoleName
+
 
 @dataclass(slots=True)
 class _Gathering:
@@ -39,10 +42,10 @@ class Meetings:
         await here.complete.wait()
         return None if here.over else here.address
 
-    def absent(self) -> dict[str, tuple[str, ...]]:
-        """Who has not come, by role."""
+    def absent(self, ctx: JobContext) -> dict[str, tuple[str, ...]]:
+        """Who of those that take part has not come, by role. The seats of a world may have gaps."""
         return {
-            role: tuple(f"{role}/{rank}" for rank in range(here.world) if rank not in here.ranks)
+            role: tuple(str(one.id) for one in ctx.active_of(RoleName(role)) if one.id.rank not in here.ranks)
             for (role, _), here in self._open.items()
             if not here.complete.is_set()
         }

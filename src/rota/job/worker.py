@@ -18,7 +18,7 @@ from typing import Any
 
 from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
-from rota.job.checks import CHECK_MAX_S, NodeUnfit, quick
+from rota.job.checks import CHECK_MAX_S, NodeUnfit, Unfit, quick
 from rota.job.core.symptoms import storage_reason
 from rota.job.executor import JobPlace, checkpoint_dir
 from rota.job.flow import LoopBody
@@ -40,6 +40,8 @@ from rota.spec.reasons import Reason
 
 BEAT_ANSWER_S = 5.0
 FENCED_EXIT_STATUS, STUCK_EXIT_STATUS = 70, 71
+SPANS_WRITE_MAX_S = 2.0
+"""An instance that stops waits no longer than this for the disk to take its last spans."""
 TEXT_MAX, TRACE_MAX = 4000, 20_000
 """Characters of a failure that go into the log of the job."""
 DONE = {"answer": "done"}
@@ -107,7 +109,9 @@ class Instance:
         self._running: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._answered_s = clock.monotonic_s()
         self._beat_now = asyncio.Event()
+        self._disk = concurrent.futures.ThreadPoolExecutor(1, "spans")
         self._control.submit(self._beats())
+        self._control.submit(self._trace())
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run user code in the event loop in which ``call`` arrives; its host says so before anything else."""
@@ -216,15 +220,20 @@ class Instance:
         return DONE
 
     async def _check_node(self) -> None:
-        """Once a process, before any user code. Raises NodeUnfit, or TimeoutError when a disk does not answer."""
+        """Once a process, before any user code. Raises NodeUnfit."""
         seat = self._seat
         if self._checked or seat.role.fail.check == "none":
             return
         dirs = Home.of(seat.place.home).job(seat.place.job)
         output = Path(seat.spec.output) if seat.spec.output else dirs.output
         folders = (dirs.work, output, Path(checkpoint_dir(seat.spec, seat.place)))
-        async with asyncio.timeout(CHECK_MAX_S):
-            found = await asyncio.to_thread(quick, folders, seat.devices)
+        try:
+            async with asyncio.timeout(CHECK_MAX_S):
+                found = await asyncio.to_thread(quick, folders, seat.devices)
+        except TimeoutError:
+            names = ", ".join(str(folder) for folder in dict.fromkeys(folders))
+            text = f"one of {names} did not answer in {CHECK_MAX_S:g} s; check the mount"
+            raise NodeUnfit([Unfit(check="disk", reason=Reason.DATA_UNREACHABLE, text=text)]) from None
         if found:
             raise NodeUnfit(found)
         self._checked = True
@@ -248,7 +257,9 @@ class Instance:
     async def _stop(self, grace_s: float) -> None:
         self._ready = False
         await self._body.stop(grace_s)
-        await self._write_spans()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SPANS_WRITE_MAX_S):
+                await self._write_spans()
 
     async def _save(
         self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
@@ -294,7 +305,6 @@ class Instance:
                 await self._beat()
             except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must go on running out
                 traceback.print_exc()
-            await self._write_spans()
             silent_s = self._seat.clock.monotonic_s() - self._answered_s
             if silent_s > FENCE_EXIT_S:
                 os._exit(FENCED_EXIT_STATUS)
@@ -305,9 +315,20 @@ class Instance:
             except TimeoutError:
                 continue
 
+    async def _trace(self) -> None:
+        """Beside the beats, with a thread of its own: a disk that hangs holds up no beat and no fence."""
+        while True:
+            await self._write_spans()
+            await asyncio.sleep(BEAT_S)
+
     async def _write_spans(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk costs the trace, not the instance
-            await asyncio.to_thread(self._seat.pulse.waiting.spans.write, self._spans_path)
+        write = self._seat.pulse.waiting.spans.write
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, write, self._spans_path)
+        except OSError:
+            pass  # a full disk costs the trace, not the instance
+        except Exception:  # noqa: BLE001 - whatever is wrong with these spans, the next are written
+            traceback.print_exc()
 
     async def _beat(self) -> None:
         beat = Beat(

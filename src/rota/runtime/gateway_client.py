@@ -164,7 +164,7 @@ class GatewayClient:
         """What the master of a job says of it and of the last beat of each instance; None while it does not answer."""
         return await self.request("master_status", {"job": job}, timeout_s=timeout_s)
 
-    async def master_why(self, job: JobId, *, timeout_s: float = 15.0) -> dict[str, Any] | None:
+    async def master_why(self, job: JobId, *, timeout_s: float = 18.0) -> dict[str, Any] | None:
         """Who waits for whom in a job, as its master sees it now; None while it does not answer."""
         return await self.request("master_why", {"job": job}, timeout_s=timeout_s)
 

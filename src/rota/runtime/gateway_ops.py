@@ -19,7 +19,7 @@ from rota.spec.ids import JobId
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
 _STATUS_S = 1.0
-_WHY_S = 12.0
+_WHY_S = 15.0
 """Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
 

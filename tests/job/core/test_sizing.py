@@ -18,6 +18,7 @@ from rota.spec.events import (
     FailoverStarted,
     GangAsked,
     GangReleased,
+    GangReserveFailed,
     InstanceLost,
     ScaleAsked,
     TimerFired,
@@ -230,6 +231,21 @@ def test_a_lost_node_is_replaced_by_another_and_the_rest_goes_on(driven):
     assert driven.ctx.state is JobState.RUNNING
     assert driven.ctx.bundle(at("w/0"))[1].node == "h1"
     assert driven.ctx.instances[at("w/1")].restarts == other.restarts + 1, "it was on the same node"
+
+
+def test_a_place_that_the_engine_refuses_is_avoided_beside_the_lost_node(driven):
+    driven.free = None
+    driven.run(spec(service("w", 2), loop(), gang="subgraph"))
+    home = driven.ctx.bundle(at("w/0"))[1].node
+    driven.feed(lost(driven, "w/0", Reason.NODE_LOST))
+    driven.free = ["h9"]
+    driven.settle(hold="reserve/moved")
+    gang = next(one for one in driven.ctx.gangs if one.state == "reserving")
+    driven.free = None
+    driven.feed(GangReserveFailed(gang=gang.id, epoch=gang.epoch, reason=Reason.GANG_TIMEOUT))
+    driven.settle()
+    assert [one.avoid for one in driven.ctx.asks] == [(home, "h9")]
+    assert replayed(driven) == driven.ctx
 
 
 def test_a_whole_gang_is_given_back_before_its_replacement_is_reserved(driven):

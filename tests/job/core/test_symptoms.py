@@ -14,7 +14,6 @@ from rota.job.core.symptoms import (
     Pace,
     RateWatch,
     bad_losses,
-    device_fault,
     memory_evidence,
     storage_reason,
     stragglers,
@@ -69,25 +68,6 @@ def test_without_their_excuses_the_same_silences_would_be_drops() -> None:
     rows = [[*row[:3], "", row[4]] for row in json.loads(RATES.read_text())["rows"]]
     wait_s = next(row[0] for row in rows if row[4] == "wait")
     assert any(wait_s <= at_s <= wait_s + 45 for at_s in watched(rows))
-
-
-XIDS = [
-    ("NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus.", Reason.GPU_LOST),
-    ("[ 123.4] NVRM: Xid (PCI:0000:3B:00): 48, pid='<unknown>', name=<unknown>, Double Bit ECC Error", Reason.GPU_ECC),
-    ("NVRM: Xid (PCI:0000:41:00): 94, pid=77, name=python, Contained: SM (0x1). RST: No, D-RST: No", Reason.GPU_ECC),
-    ("NVRM: Xid (0000:41:00): 74, NVLink: fatal error detected on link 3", Reason.GPU_LOST),
-    ("NVRM: Xid (PCI:0000:3b:00): 31, pid=99, Ch 00000010, MMU Fault: ENGINE GRAPHICS", None),
-    ("NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception: ESR 0x404600=0x80000002", None),
-    ("NVRM: loading NVIDIA UNIX x86_64 Kernel Module  550.54.15", None),
-]
-
-
-@pytest.mark.parametrize(("line", "reason"), XIDS)
-def test_a_line_of_the_kernel_log_accuses_a_device_only_for_faults_of_the_device(line: str, reason: Reason) -> None:
-    found = device_fault(line)
-    assert (found.reason if found else None) is reason
-    if found is not None:
-        assert found.bus in ("0000:3b:00", "0000:41:00")
 
 
 def test_memory_needs_the_signal_and_the_count_of_the_kernel_and_no_word() -> None:

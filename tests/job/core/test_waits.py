@@ -32,7 +32,6 @@ def test_the_end_of_a_chain_is_the_culprit_and_not_those_who_wait_for_it() -> No
     found = graph("ab bc", stuck="abc")
     (root,) = found.roots()
     assert (root.members, root.deadlock, found.waiters(root)) == (("c",), False, ("a", "b"))
-    assert [wait.target for wait in found.chain("a")] == ["b", "c"]
 
 
 def test_a_sink_that_makes_progress_excuses_all_who_wait_for_it() -> None:

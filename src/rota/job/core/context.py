@@ -16,7 +16,7 @@ from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
-CONTEXT_VERSION = 1
+CONTEXT_VERSION = 2
 START_TIMEOUT_S = 300.0
 """Longest time from the start of an instance, or of a recovery, to readiness."""
 DIAGNOSE_S = 2.0
@@ -70,7 +70,7 @@ class Instance:
     ``epoch`` is what it should be at; ``process`` may have been started under an older one (re-formed in place).
     ``doomed`` are processes of it that must be gone before the next one starts. ``running``: a finite instance was
     told to run. ``ended``: it returned with success under this epoch. ``retired``: the job goes on without it.
-    ``spare``: nobody waits for it; it stands by, or comes up in the background. ``barred`` is a node that
+    ``spare``: nobody waits for it; it stands by, or comes up in the background. ``barred`` are nodes that
     it may not start on again, until it has another place. ``restored`` is the commit it came up with.
     """
 
@@ -84,7 +84,7 @@ class Instance:
     ended: bool = False
     retired: bool = False
     spare: bool = False
-    barred: NodeId | None = None
+    barred: tuple[NodeId, ...] = ()
     restarts: int = 0
     error: Loss | None = None
 

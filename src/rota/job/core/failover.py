@@ -371,18 +371,20 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
     stays = event.move_reason is Reason.NO_NODE
     barred = {} if stays else {one.id: one.barred for one in ctx.instances.values() if one.barred}
     if event.level is Level.NODE or leave:
-        barred |= {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].barred}
+        barred |= {
+            one: (ctx.bundle(one)[1].node,) for one in away if one in ctx.bound and not ctx.instances[one].barred
+        }
 
     def changed(member: InstanceId) -> Instance:
         one = ctx.instances[member]
         if member in leave:
-            return leaving(one, failover.epoch, barred=barred.get(member))
+            return leaving(one, failover.epoch, barred=barred.get(member, ()))
         if member in join:
             return replace(_re_form(one, failover.epoch), spare=False)
         if member not in fresh:
-            return replace(_re_form(one, failover.epoch), barred=barred.get(member))
+            return replace(_re_form(one, failover.epoch), barred=barred.get(member, ()))
         new = _replace(one, failover.epoch, lost=member in away)
-        return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member))
+        return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
 
     return replace(
         ctx.with_instances([changed(member) for member in failover.scope]),

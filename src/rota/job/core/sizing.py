@@ -164,19 +164,21 @@ def refused(ctx: JobContext, gang: GangId) -> JobContext | None:
     ask = next((one for one in ctx.asks if one.gang == gang), None)
     if ask is None:
         return None
-    return _without_grant(ctx, gang).with_instances(
-        [_refused(ctx, ctx.instances[member]) for member in ask.everybody if ctx.instances[member].process is None]
-    )
+    waiting = [ctx.instances[member] for member in ask.everybody if ctx.instances[member].process is None]
+    return _without_grant(ctx, gang).with_instances([_refused(ctx, one, ask.avoid) for one in waiting])
 
 
-def _refused(ctx: JobContext, one: Instance) -> Instance:
-    """One that nobody waits for, or that its world can begin without, is as if it had not been granted."""
+def _refused(ctx: JobContext, one: Instance, avoid: tuple[NodeId, ...]) -> Instance:
+    """One that nobody waits for, or that its world can begin without, is as if it had not been granted.
+
+    Another asks anew, and avoids what it avoided before and the node that was granted.
+    """
     assert ctx.spec is not None
     role = ctx.spec.role(one.id.role)
     others = len(ctx.active_of(role.name)) - 1
     if one.spare or (is_world(role) and world_of(role, others) == others):
         return replace(one, state=InstanceState.GONE, retired=True, spare=False)
-    return replace(one, barred=ctx.bundle(one.id)[1].node)
+    return replace(one, barred=tuple(dict.fromkeys((*avoid, ctx.bundle(one.id)[1].node))))
 
 
 def released(ctx: JobContext, gang: GangId) -> JobContext:
@@ -228,7 +230,7 @@ def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
     return ctx.with_instances(changed) if changed else ctx
 
 
-def leaving(one: Instance, epoch: Epoch, *, barred: NodeId | None = None) -> Instance:
+def leaving(one: Instance, epoch: Epoch, *, barred: tuple[NodeId, ...] = ()) -> Instance:
     """The job goes on without it: its process is stopped and none is started."""
     doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
     return replace(
@@ -246,8 +248,8 @@ def leaving(one: Instance, epoch: Epoch, *, barred: NodeId | None = None) -> Ins
 
 def _coming(one: Instance, epoch: Epoch) -> Instance:
     if not one.retired:
-        return replace(one, barred=None)
-    return replace(one, state=InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=None, ended=False)
+        return replace(one, barred=())
+    return replace(one, state=InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=(), ended=False)
 
 
 # -- worlds -----------------------------------------------------------------------------------------------------------
@@ -367,7 +369,7 @@ def _with_new_ask(ctx: JobContext, members: list[InstanceId], name: str) -> JobC
         gang=gang,
         epoch=epoch,
         members=tuple(bundle.members for bundle in request_of(ctx.spec, gang, members).bundles),
-        avoid=tuple(dict.fromkeys(one.barred for one in barred if one.barred)),
+        avoid=tuple(dict.fromkeys(node for one in barred for node in one.barred)),
         lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in barred),
         at_s=ctx.at_s,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
@@ -74,33 +73,6 @@ class RateWatch:
     def dropped(self) -> bool:
         """True while the rate has been low for too long."""
         return self.low_since_s is not None and self.now_s - self.low_since_s >= DROP_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFault:
-    """A fault that the driver reported: bus address of the device, number of the Xid, what it means for a job."""
-
-    bus: str
-    xid: int
-    reason: Reason
-
-
-_XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+)\b")
-_XIDS: dict[int, Reason] = {
-    **dict.fromkeys((48, 63, 64, 92, 94, 95), Reason.GPU_ECC),
-    **dict.fromkeys((62, 74, 79, 109, 110, 119, 120, 140, 143, 149, 150, 151), Reason.GPU_LOST),
-}
-"""Numbers that mean a bad device (NVIDIA, "XID Errors", deployment guide). 13, 31, 43, 45, 68 and the like come from
-the code that ran on the device, or follow another fault: they accuse no device."""
-
-
-def device_fault(line: str) -> DeviceFault | None:
-    """The fault of a device in a line of the kernel log; None for other lines and for errors of code that ran there."""
-    match = _XID.search(line)
-    reason = _XIDS.get(int(match.group(2))) if match else None
-    if match is None or reason is None:
-        return None
-    return DeviceFault(bus=match.group(1).lower(), xid=int(match.group(2)), reason=reason)
 
 
 def memory_evidence(signal: int | None, kills_before: int | None, kills_after: int | None) -> str:

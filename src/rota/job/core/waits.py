@@ -85,19 +85,6 @@ class WaitGraph:
                 found.append(Root(members=members, cycle=self._cycle(inside)))
         return tuple(sorted(found, key=lambda root: root.members))
 
-    def chain(self, start: str) -> tuple[Wait, ...]:
-        """The way from ``start`` along the oldest wait of each vertex, to a sink or to where it closes."""
-        way: list[Wait] = []
-        seen: set[str] = set()
-        while start not in seen:
-            seen.add(start)
-            onward = max((wait for wait in self.waits if wait.source == start), key=_age, default=None)
-            if onward is None:
-                break
-            way.append(onward)
-            start = onward.target
-        return tuple(way)
-
     def waiters(self, root: Root) -> tuple[str, ...]:
         """Everybody who waits for a root, directly or through others."""
         inside = set(root.members)

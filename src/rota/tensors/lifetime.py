@@ -8,13 +8,14 @@ nobody. ``drain`` hands the ended leases to the thread that tells the registry.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -70,6 +71,8 @@ class Leases:
         self._table: dict[int, _Lease] = {}
         self._ended: deque[tuple[_Lease, weakref.ref[Any]]] = deque()
         self._seq = 0
+        self._getting: set[int] = set()
+        self._idle: list[_Lease] = []
 
     def __len__(self) -> int:
         return len(self._table)
@@ -79,11 +82,22 @@ class Leases:
         """Holders that ended and were not drained yet."""
         return len(self._ended)
 
-    def next_seq(self) -> int:
-        """A sequence number above all before it."""
+    @contextlib.contextmanager
+    def getting(self) -> Iterator[int]:
+        """A sequence number above all before it, for one get from its call of the registry until it holds.
+
+        Two threads may get one version in the other order than their numbers: the registry then has the higher one,
+        and its release would end the lease of the get that is still under way. So it waits.
+        """
         with self._lock:
             self._seq += 1
-            return self._seq
+            seq = self._seq
+            self._getting.add(seq)
+        try:
+            yield seq
+        finally:
+            with self._lock:
+                self._getting.discard(seq)
 
     def hold(self, version: int, seq: int, blocks: Sequence[Block], *, sealed: bool) -> list[Held]:
         """Holders of a version the registry just leased to ``seq``; an open one that still lives is used again."""
@@ -118,6 +132,15 @@ class Leases:
                 lease.bases.pop(id(ref), None)
                 lease.alive -= 1
                 if lease.alive == 0:
+                    self._idle.append(lease)
+            first = min(self._getting, default=self._seq + 1)
+            idle, self._idle = self._idle, []
+            for lease in idle:
+                if lease.alive or self._table.get(lease.version) is not lease:
+                    continue  # held again meanwhile, or ended already
+                if lease.seq > first:
+                    self._idle.append(lease)
+                else:
                     del self._table[lease.version]
                     out.append((lease.version, lease.seq, lease.mirror))
         return out

@@ -423,10 +423,10 @@ class Plane:
 
     def _view_pending(self, pending: Pending, as_: str) -> Any:
         """A leased view of a version that only its writer may see."""
-        space, seq = self._space, self._space.leases.next_seq()
-        wanted = [(pending.name, f"v{pending.reserved.version}")]
-        leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
-        held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
+        space, wanted = self._space, [(pending.name, f"v{pending.reserved.version}")]
+        with space.leases.getting() as seq:
+            leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
+            held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
         return view_of(pending.draft.tensors[0], held.holder, held.base, as_)
 
     def _rows(self, prefix: str = "") -> list[Row]:

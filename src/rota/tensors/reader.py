@@ -133,19 +133,24 @@ class Reader:
         while True:
             seen = self._space.table.creations
             try:
-                return self._space.retry(lambda: self._lease(wanted, sealed, as_))
+                return self._space.retry(lambda: self._get(wanted, sealed, as_))
             except Refused as refused:
                 left_s = deadline_s - self._space.clock.monotonic_s()
                 if refused.code not in ("NOTFOUND", "BEHIND") or left_s <= 0:
                     self._raise(refused, wanted, wait_s)
                 self._wait(refused, seen, min(left_s, _RECHECK_S))
 
-    def _lease(
+    def _get(
         self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
+    ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
+        with self._space.leases.getting() as seq:
+            return self._lease(seq, wanted, sealed, as_)
+
+    def _lease(
+        self, seq: int, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
     ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
         space = self._space
         epoch = space.table.epoch
-        seq = space.leases.next_seq()
         leased = space.registry.get(space.client, seq, wanted)
         faults.point("leased")
         try:

@@ -296,3 +296,19 @@ def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_give
             rota.tensors.down(home)
     finally:
         subprocess.run(["umount", "-l", small], check=True)
+
+
+def test_a_get_on_its_way_keeps_the_lease_that_a_later_get_of_the_same_version_ends(plane: Plane) -> None:
+    plane.put("x", np.arange(4))
+    space = plane._space
+    with space.leases.getting() as seq:  # the first get: leased by the registry after the second one, not held yet
+        view = plane.get("x", as_="numpy")
+        leased = space.registry.get(space.client, seq, [("x", "")])[0]
+        del view
+        plane.release("x")
+        assert leases(plane) == 1
+        held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)
+    assert leases(plane) == 1
+    assert plane.fsck()["violations"] == []
+    del held
+    assert leases(plane) == 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fsspec")
 
-from rota.spec.errors import BadInput, NotReachable
+from rota.spec.errors import BadInput, NotReachable, TimedOut
 from rota.train.data_cache import DataCache
 
 
@@ -54,10 +56,33 @@ def test_a_part_of_a_dead_download_is_never_given_out_and_many_fetch_once(tmp_pa
     wanted.unlink()
     wanted.with_suffix(".part").write_bytes(b"torn")
     found: list[Path] = []
+    downloads: list[str] = []
+
+    class Counted(DataCache):
+        def _download(self, files: Any, path: str, wanted: Path, size: int) -> None:
+            downloads.append(path)
+            super()._download(files, path, wanted, size)
+
+    cache = Counted(tmp_path / "cache")
     threads = [threading.Thread(target=lambda: found.append(cache.fetch(str(path)))) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert found == [wanted] * 6 and wanted.read_bytes() == path.read_bytes()
-    assert wanted.stat().st_nlink == 1 and not wanted.with_suffix(".part").exists()
+    assert downloads == [str(path)] and found == [wanted] * 6
+    assert (
+        wanted.read_bytes() == path.read_bytes()
+        and wanted.stat().st_nlink == 1
+        and not wanted.with_suffix(".part").exists()
+    )
+
+
+def test_a_fetch_that_never_ends_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+    path, folder = source(tmp_path, "a", 10), tmp_path / "cache"
+    DataCache(folder).fetch(str(path))
+    (lock,) = (one for one in folder.glob("*.lock") if one.stem != "evict")
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(TimedOut, match=r"held by another process for 0\.1 s"):
+            DataCache(folder, lock_s=0.1).fetch(str(path))
+    assert DataCache(folder, lock_s=0.1).fetch(str(path)).exists()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.train.shards import DataSpec, Lease, ShardTable, pack, sample_at
+from rota.train.shards import DataSpec, Lease, ShardTable, sample_at
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 
@@ -139,9 +139,3 @@ def test_the_order_of_an_epoch_is_a_permutation_that_looks_shuffled(samples: int
         fixed = sum(one == at for at, one in enumerate(orders[0]))
         rising = sum(a < b for a, b in zip(orders[0], orders[0][1:], strict=False))
         assert fixed < 8 and 440 < rising < 560
-
-
-def test_packing_fills_rows_and_loses_no_sequence() -> None:
-    rows = pack([5, 9, 4, 1, 12, 3, 7], 10)
-    assert sorted(index for row in rows for index in row) == list(range(7))
-    assert [sorted(row) for row in rows] == [[4], [1, 3], [5, 6], [0, 2]]

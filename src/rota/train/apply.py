@@ -206,6 +206,8 @@ class Parallel:
 
     def close(self) -> None:
         """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
+        if self.agree is not None:
+            self.agree.close()
         self._wrapped, self._pipeline, self.pieces = [], None, []
 
     def _held_columns(self, seq: int) -> torch.Tensor:

@@ -6,8 +6,7 @@ of the residues alone: nothing is lost, it comes later (Karimireddy et al., "Err
 Gradient Compression Schemes", ICML 2019, algorithm 1). Parameters of one dim (norms, biases) are sent whole.
 
 Each hook has a process group of its own and starts its collectives in bucket order; a bucket that any rank finds
-non-finite is sent whole. ``Compressor.flush()`` makes the next step send g + e whole, and clears e: call it when the
-world changes.
+non-finite is sent whole.
 """
 
 from __future__ import annotations
@@ -58,16 +57,11 @@ class Compressor:
     errors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     warm: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     wire_bytes: int = 0
-    flushing: bool = False
 
     @property
     def world(self) -> int:
         """Ranks of the group."""
         return dist.get_world_size(self.group)
-
-    def flush(self) -> None:
-        """Send the next step whole, residues included."""
-        self.flushing = True
 
     def state_dict(self) -> dict[str, Any]:
         """Residues and warm factors: part of a checkpoint."""
@@ -95,8 +89,6 @@ def hook(state: Compressor, bucket: Bucket) -> Future:
     future: Future = torch.futures.Future()
     names = [state.names[id(param)] for param in bucket.parameters()]
     future.set_result(average(state, names, bucket.buffer(), bucket.gradients()))
-    if bucket.is_last():
-        state.flushing = False
     return future
 
 
@@ -112,8 +104,8 @@ def average(state: Compressor, names: Sequence[str], buffer: torch.Tensor, gradi
     flat = torch.cat([gradient.reshape(-1) for gradient in wide.values()])
     for name, part in zip(wide, _parts(wide.values(), flat), strict=True):
         if (error := state.errors.pop(name, None)) is not None:
-            part += error
-    if state.flushing or not _all_finite(state, flat):
+            part += error.to(part.device)
+    if not _all_finite(state, flat):
         mean = state.mean(flat)
     else:
         mean, errors = _COMPRESS[state.how.kind](state, flat, wide)
@@ -134,7 +126,7 @@ def _write(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> None:
 
 
 def _all_finite(state: Compressor, flat: torch.Tensor) -> bool:
-    bad = torch.tensor([0 if torch.isfinite(flat).all() else 1])
+    bad = torch.isfinite(flat).all().logical_not().int().view(1)
     dist.all_reduce(bad, dist.ReduceOp.MAX, group=state.group)
     return not bad.item()
 
@@ -228,8 +220,8 @@ def _powersgd(state: Compressor, flat: torch.Tensor, wide: Named) -> Sent:
             means.append(state.mean(part.clone()))
             errors.append(torch.zeros_like(part))
             continue
-        seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        right = state.warm.get(name, torch.randn(columns, rank, generator=seed))
+        seed = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+        right = state.warm.get(name, torch.randn(columns, rank, generator=seed, device="cpu")).to(matrix)
         left = torch.linalg.qr(state.mean(matrix @ right)).Q
         own = matrix.t() @ left
         right = state.warm[name] = state.mean(own.clone())

@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import fsspec
 
-from rota.spec.errors import BadInput, NotReachable
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.spec.errors import BadInput, NotReachable, TimedOut
 
 DEFAULT_BYTES_MAX: Final = 20 * 2**30
+LOOK_S: Final = 0.05
 _PART: Final = ".part"
 
 
@@ -23,17 +25,18 @@ class DataCache:
     """Files of one node under ``folder``, addressed by source and version; at most ``bytes_max`` bytes are kept.
 
     A file in use by an open descriptor or mapping stays readable when it is evicted. Processes share the folder: one
-    fetches, the others wait for its lock, which its death frees.
+    fetches, the others wait for its lock for up to ``lock_s``; its death frees it.
     """
 
-    def __init__(self, folder: Path, *, bytes_max: int = DEFAULT_BYTES_MAX) -> None:
+    def __init__(self, folder: Path, *, bytes_max: int = DEFAULT_BYTES_MAX, lock_s: float = 3600.0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._bytes_max = folder, bytes_max
+        self._folder, self._bytes_max, self._lock_s = folder, bytes_max, lock_s
 
     def fetch(self, uri: str) -> Path:
         """The local file of what ``uri`` (any fsspec URL, or a path) holds now; the newest one had, if unreachable.
 
-        Raises BadInput for a file above ``bytes_max``, NotReachable when neither source nor copy can be read.
+        Raises BadInput for a file above ``bytes_max``, NotReachable when neither source nor copy can be read,
+        TimedOut when another process fetches it for more than ``lock_s`` seconds.
         """
         source = hashlib.sha256(uri.encode()).hexdigest()[:24]
         try:
@@ -88,9 +91,22 @@ class DataCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        fd = os.open(self._folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path, clock = self._folder / f"{name}.lock", SystemClock()
+        end_s = clock.monotonic_s() + self._lock_s
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            while not _take(fd):
+                if clock.monotonic_s() > end_s:
+                    raise TimedOut(f"{path}: held by another process for {self._lock_s:g} s", hint="raise lock_s")
+                blocking_sleep(LOOK_S)
             yield
         finally:
             os.close(fd)
+
+
+def _take(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -39,6 +39,10 @@ class Synchroniser(Protocol):
         """Inverse of ``state_dict``."""
         ...
 
+    def close(self) -> None:
+        """End what it started; no update comes after. Collective."""
+        ...
+
 
 Maker = Callable[[ParallelPlan, PlanMesh], Synchroniser]
 _MAKERS: dict[str, Maker] = {}

@@ -165,21 +165,3 @@ def mix(value: int) -> int:
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
-
-
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Sequences into rows of at most ``budget`` tokens, longest first, each into the fullest row that holds it.
-
-    Best-fit decreasing, at most 11/9 of the fewest rows plus 4 (Johnson 1973). Lengths above the budget get a row each.
-    """
-    rows: list[list[int]] = []
-    left: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
-        fits = [row for row, room in enumerate(left) if room >= lengths[index]]
-        row = min(fits, key=lambda one: (left[one], one), default=len(rows))
-        if row == len(rows):
-            rows.append([])
-            left.append(budget)
-        rows[row].append(index)
-        left[row] -= lengths[index]
-    return rows

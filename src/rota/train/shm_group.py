@@ -162,7 +162,7 @@ class ShmGroup(dist.ProcessGroup):
         if not self._carried((output, input)):
             return self._gloo._allgather_base(output, input, opts or c10d.AllgatherOptions())
         flat = _flat(output)
-        self._do(lambda: self._all_gather(list(flat.view(self._size, -1)), _flat(input)))
+        self._do(lambda: self._all_gather(list(_rows(flat, self._size)), _flat(input)))
         _restore([output], [flat])
         return _done([output])
 
@@ -185,7 +185,7 @@ class ShmGroup(dist.ProcessGroup):
         if op is None:
             return self._gloo._reduce_scatter_base(output, input, opts)
         flat = _flat(output)
-        self._do(lambda: self._reduce_scatter(flat, list(_flat(input).view(self._size, -1)), op))
+        self._do(lambda: self._reduce_scatter(flat, list(_rows(_flat(input), self._size)), op))
         _restore([output], [flat])
         return _done([output])
 
@@ -211,8 +211,8 @@ class ShmGroup(dist.ProcessGroup):
             opts = opts or c10d.AllToAllOptions()
             return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)
         flat = _flat(output)
-        parts = list(flat.view(self._size, -1))
-        self._do(lambda: self._all_to_all(parts, list(_flat(input).view(self._size, -1))))
+        parts = list(_rows(flat, self._size))
+        self._do(lambda: self._all_to_all(parts, list(_rows(_flat(input), self._size))))
         _restore([output], [flat])
         return _done([output])
 
@@ -262,7 +262,7 @@ class ShmGroup(dist.ProcessGroup):
 
     def _all_reduce(self, flat: torch.Tensor, op: str) -> None:
         if self._size > 2 and flat.nbytes > _DIRECT_MAX and flat.numel() % self._size == 0:
-            parts = list(flat.view(self._size, -1))
+            parts = list(_rows(flat, self._size))
             self._reduce_scatter(parts[self._rank], parts, op)
             self._all_gather(parts, parts[self._rank])
             return
@@ -386,6 +386,10 @@ class ShmGroup(dist.ProcessGroup):
 
 
 _NOTHING: Final = torch.empty(0)
+
+
+def _rows(flat: torch.Tensor, count: int) -> torch.Tensor:
+    return flat.view(count, flat.numel() // count)  # -1 has no meaning for an empty tensor
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

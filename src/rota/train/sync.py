@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.runtime import environ
+from rota.runtime.chance import SystemChance
+from rota.runtime.process import boot_id
 from rota.spec.errors import BadInput
 from rota.train import compress, hooks
 from rota.train.collectives import Levels, hierarchical_all_reduce, make_levels
@@ -21,7 +23,7 @@ from rota.train.plan.model import ParallelPlan
 from rota.train.ps import Rule
 from rota.train.ps_client import PsClient
 from rota.train.ps_server import PsServer, ServerSpec
-from rota.train.ps_table import RowOptimizer
+from rota.train.ps_table import Floats, RowOptimizer
 
 c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
 TURN_S: Final = 600.0
@@ -51,8 +53,11 @@ class Compressed:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Residues of this rank."""
-        assert self.compressor is not None, "attach() comes before load_state_dict()"
-        self.compressor.load_state_dict(state)
+        if self.compressor is not None:
+            self.compressor.load_state_dict(state)
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class Hierarchical:
@@ -77,6 +82,9 @@ class Hierarchical:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 def _hierarchical_hook(levels: Levels, bucket: Any) -> Any:
@@ -134,12 +142,16 @@ class LocalSgd:
         """Inverse of ``state_dict``."""
         self._steps, self._anchor, self._slow = int(state["steps"]), state["anchor"].clone(), state["slow"].clone()
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 class PsSync:
     """Weights live on parameter servers, which the first ``servers`` ranks host; each update is push, turn, pull.
 
-    The optimizer is read for its kind and rate only (SGD, Adagrad or Adam without decay and momentum) and runs on the
-    servers. In ps_async and ps_ssp each push is applied by itself, so the rate is that of one replica.
+    The ranks are of one machine. The optimizer is read once for its kind and rate (SGD, Adagrad or Adam without decay
+    and momentum) and runs on the servers in fp32; a rate that changes later is refused. In ps_async and ps_ssp each
+    push is applied by itself, so the rate is that of one replica.
     """
 
     reduces = False
@@ -149,6 +161,7 @@ class PsSync:
         self._weights: list[nn.Parameter] = []
         self._server: PsServer | None = None
         self._kept: dict[str, Any] = {}
+        self._lr = 0.0
         self.client: PsClient | None = None
 
     def attach(self, model: nn.Module) -> None:
@@ -156,9 +169,15 @@ class PsSync:
         self._weights = list(model.parameters())
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Push this replica's gradients, wait for the next turn, take over the weights. Raises TimedOut, Fenced."""
+        """Push this replica's gradients, wait for the next turn, take over the weights.
+
+        Raises TimedOut, Fenced, and BadInput when the optimizer does not run on servers or its rate has changed.
+        """
         client = self.client or self._start(optimizer)
-        client.push_dense(torch.cat([_grad(one) for one in self._weights]).numpy())
+        if (rate := optimizer.param_groups[0]["lr"]) != self._lr:
+            text = f"optimizer: its rate went from {self._lr:g} to {rate:g}, parameter servers keep the first"
+            raise BadInput(text, hint="train at a constant rate, or use another sync.mode")
+        client.push_dense(_array(torch.cat([_grad(one) for one in self._weights])))
         client.tick()
         client.wait_turn(TURN_S, dense=True)
         _write(self._weights, torch.from_numpy(client.pull_dense()))
@@ -167,17 +186,25 @@ class PsSync:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if not 1 <= self._servers <= size:
             raise BadInput(f"sync.servers: {self._servers}, hosted by the {size} replicas", hint=f"use 1 to {size}")
+        chosen = row_optimizer(optimizer)
+        tokens: list[Any] = [None] * size
+        dist.all_gather_object(tokens, SystemChance().fresh(), group=self._group)
         address = ""
         if rank < self._servers:
-            self._server = PsServer(ServerSpec(rule=self._rule, dense=row_optimizer(optimizer)))
+            self._server = PsServer(ServerSpec(rule=self._rule, dense=chosen, token=tokens[0]))
             if self._kept:
                 self._server.restore(self._kept)
             address = self._server.serve()
-        addresses: list[Any] = [None] * size
-        dist.all_gather_object(addresses, address, group=self._group)
-        self.client = client = PsClient(addresses[: self._servers], rank)
+        places: list[Any] = [None] * size
+        dist.all_gather_object(places, (address, boot_id()), group=self._group)
+        if (machines := len({boot for _, boot in places})) > 1:
+            self._end_server()
+            text = f"sync.mode: {self._rule.mode} on {machines} machines: the servers of a plan are reached on one only"
+            raise BadInput(text, hint="use another mode, or run PsServer as a role of the job")
+        self._lr = chosen.lr
+        self.client = client = PsClient([one for one, _ in places[: self._servers]], rank, token=tokens[0])
         dist.barrier(group=self._group)  # all have joined before anybody pushes
-        client.offer_dense(_flat(self._weights).numpy())
+        client.offer_dense(_array(_flat(self._weights)))
         client.wait_turn(TURN_S, dense=True)
         return client
 
@@ -190,11 +217,23 @@ class PsSync:
         assert self.client is None, "load_state_dict() comes before the first update"
         self._kept = state.get("shard", {})
 
+    def close(self) -> None:
+        """Hang up and end the servers, when all ranks are done. Collective."""
+        if self.client is not None:
+            dist.barrier(group=self._group)  # nobody waits for an answer any more
+            self.client.close(leave=False)
+            self._end_server()
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
 
 def row_optimizer(optimizer: torch.optim.Optimizer) -> RowOptimizer:
     """The server's optimizer that does what a torch one would. Raises BadInput for one that servers do not have."""
     (group, *more), kind = optimizer.param_groups, type(optimizer).__name__.lower()
-    off = [name for name in ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize") if group.get(name)]
+    absent = ("momentum", "weight_decay", "lr_decay", "amsgrad", "maximize", "initial_accumulator_value")
+    off = [name for name in absent if group.get(name)]
     if kind not in ("sgd", "adagrad", "adam") or off or more:
         raise BadInput(
             f"optimizer: {kind} with {', '.join(off) or f'{1 + len(more)} groups'} does not run on parameter servers",
@@ -205,6 +244,10 @@ def row_optimizer(optimizer: torch.optim.Optimizer) -> RowOptimizer:
 
 def _flat(weights: Sequence[nn.Parameter]) -> torch.Tensor:
     return torch.cat([one.detach().reshape(-1) for one in weights])
+
+
+def _array(flat: torch.Tensor) -> Floats:
+    return flat.float().cpu().numpy()
 
 
 def _grad(weight: nn.Parameter) -> torch.Tensor:

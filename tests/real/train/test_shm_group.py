@@ -64,6 +64,10 @@ def every_collective(rank: int, size: int) -> int:
             dist.all_to_all_single(swapped, given(rank, n, dtype), group=g)
             assert torch.equal(swapped, torch.cat([one.view(size, -1)[rank] for one in all_given]))
             checked += 1
+    none = torch.empty(0)
+    dist.all_gather_single(torch.empty(0), none, group=g)
+    dist.reduce_scatter_single(torch.empty(0), none, group=g)
+    dist.all_to_all_single(torch.empty(0), none, group=g)
     dist.barrier(group=g)
     return checked + what_gloo_does(rank, size, g)
 

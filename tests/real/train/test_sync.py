@@ -15,6 +15,8 @@ import torch.distributed as dist
 from tests.real.train.ranks import run_ranks
 from torch import nn
 
+from rota.spec.errors import BadInput
+from rota.train import sync
 from rota.train.collectives import ring_all_reduce, tree_all_reduce
 from rota.train.compress import Compression
 from rota.train.embedding import ShardedEmbedding
@@ -102,6 +104,12 @@ def every_way(rank: int, size: int) -> dict[str, Any]:
     found["ssp learns"] = float(loss(trained, 0, 99).detach()) < before
     assert ssp.client is not None
     found["ssp lead"] = max(one["lead_max"] for one in ssp.client.stats())
+    ssp.close()
+    sync.boot_id = lambda: f"machine {rank // 2}"
+    try:
+        train(rank, PsSync(Rule(mode="ps_sync"), 2, group), adam)
+    except BadInput as error:
+        found["refused"] = error.message
     found["hybrid"] = hybrid(rank, size)
     dist.barrier()  # servers live in the first ranks
     return found
@@ -147,6 +155,7 @@ def test_each_way_to_agree_does_what_it_says(train_home: Path) -> None:
         assert found["ps_sync"] <= 1e-6
         assert found["hybrid"] <= 1e-6
         assert 0 < found["bf16"] <= 2e-3
+        assert "ps_sync on 2 machines" in found["refused"]
         assert found["ssp learns"] and found["ssp lead"] <= 1
 
 

@@ -22,7 +22,7 @@ from rota.train.shm_arena import CollectiveMismatch, PeerLost
 
 def group(**how: Any) -> Any:
     shm_group.register()
-    made = dist.new_group(backend="rota_shm", **how)
+    made: Any = dist.new_group(backend="rota_shm", **how)
     inner: Any = made._get_backend(torch.device("cpu")) if not isinstance(made, shm_group.ShmGroup) else made
     assert inner.shared
     return made
@@ -76,7 +76,7 @@ def what_gloo_does(rank: int, size: int, g: Any) -> int:
     """Gaps, odd sizes, point to point, uneven exchanges: not in shared memory, yet right."""
     wide = given(rank, 1001, torch.float32).repeat(2, 1).t()  # not contiguous, odd
     dist.all_reduce(wide, group=g)
-    total = sum(given(peer, 1001, torch.float32) for peer in range(size))
+    total = torch.stack([given(peer, 1001, torch.float32) for peer in range(size)]).sum(0)
     assert torch.equal(wide[:, 1], total)
     flags = torch.tensor([rank == 0, False])
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=g)

@@ -73,6 +73,7 @@ class RunFigures:
     fragmentation: float
     preemptions: int
     migrations: int
+    turns: int
     decisions: int
     violations: int
     wall_s: float
@@ -121,6 +122,7 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
         "fairness_jain": jain([used[vc] / entitled[vc] for vc in entitled if entitled[vc] > 0]),
         "preemptions": run.preemptions,
         "migrations": run.migrations,
+        "turns": run.turns,
         "lost_gpu_s": sum(job.lost_gpu_s for job in jobs),
         "deadline_hit": sum(job.end_s is not None and job.end_s <= (job.deadline_s or 0) for job in deadlines)
         / len(deadlines)

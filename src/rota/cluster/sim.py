@@ -17,6 +17,7 @@ from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, line_key
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId, NodeId
+from rota.spec.reasons import Reason
 from rota.spec.resources import Health
 
 END, RELEASE, FAIL, ARRIVE, WAKE = range(5)
@@ -89,6 +90,8 @@ class SimResult:
     borrowed_gpu_s: dict[str, float] = field(default_factory=dict[str, float])
     fragmentation: float = 0.0
     preemptions: int = 0
+    migrations: int = 0
+    turns: int = 0
     decisions: int = 0
     violations: int = 0
     wall_s: float = 0.0
@@ -186,7 +189,10 @@ class Simulation:
             # A job that was stopped meanwhile neither ends nor lets go by what was expected of its last attempt.
             run = self.runs[JobId(name)]
             if run.attempts == attempt and run.state == "RUNNING":
-                (self._end if kind == END else self._release)(JobId(name))
+                if kind == END:
+                    self._end(JobId(name))
+                else:
+                    self._release(JobId(name), extra if isinstance(extra, float) else None)
         elif kind == FAIL:
             self._fail(NodeId(name), extra if isinstance(extra, Health) else None)
 
@@ -219,13 +225,15 @@ class Simulation:
         run.attempts = -run.attempts
         cycle.apply(self.state, facts.JobGone(job=job), self.now)
 
-    def _release(self, job: JobId) -> None:
-        """A preempted job lets go; what was not saved is lost."""
+    def _release(self, job: JobId, saved_s: float | None = None) -> None:
+        """A preempted job lets go; what was not saved is lost. ``saved_s`` is when it saved to be suspended."""
         run = self.runs[job]
         self._account(run)
         worked = max(0.0, self.now - run.work_from_s)
         every = run.job.checkpoint_every_s
         kept = worked // every * every if every else 0.0
+        if saved_s is not None:
+            worked = kept = max(0.0, saved_s - run.work_from_s)
         run.done_s += kept * run.rate
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
         run.state = "QUEUED"
@@ -256,11 +264,8 @@ class Simulation:
             match decision:
                 case Admit(job=job, held=held):
                     self._start(job, held)
-                case Preempt(job=job):
-                    self.runs[job].preemptions += 1
-                    self.result.preemptions += 1
-                    at = self.now + self.overheads.preempt_delay_s
-                    heappush(self.heap, (at, RELEASE, job, self.runs[job].attempts, None))
+                case Preempt(job=job, reason=reason):
+                    self._stop(job, reason)
                 case WakeAt(at=at):
                     self._wake(at)
                 case WaitOn():
@@ -269,6 +274,17 @@ class Simulation:
             self.result.violations += len(violations(self.state))
             if self.state.lines:
                 self._samples.append(unusable_share(self.state))
+
+    def _stop(self, job: JobId, reason: Reason) -> None:
+        """Ask a job for its devices. To move or to take turns it saves first; else its last checkpoint stands."""
+        result, suspends = self.result, reason in (Reason.MIGRATED_AFFINITY, Reason.TIME_SLICE)
+        self.runs[job].preemptions += 1
+        result.preemptions += 1
+        result.migrations += reason is Reason.MIGRATED_AFFINITY
+        result.turns += reason is Reason.TIME_SLICE
+        at = self.now + self.overheads.preempt_delay_s + (self.overheads.checkpoint_s if suspends else 0.0)
+        saved_s = self.now + self.overheads.preempt_delay_s if suspends else None
+        heappush(self.heap, (at, RELEASE, job, self.runs[job].attempts, saved_s))
 
     def _wake(self, at: float) -> None:
         if at > self.now and at not in self.wakes:

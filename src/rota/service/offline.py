@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
+    from rota.cluster.sim import Overheads
     from rota.spec.resources import Node
 
 
@@ -75,12 +76,22 @@ def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
 
 
 def sim_run(
-    trace: Path, vcs: Path, profile: str, *, scale: float, seed: int, out_jobs: Path | None, all_jobs: bool
+    trace: Path,
+    vcs: Path,
+    profile: str,
+    *,
+    scale: float,
+    seed: int,
+    out_jobs: Path | None,
+    all_jobs: bool,
+    overheads: Overheads | None = None,
 ) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
     from rota.cluster.runs import run_sim
 
-    given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs)
+    given = run_sim(
+        trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs, overheads=overheads
+    )
     return {"api": "rota/v1", "kind": "SimRun", **given}
 
 

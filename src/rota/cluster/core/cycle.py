@@ -51,7 +51,7 @@ def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
             state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
         case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
             state.release(txn, job)
-            state.put(txn, replace(state.jobs[job], back_at=back_at))
+            state.put(txn, replace(state.jobs[job], back_at=back_at, left_at=now))
         case JobSaved() if row is not None:
             state.put(txn, replace(row, saved_at=now))
         case JobPaused(paused=paused) if row is not None and not row.held:
@@ -148,9 +148,14 @@ class _Pass:
             if (wait := self.verdicts.get(line_key(row)) or self._gate_order(row)) is not None:
                 self._tell(row, wait)
         # 4. wake up when time alone will change something
+        if (round_s := self.profile.round_s) and self._somebody_waits_beside_others():
+            self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
             self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
         return self.decisions
+
+    def _somebody_waits_beside_others(self) -> bool:
+        return bool(self.state.lines) and any(row.phase == "running" for row in self.state.jobs.values())
 
     def _heads(self, key: LineKey) -> list[_Entry]:
         if not self.profile.order.by_job:

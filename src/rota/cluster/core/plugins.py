@@ -126,6 +126,8 @@ class Profile:
     """Under ``reserve``: a job that waited so long and has no known start holds up what is behind it."""
     prepare: Callable[[State], None] | None = None
     """Called before every pass, for policies that keep books of their own."""
+    round_s: float = 0.0
+    """With it a pass is made at every multiple as long as jobs wait beside running ones."""
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""
     remember: bool = True

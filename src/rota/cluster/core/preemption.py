@@ -39,7 +39,7 @@ def choose_victims(
     """
     cost = {other.ask.id: lost_gpu_s(other, now, restart_s) for other, _ in candidates}
     reasons = {other.ask.id: reason for other, reason in candidates}
-    chosen = _greedy(state, txn, row, placer, [other.ask.id for other, _ in candidates])
+    chosen = enough_of(state, txn, row, placer, [other.ask.id for other, _ in candidates])
     if chosen is None:
         return None
     if len(candidates) <= EXACT_MAX:
@@ -54,7 +54,8 @@ def _fits_without(state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Seq
         return placer.place(state, txn, row) is not None
 
 
-def _greedy(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]) -> list[JobId] | None:
+def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]) -> list[JobId] | None:
+    """The first of these whose release lets the job be placed, without those that are superfluous, or None."""
     low, high = 1, len(order)
     if not order or not _fits_without(state, txn, row, placer, order):
         return None

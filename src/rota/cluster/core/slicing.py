@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,6 +23,24 @@ class AffinityNode:
     load: float = 0.0
 
 
+def kinship(sizes: Collection[int], gpus: int) -> int:
+    """0 for a node that has jobs of this size, 1 for one without jobs, 2 for one with others."""
+    return 0 if gpus in sizes else 2 if sizes else 1
+
+
+def _sizes(node: AffinityNode) -> tuple[int, ...]:
+    return () if node.affinity is None else (node.affinity,)
+
+
+def potential(free: Sequence[int]) -> int:
+    """Minus the sum of the squares of what is free on each node: lowest where free devices lie together.
+
+    Moving ``g`` devices from a node with ``s`` free to one with ``t`` changes it by ``2 g (t - s - g)``. It is a whole
+    number with a least value, so moves that lower it come to an end.
+    """
+    return -sum(devices * devices for devices in free)
+
+
 def choose_by_affinity(nodes: Sequence[AffinityNode], gpus: int) -> tuple[str | None, Mode]:
     """Where a job of ``gpus`` devices goes, and how; None = it waits.
 
@@ -30,13 +48,8 @@ def choose_by_affinity(nodes: Sequence[AffinityNode], gpus: int) -> tuple[str | 
     node of its size whose jobs can be suspended. Source: Gandiva (OSDI'18), section 3.2.
     """
     room = [node for node in nodes if node.free >= gpus]
-    for group in (
-        [node for node in room if node.affinity == gpus],
-        [node for node in room if node.affinity is None],
-        room,
-    ):
-        if group:
-            return min(group, key=lambda node: (node.load, node.free)).name, "exclusive"
+    if room:
+        return min(room, key=lambda node: (kinship(_sizes(node), gpus), node.load, node.free)).name, "exclusive"
     shared = [node for node in nodes if node.affinity == gpus and node.suspendable]
     if shared:
         return min(shared, key=lambda node: node.load).name, "time-slice"

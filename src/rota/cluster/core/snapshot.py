@@ -65,6 +65,7 @@ class JobRow:
     wait: Wait | None = None
     stopping_for: JobId | None = None
     back_at: float = 0.0
+    left_at: float = 0.0
 
 
 class LineKey(NamedTuple):

@@ -12,6 +12,7 @@ from rota.cluster.policies.drf import drf
 from rota.cluster.policies.fairshare import kueue
 from rota.cluster.policies.fgd import fgd
 from rota.cluster.policies.fifo import fifo
+from rota.cluster.policies.gandiva import gandiva
 from rota.cluster.policies.hived import hived
 from rota.cluster.policies.kai import kai
 from rota.cluster.policies.las import las
@@ -30,6 +31,7 @@ PROFILES: dict[str, Callable[[], Profile]] = {
     "las": las,
     "srtf": srtf,
     "fgd": fgd,
+    "gandiva": gandiva,
     "private": private,
     "pool": pool,
     "pool-spread": pool_spread,

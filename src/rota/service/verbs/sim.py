@@ -28,6 +28,8 @@ def run(
     seed: SEED = 0,
     out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
     jobs: Annotated[bool, Parameter(help="Show every job, however many.")] = False,
+    checkpoint_s: Annotated[float, Parameter(help="Seconds that saving takes a job.")] = 0.0,
+    restore_s: Annotated[float, Parameter(help="Seconds that a job takes to go on after a stop.")] = 0.0,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Play a trace of jobs under a scheduling profile.
@@ -35,12 +37,18 @@ def run(
     Examples
     --------
     rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
+    rota sim run --trace jobs.csv --vcs tenants.csv --profile gandiva --checkpoint-s 5 --restore-s 25
     """
+    from rota.cluster.sim import Overheads
     from rota.service.offline import sim_run
 
     terminal = flags.terminal()
     _positive(scale)
-    document = sim_run(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=jobs)
+    for flag, seconds in (("--checkpoint-s", checkpoint_s), ("--restore-s", restore_s)):
+        if not 0 <= seconds < float("inf"):
+            raise BadInput(f"{flag} {seconds:g}: a number of seconds, 0 or more")
+    costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s)
+    document = sim_run(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=jobs, overheads=costs)
     terminal.show(document, lambda term: _run(term, document))
     return 0
 
@@ -130,6 +138,8 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("makespan", lasting(summary["makespan_s"])),
             ("utilisation", _percent(summary["utilisation"])),
             ("preemptions", summary["preemptions"]),
+            ("  to move", summary["migrations"]),
+            ("  to take turns", summary["turns"]),
             ("broken rules", summary["invariant_violations"]),
             ("took", f"{summary['wall_s']:.2f} s"),
         ]

@@ -40,14 +40,9 @@ class LongestWithout:
 
 @dataclass(frozen=True, slots=True)
 class ByAffinity:
-    """Nodes with jobs of the same size first, then empty ones, then others; the fullest of equal ones.
-
-    A job that ran before goes where it leaves least free instead: it was stopped to make room.
-    """
+    """Nodes with jobs of the same size first, then empty ones, then others; the fullest of equal ones."""
 
     def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
-        if row.attempt:
-            return place(state, txn, row.ask.shape)
         size = max(slot.gpus for slot in row.ask.shape.slots)
         sizes: dict[int, set[int]] = defaultdict(set)
         for other in state.jobs.values():

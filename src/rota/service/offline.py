@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
-    from rota.cluster.sim import Overheads
     from rota.spec.resources import Node
 
 
@@ -84,14 +83,15 @@ def sim_run(
     seed: int,
     out_jobs: Path | None,
     all_jobs: bool,
-    overheads: Overheads | None = None,
+    checkpoint_s: float = 0.0,
+    restore_s: float = 0.0,
 ) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
     from rota.cluster.runs import run_sim
+    from rota.cluster.sim import Overheads
 
-    given = run_sim(
-        trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs, overheads=overheads
-    )
+    costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s)
+    given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs, overheads=costs)
     return {"api": "rota/v1", "kind": "SimRun", **given}
 
 

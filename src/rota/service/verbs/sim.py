@@ -39,7 +39,6 @@ def run(
     rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
     rota sim run --trace jobs.csv --vcs tenants.csv --profile gandiva --checkpoint-s 5 --restore-s 25
     """
-    from rota.cluster.sim import Overheads
     from rota.service.offline import sim_run
 
     terminal = flags.terminal()
@@ -47,8 +46,17 @@ def run(
     for flag, seconds in (("--checkpoint-s", checkpoint_s), ("--restore-s", restore_s)):
         if not 0 <= seconds < float("inf"):
             raise BadInput(f"{flag} {seconds:g}: a number of seconds, 0 or more")
-    costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s)
-    document = sim_run(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=jobs, overheads=costs)
+    document = sim_run(
+        trace,
+        vcs,
+        profile,
+        scale=scale,
+        seed=seed,
+        out_jobs=out_jobs,
+        all_jobs=jobs,
+        checkpoint_s=checkpoint_s,
+        restore_s=restore_s,
+    )
     terminal.show(document, lambda term: _run(term, document))
     return 0
 

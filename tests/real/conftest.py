@@ -32,6 +32,8 @@ from rota.runtime.redis_server import find_running
 
 HOST = "here"
 NAMESPACE = "rota/test"
+OWN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+"""Helpers of Python's own that end with the tests' process, not before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ def processes_of(home: Path) -> list[str]:
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and int(entry.name) != os.getpid() and process.identify(int(entry.name)):
                 command = (entry / "cmdline").read_bytes()
+                if any(word in command for word in OWN):
+                    continue
                 if wanted in command or wanted in (entry / "environ").read_bytes():
                     found.append(command.replace(b"\0", b" ").decode())
     return found

@@ -42,7 +42,7 @@ lint: $(VENV)/.setup-dev
 test: check real ## every check there is
 
 real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
-	$(BIN)/pytest -q -m "(real or slow) and not gpu"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "(real or slow) and not gpu"
 
 SEEDS ?= 1000
 sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one

@@ -63,3 +63,11 @@ def test_the_profile_keeps_whole_nodes_for_jobs_that_need_them() -> None:
     held = {job: s.jobs[JobId(job)].held for job in ("half", "other", "whole")}
     assert held["half"][0].devices == held["other"][0].devices
     assert held["whole"][0].node != held["half"][0].node
+
+
+def test_where_no_node_is_left_to_choose_from_nothing_grows() -> None:
+    mix = Mix([HALF] * 2 + [TWO] + [CPU_ONLY])
+    none = np.zeros(0, dtype=np.int64)
+    allowed = mix.allowed(none)
+    assert allowed.shape == (0, 3)
+    assert fragments(none, np.zeros((0, 8), dtype=np.int64), mix, allowed).shape == (0,)

@@ -133,3 +133,22 @@ def test_a_template_is_a_job_file_that_a_dry_run_takes(tmp_path: Path) -> None:
         assert {"default", "fifo", "srtf"} <= names
 
     with_service(tmp_path, test)
+
+
+def test_a_node_that_left_the_installation_is_used_again_when_it_is_back(tmp_path: Path) -> None:
+    async def alone(service: Standing) -> None:
+        states = {row["id"]: row["state"] for row in (await service.get("/nodes"))["items"]}
+        assert states["r0n0"] == "healthy" and states.get("r0n1") in (None, "lost")
+
+    async def both(service: Standing) -> None:
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+        for job in ("hello-1", "hello-2"):
+            await service.until(job, JobState.ADMITTED)
+
+    async def nothing(service: Standing) -> None:
+        assert len((await service.get("/nodes"))["items"]) == 2
+
+    with_service(tmp_path, nothing, pretend="1x2x4")
+    with_service(tmp_path, alone, pretend="1x1x4")
+    with_service(tmp_path, both, pretend="1x2x4")

@@ -105,7 +105,9 @@ def node_changes(doors: Doors, wanted: Iterable[Node]) -> list[Event]:
     known = doors.loop.installation.nodes
     joined = {node.id: node for node in wanted}
     changes: list[Event] = [
-        NodeJoined(node=node) for node in joined.values() if (old := known.get(node.id)) is None or old.joined != node
+        NodeJoined(node=node)
+        for node in joined.values()
+        if (old := known.get(node.id)) is None or old.lost or old.joined != node
     ]
     changes += [
         NodeLost(node=one, text="not part of the installation any more")

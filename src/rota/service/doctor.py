@@ -198,10 +198,10 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _page(settings: Settings) -> Iterator[Finding]:
-    if files("rota.service").joinpath("static", "index.html").is_file():
+    if files("rota.service").joinpath("ui", "index.html").is_file():
         yield _ok("page", "built")
     else:
-        yield Finding(name="page", mark="ok", fact="the plain page; the full one is not built")
+        yield Finding(name="page", mark="warn", fact="not built: only programs are served", remedy="run: make ui")
 
 
 CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (

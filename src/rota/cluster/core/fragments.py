@@ -51,9 +51,8 @@ class Mix:
 
     def allowed(self, types: Ints) -> NDArray[np.bool_]:
         """Per node of these types and per shape: whether the type suits it."""
-        return np.array(
-            [[not kind.types or int(t) in kind.types for kind in self.kinds] for t in types], dtype=np.bool_
-        )
+        suits = [not kind.types or int(t) in kind.types for t in types for kind in self.kinds]
+        return np.array(suits, dtype=np.bool_).reshape(len(types), len(self.kinds))
 
 
 def fragments(cpu: Ints, left: Ints, mix: Mix, allowed: NDArray[np.bool_]) -> Floats:

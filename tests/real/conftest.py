@@ -110,7 +110,7 @@ def engine() -> Iterator[Engine]:
         apply_environment(state)
         import ray
 
-        ray.init(state.address, namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+        ray.init(state.address, namespace=NAMESPACE, log_to_driver=False, logging_level=30)
         try:
             yield Engine(home=home, state=state)
         finally:

@@ -240,6 +240,18 @@ def test_a_stranger_gets_no_memory_and_no_time(monkeypatch: pytest.MonkeyPatch) 
                 assert line.recv(1) == b"", "the server hangs up"
 
 
+def test_a_server_that_ends_waits_for_the_workers_to_hang_up() -> None:
+    with servers(1, mode="ps_async") as (made, addresses):
+        client = PsClient(addresses, 0, token="s")
+        ending = threading.Thread(target=lambda: made[0].close(wait_s=20))
+        ending.start()
+        ending.join(0.1)
+        assert ending.is_alive() and client.wait_turn() == 0
+        client.close(leave=False)
+        ending.join(5)
+        assert not ending.is_alive()
+
+
 def test_errors_come_back_as_they_were_raised() -> None:
     spec = ServerSpec(rule=Rule(mode="ps_async"), tables=(TableSpec(name="t", dim=2, bytes_max=64),), token="s")
     server = PsServer(spec)

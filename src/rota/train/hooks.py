@@ -40,7 +40,7 @@ class Synchroniser(Protocol):
         ...
 
     def close(self) -> None:
-        """End what it started; no update comes after. Collective."""
+        """End what it started; no update comes after. Not collective: a rank that failed calls it alone."""
         ...
 
 

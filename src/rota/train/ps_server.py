@@ -236,6 +236,7 @@ class PsServer:
                 self._quiet_since_s.pop(worker, None)
             else:
                 self._quiet_since_s[worker] = self._clock.monotonic_s()
+                self._changed.notify_all()
 
     # -- over TCP -----------------------------------------------------------------------------------------------------
 
@@ -245,8 +246,10 @@ class PsServer:
         threading.Thread(target=self._tcp.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True).start()
         return f"{host}:{self._tcp.server_address[1]}"
 
-    def close(self) -> None:
-        """Take no more connections."""
+    def close(self, *, wait_s: float = 0.0) -> None:
+        """Take no more connections, after up to ``wait_s`` for all workers to hang up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(self._links.values()), wait_s)
         if self._tcp is not None:
             self._tcp.shutdown()
             self._tcp.server_close()

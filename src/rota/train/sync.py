@@ -27,6 +27,7 @@ from rota.train.ps_table import Floats, RowOptimizer
 
 c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
 TURN_S: Final = 600.0
+CLOSE_S: Final = 10.0
 
 
 class Compressed:
@@ -218,15 +219,14 @@ class PsSync:
         self._kept = state.get("shard", {})
 
     def close(self) -> None:
-        """Hang up and end the servers, when all ranks are done. Collective."""
-        if self.client is not None:
-            dist.barrier(group=self._group)  # nobody waits for an answer any more
+        """Hang up; servers of this rank end when the others have hung up too, or after ``CLOSE_S``."""
+        if self.client is not None:  # no barrier: a rank that failed comes here alone
             self.client.close(leave=False)
             self._end_server()
 
     def _end_server(self) -> None:
         if self._server is not None:
-            self._server.close()
+            self._server.close(wait_s=CLOSE_S)
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer) -> RowOptimizer:

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
 
 LIMIT_S = 5.0
+TOLD_MAX_S = 2 * LIMIT_S if os.environ.get("ROTA_DEEP") else 4 * LIMIT_S
+"""Twice the limit where the machine has nothing else to do; else its load counts too."""
 FAIL = Fail(progress_s=LIMIT_S)
 
 
@@ -30,7 +32,7 @@ async def healed(run: Run) -> dict[str, ProgressStalled]:
     found = told(run)
     assert len(run.events(ProgressStalled)) == len(found), "each culprit is told once"
     assert run.events(InstanceLost) == []
-    slow = {name: one.idle_s for name, one in found.items() if not LIMIT_S <= one.idle_s <= 2 * LIMIT_S}
+    slow = {name: one.idle_s for name, one in found.items() if not LIMIT_S <= one.idle_s <= TOLD_MAX_S}
     assert not slow, "told too late, or too early"
     return found
 

@@ -87,6 +87,8 @@ def example_of(kind: type) -> events.Event:
     from rota.spec.resources import Health, Node
 
     known["health"] = Health.BAD
+    if kind is events.GangGranted:
+        known["bundles"] = (BundleGrant(index=0, node=NodeId("n0"), host="h", devices=(1,), res=Res()),)
     if kind is events.NodeJoined:
         known["node"] = Node(id=NodeId("n0"), host="h", cpus=4, memory_bytes=7)
     values: dict[str, object] = {}

@@ -24,7 +24,7 @@ from rota.spec.dispatch import (
     rule_from_text,
     rule_to_text,
 )
-from rota.spec.gang import BundleGrant, Grant
+from rota.spec.gang import BundleGrant, GangRequest, Grant
 from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
 from rota.spec.job import Fail, Interface, JobSpec, Near, RoleSpec, WeightsEdge
 from rota.spec.placement import Placement
@@ -87,6 +87,8 @@ def example_of(kind: type) -> events.Event:
     from rota.spec.resources import Health, Node
 
     known["health"] = Health.BAD
+    if kind is events.GangAsked:
+        known["request"] = GangRequest(gang=GangId("g"), bundles=())
     if kind is events.GangGranted:
         known["bundles"] = (BundleGrant(index=0, node=NodeId("n0"), host="h", devices=(1,), res=Res()),)
     if kind is events.NodeJoined:

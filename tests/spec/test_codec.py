@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -93,7 +94,7 @@ def example_of(kind: type) -> events.Event:
         known["bundles"] = (BundleGrant(index=0, node=NodeId("n0"), host="h", devices=(1,), res=Res()),)
     if kind.__name__ == "NodeJoined":
         known["node"] = Node(id=NodeId("n0"), host="h", cpus=4, memory_bytes=7)
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             plain = {"str": "x", "int": 3, "float": 1.5, "bool": True}.get(str(field.type).rpartition(".")[2], 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -10,28 +11,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.makers import JOB, at, service, spec
+from tests.makers import JOB, at, loop, mesh, service, spec
 
 from rota.job import executor, flow, master
 from rota.job.bodies import StillRunning
+from rota.job.calls import Courier
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.flow import Flow, LoopBody
 from rota.job.lanes import Exited, Lane
 from rota.job.master import InboxFull, JobMaster, Wish
-from rota.job.peers import Peer
+from rota.job.peers import Peer, PeerTable
 from rota.job.probes import Pulse
 from rota.runtime.clock import SystemClock
-from rota.runtime.launch import CallTimeout, ProcessDied
+from rota.runtime.launch import Call, CallTimeout, ProcessDied
 from rota.runtime.log import MemoryLog
 from rota.spec.commands import ReleaseGang, ReserveGang
-from rota.spec.errors import CallError, Fenced
+from rota.spec.errors import BadInput, CallError, Fenced
 from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, ProgressStalled, TimerFired
 from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.job import StreamSpec, WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 PLACE = JobPlace(home="/nowhere", job=JOB, workdir="", launcher="")
+FORMING: Any = SimpleNamespace(epoch=Epoch(1), world=1, restore=0, restarts=0)
+PEER: Any = {
+    "role": at("w/0").role, "epoch": Epoch(1), "started_epoch": Epoch(1), "node": NodeId("n"), "pid": 1, "ready": True
+}  # fmt: skip
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -174,17 +181,17 @@ class TestFlow:
         return found
 
     def flow(self, seat: Any) -> Flow:
-        forming: Any = SimpleNamespace(epoch=Epoch(1), world=1, restore=0, restarts=0)
-        return Flow(seat, forming, 0, {})
+        return Flow(seat, FORMING, 0, {})
+
+    def flow_among(self, seat: Any, *peers: Peer) -> Flow:
+        seat.courier = Courier(job=JOB, spec=seat.spec, launcher=seat.launcher, clock=seat.clock, caller=seat.id)
+        seat.courier.update(PeerTable(version=1, peers=peers))
+        return self.flow(seat)
 
     def test_a_member_that_does_not_save_in_time_fails_the_commit(self, seat: Any) -> None:
-        peer = Peer(
-            role=at("w/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), node=NodeId("n"), pid=1, ready=True
-        )
-
         async def main() -> None:
             with pytest.raises(CallError, match="did not save its state in"):
-                await self.flow(seat)._save(peer, 1, (), "")
+                await self.flow(seat)._save(Peer(rank=0, **PEER), 1, (), "")
 
         run(main())
 
@@ -209,8 +216,116 @@ class TestFlow:
         async def main() -> None:
             body = LoopBody(seat)
             body._flow, body._task = self.flow(seat), asyncio.ensure_future(asyncio.sleep(60))
+            body._first.acquire()
             with pytest.raises(StillRunning):
                 await body.dissolve()
+
+        run(main())
+
+    @pytest.mark.parametrize("where", ["restoring", "queued"])
+    def test_a_loop_that_is_cancelled_before_its_function_begins_has_let_go(
+        self, seat: Any, monkeypatch: pytest.MonkeyPatch, where: str
+    ) -> None:
+        monkeypatch.setattr(flow, "CANCEL_MAX_S", 0.2)
+        entered = threading.Event()
+
+        async def function(_: Flow) -> None:
+            entered.set()
+
+        async def restoring(self: Flow, *, keeps: bool) -> None:
+            await asyncio.sleep(60 if where == "restoring" else 0)
+
+        monkeypatch.setattr(Flow, "begin", restoring)
+
+        async def main() -> None:
+            seat.user, seat.control, free = Lane("user"), SimpleNamespace(), threading.Event()
+            seat.control.loop = asyncio.get_running_loop()
+            body = LoopBody(seat)
+            body._forming, body._function = FORMING, function
+            seat.user.loop.call_soon_threadsafe(free.wait)
+            task = asyncio.ensure_future(body.run(0))
+            await asyncio.sleep(0.01)
+            await body.dissolve()
+            free.set()
+            await seat.user.do(int)
+            assert task.cancelled() and not entered.is_set()
+            seat.user.close()
+
+        run(main())
+
+    def test_of_two_tasks_that_wait_for_a_commit_none_begins_it_again(self, seat: Any) -> None:
+        async def main() -> None:
+            one, saving, begun = self.flow(seat), asyncio.Event(), list[int]()
+
+            async def commit(n: int, *_: object) -> int:
+                begun.append(n)
+                await saving.wait()
+                one.committed = n
+                return n
+
+            one._commit = commit  # type: ignore[method-assign]
+            first = asyncio.ensure_future(one.commit())
+            waiters = [asyncio.create_task(one.settle()) for _ in range(3)]
+            await asyncio.sleep(0)
+            waiters.pop().cancel()
+            await asyncio.sleep(0)
+            with pytest.raises(BadInput, match="under way"):
+                one.commit()
+            saving.set()
+            await asyncio.gather(*waiters)
+            assert (await first, await one.commit(), begun) == (1, 2, [1, 2])
+
+        run(main())
+
+    def test_a_commit_carries_one_moment_whatever_the_loop_does_while_members_save(self, seat: Any) -> None:
+        seat.spec = spec(mesh("w", 1), loop(), streams=(StreamSpec(name="notes", cap=8),))
+        told: dict[str, Any] = {}
+
+        async def main() -> None:
+            one = self.flow_among(seat, Peer(rank=0, **PEER))
+            pump = one.pumps.find("notes")
+            one._keep = lambda n, kept, folder: told.update(items=kept)  # type: ignore[method-assign]
+
+            async def call(_: object, call: Call) -> Any:
+                if call.method == "save":
+                    assert (await pump.next_batch(1, "admission")) == [{"uid": "b"}]
+                    await pump.put({"uid": "d"})
+                    return {"answer": "done"}
+                told.update(call.kwargs)
+                return {"answer": "done", "table": PeerTable(version=2).to_json()}
+
+            seat.launcher.call = call
+            for uid in "abc":
+                await pump.put({"uid": uid})
+            assert (await pump.next_batch(1, "admission")) == [{"uid": "a"}]
+            await one._save_and_commit(1, {}, {})
+            assert [item.uid for item in pump.ledger._open.values()] == ["b", "c", "d"], "b was taken after the cut"
+            pump.ledger.check()
+
+            again = Flow(seat, FORMING, 1, told["cut"])
+            again.pumps.restore(told["items"])
+            found = again.pumps.find("notes")
+            assert (await found.next_batch(2, "admission")) == [{"uid": "b"}, {"uid": "c"}]
+            await asyncio.gather(pump.close(), found.close())
+
+        run(main())
+
+    def test_the_first_of_those_that_take_part_publishes_the_weights(self, seat: Any) -> None:
+        edge = WeightsEdge(source=RoleName("w"), target=RoleName("r"))
+        seat.spec = spec(service("w", 2), service("r", 1), loop(), weights=(edge,))
+        saves: dict[str, Any] = {}
+
+        async def main() -> None:
+            one = self.flow_among(seat, Peer(rank=0, seat=1, **PEER), Peer(rank=1, seat=2, **PEER))
+
+            async def call(to: Any, call: Call) -> Any:
+                if call.method == "save":
+                    saves[str(to.instance)] = call.kwargs["edges"]
+                return {"answer": "done", "table": PeerTable(version=2).to_json()}
+
+            seat.launcher.call = call
+            await one._save_and_commit(1, {}, {})
+            assert saves == {"w/1": (edge.name,), "w/2": ()}
 
         run(main())
 

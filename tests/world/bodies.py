@@ -162,11 +162,11 @@ class SimInstance:
                 if self._fails(self._script.run_fails_p):
                     return self._failed(epoch, "the loop raised")
                 n += 1
-                taken = {"uids": batch.uids, "ages": batch.ages}
-                if not await self._commit(n, epoch, metrics=taken, cut={"streams": streams.cut()}):
+                told, taken = {"uids": batch.uids, "ages": batch.ages}, streams.leased()
+                if not await self._commit(n, epoch, metrics=told, cut={"streams": streams.cut()}):
                     return {"answer": "stale"}
                 self._store.acknowledged.append((self._job, n, epoch))
-                streams.committed(n)
+                streams.committed(n, taken)
                 pump.ledger.check()
         except DataError as error:
             return self._failed(epoch, str(error), "DATA_ERROR")

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import math
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -235,16 +236,24 @@ class Flow:
             before.result()
         if number is not None and number != self.committed + 1:
             raise BadInput(f"commit {number} cannot follow {self.committed}; the next one is {self.committed + 1}")
-        self._pending = asyncio.ensure_future(self._commit(self.committed + 1, shown))
+        self._pending = asyncio.ensure_future(self._commit(self.committed + 1, shown, _plain("kept", self.kept)))
         return asyncio.shield(self._pending)
 
     async def settle(self) -> None:
-        """Wait for a commit that was not awaited. Raises what it raised, or RolledBack when the epoch is over."""
+        """Wait for a commit that was not awaited. Raises what it raised, or RolledBack when the epoch is over.
+
+        It stays pending until it is done, so of several tasks that wait none begins another one of the same number.
+        """
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            await pending
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            await asyncio.shield(pending)
+        finally:
+            if self._pending is pending and pending.done():
+                self._pending = None
 
     async def close(self) -> None:
         """Cancel a commit that is under way; the loop is given up."""
@@ -253,8 +262,8 @@ class Flow:
             pending.cancel()
             await asyncio.gather(pending, return_exceptions=True)
 
-    async def _commit(self, n: int, metrics: dict[str, Any]) -> int:
-        await self.in_control(self._save_and_commit(n, metrics))
+    async def _commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> int:
+        await self.in_control(self._save_and_commit(n, metrics, kept))
         self._seat.pulse.mark(n, "commits")
         self.committed = n
         return n
@@ -283,7 +292,7 @@ class Flow:
             self.pumps.restore(await asyncio.to_thread(find))
         self.pumps.begin()
 
-    async def _save_and_commit(self, n: int, metrics: dict[str, Any]) -> None:
+    async def _save_and_commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> None:
         spec, courier = self._seat.spec, self._seat.courier
         due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
@@ -291,20 +300,22 @@ class Flow:
         began_s = self._seat.clock.monotonic_s()
         durable = self._cadence is not None and self._cadence.due(n, began_s)
         folder = str(folder_of(self.checkpoint_dir, n, self._epoch)) if durable else ""
+        writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
+        published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
         saves = [
-            self._save(peer, n, tuple(name for name, edge in due.items() if edge.source == peer.role), folder)
+            self._save(peer, n, tuple(name for name in published if writers[name] is peer), folder)
             for role in sorted(roles)
             for peer in courier.table.of_role(role)
         ]
-        kept = self.pumps.kept()
-        await asyncio.gather(*saves, *([asyncio.to_thread(self._keep, n, kept, folder)] if kept else ()))
-        writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
-        published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
+        # Of one moment: another task of the loop may put items in, or take a batch, while the members save.
+        items, taken = self.pumps.kept(), self.pumps.leased()
+        cut = {"streams": self.pumps.cut(), "kept": kept, "keeps": bool(items)}
+        await asyncio.gather(*saves, *([asyncio.to_thread(self._keep, n, items, folder)] if items else ()))
         took_s = self._seat.clock.monotonic_s() - began_s
         saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
-        table = await self._tell_master(n, published, metrics, saved, bool(kept))
+        table = await self._tell_master(n, published, metrics, saved, cut)
         self._seat.courier.update(table)
-        self.pumps.committed(n)
+        self.pumps.committed(n, taken)
         if saved is not None and self._cadence is not None and self._seat.spec.checkpoint is not None:
             self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
             keep = self._seat.spec.checkpoint.keep
@@ -337,9 +348,13 @@ class Flow:
             raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
 
     async def _tell_master(
-        self, n: int, published: dict[str, int], metrics: dict[str, Any], saved: dict[str, Any] | None, keeps: bool
+        self,
+        n: int,
+        published: dict[str, int],
+        metrics: dict[str, Any],
+        saved: dict[str, Any] | None,
+        cut: dict[str, Any],
     ) -> PeerTable:
-        cut = {"streams": self.pumps.cut(), "kept": _plain("kept", self.kept), "keeps": keeps}
         kwargs = {
             "n": n,
             "loop_epoch": self._epoch,
@@ -377,6 +392,8 @@ class LoopBody:
         self._task: asyncio.Task[None] | None = None
         self._flow: Flow | None = None
         self._left = asyncio.Event()
+        self._first = threading.Lock()
+        """Taken once a run: by the function as it begins, or by ``dissolve``, after which it does not begin."""
 
     async def form(self, forming: Forming) -> None:
         """Import the function; it is entered by ``run``."""
@@ -391,17 +408,19 @@ class LoopBody:
         assert self._forming is not None and self._function is not None, "form() comes before run()"
         flow = self._flow = Flow(self._seat, self._forming, committed, self.cut)
         self._task = asyncio.current_task()
-        self._left = left = asyncio.Event()
+        self._left, self._first = asyncio.Event(), threading.Lock()
         try:
             await flow.begin(keeps=bool(self.cut.get("keeps")))
             with self._seat.pulse.running(self._function.__name__):
-                await self._seat.user.run(self._enter(self._function, flow, left))
+                await self._seat.user.run(self._enter(self._function, flow, self._first, self._left))
         finally:
             await flow.pumps.close()
             self._task = None
 
-    async def _enter(self, function: LoopFunction, flow: Flow, left: asyncio.Event) -> None:
+    async def _enter(self, function: LoopFunction, flow: Flow, first: threading.Lock, left: asyncio.Event) -> None:
         """In the user lane: run the function, and say when it has really let go."""
+        if not first.acquire(blocking=False):
+            return
         try:
             await function(flow)
             await flow.settle()
@@ -417,6 +436,8 @@ class LoopBody:
         flow.over = True
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if self._first.acquire(blocking=False):
+            return
         try:
             async with asyncio.timeout(CANCEL_MAX_S):
                 await self._left.wait()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -209,9 +209,9 @@ class Pump:
 
     # -- commits ------------------------------------------------------------------------------------------------------
 
-    def committed(self) -> None:
-        """The commit that carried the last cut is durable; the version has moved on."""
-        for uid in self.ledger.committed():
+    def committed(self, numbers: Iterable[int]) -> None:
+        """The commit whose cut had items ``numbers`` leased is durable; the version has moved on."""
+        for uid in self.ledger.committed(numbers):
             self._held.pop(uid, None)
         self.refresh()
         self.wake()
@@ -455,11 +455,15 @@ class Streams:
         for name, items in kept.items():
             self.find(name).restore(items)
 
-    def committed(self, n: int) -> None:
-        """Commit ``n``, which carried the last cut, is durable."""
+    def leased(self) -> dict[str, tuple[int, ...]]:
+        """What a commit that carries the cut of this moment trains: for ``committed``."""
+        return {pump.ledger.spec.name: pump.ledger.leased() for pump in self.each()}
+
+    def committed(self, n: int, taken: Mapping[str, tuple[int, ...]]) -> None:
+        """Commit ``n`` is durable; ``taken`` was leased at its cut."""
         self.version = n
         for pump in self.each():
-            pump.committed()
+            pump.committed(taken[pump.ledger.spec.name])
 
     async def close(self) -> None:
         """End everything."""

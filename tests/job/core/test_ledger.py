@@ -40,7 +40,7 @@ def test_an_item_goes_from_admission_to_a_commit() -> None:
     book = ledger()
     produced(book, 0)
     assert batch(book, 1) == [0]
-    assert book.committed() == (0,)
+    assert book.committed(book.leased()) == (0,)
     assert (book.admitted, book.trained, book.open) == (1, 1, 0)
 
 
@@ -87,7 +87,7 @@ def test_a_leased_batch_holds_its_room_until_the_commit() -> None:
         produced(book, uid)
     assert batch(book, 4) == [0, 1, 2, 3]
     assert book.room(4) == 0
-    book.committed()
+    book.committed(book.leased())
     assert book.room(4) == 4
 
 
@@ -241,18 +241,16 @@ class Flow(RuleBasedStateMachine):
             self.handed.append(item.uid)
             self.ages.append(self.version - item.version)
 
-    @rule()
-    def give_back(self) -> None:
-        self.book.give_back(self.handed)
-        self.handed = []
-
-    @rule()
-    def commit(self) -> None:
-        self.cut = json.loads(json.dumps(self.book.cut()))
-        done = self.book.committed()
-        assert sorted(done) == sorted(self.handed)
+    @rule(meanwhile=st.booleans())
+    def commit(self, meanwhile: bool) -> None:
+        """A batch that is taken while the commit is on its way belongs to the next one."""
+        self.cut, taken = json.loads(json.dumps(self.book.cut())), self.book.leased()
+        before, self.handed = self.handed, []
+        if meanwhile:
+            self.lease("arrival", False)
+        done = self.book.committed(taken)
+        assert sorted(done) == sorted(before)
         self.trained.update(done)
-        self.handed = []
         self.version += 1
         self.book.refresh(self.version)
         self.seen_at_cut = Counter(self.trained)
@@ -306,7 +304,7 @@ def test_pace_alone_keeps_the_bound_when_each_commit_takes_a_batch() -> None:
                     book.produce(number, ONE, FIRST)
             if batch(book, size, version):
                 assert book.age_max <= versions
-                book.committed()
+                book.committed(book.leased())
                 version += 1
                 book.refresh(version)
         assert (book.again, version > 15) == (0, True)

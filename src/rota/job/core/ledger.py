@@ -265,22 +265,20 @@ class Ledger:
             self.age_max = max(self.age_max, version - (item.version or 0))
         return tuple(leased)
 
-    def give_back(self, uids: Iterable[Uid]) -> None:
-        """Items of a batch that is not going to be used: queued again."""
-        for uid in uids:
-            item = self.find(uid)
-            if item is not None and item.place is Place.LEASED:
-                self._move(item, Place.QUEUED)
-
     # -- commits ------------------------------------------------------------------------------------------------------
 
-    def committed(self) -> tuple[Uid, ...]:
-        """A commit is durable: every leased item is trained, exactly once. Their uids."""
-        done = [self._open[number] for number in self._places[Place.LEASED]]
+    def leased(self) -> tuple[int, ...]:
+        """The numbers of the leased items; with a ``cut`` of the same moment, what its commit trains."""
+        return tuple(self._places[Place.LEASED])
+
+    def committed(self, numbers: Iterable[int]) -> tuple[Uid, ...]:
+        """A commit is durable: the items that were leased at its cut are trained, exactly once. Their uids."""
+        done = [self._open[number] for number in numbers]
         for item in done:
             self._close(item)
         self.trained += len(done)
-        self.age_max = 0
+        if not self.count(Place.LEASED):
+            self.age_max = 0
         return tuple(item.uid for item in done)
 
     def cut(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rota.job import dispatch
@@ -250,17 +250,18 @@ class Courier:
     ) -> Any:
         """One item to the least loaded ready instance, another than those in ``avoid`` if the role has one; sent once.
 
-        ``began`` is told who gets it, and may refuse. Returns the value, or how it was Lost: what the operation raised
-        counts against the item, not the instance. Raises TimedOut, RoleDown, RolledBack.
+        ``began`` is told who gets it, and may refuse. The deadline counts from then on: a backlog is no fault of the
+        item. Returns the value, or how it was Lost: what the operation raised counts against the item, not the
+        instance. Raises TimedOut, RolledBack.
         """
-        epoch, deadline_s = self._limits(op, loop_epoch)
-        sending = _Sending(self._call_id(), op, (item,), {}, deadline_s, epoch, report=False)
+        sending = _Sending(self._call_id(), op, (item,), {}, None, loop_epoch, report=False)
         peer = await self._ready(role, lambda: self._free(role, op, avoid), sending)
         if not began(peer):
             return Lost("")
         self._load[peer.id] = self._load.get(peer.id, 0) + 1
+        _, deadline_s = self._limits(op, loop_epoch)
         try:
-            found = await self._attempt(peer, sending)
+            found = await self._attempt(peer, replace(sending, deadline_s=deadline_s))
         finally:
             self._load[peer.id] -= 1
             self.wake()

@@ -8,18 +8,17 @@ instances makes it bad data. The loop sees batches; a commit makes those it has 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rota.job.calls import Courier, Lost
 from rota.job.core.ledger import Drop, Item, Ledger, Order, Place, Uid
 from rota.job.core.paths import Path, Stop, paths_of
-from rota.job.inspect import import_target
 from rota.job.peers import Peer
 from rota.job.probes import Pulse
+from rota.job.sources import Source, open_source
 from rota.spec.errors import BadInput, DataError, TimedOut
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
@@ -42,67 +41,6 @@ class Batch(list[Any]):
     def __init__(self, values: list[Any], uids: list[Uid], ages: list[int]) -> None:
         super().__init__(values)
         self.uids, self.ages = uids, ages
-
-
-class Source(Protocol):
-    """Where items come from: ``read(i)`` for growing ``i``. Raises IndexError behind the last one."""
-
-    def read(self, index: int) -> Any:
-        """Item ``index``."""
-        ...
-
-
-class Indexed:
-    """A data set with ``dataset[i]``: every item may be read again."""
-
-    def __init__(self, data: Any) -> None:
-        self._data = data
-
-    def read(self, index: int) -> Any:
-        """``dataset[index]``; a length, where there is one, is the end."""
-        if hasattr(self._data, "__len__") and index >= len(self._data):
-            raise IndexError(index)
-        return self._data[index]
-
-
-class Iterated:
-    """An iterator, whose cursor is a count: made anew after a recovery, it is moved forward to the first item needed.
-
-    It moves by ``seek(i)`` if it has that method, else by passing over items; so it must give the same items again.
-    """
-
-    def __init__(self, items: Any) -> None:
-        self._items, self._next = iter(items), 0
-        self._seek: Callable[[int], None] | None = getattr(items, "seek", None)
-
-    def read(self, index: int) -> Any:
-        """Item ``index``, which is not before the one read last."""
-        if index > self._next and self._seek is not None:
-            self._seek(index)
-            self._next = index
-        for value in self._items:
-            self._next += 1
-            if self._next == index + 1:
-                return value
-        raise IndexError(index)
-
-
-def open_source(path: str, seed: int) -> Source:
-    """The source of an import path: a data set, an iterable, or what makes one (from ``seed``, if it takes that).
-
-    Raises BadInput for anything else.
-    """
-    found: Any = import_target(path)
-    if callable(found):
-        found = found(seed=seed) if "seed" in inspect.signature(found).parameters else found()
-    if hasattr(found, "__getitem__") and not isinstance(found, Mapping):
-        return Indexed(found)
-    if hasattr(found, "__iter__"):
-        return Iterated(found)
-    raise BadInput(
-        f"source {path!r} is a {type(found).__name__}, neither a data set nor an iterator",
-        hint="give dataset[i], an iterable, or a function that returns one",
-    )
 
 
 @dataclass(slots=True)
@@ -159,7 +97,7 @@ class Pump:
                     f" committed, which leaves no room for a batch of {size}",
                     hint="commit before the next batch, or raise cap or stale.versions",
                 )
-            with self._waits():
+            with self._waits(self._streams.pulse.quiet(f"stream {self.ledger.spec.name} waits for items to come in")):
                 await self._changed.wait()
 
     def must_commit(self, size: int) -> bool:
@@ -168,15 +106,23 @@ class Pump:
         return not self._final and waiting + max(0, self.ledger.room(size)) < size and waiting < self.ledger.open
 
     async def put(self, value: Any) -> Uid:
-        """Take in an item of the loop, once there is room. Raises BadInput if the stream has a source or the uid."""
+        """Take in an item of the loop, once there is room.
+
+        Raises BadInput if the stream has a source or the uid, or is closed; DataError as ``next_batch``.
+        """
         spec = self.path.head
         if not self.path.put:
             raise BadInput(f"stream {spec.name} is fed by its source {spec.source}; nothing can be put into it")
-        if self.closed:
-            raise BadInput(f"stream {spec.name} is closed")
         self._begin()
-        while self.ledger.room(self._batch) <= 0:
-            with self._waits():
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self.closed:
+                raise BadInput(f"stream {spec.name} is closed")
+            if self.ledger.room(self._batch) > 0:
+                break
+            courier, name = self._streams.courier, self.ledger.spec.name
+            with self._waits(courier.waiting.on(self._streams.holder.role, "stream", name)):
                 await self._changed.wait()
         key = value.get(spec.key) if isinstance(value, Mapping) else None
         uid = str(key) if key is not None else f"#{self.ledger.admitted + 1}"
@@ -190,9 +136,15 @@ class Pump:
         self.closed = True
         self.wake()
 
-    def _waits(self) -> AbstractContextManager[None]:
-        stops = self.path.stops
-        target = stops[-1].role.name if stops else self._streams.holder.role
+    def _waits(self, idle: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Tell who holds the stream up: who has the item that moved longest ago, or the role where it is due.
+
+        With nothing under way that is no other role: the wait is ``idle``.
+        """
+        item = self.ledger.stillest() if self._opened and self.path.stops else None
+        if item is None:
+            return idle
+        target = str(item.holder or self.path.stops[self._held[item.uid].done].role.name)
         return self._streams.courier.waiting.on(target, "stream", self.ledger.spec.name)
 
     @property
@@ -347,6 +299,7 @@ class Pump:
 
         def began(peer: Peer) -> bool:
             taken.append(peer)
+            self.wake()  # whoever waits names the holder from now on
             return self.ledger.start(uid, peer.id, peer.epoch, self._streams.version_of(self.path))
 
         item = self.ledger.find(uid)
@@ -434,8 +387,12 @@ class Streams:
             self._watcher = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
+        seen = -1
         while True:
             await self.courier.changed()
+            if seen == self.courier.table.version:
+                continue  # what changed is who has room
+            seen = self.courier.table.version
             for pump in self.each():
                 for stop in pump.path.stops:
                     for peer in self.courier.table.of_role(stop.role.name):

@@ -118,6 +118,11 @@ class Ledger:
         """The open items in the order of their admission."""
         return tuple(item.uid for item in self._open.values())
 
+    def stillest(self) -> Item | None:
+        """Of the items that are being produced, or else of those that wait for it, the one that moved longest ago."""
+        numbers = self._places[Place.RUNNING] or self._places[Place.PENDING]
+        return self._open[next(iter(numbers))] if numbers else None
+
     def room(self, batch: int) -> int:
         """How many items may be admitted now, for a consumer that takes ``batch`` at once; may be negative."""
         bound = self.spec.stale

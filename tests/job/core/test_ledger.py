@@ -239,7 +239,7 @@ class Flow(RuleBasedStateMachine):
         self.book.refresh(self.version)
         for item in self.book.lease(self.size, LOOP, FIRST, self.version, final=final, order=order):
             self.handed.append(item.uid)
-            self.ages.append(self.version - item.version)
+            self.ages.append(self.version - (item.version or 0))
 
     @rule(meanwhile=st.booleans())
     def commit(self, meanwhile: bool) -> None:

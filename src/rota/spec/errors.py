@@ -28,6 +28,7 @@
     |   +-- CallLost                1  502  CALL_LOST          the callee died; not repeated by Rota
     |   +-- CallFailed              1  502  CALL_FAILED        the operation raised; carries its traceback
     |   +-- DataError               1  502  DATA_ERROR         more items of a stream are bad than the contract allows
+    |   +-- BadLoss                 1  502  NAN_LOSS           a commit reports a loss that is no number
     |   +-- RolledBack              1  502  ROLLED_BACK        the job went back to a commit; re-enter from there
     +-- TensorError                 1  500  TENSOR_ERROR       subclasses: see rota.tensors.errors
 """

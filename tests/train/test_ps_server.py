@@ -26,8 +26,8 @@ WORDS = TableSpec(name="words", dim=4, optimizer=RowOptimizer(kind="adagrad", lr
 
 
 @contextmanager
-def servers(n: int, **rule: Any) -> Iterator[tuple[list[PsServer], list[str]]]:
-    spec = ServerSpec(rule=Rule(**rule), dense=ADAM, tables=(WORDS,), token="s", gone_s=0.3)
+def servers(n: int, gone_s: float = 0.3, **rule: Any) -> Iterator[tuple[list[PsServer], list[str]]]:
+    spec = ServerSpec(rule=Rule(**rule), dense=ADAM, tables=(WORDS,), token="s", gone_s=gone_s)
     made = [PsServer(spec) for _ in range(n)]
     try:
         yield made, [one.serve() for one in made]
@@ -66,10 +66,12 @@ def gradient(worker: int, clock: int, weights: Any) -> Any:
 def test_sync_servers_equal_one_process_with_the_mean_gradient() -> None:
     torch = pytest.importorskip("torch")
     start = np.linspace(-1, 1, 11).astype(np.float32)
+    joined = threading.Barrier(3, timeout=30)
 
     def work(worker: int) -> Any:
         client = PsClient(addresses, worker, token="s")
         client.offer_dense(start)
+        joined.wait()  # who joins later begins at the clock of the others
         for clock in range(12):
             assert client.wait_turn(dense=True) == clock
             weights = client.pull_dense()
@@ -81,7 +83,7 @@ def test_sync_servers_equal_one_process_with_the_mean_gradient() -> None:
         client.wait_turn(dense=True)
         return client.pull_dense()
 
-    with servers(2, mode="ps_sync") as (_, addresses):
+    with servers(2, gone_s=30.0, mode="ps_sync") as (_, addresses):
         ends = together(work, 3)
         late = PsClient(addresses, 9, token="s", takes_part=False)
         rows = late.pull("words", np.arange(8))
@@ -124,7 +126,7 @@ def run_with_stragglers(addresses: list[str], steps: int) -> float:
 def test_ssp_keeps_its_bound_and_outruns_sync_when_workers_straggle_in_turn() -> None:
     speed, leads = {}, {}
     for name, rule in (("sync", {"mode": "ps_sync"}), ("ssp", {"mode": "ps_ssp", "s": 2})):
-        with servers(2, **rule) as (made, addresses):
+        with servers(2, gone_s=30.0, **rule) as (made, addresses):
             speed[name] = run_with_stragglers(addresses, 24)
             leads[name] = max(one.stats()["lead_max"] for one in made)
     print(f"iterations a second: {speed}, leads {leads}")

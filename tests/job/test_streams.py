@@ -124,11 +124,18 @@ def test_the_first_of_two_stops_is_named_while_it_has_the_item() -> None:
         streams = streams_of(job, answer)
         await streams.find("notes").put("a")
         taking = asyncio.create_task(streams.find("done").next_batch(1, "admission"))
-        await until(lambda: [one.target for one in streams.pulse.read(BEAT).waits if one.kind == "stream"] == ["w/0"])
+
+        def stops() -> list[str]:
+            return [one.target for one in streams.pulse.read(BEAT).waits if one.kind == "stream"]
+
+        await until(stops)
+        named.extend(stops())
         taking.cancel()
         await streams.close()
 
+    named: list[str] = []
     run(main())
+    assert named == ["w/0"]
 
 
 def test_only_a_newer_table_lets_the_watch_look_at_what_runs() -> None:

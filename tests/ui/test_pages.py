@@ -154,9 +154,11 @@ def test_a_page_left_open_tells_that_the_service_is_away_and_goes_on_when_it_is_
     home = Home.of(settings.home)
     with opened(url) as page:
         expect(page.get_by_text("Nothing failed")).to_be_visible()
-        os.kill(json.loads(home.service_record.read_text())["pid"], signal.SIGKILL)
+        killed = json.loads(home.service_record.read_text())["pid"]
+        os.kill(killed, signal.SIGKILL)
         expect(page.locator(".banner")).to_contain_text("reconnecting", timeout=30_000)
-        expect(page.get_by_role("heading", name="Nodes and devices")).to_be_visible()
+        assert page.get_by_role("heading", name="Nodes and devices").is_visible(), "what was known stays on the page"
         daemon.up(settings)
         expect(page.locator(".banner")).to_be_hidden(timeout=30_000)
+        assert json.loads(home.service_record.read_text())["pid"] != killed
         page.rota_wrong.clear()  # Chromium tells every refused connection

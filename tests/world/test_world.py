@@ -39,9 +39,12 @@ def test_the_master_may_die_before_and_after_each_of_its_appends(scenario):
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_the_world_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch):
     bug.plant(monkeypatch)
-    for seed in range(BUG_SEEDS_MAX):
-        try:
-            play(seed, bug.swarm)
-        except Exception:
-            return
-    pytest.fail(f"{BUG_SEEDS_MAX} seeds did not find: {bug.plant.__doc__}")
+    assert any(finds(bug, seed) for seed in range(BUG_SEEDS_MAX)), f"not found: {bug.plant.__doc__}"
+
+
+def finds(bug: Bug, seed: int) -> bool:
+    try:
+        play(seed, bug.swarm)
+    except bug.shows_as:
+        return True
+    return False

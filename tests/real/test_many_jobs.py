@@ -103,25 +103,28 @@ def left_in_plane(site: Installation) -> dict[str, Any]:
     return {"names": [one["name"] for one in found["ls"]["items"]], "violations": found["fsck"]["violations"]}
 
 
-def assert_nothing_is_left(site: Installation) -> None:
-    assert left_in_engine(site) == {"actors": [], "groups": []}
-    assert left_in_plane(site) == {"names": [], "violations": []}
+NOTHING = {"actors": [], "groups": [], "names": [], "violations": []}
 
 
-def succeed(site: Installation, job: str) -> None:
+def left(site: Installation) -> dict[str, Any]:
+    return left_in_engine(site) | left_in_plane(site)
+
+
+def outcome(site: Installation, job: str) -> tuple[str, str]:
     site.wait(job, lambda one: one["state"] != "STARTING" and one["started_at"] is not None, "started")
     ended = site.ended(job)
-    assert (ended["state"], ended["reason"]) == ("SUCCEEDED", "COMPLETED"), ended
+    return ended["state"], ended["reason"]
 
 
 def test_ten_jobs_in_sequence_leave_nothing(site: Installation) -> None:
     for number in range(10):
-        succeed(site, submit(site, "sequence", STATEFUL if number % 5 == 0 else STATELESS))
-    assert_nothing_is_left(site)
+        job = submit(site, "sequence", STATEFUL if number % 5 == 0 else STATELESS)
+        assert outcome(site, job) == ("SUCCEEDED", "COMPLETED")
+    assert left(site) == NOTHING
 
 
 def test_three_jobs_at_once_leave_nothing(site: Installation) -> None:
     jobs = [submit(site, "beside", shape) for shape in (STATEFUL, STATELESS, STATEFUL)]
     for job in jobs:
-        succeed(site, job)
-    assert_nothing_is_left(site)
+        assert outcome(site, job) == ("SUCCEEDED", "COMPLETED")
+    assert left(site) == NOTHING

@@ -259,7 +259,7 @@ def test_a_process_that_shares_arrays_never_loads_torch(tensor_home: Path) -> No
         "    p.put('w', np.ones(3)); assert p.get('w', as_='numpy')[0] == 1; p.delete('w')\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_given_up(

@@ -18,7 +18,7 @@ from rota.train.plan.memory import GIB
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Found, Scored, found_to_json, score, search
 from rota.train.plan.space import Question
-from rota.train.plan.validate import validate
+from rota.train.plan.validate import Calibration, validate
 
 GPUS_TRIED_MAX = 65_536
 
@@ -98,13 +98,20 @@ def _closest(question: Question) -> dict[str, Any]:
     return {"closest": closest, "smallest_gpus": None, "helps": ["a device with more memory"]}
 
 
-def validate_document(tables: Path, table: str) -> dict[str, Any]:
-    """The ``PlanValidation`` document of one table of a file."""
+def validate_document(
+    tables: Path, table: str, *, hardware: str = "", calibrate: int = 0, seed: int = 0
+) -> dict[str, Any]:
+    """The ``PlanValidation`` document of one table of a file; ``calibrate`` points are fitted, 0 for none."""
     raw = read_json(tables, "table")
     rows = raw.get("tables") if isinstance(raw, Mapping) else raw
     if not isinstance(rows, list):
         raise BadInput(f"{tables}: expected a list of tables, or an object with the key 'tables'")
-    return validate(rows, table)
+    return validate(
+        rows,
+        table,
+        hardware=find_hardware(hardware) if hardware else None,
+        calibration=Calibration(points=calibrate, seed=seed) if calibrate else None,
+    )
 
 
 def load_plan(path: Path) -> tuple[ParallelPlan, Mapping[str, Any]]:

@@ -90,6 +90,9 @@ def validate(
     tables: Annotated[Path, Parameter(help="JSON file with published tables.")],
     *,
     table: Annotated[str, Parameter(help="Which table.")],
+    hardware: Annotated[str, Parameter(help="Shipped name or hardware file, instead of the table's own.")] = "",
+    calibrate: Annotated[int, Parameter(help="Fit the parts of a step to so many rows of other groups.")] = 0,
+    seed: Annotated[int, Parameter(help="Which rows are drawn for that.")] = 0,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Hold the cost model against a published table.
@@ -100,7 +103,7 @@ def validate(
     """
     from rota.service.plans import validate_document
 
-    document = validate_document(tables, table)
+    document = validate_document(tables, table, hardware=hardware, calibrate=calibrate, seed=seed)
     flags.terminal().show(document, lambda term: _validation(term, document))
     return 0
 
@@ -115,6 +118,19 @@ def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
     )
     if doc["mean_pct"] is not None:
         term.line(f"mean {doc['mean_pct']:.2f} %, max {doc['max_pct']:.2f} %")
+    if regret := doc["regret"]:
+        term.line(
+            f"the configuration picked was slower than the best of its group by {regret['mean_pct']:.2f} % in the "
+            f"mean, {regret['max_pct']:.2f} % at most ({regret['groups']} groups)"
+        )
+    for peer, found in doc["peers"].items():
+        term.line(f"{peer}: {', '.join(f'{name} {value}' for name, value in found.items())}")
+    if fitted := doc["calibration"]:
+        rows = [
+            (name, f"{one['mean']:.3f}", f"{one['low']:.3f} to {one['high']:.3f}")
+            for name, one in fitted["multipliers"].items()
+        ]
+        term.table(["part", "multiplier", "over fits without one group"], rows)
 
 
 def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:

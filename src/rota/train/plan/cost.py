@@ -25,25 +25,47 @@ HALF_BYTES = 2
 NORM_BYTES, RESIDUAL_BYTES, GELU_BYTES = 2 * HALF_BYTES, 3 * HALF_BYTES + 1, 2 * HALF_BYTES
 """Bytes moved an element: a norm reads and writes; dropout with residual reads two, writes one and a mask byte; GeLU
 reads and writes. Kernels are taken as fused where Megatron-LM fuses them."""
-LOSS_BYTES = 12
-"""Cross entropy over fp32 logits: cast and write, read for the maximum and the sum, write the gradient."""
+LOSS_BYTES = 20
+"""Cross entropy over fp32 logits: copy to fp32 (2 + 4), maximum (4), exponentials (4 + 4), gradient (2)."""
 SCORE_BYTES = 4 * HALF_BYTES + 1
 """Scale, mask and softmax in one kernel read and write; dropout reads, writes and keeps a mask byte."""
+OPERATORS, TP_OPERATORS = 30, 2
+"""Operators, views included, that the host dispatches for the forward pass of a layer, and the collectives of a tensor
+group among them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """Seconds of one layer for one micro-batch on one rank; ``comm_s`` is exposed communication of one pass."""
+    """Seconds of one layer for one micro-batch on one rank.
+
+    ``forward_s`` is compute of the forward pass, ``core_s`` the part of it inside attention, which selective recompute
+    repeats, ``comm_s`` the exposed communication of one pass. ``host_s`` is what the host needs to dispatch the forward
+    pass; a device that is faster waits for it.
+    """
 
     forward_s: float
     core_s: float
-    """The part of the forward pass inside attention, which selective recompute repeats."""
     comm_s: float
+    host_s: float = 0.0
+
+    def waits_s(self, layer: Layer) -> float:
+        """How long the device waits for its host in both passes."""
+        ahead_s = max(self.host_s - self.forward_s - self.comm_s, 0.0)
+        back_s = max(2 * self.host_s - 2 * self.forward_s - self.comm_s, 0.0)
+        return ahead_s * (2 if layer.recompute == "full" else 1) + back_s
+
+    @property
+    def ahead_s(self) -> float:
+        """The forward pass as the clock sees it."""
+        return max(self.forward_s + self.comm_s, self.host_s)
+
+    def again_s(self, layer: Layer) -> float:
+        """What is computed twice, with its communication."""
+        return {"none": 0.0, "selective": self.core_s, "full": self.ahead_s}[layer.recompute]
 
     def backward_s(self, layer: Layer) -> float:
-        """Twice the forward pass, plus what is recomputed, with its communication."""
-        repeated = {"none": 0.0, "selective": self.core_s, "full": self.forward_s + self.comm_s}[layer.recompute]
-        return 2 * self.forward_s + self.comm_s + repeated
+        """Twice the forward pass, plus what is recomputed."""
+        return max(2 * self.forward_s + self.comm_s, 2 * self.host_s) + self.again_s(layer)
 
 
 def gemm_s(device: DeviceSpec, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0) -> float:
@@ -79,10 +101,12 @@ def layer_time(model: ModelShape, layer: Layer, micro_batch: int, hardware: Hard
         device, tokens * h * RESIDUAL_BYTES / split
     )
     light_s += _stream_s(device, tokens * model.inner * matrices * GELU_BYTES / t)
-    link = hardware.level_of(t).link
+    link = hardware.link_of(t)
     size = tokens * h * NUMBER_BYTES[dtype]
     one_s = reduce_scatter_s(t, size, link) + all_gather_s(t, size, link) if layer.sp else all_reduce_s(t, size, link)
-    return LayerTime(forward_s=dense_s + core_s + light_s, core_s=core_s, comm_s=2 * one_s * (1 - hardware.overlap.tp))
+    comm_s = 2 * one_s * (1 - hardware.overlap.tp)
+    host_s = (OPERATORS + (TP_OPERATORS if t > 1 else 0)) * device.dispatch_us * 1e-6
+    return LayerTime(forward_s=dense_s + core_s + light_s, core_s=core_s, comm_s=comm_s, host_s=host_s)
 
 
 def _attention_core_s(model: ModelShape, micro_batch: int, t: int, device: DeviceSpec, dtype: str) -> float:
@@ -115,8 +139,10 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
     micro = plan.micro_batches
     again_s = micro * sum(one.again_s for one in work[busiest::pp])
     comm_s = micro * sum(one.comm_s for one in work[busiest::pp])
+    host_s = micro * sum(one.host_s for one in work[busiest::pp])
     parts = {
-        "compute": line.busy_s[busiest] - again_s - comm_s,
+        "compute": line.busy_s[busiest] - again_s - comm_s - host_s,
+        "host": host_s,
         "recompute": again_s,
         "tp": comm_s,
         "bubble": line.bubble_s,
@@ -128,11 +154,13 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What one stage costs for one micro-batch: both passes, and in them the repeated part and the communication."""
+    """What one stage costs for one micro-batch: both passes, and in them what is computed twice, the communication and
+    the waits for the host."""
 
     cost: StageCost
     again_s: float
     comm_s: float
+    host_s: float
 
 
 def stage_works(plan: ParallelPlan, times: Mapping[Layer, LayerTime], last_s: float) -> list[StageWork]:
@@ -142,16 +170,18 @@ def stage_works(plan: ParallelPlan, times: Mapping[Layer, LayerTime], last_s: fl
 
 
 def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, LayerTime], last_s: float) -> StageWork:
-    forward_s = backward_s = again_s = comm_s = 0.0
+    forward_s = backward_s = again_s = comm_s = host_s = 0.0
     for layer, count in Counter(per_layer[stage.layers[0] : stage.layers[1]]).items():
         time = times[layer]
-        forward_s += count * (time.forward_s + time.comm_s)
+        forward_s += count * time.ahead_s
         backward_s += count * time.backward_s(layer)
         again_s += count * {"none": 0.0, "selective": time.core_s, "full": time.forward_s}[layer.recompute]
         comm_s += count * time.comm_s * (3 if layer.recompute == "full" else 2)
+        host_s += count * time.waits_s(layer)
     if stage.head:
         forward_s, backward_s = forward_s + last_s, backward_s + 2 * last_s
-    return StageWork(cost=StageCost(forward_s=forward_s, backward_s=backward_s), again_s=again_s, comm_s=comm_s)
+    cost = StageCost(forward_s=forward_s, backward_s=backward_s)
+    return StageWork(cost=cost, again_s=again_s, comm_s=comm_s, host_s=host_s)
 
 
 def order_of(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
@@ -175,9 +205,9 @@ def transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> flo
         return 0.0
     tp = plan.mesh.tp
     size = plan.micro_batch * model.seq * model.hidden * NUMBER_BYTES[plan.dtype.param]
-    span = plan.mesh.world // plan.mesh.pp + 1
-    gather_s = all_gather_s(tp, size, hardware.level_of(tp).link)
-    return (send_s(size / tp, hardware.level_of(span).link) + gather_s) * (1 - hardware.overlap.pp)
+    gather_s = all_gather_s(tp, size, hardware.link_of(tp))
+    across = hardware.link_of(2, plan.mesh.world // plan.mesh.pp)
+    return (send_s(size / tp, across) + gather_s) * (1 - hardware.overlap.pp)
 
 
 def held_params(plan: ParallelPlan, model: ModelShape) -> float:
@@ -203,7 +233,7 @@ def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s
     dp = plan.mesh.dp
     if dp == 1:
         return 0.0
-    link = hardware.level_of(plan.mesh.cp * plan.mesh.tp * dp).link
+    link = hardware.link_of(dp, plan.mesh.cp * plan.mesh.tp)
     held = held_params(plan, model)
     gradients, params = held * NUMBER_BYTES[plan.dtype.reduce], held * NUMBER_BYTES[plan.dtype.param]
     scatter_s, gather_s = reduce_scatter_s(dp, gradients, link), all_gather_s(dp, params, link)

@@ -20,7 +20,8 @@ class DeviceSpec:
 
     ``gemm_efficiency`` lists (floating-point operations of one matrix product, share of peak reached), interpolated on
     the logarithm of the operations; ``memory_efficiency`` is the share of ``memory_gb_s`` that element-wise kernels
-    reach; ``launch_us`` the fixed cost of a kernel.
+    reach; ``launch_us`` the fixed cost of a kernel on the device; ``dispatch_us`` what the host spends on an operator,
+    which bounds layers that are too small to keep the device busy.
     """
 
     memory_gib: float
@@ -29,6 +30,7 @@ class DeviceSpec:
     memory_gb_s: float = 1000.0
     memory_efficiency: float = 0.8
     launch_us: float = 5.0
+    dispatch_us: float = 0.0
     gemm_efficiency: tuple[tuple[float, float], ...] = ((1e9, 0.5),)
 
     def efficiency(self, flops: float) -> float:
@@ -95,14 +97,21 @@ class Hardware:
     host: HostSpec = HostSpec()
     nvme: NvmeSpec = NvmeSpec()
 
-    def level_of(self, span: int) -> LevelSpec:
-        """The innermost level that holds ``span`` adjacent ranks."""
-        held = 1
+    def link_of(self, ranks: int, stride: int = 1) -> Link:
+        """The link that ``ranks`` ranks, ``stride`` apart, see when they talk in a ring.
+
+        Inside one unit of a level it is that of the level. A group that crosses units uses the outer links of all of
+        its members in a unit side by side, as rings over several adapters do, and is no faster than inside a unit.
+        """
+        held, beside, inner = 1, 1, math.inf
         for level in self.levels:
-            held = held * level.size if level.size else span
-            if span <= held:
-                return level
-        return self.levels[-1]
+            held = held * level.size if level.size else max(held, ranks * stride)
+            gb_s = min(level.gb_s * beside, inner)
+            if ranks * stride <= held or level is self.levels[-1]:
+                return Link(gb_s=gb_s, latency_us=level.latency_us)
+            beside = max(1, min(held // stride, ranks))
+            inner = level.gb_s if beside > 1 else math.inf
+        raise AssertionError("a hardware has at least one level")
 
 
 _NESTED: dict[str, type] = {"device": DeviceSpec, "overlap": Overlap, "host": HostSpec, "nvme": NvmeSpec}
@@ -139,8 +148,9 @@ A100_80G_DGX = Hardware(
     name="a100-80g-dgx",
     provenance=(
         "peak and memory bandwidth: vendor data sheet of the A100 80 GB SXM; NVLink 3: 300 GB/s a direction of which "
-        "collectives reach about three quarters; one 200 Gb/s adapter a device; efficiency curve and share of memory "
-        "bandwidth: typical of large and small matrix products on this device, not fitted to the tables of `validate`"
+        "collectives reach about three quarters; one 200 Gb/s adapter a device; efficiency curve, launch and share of "
+        "memory bandwidth: typical of large and small kernels on this device; dispatch: small models, as measured, "
+        "take no less than 3.4 ms a layer for both passes with full recompute, however small the layer"
     ),
     device=DeviceSpec(
         memory_gib=80,
@@ -148,11 +158,12 @@ A100_80G_DGX = Hardware(
         memory_gb_s=2039,
         memory_efficiency=0.75,
         peak_tflops={"bf16": 312, "fp16": 312, "fp32": 19.5},
-        launch_us=5,
-        gemm_efficiency=((1e9, 0.30), (1e10, 0.55), (1e11, 0.72), (1e12, 0.80), (1e13, 0.82)),
+        launch_us=10,
+        dispatch_us=28,
+        gemm_efficiency=((1e9, 0.25), (1e10, 0.50), (1e11, 0.76)),
     ),
     levels=(
-        LevelSpec(name="node", size=8, gb_s=230, latency_us=6),
+        LevelSpec(name="node", size=8, gb_s=230, latency_us=15),
         LevelSpec(name="cluster", gb_s=22, latency_us=14),
     ),
     overlap=Overlap(dp=0.0, tp=0.0, pp=0.0),

@@ -165,7 +165,7 @@ def lower_bound_s(question: Question, setting: Setting) -> float:
     Interleaved schedules take at least ``m W / p``, and one micro-batch must pass everything.
     """
     none = layer_times(question, setting)["none"]
-    layer_s = none.forward_s + none.comm_s + none.backward_s(Layer())
+    layer_s = none.ahead_s + none.backward_s(Layer())
     bare = plan_of(question, setting, (question.model.layers,), [(("none", question.model.layers),)])
     work_s = question.model.layers * layer_s + 3 * head_s(bare, question.model, question.hardware)
     m, p = setting.micro_batches, setting.pp
@@ -191,7 +191,7 @@ def _state_bound_s(question: Question, setting: Setting) -> float:
 def _cut_bound_s(question: Question, setting: Setting, cut: tuple[int, ...], times: Times) -> float:
     """As ``lower_bound_s`` for one cut: the work of a rank, and the first chunks that pass before and after it."""
     none = times["none"]
-    layer_s = none.forward_s + none.comm_s + none.backward_s(Layer())
+    layer_s = none.ahead_s + none.backward_s(Layer())
     pp, m = setting.pp, setting.micro_batches
     work = [sum(cut[rank::pp]) * layer_s for rank in range(pp)]
     first = [count * layer_s for count in cut[:pp]]

@@ -168,7 +168,7 @@ def _cheapest_recompute(
     room = question.budget_bytes - fixed
     best: tuple[float, int, int] | None = None
     selective_s = times["selective"].core_s
-    full_s = times["full"].forward_s + times["full"].comm_s
+    full_s = times["full"].ahead_s
     for full in range(count + 1):
         left = room - full * each["full"] - (count - full) * each["none"]
         saved = each["none"] - each["selective"]

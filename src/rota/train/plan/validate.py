@@ -2,230 +2,168 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rota.spec.errors import BadInput
-from rota.train.plan.cost import step_time
-from rota.train.plan.hardware import A100_80G_DGX
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.memory import GIB, activation_bytes_per_layer, layers_in_flight
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Recompute, Stage
+from rota.train.plan.fit import fit_multipliers
+from rota.train.plan.hardware import Hardware
+from rota.train.plan.published import MEMORY_TABLES, TIME_TABLES, Predicted, Row, TimeTable
+
+GROUP = ("params_B", "hidden", "heads", "layers", "seq", "gpus", "global_batch")
+"""Rows that agree in these ask the same question: which configuration is fastest?"""
+GROUP_ROWS_MIN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A published model with the parallel setting it was measured under."""
+class Calibration:
+    """Fit the multipliers of the parts of a step to ``points`` rows of other groups, drawn under ``seed``."""
 
-    layers: int
-    hidden: int
-    heads: int
-    tp: int
-    pp: int
-    interleave: int
-    micro_batch: int
-
-    @property
-    def model(self) -> ModelShape:
-        """The model, with the sequence length and vocabulary of the paper."""
-        return ModelShape(
-            layers=self.layers, hidden=self.hidden, heads=self.heads, seq=2048, vocab=51200, attention="plain"
-        )
+    points: int
+    seed: int = 0
 
 
-SHAPES: dict[str, Shape] = {
-    "22B": Shape(layers=48, hidden=6144, heads=64, tp=8, pp=1, interleave=1, micro_batch=4),
-    "175B": Shape(layers=96, hidden=12288, heads=96, tp=8, pp=8, interleave=3, micro_batch=1),
-    "530B": Shape(layers=105, hidden=20480, heads=128, tp=8, pp=35, interleave=3, micro_batch=1),
-    "1T": Shape(layers=128, hidden=25600, heads=160, tp=8, pp=64, interleave=1, micro_batch=1),
-}
-"""Korthikanti et al. (2022), Table 3."""
-
-PARAMS_OPT_BYTES = 18
-"""Bytes a parameter in Fig. 1: bf16 parameter and fp32 main gradient, fp32 master and two moments (2 + 4 + 12)."""
-
-Row = Mapping[str, Any]
-Predicted = Mapping[str, float]
-
-
-def _shape(row: Row) -> Shape:
-    name = row.get("model")
-    if name not in SHAPES:
-        raise BadInput(f"model: {name!r} is unknown", hint=f"one of {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
-def _activations(shape: Shape, layer: Layer) -> float:
-    """Bytes of the first stage at its peak over all its layers."""
-    schedule = "interleaved" if shape.interleave > 1 else "1f1b"
-    in_flight = layers_in_flight(schedule, stage=0, p=shape.pp, m=10**6, v=shape.interleave)
-    per_layer = activation_bytes_per_layer(shape.model, layer, shape.micro_batch)
-    return per_layer * in_flight * shape.layers / shape.pp
-
-
-def predict_fig1(row: Row) -> Predicted:
-    """GiB a device: parameters with optimizer, activations without and with sequence parallel + selective recompute."""
-    shape = _shape(row)
-    params_opt = PARAMS_OPT_BYTES * 12 * shape.layers * shape.hidden**2 / (shape.tp * shape.pp)
-    selective = Layer(tp=shape.tp, sp=True, recompute="selective")
-    return {
-        "params_opt": params_opt / GIB,
-        "act_none": _activations(shape, Layer(tp=shape.tp)) / GIB,
-        "act_seqsel": _activations(shape, selective) / GIB,
-    }
-
-
-def predict_fig7(row: Row) -> Predicted:
-    """Activation memory in percent of plain tensor parallelism."""
-    shape = _shape(row)
-    tp = shape.tp
-    base = _activations(shape, Layer(tp=tp))
-    kinds = {
-        "seq": Layer(tp=tp, sp=True),
-        "sel": Layer(tp=tp, recompute="selective"),
-        "seqsel": Layer(tp=tp, sp=True, recompute="selective"),
-        "full": Layer(tp=tp, recompute="full"),
-    }
-    return {name: 100 * _activations(shape, layer) / base for name, layer in kinds.items()}
-
-
-RECOMPUTE: dict[str, Recompute] = {"full": "full", "attn_only": "selective", "selective": "selective", "none": "none"}
-
-
-def even_plan(
-    *, layers: int, tp: int, pp: int, dp: int, micro_batch: int, global_batch: int, interleave: int, layer: Layer
-) -> ParallelPlan:
-    """Equal layers cut evenly into ``pp * interleave`` chunks, mixed precision with fp32 main gradients."""
-    pieces = pp * interleave
-    cuts = [round(i * layers / pieces) for i in range(pieces + 1)]
-    stages = tuple(
-        Stage(layers=(cuts[i], cuts[i + 1]), chunk=i // pp, embed=i == 0, head=i == pieces - 1) for i in range(pieces)
-    )
-    schedule = "none" if pp == 1 else "interleaved" if interleave > 1 else "1f1b"
-    return ParallelPlan(
-        mesh=Mesh(pp=pp, dp_replicate=dp, tp=tp),
-        stages=stages,
-        layers=(replace(layer, count=layers),),
-        embed=Layer(tp=tp),
-        head=Layer(tp=tp),
-        schedule=schedule,
-        micro_batch=micro_batch,
-        micro_batches=global_batch // (dp * micro_batch),
-        dtype=Dtype(param="bf16", reduce="fp32", master="fp32"),
-    )
-
-
-def predict_table5(row: Row) -> Predicted:
-    """Seconds of one iteration (Korthikanti et al., Table 5)."""
-    tp = int(row["tp"])
-    layer = Layer(tp=tp, sp=bool(row["sequence_parallel"]), recompute=RECOMPUTE[row["recompute"]])
-    model = ModelShape(
-        layers=int(row["layers"]),
-        hidden=int(row["hidden"]),
-        heads=int(row["heads"]),
-        seq=int(row["seq"]),
-        vocab=51200,
-        attention="plain",
-    )
-    plan = even_plan(
-        layers=model.layers,
-        tp=tp,
-        pp=int(row["pp"]),
-        dp=int(row["dp"]),
-        micro_batch=int(row["micro_batch"]),
-        global_batch=int(row["global_batch"]),
-        interleave=int(row["interleave"]),
-        layer=layer,
-    )
-    return {"iteration_s": step_time(plan, model, A100_80G_DGX).total_s}
-
-
-def _settings(layers: int, tp: int, pp: int, dp: int, batch: int) -> Iterator[ParallelPlan]:
-    """Micro-batch sizes and interleavings that divide evenly: the table does not say which were used."""
-    for micro_batch, interleave in itertools.product((1, 2, 4, 8), range(1, 7)):
-        micro_batches, rest = divmod(batch, dp * micro_batch)
-        if rest or layers % (pp * interleave) or (interleave > 1 and (pp == 1 or micro_batches % pp)):
-            continue
-        yield even_plan(
-            layers=layers,
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            micro_batch=micro_batch,
-            global_batch=batch,
-            interleave=interleave,
-            layer=Layer(tp=tp, recompute="full"),
-        )
-
-
-def predict_sc21_table1(row: Row) -> Predicted:
-    """Model TFLOP/s a device (Narayanan et al., SC21, Table 1): best micro-batch and interleaving, full recompute."""
-    seq, vocab = 2048, 51200
-    layers, h, tp, pp = int(row["layers"]), int(row["hidden"]), int(row["tp"]), int(row["pp"])
-    batch, gpus = int(row["global_batch"]), int(row["gpus"])
-    dp = gpus // (tp * pp)
-    model = ModelShape(layers=layers, hidden=h, heads=int(row["heads"]), seq=seq, vocab=vocab, attention="plain")
-    best_s = min(step_time(plan, model, A100_80G_DGX).total_s for plan in _settings(layers, tp, pp, dp, batch))
-    flops = 96 * batch * seq * layers * h**2 * (1 + seq / (6 * h) + vocab / (16 * layers * h))
-    return {"tflops_per_gpu": flops / best_s / gpus / 1e12}
-
-
-PREDICTORS: dict[str, Callable[[Row], Predicted]] = {
-    "megatron_seqpar_fig1": predict_fig1,
-    "megatron_seqpar_fig7": predict_fig7,
-    "megatron_seqpar_table5": predict_table5,
-    "megatron_sc21_table1": predict_sc21_table1,
-}
-
-
-def validate(tables: Sequence[Mapping[str, Any]], table_id: str) -> dict[str, Any]:
+def validate(
+    tables: Sequence[Mapping[str, Any]],
+    table_id: str,
+    *,
+    hardware: Hardware | None = None,
+    calibration: Calibration | None = None,
+) -> dict[str, Any]:
     """Predict every row of a table; signed errors in percent, in input order.
 
     Rows marked ``verified: false`` are shown but not counted. Raises BadInput for an unknown table, a table without
     rows, or a row that lacks a field; the message names the known ones.
     """
-    predictor = PREDICTORS.get(table_id)
-    if predictor is None:
-        raise BadInput(f"table: {table_id!r} is unknown", hint=f"known: {', '.join(sorted(PREDICTORS))}")
+    known = (*MEMORY_TABLES, *TIME_TABLES)
+    if table_id not in known:
+        raise BadInput(f"table: {table_id!r} is unknown", hint=f"known: {', '.join(sorted(known))}")
     table = next((one for one in tables if one.get("id") == table_id), None)
     if table is None or not table.get("rows"):
         raise BadInput(f"table: no rows of {table_id!r} in this file")
-    rows = [out for index, row in enumerate(_dicts(table)) for out in _rows(index, row, predictor)]
-    counted = [abs(row["error_pct"]) for row in rows if row["counted"]]
+    rows, timed, fitted = _dicts(table), TIME_TABLES.get(table_id), None
+    if timed is None:
+        used, predicted = None, _each(rows, MEMORY_TABLES[table_id])
+    else:
+        used = hardware or timed.hardware
+        predicted, fitted = _times(rows, timed, used, calibration)
+    out = [line for index, row in enumerate(rows) for line in _lines(index, row, predicted[index])]
+    counted = [abs(line["error_pct"]) for line in out if line["counted"]]
     return {
         "api": "rota/v1",
         "kind": "PlanValidation",
         "table": table_id,
-        "rows": rows,
+        "rows": out,
         "mean_pct": sum(counted) / len(counted) if counted else None,
         "max_pct": max(counted, default=None),
-        "by_quantity": _by_quantity(rows),
-        "regret": None,
-        "hardware": None,
-        "calibration": None,
+        "by_quantity": _by_quantity(out),
+        "regret": None if timed is None else _regret(rows, predicted, timed),
+        "hardware": None if used is None else used.name,
+        "calibration": fitted,
+        "peers": {} if timed is None else timed.peers,
     }
 
 
 def _dicts(table: Mapping[str, Any]) -> list[Row]:
     columns = table.get("columns")
-    return [dict(zip(columns, row, strict=True)) if columns else row for row in table["rows"]]
+    try:
+        return [dict(zip(columns, row, strict=True)) if columns else row for row in table["rows"]]
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"table: a row does not have one value for each of the columns {columns}") from error
 
 
-def _rows(index: int, row: Row, predictor: Callable[[Row], Predicted]) -> list[dict[str, Any]]:
+def _each(rows: Sequence[Row], predict: Callable[[Row], Predicted]) -> list[Predicted]:
+    made: list[Predicted] = []
+    for index, row in enumerate(rows):
+        try:
+            made.append(predict(row))
+        except BadInput as error:
+            raise BadInput(f"rows[{index}].{error}") from error
+    return made
+
+
+def _times(
+    rows: Sequence[Row], table: TimeTable, hardware: Hardware, calibration: Calibration | None
+) -> tuple[list[Predicted], dict[str, Any] | None]:
+    """The quantity of every row, and what was fitted to get it."""
+    parts = _each(rows, lambda row: table.step(row, hardware).breakdown_s)
+    factors: list[Mapping[str, float]] = [dict.fromkeys(part, 1.0) for part in parts]
+    fitted = None
+    if calibration is not None:
+        factors, fitted = _calibrated(rows, parts, table, calibration)
+    seconds = [sum(f[name] * s for name, s in part.items()) for f, part in zip(factors, parts, strict=True)]
+    return [{table.quantity: table.value(row, s)} for row, s in zip(rows, seconds, strict=True)], fitted
+
+
+def _calibrated(
+    rows: Sequence[Row], parts: Sequence[Mapping[str, float]], table: TimeTable, calibration: Calibration
+) -> tuple[list[Mapping[str, float]], dict[str, Any]]:
+    """Multipliers for each row, fitted without the row's own group, and their spread over these fits."""
+    groups = [_group(row) for row in rows]
+    fits: dict[tuple[Any, ...], dict[str, float]] = {}
+    for group in dict.fromkeys(groups):
+        others = [index for index, one in enumerate(groups) if one != group]
+        if len(others) < calibration.points or calibration.points < 1:
+            raise BadInput(
+                f"calibrate: {calibration.points} points, a group leaves {len(others)} rows of others",
+                hint=f"use 1 to {len(others)}",
+            )
+        chosen = sorted(others, key=lambda index: _lot(calibration.seed, group, index))[: calibration.points]
+        measured_s = [table.seconds(rows[index], _published(index, rows[index], table.quantity)) for index in chosen]
+        fits[group] = fit_multipliers([parts[index] for index in chosen], measured_s)
+    names = sorted({name for fit in fits.values() for name in fit})
+    values = {name: [fit[name] for fit in fits.values()] for name in names}
+    spread = {
+        name: {"mean": statistics.fmean(found), "low": min(found), "high": max(found)} for name, found in values.items()
+    }
+    told = {"points": calibration.points, "seed": calibration.seed, "fits": len(fits), "multipliers": spread}
+    return [fits[group] for group in groups], told
+
+
+def _lot(seed: int, group: tuple[Any, ...], index: int) -> bytes:
+    """Draws rows: the same ones for the same seed, on any machine."""
+    return hashlib.sha256(f"{seed} {group} {index}".encode()).digest()
+
+
+def _group(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in GROUP)
+
+
+def _regret(rows: Sequence[Row], predicted: Sequence[Predicted], table: TimeTable) -> dict[str, float] | None:
+    """How much slower the configuration that the model picks was measured than the best of its group."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(_group(row), []).append(index)
+    found: list[float] = []
+    for members in groups.values():
+        if len(members) >= GROUP_ROWS_MIN:
+            taken_s = {i: table.seconds(rows[i], _published(i, rows[i], table.quantity)) for i in members}
+            picked = min(members, key=lambda i: table.seconds(rows[i], predicted[i][table.quantity]))
+            found.append(100 * (taken_s[picked] / min(taken_s.values()) - 1))
+    return {"groups": len(found), "mean_pct": statistics.fmean(found), "max_pct": max(found)} if found else None
+
+
+def _published(index: int, row: Row, quantity: str) -> float:
+    value = row.get(quantity)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise BadInput(f"rows[{index}].{quantity}: {value!r}, so there is nothing to compare with")
+    return value
+
+
+def _lines(index: int, row: Row, predicted: Predicted) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
-    for quantity, predicted in predictor(row).items():
-        published = row.get(quantity)
-        if not isinstance(published, int | float):
-            raise BadInput(f"rows[{index}].{quantity}: missing, so there is nothing to compare with")
+    for quantity, value in predicted.items():
+        published = _published(index, row, quantity)
         made.append(
             {
                 "row": index,
                 "quantity": quantity,
                 "published": published,
-                "predicted": predicted,
-                "error_pct": 100 * (predicted - published) / published,
+                "predicted": value,
+                "error_pct": 100 * (value - published) / published,
                 "counted": bool(row.get("verified", True)),
             }
         )

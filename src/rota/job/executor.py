@@ -12,6 +12,7 @@ from typing import Any
 from rota.job.core.context import START_TIMEOUT_S, JobContext
 from rota.job.peers import CUT, table_of
 from rota.job.probes import Failure
+from rota.runtime import vault
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.launch import (
@@ -79,6 +80,8 @@ class JobPlace:
     job: JobId
     workdir: str
     launcher: str
+    owner: str = ""
+    """Who submitted the job: whose secrets it may open."""
 
     def to_json(self) -> dict[str, str]:
         """Plain values, for the way into a process."""
@@ -281,6 +284,7 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         "ROTA_OUTPUT_DIR": spec.output or str(dirs.output),
         "ROTA_CHECKPOINT_DIR": checkpoint_dir(spec, place),
         "PYTHONUNBUFFERED": "1",
+        vault.VARIABLE: " ".join((place.owner, *spec.secrets)) if spec.secrets else "",
     }
     if spec.data is not None:
         env["ROTA_DATA_DIR"] = spec.data

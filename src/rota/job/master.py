@@ -110,7 +110,7 @@ class JobMaster:
         self._job, self._place, self._log, self._launcher, self._clock = job, place, log, launcher, clock
         self._offload, self._pid, self._give_back, self._look_at = offload, pid, give_back, look_at
         self._number = 0
-        self._workdir = ""
+        self._workdir, self._owner = "", ""
         self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue(INBOX_MAX)
         self._story: deque[str] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock, oom_kills=oom_kills)
@@ -233,6 +233,7 @@ class JobMaster:
         for record in records:
             if isinstance(record.event, JobSubmitted):
                 self._workdir = record.event.spec.workdir or record.event.workdir
+                self._owner = record.event.user
             self._story.append(f"{record.seq} {record.event}")
             self.ctx, commands = step(self.ctx, record)
             self._number = max(self._number, record.number)
@@ -246,7 +247,8 @@ class JobMaster:
     # -- what is alive ------------------------------------------------------------------------------------------------
 
     async def _reattach(self) -> None:
-        self._executor = Executor(self._launcher, self._clock, self._place(self._workdir), self.report)
+        place = replace(self._place(self._workdir), owner=self._owner)
+        self._executor = Executor(self._launcher, self._clock, place, self.report)
         watching = asyncio.Event()
         self._own(self._watch_deaths(watching))
         await watching.wait()

@@ -28,6 +28,7 @@ from rota.job.operations import ClassBody
 from rota.job.peers import PeerTable, master_handle
 from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, Beat, BeatAnswer, Failure, Pulse
 from rota.job.spmd import CommandBody, run_setup
+from rota.runtime import vault
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
@@ -372,6 +373,7 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
         reason = getattr(error, "reason", Reason.USER_ERROR)
     trace = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
     text = str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"
+    text, trace = vault.blackened(text), vault.blackened(trace)
     return Failure(epoch=epoch, reason=Reason(reason), text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 

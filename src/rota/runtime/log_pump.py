@@ -2,7 +2,8 @@
 
 A program of its own, started with ``python -I -S`` (15 ms, 8 MB): what an instance wrote before a kill -9 or an abort
 is still in the pipes, and a line never waits for the interpreter of the instance. Arguments: log file, label, then the
-numbers of the pipes for stdout and stderr. A line of the log is ``<ISO time> <label> <stream> <text>``.
+numbers of the pipes for stdout and stderr. A line of the log is ``<ISO time> <label> <stream> <text>``. From stdin it
+reads the values that must not be in the log, with zero bytes between them.
 """
 
 import os
@@ -13,6 +14,8 @@ import time
 
 _CHUNK_BYTES = 65536
 _LINE_BYTES_MAX = 65536
+_HIDDEN_BYTES_MIN = 6
+_HIDDEN = b"******"
 
 
 def _stamp(label: bytes, stream: bytes) -> bytes:
@@ -21,7 +24,7 @@ def _stamp(label: bytes, stream: bytes) -> bytes:
     return b"%s.%03dZ %s %s " % (whole.encode(), int(now % 1 * 1000), label, stream)
 
 
-def pump(log: int, label: bytes, streams: dict[int, bytes]) -> None:
+def pump(log: int, label: bytes, streams: dict[int, bytes], hide: list[bytes]) -> None:
     """Until both pipes are closed by everyone who holds them. Lines over 64 KiB are cut into several."""
     pending = dict.fromkeys(streams, b"")
     poller = select.poll()
@@ -33,6 +36,8 @@ def pump(log: int, label: bytes, streams: dict[int, bytes]) -> None:
             *lines, rest = (pending[fd] + chunk).split(b"\n")
             if rest and (not chunk or len(rest) > _LINE_BYTES_MAX):
                 lines, rest = [*lines, rest], b""
+            if hide:
+                lines = [_hidden(line, hide) for line in lines]
             if lines:
                 stamp = _stamp(label, streams[fd])
                 _write_all(log, b"".join(stamp + line + b"\n" for line in lines))
@@ -40,6 +45,12 @@ def pump(log: int, label: bytes, streams: dict[int, bytes]) -> None:
             if not chunk:
                 poller.unregister(fd)
                 del pending[fd]
+
+
+def _hidden(line: bytes, hide: list[bytes]) -> bytes:
+    for value in hide:
+        line = line.replace(value, _HIDDEN)
+    return line
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -53,7 +64,9 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     path, label, out, err = sys.argv[1:5]
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    pump(log, label.encode(), {int(out): b"stdout", int(err): b"stderr"})
+    parts = {part for value in sys.stdin.buffer.read().split(b"\0") for part in (value, *value.split(b"\n"))}
+    hide = sorted((part for part in parts if len(part) >= _HIDDEN_BYTES_MIN), key=len, reverse=True)
+    pump(log, label.encode(), {int(out): b"stdout", int(err): b"stderr"}, hide)
 
 
 if __name__ == "__main__":

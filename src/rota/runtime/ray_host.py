@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from rota.runtime import log_pump, process
+from rota.runtime import log_pump, process, vault
 from rota.runtime.launch import RemoteError
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
@@ -160,9 +160,10 @@ def prepare(boot: Boot) -> None:
 
     The environment is set here and not by Ray's ``runtime_env``, which costs a fresh worker and 1.2-1.7 s.
     """
+    opened = vault.open_told(boot.env)
     if boot.log_path:
-        redirect_output(Path(boot.log_path), boot.label)
-    os.environ.update(boot.env)
+        redirect_output(Path(boot.log_path), boot.label, hide=tuple(opened.values()))
+    os.environ.update({**boot.env, **opened})
     os.environ[NAMESPACE_VARIABLE] = boot.namespace
     if "OMP_NUM_THREADS" not in boot.env:
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(boot.cpus)))
@@ -175,15 +176,21 @@ def prepare(boot: Boot) -> None:
         sys.path.insert(0, boot.workdir)
 
 
-def redirect_output(log_path: Path, label: str) -> None:
-    """Send file descriptors 1 and 2, and Python's streams over them, line by line to the log of this instance."""
+def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> None:
+    """Send file descriptors 1 and 2, and Python's streams over them, line by line to the log of this instance.
+
+    Values in ``hide`` are blacked out on the way.
+    """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     flush()
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
     command = [sys.executable, "-I", "-S", log_pump.__file__, str(log_path), label, str(out_read), str(err_read)]
     pump = subprocess.Popen(
-        command, pass_fds=(out_read, err_read), start_new_session=True, stdin=subprocess.DEVNULL, stderr=2, stdout=2
+        command, pass_fds=(out_read, err_read), start_new_session=True, stdin=subprocess.PIPE, stderr=2, stdout=2
     )
+    assert pump.stdin is not None
+    with pump.stdin:  # not an argument: those stand in the list of processes
+        pump.stdin.write(b"\0".join(value.encode() for value in hide))
     threading.Thread(target=pump.wait, name="log-pump-wait", daemon=True).start()
     os.dup2(out_write, 1)
     os.dup2(err_write, 2)
@@ -213,7 +220,7 @@ def make_target(boot: Boot) -> Any:
 
 def raised(error: BaseException) -> Raised:
     """An exception that every caller can read: those of Rota and of Python itself, others as RemoteError."""
-    text = "".join(traceback.format_exception(error))
+    text = vault.blackened("".join(traceback.format_exception(error)))
     return Raised(error=_portable(error, text), traceback=text)
 
 

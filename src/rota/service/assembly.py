@@ -18,6 +18,8 @@ from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.sql_log import SqlLog
+from rota.runtime.vault import Vault
+from rota.service.audit import Audit
 from rota.service.auth import Auth, ensure_token
 from rota.service.config import LOOPBACK, Settings
 from rota.service.engine import Engine, GatewayEngine, NoEngine
@@ -63,14 +65,18 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         poll_s=settings.poll_s,
     )
     metrics = Metrics(loop.installation, clock=clock, version=rota_version())
-    loop.listen(metrics.apply)
+    auth = Auth.of(ensure_token(home.token), clock=clock, hosts=_names(settings))
+    for listener in (metrics.apply, auth.accounts.apply):
+        loop.listen(listener)
     return Doors(
         settings=settings,
         home=home,
         clock=clock,
         loop=loop,
         intake=Intake(loop, home=home, clock=clock, chance=chance),
-        auth=Auth.of(ensure_token(home.token), clock=clock, hosts=_names(settings)),
+        auth=auth,
+        vault=Vault(home),
+        audit=Audit(home.root / "audit.jsonl"),
         engine=engine,
         metrics=metrics,
         version=rota_version(),

@@ -1,4 +1,4 @@
-"""Who may ask: bearer tokens, the cookie of the page, and the checks of Host and Origin."""
+"""Who asks: bearer tokens, the cookie of the page, and the checks of Host and Origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 from rota.runtime.chance import SystemChance, secret_token
 from rota.runtime.clock import Clock
 from rota.runtime.process import write_private
+from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken
+from rota.spec.events import TokenMade
 
 COOKIE = "rota_session"
 CSRF_HEADER = "rota-csrf"
@@ -24,14 +26,6 @@ FAILURES_MAX = 10
 FAILURES_WINDOW_S = 60.0
 FAILING_MAX = 1000
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """Who asks: the user's name, and how they proved it (``token`` or ``cookie``)."""
-
-    user: str
-    by: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,28 +43,42 @@ def ensure_token(path: Path) -> str:
     if path.exists():
         path.chmod(0o600)
         return path.read_text(encoding="utf-8").strip()
-    token = f"rota_{SystemChance().fresh(40).lower()}_{secret_token()}"
+    _, token = fresh_token()
     write_private(path, token + "\n")
     return token
 
 
+def fresh_token() -> tuple[str, str]:
+    """The id of a new token, and the whole of it: ``rota_<id>_<secret>``."""
+    found = SystemChance().fresh(40).lower()
+    return found, f"rota_{found}_{secret_token()}"
+
+
+def digest_of(token: str) -> str:
+    """What is kept of a token: its SHA-256. A token is 256 bits of chance, so it needs no salt."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
 @dataclass(slots=True)
 class Auth:
-    """Checks requests against the admin token. Only its SHA-256 is kept; sessions of the page are signed with that.
+    """Checks requests against the token of the installation and those of its users.
 
-    A session survives a restart of the service, and ends when the token is changed.
+    Sessions of the page are signed with the digest of the former; each belongs to the token whose holder asked for
+    it, survives a restart of the service, and ends with that token.
     """
 
     clock: Clock
-    digest: bytes
+    own: TokenMade
     hosts: frozenset[str]
-    _codes: dict[str, float] = field(default_factory=dict)
+    accounts: Accounts = field(default_factory=Accounts)
+    _codes: dict[str, tuple[float, str]] = field(default_factory=dict)
     _failures: dict[str, deque[float]] = field(default_factory=dict)
 
     @staticmethod
     def of(token: str, *, clock: Clock, hosts: frozenset[str]) -> Auth:
-        """``hosts`` are the names under which the service may be asked, without port."""
-        return Auth(clock=clock, digest=hashlib.sha256(token.encode()).digest(), hosts=hosts)
+        """``token`` is that of the installation; ``hosts`` are the names under which it is asked, without port."""
+        own = TokenMade(id=_id_of(token), user=LOCAL, digest=digest_of(token))
+        return Auth(clock=clock, own=own, hosts=hosts)
 
     def check(self, asked: Asked) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""
@@ -80,13 +88,21 @@ class Auth:
         if kind.lower() == "bearer" and token:
             key = f"{asked.address} {token[:16]}"
             self._check_rate(key)
-            if hmac.compare_digest(hashlib.sha256(token.strip().encode()).digest(), self.digest):
-                return Caller(user="local", by="token")
+            made = self._find(_id_of(token))
+            if made is not None and hmac.compare_digest(digest_of(token.strip()), made.digest):
+                return self.accounts.caller(made, by="token")
             self._count_failure(key)
-            raise NoToken("the token is not known", hint="it is in the file 'token' of $ROTA_HOME")
+            raise NoToken("the token is not known, or it has expired", hint="rota token, or ask an admin for a new one")
         if asked.cookie:
             return self._check_session(asked)
         raise NoToken("no token", hint="send 'Authorization: Bearer TOKEN', or open the address that 'rota up' prints")
+
+    def _find(self, token_id: str) -> TokenMade | None:
+        """A token that is worth something now, by its id."""
+        if token_id == self.own.id:
+            return self.own
+        known = self.accounts.tokens.get(token_id)
+        return known.made if known is not None and known.valid(self.clock.wall_s()) else None
 
     def check_host(self, asked: Asked) -> None:
         """Refuse names that are not ours: a page elsewhere may have pointed its own name at this address."""
@@ -100,35 +116,66 @@ class Auth:
             raise NotAllowed(f"origin {origin!r} may not ask this service")
 
     def _check_session(self, asked: Asked) -> Caller:
-        expires, _, signature = asked.cookie.partition(".")
-        if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self._sign(expires).encode()):
+        signed, _, signature = asked.cookie.rpartition(".")
+        expires, _, token_id = signed.partition(".")
+        if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self._sign(signed).encode()):
             raise NoToken("the session is not known", hint="open the address that 'rota status' prints")
-        if int(expires) < self.clock.wall_s():
+        made = self._find(token_id)
+        if int(expires) < self.clock.wall_s() or made is None:
             raise NoToken("the session has ended", hint="open the address that 'rota status' prints")
         if asked.method not in SAFE_METHODS and not asked.headers.get(CSRF_HEADER):
             raise NotAllowed(f"a change from a page needs the header {CSRF_HEADER}")
-        return Caller(user="local", by="cookie")
+        return self.accounts.caller(made, by="cookie")
 
-    def new_code(self) -> str:
-        """A code that opens one session, once, within ``CODE_TTL_S``."""
+    def new_code(self, caller: Caller) -> str:
+        """A code that opens one session of the caller, once, within ``CODE_TTL_S``."""
         now = self.clock.monotonic_s()
-        self._codes = {code: until for code, until in self._codes.items() if until > now}
+        self._codes = {code: kept for code, kept in self._codes.items() if kept[0] > now}
         if len(self._codes) >= CODES_MAX:
             raise LimitExceeded(f"{CODES_MAX} codes are open", hint=f"use one, or wait {CODE_TTL_S:.0f} s")
         code = secret_token(128)
-        self._codes[code] = now + CODE_TTL_S
+        self._codes[code] = (now + CODE_TTL_S, caller.token)
         return code
 
     def open_session(self, code: str) -> str:
         """The value of the cookie for a code. Raises BadInput for an unknown, used or old one."""
-        until = self._codes.pop(code, 0.0)
+        until, token_id = self._codes.pop(code, (0.0, ""))
         if until < self.clock.monotonic_s():
             raise BadInput("this code was used or is too old", hint="'rota status' prints a new one")
-        expires = str(int(self.clock.wall_s() + SESSION_TTL_S))
-        return f"{expires}.{self._sign(expires)}"
+        signed = f"{int(self.clock.wall_s() + SESSION_TTL_S)}.{token_id}"
+        return f"{signed}.{self._sign(signed)}"
+
+    def make_token(
+        self, caller: Caller, *, user: str, name: str, role: Role, queue: str, ttl_s: float | None
+    ) -> tuple[TokenMade, str]:
+        """A new token and its event, which is not appended yet. Raises NotAllowed for one of another, or for more."""
+        if user != caller.user:
+            caller.need(Role.ADMIN)
+        now = self.clock.wall_s()
+        parent = None if caller.token == self.own.id else self.accounts.tokens.get(caller.token)
+        if parent is not None and user == caller.user:  # no token makes one that may do or last more than itself
+            role = min(role, Role.of(parent.made.role))
+            queue = queue or parent.made.queue
+            if not is_below(queue, parent.made.queue):
+                raise NotAllowed(f"queue {queue!r} is not below {parent.made.queue!r}, all that your token is for")
+        found, whole = fresh_token()
+        expires = None if ttl_s is None else now + ttl_s
+        if parent is not None and user == caller.user and parent.made.expires_at is not None:
+            expires = min(expires or parent.made.expires_at, parent.made.expires_at)
+        made = TokenMade(
+            id=found,
+            user=user,
+            digest=digest_of(whole),
+            name=name,
+            role=role.word,
+            queue=queue,
+            expires_at=expires,
+            by=caller.user,
+        )
+        return made, whole
 
     def _sign(self, text: str) -> str:
-        return hmac.new(self.digest, f"session.{text}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self.own.digest.encode(), f"session.{text}".encode(), hashlib.sha256).hexdigest()
 
     def _check_rate(self, key: str) -> None:
         recent = self._failures.get(key)
@@ -142,6 +189,12 @@ class Auth:
         if len(self._failures) >= FAILING_MAX:
             self._failures.pop(next(iter(self._failures)))
         self._failures.setdefault(key, deque(maxlen=FAILURES_MAX)).append(self.clock.monotonic_s())
+
+
+def _id_of(token: str) -> str:
+    """The middle of ``rota_<id>_<secret>``; the secret may hold underscores. Empty for another form."""
+    head, _, rest = token.strip().partition("_")
+    return rest.partition("_")[0] if head == "rota" and "_" in rest else ""
 
 
 def _host_of(value: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,17 @@ def frame(data: Any, *, event: str | None = None, id: str | None = None) -> byte
     return format_sse_event(data_str=json.dumps(data, ensure_ascii=False), event=event, id=id)
 
 
-async def follow_events(loop: ServiceLoop, *, job: JobId | None, after: int, kind: str = "") -> AsyncIterator[bytes]:
+async def follow_events(
+    loop: ServiceLoop,
+    shown: Callable[[Record], dict[str, Any] | None],
+    *,
+    job: JobId | None,
+    after: int,
+    kind: str = "",
+) -> AsyncIterator[bytes]:
     """Every record after ``after``, then each new one, of all kinds or of one; of one job until it ended.
+
+    ``shown`` makes the document of a record, or None for one that this reader may not see.
 
     A reader that is more than ``BEHIND_MAX`` records behind gets ``reset`` with the newest number and goes on there.
     """
@@ -71,8 +80,8 @@ async def follow_events(loop: ServiceLoop, *, job: JobId | None, after: int, kin
         records = await asyncio.to_thread(loop.log.read, after=cursor, job=job, limit=1000)
         for record in records:
             cursor = record.number
-            document = record_document(record)
-            if not kind or document["kind"] == kind:
+            document = shown(record)
+            if document is not None and (not kind or document["kind"] == kind):
                 yield frame(document, event="event", id=str(cursor))
             if job is not None and isinstance(record.event, JobEnded):
                 yield frame({"state": record.event.state}, event="end")

@@ -15,6 +15,8 @@ from rota.runtime.chance import Chance, ulid
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.process import write_private
+from rota.runtime.vault import Vault
+from rota.service.accounts import Caller, Role
 from rota.service.inspection import Refused, inspect_workloads
 from rota.service.jobfile import problems_of, read_job
 from rota.service.loop import ServiceLoop
@@ -63,15 +65,16 @@ class Intake:
         self._one_at_a_time = asyncio.Lock()
         self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
 
-    async def submit(self, given: Submission, *, user: str, key: str = "") -> tuple[JobStory, bool]:
+    async def submit(self, given: Submission, *, caller: Caller, key: str = "") -> tuple[JobStory, bool]:
         """The job, and whether it is new. Durable when it returns.
 
-        Raises JobFileError, Infeasible, UnknownName, LimitExceeded, or IdempotencyConflict (same key, other body).
+        Raises JobFileError, Infeasible, UnknownName (queue, secret), NotAllowed, LimitExceeded, or IdempotencyConflict
+        (same key, other body).
         """
-        spec = await self._read(given)
-        self._check(spec)
+        spec, user = await self._read(given), caller.user
+        self._check(spec, caller)
         async with self._one_at_a_time:
-            if key and (known := self._find_key(key, given.digest)) is not None:
+            if key and (known := self._find_key(user, key, given.digest)) is not None:
                 return known, False
             if len(self._loop.installation.live) >= QUEUED_MAX:
                 raise LimitExceeded(f"{QUEUED_MAX} jobs have not ended yet", hint="stop some, or wait")
@@ -90,13 +93,13 @@ class Intake:
             await self._loop.append([event], job=job, expected_seq=0)
         return self._loop.installation.jobs[job], True
 
-    async def plan(self, given: Submission) -> dict[str, Any]:
+    async def plan(self, given: Submission, *, caller: Caller | None) -> dict[str, Any]:
         """What would happen: roles, gangs, placement on the cluster as it is, blast radius of each role.
 
         Raises what ``submit`` raises, and BadInput when a workload cannot be imported.
         """
         spec = await self._read(given)
-        self._check(spec)
+        self._check(spec, caller)
         async with self._dry_runs:
             completed = await inspect_workloads(spec, _workdir(spec, given))
         if isinstance(completed, Refused):
@@ -123,11 +126,11 @@ class Intake:
             "spec": completed.to_json(),
         }
 
-    def _find_key(self, key: str, digest: str) -> JobStory | None:
+    def _find_key(self, user: str, key: str, digest: str) -> JobStory | None:
         installation = self._loop.installation
-        if (job := installation.keys.get(f"{key}#{digest}")) is not None:
+        if (job := installation.keys.get((user, f"{key}#{digest}"))) is not None:
             return installation.jobs[job]
-        if any(known.rpartition("#")[0] == key for known in installation.keys):
+        if any(known.rpartition("#")[0] == key for whose, known in installation.keys if whose == user):
             raise IdempotencyConflict(f"key {key!r} came before with another job", hint="use a new key")
         return None
 
@@ -140,9 +143,12 @@ class Intake:
         except TimeoutError:
             raise BadInput(f"{given.filename} took more than {PARSE_TIMEOUT_S:.0f} s to read") from None
 
-    def _check(self, spec: JobSpec) -> None:
+    def _check(self, spec: JobSpec, caller: Caller | None) -> None:
         if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
             raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
+        if caller is not None:  # without a service there is nobody to ask
+            caller.need(Role.USER, spec.queue)
+            Vault(self._home).check(caller.user, spec.secrets)
         shortfall = self._loop.scheduler.infeasible(spec)
         if shortfall is not None:
             raise Infeasible(

@@ -33,7 +33,7 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
     intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
     given = Submission(**{**body, "sets": tuple(body.get("sets", ()))})
-    return {"api": "rota/v1", **asyncio.run(intake.plan(given))}
+    return {"api": "rota/v1", **asyncio.run(intake.plan(given, caller=None))}
 
 
 def graph_of_file(path: Path) -> dict[str, Any]:

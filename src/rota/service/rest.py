@@ -12,7 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.runtime.chance import SystemChance
-from rota.service.routes import cluster, jobs, page, sim, streams
+from rota.runtime.clock import iso
+from rota.service.accounts import Caller
+from rota.service.auth import SAFE_METHODS
+from rota.service.routes import accounts, cluster, jobs, page, sim, streams
 from rota.service.routes.doors import Doors
 from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
 
@@ -43,7 +46,7 @@ def make_app(doors: Doors) -> FastAPI:
         redoc_url=None,
     )
     app.state.doors = doors
-    for router in (jobs.router, streams.router, cluster.router, sim.router, page.router):
+    for router in (jobs.router, streams.router, cluster.router, accounts.router, sim.router, page.router):
         app.include_router(router)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -79,6 +82,7 @@ class Guard:
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status[0] = message["status"]
+                self._note(scope, request_id, status[0])
                 headers = [*message.get("headers", ()), *_SECURITY, (b"rota-request-id", request_id.encode())]
                 stale = self._doors.loop.stale_since
                 if stale is not None:
@@ -94,6 +98,25 @@ class Guard:
             took_s = self._doors.clock.monotonic_s() - started_s
             method = scope["method"] if scope["method"] in METHODS else "other"
             self._doors.metrics.http.labels(method, route, str(status[0])).observe(took_s)
+
+    def _note(self, scope: Scope, request_id: str, status: int) -> None:
+        """Tell the audit of a request that was to change something."""
+        if scope["method"] in SAFE_METHODS:
+            return
+        caller: Caller | None = scope["state"].get("caller")
+        self._doors.audit.write(
+            {
+                "at": iso(self._doors.clock.wall_s()),
+                "user": caller.user if caller else "",
+                "token": caller.token if caller else "",
+                "by": caller.by if caller else "",
+                "address": (scope.get("client") or ("",))[0],
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "request_id": request_id,
+            }
+        )
 
 
 def problem(

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
+from rota.service.accounts import Role
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
 from rota.service.views.jobs import API
@@ -106,7 +107,7 @@ async def nodes(
     cursor: Annotated[str, Query(max_length=200)] = "",
 ) -> Document:
     """Nodes with their devices and who holds them, by id; ``next`` is the cursor of the following page."""
-    found = node_list(doors.loop.installation)
+    found = doors.veiled(caller, node_list(doors.loop.installation))
     rest = sorted((one for one in found["items"] if one["id"] > cursor), key=lambda one: one["id"])
     return found | {"items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
 
@@ -114,13 +115,13 @@ async def nodes(
 @router.get("/cluster/heat")
 async def heat(doors: Parts, caller: Asker) -> Document:
     """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
-    return heat_document(doors.loop.installation)
+    return doors.veiled(caller, heat_document(doors.loop.installation))
 
 
 @router.get("/nodes/{node}")
 async def node(node: str, doors: Parts, caller: Asker) -> Document:
     """One node."""
-    return {"api": API, "kind": "Node", **_one_node(doors, node)}
+    return doors.veiled(caller, {"api": API, "kind": "Node", **_one_node(doors, node)})
 
 
 @router.post("/nodes/{node}:{action}", status_code=202)
@@ -128,6 +129,7 @@ async def mark_node(
     node: str, action: Literal["drain", "undrain", "cordon"], doors: Parts, caller: Asker, body: MarkBody | None = None
 ) -> Document:
     """Take a node out of use for new work (``drain``, ``cordon``) or back in. Jobs that run there go on."""
+    caller.need(Role.ADMIN)
     given = body or MarkBody()
     before = _one_node(doors, node)
     if not given.dry_run:
@@ -160,7 +162,10 @@ async def queues(doors: Parts, caller: Asker) -> Document:
 
 @router.put("/queues")
 async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Document:
-    """Replace the queue tree. A queue with live jobs cannot be removed."""
+    """Replace the queue tree. A queue with live jobs cannot be removed.
+
+    A queue-admin may change what is below the own queue, and no more than that.
+    """
     try:
         given = tuple(queue_from_json(raw) for raw in body.queues)
     except (TypeError, ValueError) as error:
@@ -171,6 +176,10 @@ async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Documen
     if used:
         raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
     old = {queue.path: queue for queue in doors.loop.installation.queues}
+    for path in paths | set(old):
+        if old.get(path) != next((queue for queue in given if queue.path == path), None):
+            parent = path.rpartition("/")[0]
+            caller.need(Role.QUEUE_ADMIN if parent else Role.ADMIN, parent)
     if not body.dry_run:
         event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
         await doors.loop.append([event])

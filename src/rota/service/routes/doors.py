@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -10,13 +11,17 @@ from fastapi import Depends, Request
 
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
-from rota.service.auth import COOKIE, Asked, Auth, Caller
+from rota.runtime.vault import Vault
+from rota.service.accounts import Caller, veiled
+from rota.service.audit import Audit
+from rota.service.auth import COOKIE, Asked, Auth
 from rota.service.config import Settings
 from rota.service.engine import Engine
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
-from rota.spec.errors import LimitExceeded
+from rota.service.views.story import JobStory
+from rota.spec.errors import LimitExceeded, NotAllowed
 
 STREAMS_MAX = 64
 
@@ -33,6 +38,8 @@ class Doors:
     loop: ServiceLoop
     intake: Intake
     auth: Auth
+    vault: Vault
+    audit: Audit
     engine: Engine
     metrics: Metrics
     version: str
@@ -49,9 +56,33 @@ class Doors:
             raise LimitExceeded(f"{STREAMS_MAX} streams are open", hint="close a page or a follower")
         self.streams += 1
 
+    def seen(self, caller: Caller, job: str) -> JobStory:
+        """A job that the caller may know of. Raises UnknownName or BadInput (several fit)."""
+        return self.loop.installation.find(job, caller.sees)
+
+    def read(self, caller: Caller, job: str) -> JobStory:
+        """A job whose output and text the caller may read. Raises NotAllowed beside what ``seen`` raises."""
+        return _allowed(self.seen(caller, job), Caller.reads, caller, "read what it holds or says")
+
+    def steered(self, caller: Caller, job: str) -> JobStory:
+        """A job that the caller may stop or change. Raises NotAllowed beside what ``seen`` raises."""
+        return _allowed(self.seen(caller, job), Caller.steers, caller, "stop or change it")
+
+    def veiled(self, caller: Caller, document: Document) -> Document:
+        """The document without the names of what the caller may not see."""
+        return veiled(document, self.loop.installation.jobs, caller)
+
     def close_stream(self) -> None:
         """A long answer is over."""
         self.streams -= 1
+
+
+def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: Caller, what: str) -> JobStory:
+    if not may(caller, story):
+        mine = f"it is {story.submitted.user}'s job, and you are {caller.user}"
+        hint = f"ask {story.submitted.user}, or a queue-admin of {story.queue}"
+        raise NotAllowed(f"{story.id}: only its owner may {what}; {mine}", hint=hint)
+    return story
 
 
 def doors_of(request: Request) -> Doors:
@@ -71,7 +102,8 @@ def asked_of(request: Request) -> Asked:
 
 def caller_of(request: Request) -> Caller:
     """Who asks. Raises NoToken or NotAllowed."""
-    return doors_of(request).auth.check(asked_of(request))
+    request.state.caller = doors_of(request).auth.check(asked_of(request))
+    return request.state.caller
 
 
 Parts = Annotated[Doors, Depends(doors_of)]

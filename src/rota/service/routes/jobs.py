@@ -10,13 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.forecast import Forecast
 from rota.job.spans import read_spans
+from rota.service.accounts import Caller, Role
 from rota.service.changes import checked_changes, checked_size
 from rota.service.intake import Submission
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document
-from rota.service.views.jobs import API, JobFilter, edits, job_document, job_list
+from rota.service.views.jobs import API, JobFilter, edits, job_document, job_list, outlined
 from rota.service.views.story import JobStory
 from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
@@ -92,16 +93,17 @@ async def submit(
     idempotency_key: Annotated[str, Header(max_length=200)] = "",
 ) -> Document:
     """Submit a job; durable when this answers. The same ``Idempotency-Key`` with the same body gives the same job."""
-    story, new = await doors.intake.submit(body.submission(), user=caller.user, key=idempotency_key)
+    story, new = await doors.intake.submit(body.submission(), caller=caller, key=idempotency_key)
     response.status_code = 201 if new else 200
     response.headers["Location"] = f"/api/v1/jobs/{story.id}"
-    return show_document(doors, story)
+    return show_document(doors, caller, story)
 
 
 @router.post("/jobs:plan")
 async def plan(body: SubmitBody, doors: Parts, caller: Asker) -> Document:
     """Dry run: roles, gangs, placement on the cluster as it is, what losing each role would do. Keeps nothing."""
-    return {"api": API, **await doors.intake.plan(body.submission())}
+    document = await doors.intake.plan(body.submission(), caller=caller)
+    return doors.veiled(caller, {"api": API, **document})
 
 
 @router.get("/jobs")
@@ -134,7 +136,8 @@ async def list_jobs(
         labels=tuple(_label(one) for one in label or ()),
         since=0.0 if since_s is None else now - since_s,
     )
-    return job_list(doors.loop.installation.jobs.values(), wanted, now=now, limit=limit, cursor=cursor)
+    jobs = (one for one in doors.loop.installation.jobs.values() if caller.sees(one))
+    return doors.veiled(caller, job_list(jobs, wanted, now=now, limit=limit, cursor=cursor))
 
 
 @router.get("/jobs/{job}")
@@ -143,10 +146,10 @@ async def show(job: str, doors: Parts, caller: Asker, response: Response) -> Doc
 
     ``ETag`` is the version of what can be edited; ``PATCH`` with it as ``If-Match`` refuses to undo another's edit.
     """
-    story = doors.loop.installation.find(job)
+    story = doors.seen(caller, job)
     response.headers["ETag"] = f'"{story.version}"'
     beats = await doors.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
-    return show_document(doors, story, beats)
+    return show_document(doors, caller, story, beats)
 
 
 @router.patch("/jobs/{job}")
@@ -154,24 +157,25 @@ async def change(
     job: str, body: ChangeBody, doors: Parts, caller: Asker, if_match: Annotated[str, Header(max_length=100)] = ""
 ) -> Document:
     """Change priority, queue, time limit or labels of a job that has not ended."""
-    story = doors.loop.installation.find(job)
+    story = doors.steered(caller, job)
     _check_version(story, if_match)
     changes = checked_changes(body.changes, story.spec, doors.loop.scheduler)
+    caller.need(Role.USER, str(changes.get("queue", story.queue)))
     await _append_live(doors, story, JobChanged(changes=changes, by=caller.user))
-    return show_document(doors, story)
+    return show_document(doors, caller, story)
 
 
 @router.post("/jobs/{job}:stop", status_code=202)
 async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Document:
     """Ask a job to end. Asking again is harmless; a job that ended is a conflict."""
-    story = doors.loop.installation.find(job)
+    story = doors.steered(caller, job)
     asked = body or StopBody()
     if story.ended is not None:
         raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
     if story.stop is None or asked.grace_s < story.stop.grace_s:
         event = StopAsked(reason=Reason.STOPPED_BY_USER, by=caller.user, grace_s=asked.grace_s)
         await _append_live(doors, story, event)
-    return show_document(doors, story)
+    return show_document(doors, caller, story)
 
 
 @router.post("/jobs/{job}:pause", status_code=202)
@@ -180,41 +184,41 @@ async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = N
 
     What it committed stays. Asking again is harmless.
     """
-    story = doors.loop.installation.find(job)
+    story = doors.steered(caller, job)
     if story.state in (JobState.SUBMITTED, JobState.STOPPING):
         raise Conflict(f"{story.id} is {story.state.value}: it cannot be paused now", state=story.state.value)
     pausing = story.preempt is not None and story.preempt.reason is Reason.PAUSED
     if story.state is not JobState.PAUSED and not pausing:
         asked = body or StopBody(grace_s=story.spec.grace_s)
         await _append_live(doors, story, PreemptAsked(reason=Reason.PAUSED, grace_s=asked.grace_s))
-    return show_document(doors, story)
+    return show_document(doors, caller, story)
 
 
 @router.post("/jobs/{job}:resume", status_code=202)
 async def resume(job: str, doors: Parts, caller: Asker) -> Document:
     """Put a paused job into the queue again, with its old queue time; it goes on from its last commit."""
-    story = doors.loop.installation.find(job)
+    story = doors.steered(caller, job)
     if story.ended is not None or story.state is JobState.PREEMPTING:
         hint = "" if story.ended else "ask again when it is PAUSED"
         raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)
     if story.state is JobState.PAUSED:
         await _append_live(doors, story, JobQueued())
-    return show_document(doors, story)
+    return show_document(doors, caller, story)
 
 
 @router.post("/jobs/{job}:scale", status_code=202)
 async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Document:
     """Another number of instances of a role, now and in later attempts. More of them start as devices become free."""
-    story = doors.loop.installation.find(job)
+    story = doors.steered(caller, job)
     role = checked_size(story.spec, body.role, body.n)
     await _append_live(doors, story, ScaleAsked(role=role.name, n=body.n, by=caller.user))
-    return show_document(doors, story)
+    return show_document(doors, caller, story)
 
 
 @router.get("/jobs/{job}/explain")
 async def explain(job: str, doors: Parts, caller: Asker) -> Document:
     """Why the job is where it is, and what would let it start now."""
-    story = doors.loop.installation.find(job)
+    story = doors.seen(caller, job)
     found = None
     if story.state is JobState.QUEUED:
         scheduler, now = doors.loop.scheduler, doors.clock.wall_s()
@@ -222,19 +226,19 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
             forecast = Forecast(scheduler.state, scheduler.profile, story.id, now)
             estimate = await asyncio.to_thread(forecast.estimate, doors.clock)
             found = answer.to_json() | {"estimate": estimate.to_json()}
-    return explanation(story, doors.loop.installation, found)
+    return doors.veiled(caller, explanation(story, doors.loop.installation, found))
 
 
 @router.get("/jobs/{job}/failures")
 async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = None) -> Document:
     """The failure timeline: cause, level, moves, seconds, what was lost."""
-    return failure_list(doors.loop.installation.find(job), attempt=attempt)
+    return failure_list(doors.read(caller, job), attempt=attempt)
 
 
 @router.get("/jobs/{job}/graph")
 async def graph(job: str, doors: Parts, caller: Asker) -> Document:
     """Roles, edges and sub-graphs with the state of every instance, and beside them what really flowed."""
-    story = doors.loop.installation.find(job)
+    story = doors.read(caller, job)
     beats = await doors.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
     return graph_document(story.spec, story, beats)
 
@@ -242,27 +246,21 @@ async def graph(job: str, doors: Parts, caller: Asker) -> Document:
 @router.get("/jobs/{job}/placement")
 async def placement(job: str, doors: Parts, caller: Asker) -> Document:
     """Which devices of which nodes each instance has, in the present or last attempt."""
-    story = doors.loop.installation.find(job)
+    story = doors.seen(caller, job)
     rows = []
     for one in story.instances.values():
         bundle = story.bundle_of(one.id.role, one.id.rank)
         if bundle is not None:
             rows.append({"instance": str(one.id), **codec.to_json_value(bundle)})
-    return {
-        "api": API,
-        "kind": "Placement",
-        "job": story.id,
-        "attempt": len(story.attempts),
-        "why": story.attempts[-1].why if story.attempts else None,
-        "items": rows,
-        "next": None,
-    }
+    why = story.attempts[-1].why if story.attempts else None
+    head = {"api": API, "kind": "Placement", "job": story.id, "attempt": len(story.attempts)}
+    return doors.veiled(caller, {**head, "why": why, "items": rows, "next": None})
 
 
 @router.get("/jobs/{job}/spec")
 async def spec(job: str, doors: Parts, caller: Asker) -> Document:
     """The job as it was given and as it was understood."""
-    story = doors.loop.installation.find(job)
+    story = doors.read(caller, job)
     return {
         "api": API,
         "kind": "JobSpec",
@@ -278,15 +276,15 @@ async def spec(job: str, doors: Parts, caller: Asker) -> Document:
 @router.get("/jobs/{job}/attempts")
 async def attempts(job: str, doors: Parts, caller: Asker) -> Document:
     """Every attempt with its reason."""
-    story = doors.loop.installation.find(job)
-    items = show_document(doors, story)["attempts"]
+    story = doors.seen(caller, job)
+    items = show_document(doors, caller, story)["attempts"]
     return {"api": API, "kind": "AttemptList", "job": story.id, "items": items, "next": None}
 
 
 @router.get("/jobs/{job}/why")
 async def why(job: str, doors: Parts, caller: Asker) -> Document:
     """Who waits for whom in a running job: the culprit with its stack, every wait, and the recovery that is open."""
-    story = doors.loop.installation.find(job)
+    story = doors.read(caller, job)
     live = await doors.engine.why(story.id) if story.state.holds_devices and story.master is not None else {}
     return why_document(story, live)
 
@@ -294,7 +292,7 @@ async def why(job: str, doors: Parts, caller: Asker) -> Document:
 @router.get("/jobs/{job}/trace")
 async def trace(job: str, doors: Parts, caller: Asker) -> Document:
     """One trace for Perfetto: a lane per instance, calls as flows, commits, recoveries, and what bounds each step."""
-    story = doors.loop.installation.find(job)
+    story = doors.read(caller, job)
     folder = doors.home.job(story.id).spans
 
     def made() -> Document:
@@ -304,10 +302,14 @@ async def trace(job: str, doors: Parts, caller: Asker) -> Document:
     return await asyncio.to_thread(made)
 
 
-def show_document(doors: Doors, story: JobStory, beats: dict[str, dict[str, Any]] | None = None) -> Document:
-    """The Job document with its page address."""
+def show_document(
+    doors: Doors, caller: Caller, story: JobStory, beats: dict[str, dict[str, Any]] | None = None
+) -> Document:
+    """The Job document with its page address; without commands and tracebacks for who may only see it."""
     document = job_document(story, doors.clock.wall_s(), beats)
-    return document | {"url": f"{doors.settings.url}/jobs/{story.id}"}
+    if not caller.reads(story):
+        document = outlined(document)
+    return doors.veiled(caller, document | {"url": f"{doors.settings.url}/jobs/{story.id}"})
 
 
 async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:

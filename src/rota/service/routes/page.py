@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
 
+from rota.service.accounts import Role
 from rota.service.auth import COOKIE, SESSION_TTL_S
 from rota.service.routes.doors import Asker, Document, Parts, asked_of, doors_of
 from rota.spec.errors import NotReachable, UnknownName
@@ -61,14 +62,15 @@ async def openapi(request: Request) -> Document:
 
 @_named.get("/metrics")
 async def metrics(doors: Parts, caller: Asker) -> Response:
-    """Prometheus' text format."""
+    """Prometheus' text format; for who may see all queues."""
+    caller.need(Role.VIEWER)
     return Response(doors.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @_named.post("/api/v1/login/code", status_code=201)
 async def new_code(doors: Parts, caller: Asker) -> Document:
     """A code that opens the page once."""
-    code = doors.auth.new_code()
+    code = doors.auth.new_code(caller)
     return {"kind": "Login", "code": code, "url": f"{doors.settings.url}/login?code={code}"}
 
 

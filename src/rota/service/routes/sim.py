@@ -56,7 +56,7 @@ async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Document:
     async with doors.playing:
         forks = {name: fork_of(state) for name in dict.fromkeys(body.profiles)}
         found = await asyncio.to_thread(outlook, forks, doors.clock.wall_s(), doors.clock)
-    return {"api": API, "kind": "Outlook", **found}
+    return doors.veiled(caller, {"api": API, "kind": "Outlook", **found})
 
 
 @router.get("/templates")

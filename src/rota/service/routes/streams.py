@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
+from rota.service.accounts import Caller, Role
 from rota.service.follow import (
     LogQuery,
     follow_events,
@@ -21,9 +22,10 @@ from rota.service.follow import (
     record_document,
     write_cursor,
 )
-from rota.service.routes.doors import Asker, Doors, Parts
+from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName
+from rota.spec.events import Record, SecretChanged, TokenMade, TokenRevoked, UserChanged
 from rota.spec.ids import InstanceId, JobId
 
 EVENT_STREAM = "text/event-stream"
@@ -48,7 +50,8 @@ async def events(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """Every event of the installation after a number: a page, or a stream that resumes by ``Last-Event-ID``."""
-    return await _events(doors, None, _number(last_event_id, after), limit, type, follow or EVENT_STREAM in accept)
+    stream = follow or EVENT_STREAM in accept
+    return await _events(doors, caller, None, _number(last_event_id, after), limit, type, stream)
 
 
 @router.get("/jobs/{job}/events")
@@ -64,15 +67,20 @@ async def job_events(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """The events of one job; a stream of them ends with the job."""
-    found = doors.loop.installation.find(job).id
-    return await _events(doors, found, _number(last_event_id, after), limit, type, follow or EVENT_STREAM in accept)
+    found, stream = doors.read(caller, job).id, follow or EVENT_STREAM in accept
+    return await _events(doors, caller, found, _number(last_event_id, after), limit, type, stream)
 
 
-async def _events(doors: Doors, job: JobId | None, after: int, limit: int, kind: str, stream: bool) -> Response:
+async def _events(
+    doors: Doors, caller: Caller, job: JobId | None, after: int, limit: int, kind: str, stream: bool
+) -> Response:
+    def shown(record: Record) -> Document | None:
+        return _shown(doors, caller, record)
+
     if stream:
-        return _stream(doors, follow_events(doors.loop, job=job, after=after, kind=kind))
+        return _stream(doors, follow_events(doors.loop, shown, job=job, after=after, kind=kind))
     records = await asyncio.to_thread(doors.loop.log.read, after=after, job=job, limit=limit)
-    items = [record_document(record) for record in records]
+    items = [document for record in records if (document := shown(record)) is not None]
     document = {
         "api": API,
         "kind": "EventList",
@@ -82,6 +90,20 @@ async def _events(doors: Doors, job: JobId | None, after: int, limit: int, kind:
         "last": records[-1].number if records else after,
     }
     return JSONResponse(document)
+
+
+def _shown(doors: Doors, caller: Caller, record: Record) -> Document | None:
+    """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
+    if record.job is None:
+        private = isinstance(record.event, UserChanged | TokenMade | TokenRevoked | SecretChanged)
+        return None if private and not caller.has(Role.ADMIN) else record_document(record)
+    story = doors.loop.installation.jobs.get(record.job)
+    if caller.has(Role.QUEUE_ADMIN) or (story is not None and caller.reads(story)):
+        return doors.veiled(caller, record_document(record))
+    if story is None or not caller.sees(story):
+        return None
+    document = record_document(record)
+    return {name: document[name] for name in ("number", "job", "seq", "at", "kind")}
 
 
 @router.get("/jobs/{job}/logs")
@@ -104,7 +126,7 @@ async def logs(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
-    story = doors.loop.installation.find(job)
+    story = doors.read(caller, job)
     role, rank = _instance(instance) if instance else (role, rank)
     if role and role not in {one.name for one in story.spec.roles}:
         known = ", ".join(one.name for one in story.spec.roles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
@@ -40,7 +40,8 @@ class Installation:
     live: dict[JobId, JobStory] = field(default_factory=dict)
     nodes: dict[NodeId, NodeStory] = field(default_factory=dict)
     queues: tuple[Queue, ...] = (Queue(path=DEFAULT_QUEUE),)
-    keys: dict[str, JobId] = field(default_factory=dict)
+    keys: dict[tuple[str, str], JobId] = field(default_factory=dict)
+    """By user and key: two users may choose the same one."""
     names: dict[str, int] = field(default_factory=dict)
     number: int = 0
     service: e.ServiceStarted | None = None
@@ -66,7 +67,7 @@ class Installation:
         self.jobs[story.id] = self.live[story.id] = story
         self.names[story.spec.name] = self.names.get(story.spec.name, 0) + 1
         if story.submitted.idempotency_key:
-            self.keys[story.submitted.idempotency_key] = story.id
+            self.keys[story.submitted.user, story.submitted.idempotency_key] = story.id
 
     def _cluster(self, at: float, event: e.Event) -> None:
         match event:
@@ -94,17 +95,22 @@ class Installation:
             n += 1
         return JobId(f"{name}-{n}")
 
-    def find(self, given: str) -> JobStory:
-        """The job of an id, a uid or a unique prefix of an id. Raises UnknownName or BadInput (several fit)."""
-        if (story := self.jobs.get(JobId(given))) is not None:
+    def find(self, given: str, seen: Callable[[JobStory], bool] = lambda _: True) -> JobStory:
+        """The job of an id, a uid or a unique prefix of an id, among those that may be ``seen``.
+
+        Raises UnknownName or BadInput (several fit); neither names a job that may not be seen.
+        """
+        if (story := self.jobs.get(JobId(given))) is not None and seen(story):
             return story
-        fits = [one for one in self.jobs.values() if one.id.startswith(given) or one.submitted.uid == given]
+        fits = [
+            one for one in self.jobs.values() if (one.id.startswith(given) or one.submitted.uid == given) and seen(one)
+        ]
         if len(fits) == 1:
             return fits[0]
         if fits:
             shown = ", ".join(one.id for one in fits[:5])
             raise BadInput(f"{given!r} fits {len(fits)} jobs: {shown}", hint="give more of the id")
-        near = get_close_matches(given, self.jobs, n=3)
+        near = get_close_matches(given, [one.id for one in self.jobs.values() if seen(one)], n=3)
         raise UnknownName(f"no job {given!r}", hint=f"did you mean {' or '.join(near)}?" if near else "see: rota ps")
 
     def queue(self, path: str) -> Queue:

@@ -135,6 +135,22 @@ def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, A
     }
 
 
+def outlined(document: dict[str, Any]) -> dict[str, Any]:
+    """The Job document for who may see the job and not read it: no commands, labels, texts or tracebacks."""
+    error = document["error"]
+    return document | {
+        "roles": [role | {"run": None} for role in document["roles"]],
+        "instances": [one | {"error": None, "progress": None} for one in document["instances"]],
+        "error": None if error is None else error | {"text": "", "traceback": ""},
+        "labels": {},
+        "text": INFO[document["reason"]].text if document["reason"] else "",
+        "progress": None,
+        "changes": [],
+        "workdir": "",
+        "filename": "",
+    }
+
+
 def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """One instance; a beat of another epoch says nothing of it."""
     loss = one.error

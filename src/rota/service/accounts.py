@@ -1,0 +1,165 @@
+"""Who may do what: users with roles on subtrees of the queues, their tokens, and what a caller may do to a job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from rota.service.views.story import JobStory
+from rota.spec.errors import BadInput, NotAllowed
+from rota.spec.events import Record, TokenMade, TokenRevoked, UserChanged
+
+LOCAL = "local"
+"""The user of the installation's own token: an admin who is always there."""
+SOMEBODY = "(another tenant's)"
+
+
+class Role(IntEnum):
+    """What somebody may do on a queue and all below it; each may also do what those before it may."""
+
+    VIEWER = 1
+    """Sees jobs, why they wait, who holds what."""
+    USER = 2
+    """Also submits, and reads and steers own jobs."""
+    QUEUE_ADMIN = 3
+    """Also reads and steers the jobs of others there, and sets what queues below get."""
+    ADMIN = 4
+    """Also nodes, users and the tree; means something on the root alone."""
+
+    @property
+    def word(self) -> str:
+        """The name people use: ``queue-admin``."""
+        return self.name.lower().replace("_", "-")
+
+    @staticmethod
+    def of(word: str) -> Role:
+        """The role of that name. Raises BadInput."""
+        found = next((role for role in Role if role.word == word), None)
+        if found is None:
+            raise BadInput(f"no role {word!r}", hint=f"roles: {', '.join(role.word for role in Role)}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who asks, how they proved it (``token`` or ``cookie``), under which token, and what they may do where."""
+
+    user: str
+    by: str
+    token: str = ""
+    grants: tuple[tuple[str, Role], ...] = (("", Role.ADMIN),)
+
+    def role_on(self, queue: str) -> Role | None:
+        """The highest role on a queue path; ``""`` asks for one on the root. None: this queue is not theirs to see."""
+        return max((role for path, role in self.grants if is_below(queue, path)), default=None)
+
+    def has(self, role: Role, queue: str = "") -> bool:
+        """True for that role or a higher one."""
+        found = self.role_on(queue)
+        return found is not None and found >= role
+
+    def need(self, role: Role, queue: str = "") -> None:
+        """Raises NotAllowed without that role on the queue."""
+        if not self.has(role, queue):
+            where = f"queue {queue!r}" if queue else "the whole installation"
+            mine = ", ".join(f"{one.word} of {path or 'all queues'}" for path, one in self.grants) or "nothing"
+            raise NotAllowed(f"this needs the role {role.word} on {where}", hint=f"{self.user} is {mine}")
+
+    def sees(self, story: JobStory) -> bool:
+        """True when a job may be known to exist."""
+        return self.has(Role.VIEWER, story.queue)
+
+    def reads(self, story: JobStory) -> bool:
+        """True when the output, the text and the events of a job may be read: its owner, and who runs its queue."""
+        return self.has(Role.QUEUE_ADMIN, story.queue) or (self.sees(story) and story.submitted.user == self.user)
+
+    def steers(self, story: JobStory) -> bool:
+        """True when a job may be stopped or changed."""
+        own = story.submitted.user == self.user and self.has(Role.USER, story.queue)
+        return own or self.has(Role.QUEUE_ADMIN, story.queue)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token as it was made, and when it was revoked."""
+
+    made: TokenMade
+    at: float
+    revoked_at: float | None = None
+
+    def valid(self, now: float) -> bool:
+        """True while it is neither revoked nor expired."""
+        return self.revoked_at is None and (self.made.expires_at is None or now < self.made.expires_at)
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Users and tokens as the log tells of them; changed by ``apply`` alone."""
+
+    users: dict[str, dict[str, Role]] = field(default_factory=dict)
+    tokens: dict[str, Token] = field(default_factory=dict)
+
+    def apply(self, record: Record) -> None:
+        """Take in one record, in order."""
+        match record.event:
+            case UserChanged(name=name, grants=()):
+                self.users.pop(name, None)
+            case UserChanged(name=name, grants=grants):
+                self.users[name] = {queue: Role.of(role) for queue, role in grants}
+            case TokenMade(id=one):
+                self.tokens[one] = Token(made=record.event, at=record.at)
+            case TokenRevoked(id=one) if (known := self.tokens.get(one)) is not None:
+                self.tokens[one] = Token(made=known.made, at=known.at, revoked_at=record.at)
+            case _:
+                pass
+
+    def caller(self, token: TokenMade, *, by: str) -> Caller:
+        """What the holder of a token may do: the roles of its user, cut down to those of the token."""
+        mine = {"": Role.ADMIN} if token.user == LOCAL else self.users.get(token.user, {})
+        most = Role.of(token.role)
+        cut = ((narrower(path, token.queue), min(role, most)) for path, role in mine.items())
+        grants = tuple((path, role) for path, role in cut if path is not None)
+        return Caller(user=token.user, by=by, token=token.id, grants=grants)
+
+
+def is_below(queue: str, path: str) -> bool:
+    """True for ``path`` itself and everything below it; the root ``""`` is above all."""
+    return not path or queue == path or queue.startswith(f"{path}/")
+
+
+def narrower(one: str, other: str) -> str | None:
+    """The lower of two paths of which one is below the other, else None."""
+    return one if is_below(one, other) else other if is_below(other, one) else None
+
+
+_WORD = re.compile(r"[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
+_NAMED = frozenset({"user", "by", "marked_by"})
+
+
+def veiled(document: Any, jobs: Mapping[Any, JobStory], caller: Caller) -> Any:
+    """The document without the names of jobs that the caller may not see, wherever they stand, and their owners.
+
+    Numbers stay: how much is ahead is everybody's business, whose it is is not.
+    """
+    if caller.has(Role.VIEWER):
+        return document
+    hidden = {one.id for one in jobs.values() if not caller.sees(one)}
+    return _veil(document, hidden, {caller.user, *(one.submitted.user for one in jobs.values() if caller.sees(one))})
+
+
+def _veil(value: Any, hidden: set[Any], known: set[str]) -> Any:
+    if isinstance(value, str):
+        return _WORD.sub(lambda found: SOMEBODY if found[0] in hidden else found[0], value)
+    if isinstance(value, dict):
+        return {
+            _veil(key, hidden, known): SOMEBODY
+            if key in _NAMED and isinstance(one, str) and one and one not in known
+            else _veil(one, hidden, known)
+            for key, one in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_veil(one, hidden, known) for one in value]
+    return value

@@ -1,0 +1,206 @@
+"""Routes of users, tokens and secrets, and of who asked for what."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from rota.runtime.clock import iso
+from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
+from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.views.jobs import API, when
+from rota.spec.errors import BadInput, NotAllowed, UnknownName
+from rota.spec.events import SecretChanged, TokenRevoked, UserChanged
+from rota.spec.ids import NAME_PATTERN
+
+TTL_MAX_S = 10 * 365 * 86400.0
+GRANTS_MAX = 100
+TOKENS_MAX = 1000
+"""Valid tokens of one user."""
+AUDIT_MAX = 1000
+
+router = APIRouter(prefix="/api/v1", tags=["accounts"])
+
+Name = Annotated[str, Field(max_length=63)]
+
+
+class GrantBody(BaseModel):
+    """A role on a queue and all below it; ``""`` is the root."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queue: Annotated[str, Field(max_length=500)] = ""
+    role: str
+
+
+class UserBody(BaseModel):
+    """Everything a user may do."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grants: Annotated[list[GrantBody], Field(min_length=1, max_length=GRANTS_MAX)]
+
+
+class TokenBody(BaseModel):
+    """A token of oneself, or by an admin of somebody; ``role`` and ``queue`` make it worth less than its user."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    user: Name = ""
+    name: Annotated[str, Field(max_length=200)] = ""
+    role: str = Role.ADMIN.word
+    queue: Annotated[str, Field(max_length=500)] = ""
+    ttl_s: Annotated[float | None, Field(gt=0, le=TTL_MAX_S)] = None
+
+
+class SecretBody(BaseModel):
+    """The value to keep."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    value: str
+
+
+@router.get("/whoami")
+async def whoami(doors: Parts, caller: Asker) -> Document:
+    """The user behind the token or session, and what it may do where."""
+    return {"api": API, "kind": "User", "by": caller.by, **_user(caller.user, dict(caller.grants))}
+
+
+@router.get("/users")
+async def users(doors: Parts, caller: Asker) -> Document:
+    """Every user with roles; for admins."""
+    caller.need(Role.ADMIN)
+    found = {LOCAL: {"": Role.ADMIN}} | doors.auth.accounts.users
+    return {"api": API, "kind": "UserList", "items": [_user(*one) for one in sorted(found.items())], "next": None}
+
+
+@router.put("/users/{name}")
+async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> Document:
+    """Let a user do this and no more, also through tokens that were made before; a new name makes a new user."""
+    caller.need(Role.ADMIN)
+    if not NAME_PATTERN.match(name) or name == LOCAL:
+        raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {LOCAL} is taken")
+    paths = {queue.path for queue in doors.loop.installation.queues}
+    grants = {one.queue: Role.of(one.role) for one in body.grants}
+    for queue, role in grants.items():
+        if queue and not any(is_below(path, queue) for path in paths):
+            raise UnknownName(f"no queue {queue!r}", hint=f"queues: {', '.join(sorted(paths)[:20])}")
+        if role is Role.ADMIN and queue:
+            raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
+    event = UserChanged(name=name, grants=tuple((path, role.word) for path, role in grants.items()), by=caller.user)
+    await doors.loop.append([event])
+    return {"api": API, "kind": "User", **_user(name, grants)}
+
+
+@router.delete("/users/{name}")
+async def remove_user(name: Name, doors: Parts, caller: Asker) -> Document:
+    """Take every role and every token from a user; the jobs stay, and belong to that name."""
+    caller.need(Role.ADMIN)
+    if name not in doors.auth.accounts.users:
+        raise UnknownName(f"no user {name!r}", hint="see: rota user ls")
+    mine = [one.made.id for one in _valid(doors) if one.made.user == name]
+    revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
+    await doors.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
+    return {"api": API, "kind": "User", **_user(name, {})}
+
+
+@router.get("/tokens")
+async def tokens(doors: Parts, caller: Asker) -> Document:
+    """The valid tokens of oneself, for an admin those of everybody; never a token itself."""
+    items = [_token(one) for one in _valid(doors) if caller.has(Role.ADMIN) or one.made.user == caller.user]
+    return {"api": API, "kind": "TokenList", "items": items, "next": None}
+
+
+@router.post("/tokens", status_code=201)
+async def make_token(body: TokenBody, doors: Parts, caller: Asker) -> Document:
+    """A new token; this answer is the only one that holds it."""
+    user = body.user or caller.user
+    if user != LOCAL and user not in doors.auth.accounts.users:
+        raise UnknownName(f"no user {user!r}", hint=f"make it first: rota user create {user} --role user --queue PATH")
+    if sum(one.made.user == user for one in _valid(doors)) >= TOKENS_MAX:
+        raise BadInput(f"{user} has {TOKENS_MAX} tokens", hint="revoke some: rota token rm ID")
+    made, whole = doors.auth.make_token(
+        caller, user=user, name=body.name, role=Role.of(body.role), queue=body.queue, ttl_s=body.ttl_s
+    )
+    await doors.loop.append([made])
+    shown = _token(doors.auth.accounts.tokens[made.id])
+    return {"api": API, "kind": "Token", **shown, "token": whole, "url": doors.settings.url}
+
+
+@router.delete("/tokens/{token}")
+async def revoke_token(token: Annotated[str, Field(max_length=63)], doors: Parts, caller: Asker) -> Document:
+    """Make a token worthless at once, with the sessions that were opened by it."""
+    known = next((one for one in _valid(doors) if one.made.id == token), None)
+    if known is None or not (caller.has(Role.ADMIN) or known.made.user == caller.user):
+        raise UnknownName(f"no token {token!r}", hint="see: rota token ls")
+    await doors.loop.append([TokenRevoked(id=token, by=caller.user)])
+    return {"api": API, "kind": "Token", **_token(doors.auth.accounts.tokens[token])}
+
+
+@router.get("/secrets")
+async def secrets(doors: Parts, caller: Asker) -> Document:
+    """The names of one's secrets; no answer ever holds a value."""
+    names = await asyncio.to_thread(doors.vault.names, _owner(caller))
+    return {"api": API, "kind": "SecretList", "items": [{"name": name} for name in names], "next": None}
+
+
+@router.put("/secrets/{name}")
+async def put_secret(name: Name, body: SecretBody, doors: Parts, caller: Asker) -> Document:
+    """Keep a value that one's jobs may use as a variable of that name; it cannot be read back."""
+    await asyncio.to_thread(doors.vault.put, _owner(caller), name, body.value)
+    await doors.loop.append([SecretChanged(owner=caller.user, name=name, by=caller.user)])
+    return {"api": API, "kind": "Secret", "name": name, "removed": False}
+
+
+@router.delete("/secrets/{name}")
+async def remove_secret(name: Name, doors: Parts, caller: Asker) -> Document:
+    """Forget a value; instances that have it keep it until they end."""
+    await asyncio.to_thread(doors.vault.remove, _owner(caller), name)
+    await doors.loop.append([SecretChanged(owner=caller.user, name=name, removed=True, by=caller.user)])
+    return {"api": API, "kind": "Secret", "name": name, "removed": True}
+
+
+@router.get("/audit")
+async def audit(
+    doors: Parts, caller: Asker, user: str = "", limit: Annotated[int, Query(ge=1, le=AUDIT_MAX)] = 100
+) -> Document:
+    """Requests that change something, the newest first, refused ones too; for admins."""
+    caller.need(Role.ADMIN)
+    items = await asyncio.to_thread(doors.audit.newest, limit, user=user)
+    return {"api": API, "kind": "AuditList", "items": items, "next": None}
+
+
+def _owner(caller: Caller) -> str:
+    """Whose secrets these are. Raises NotAllowed for a token that may only look."""
+    if not any(role >= Role.USER for _, role in caller.grants):
+        raise NotAllowed("secrets are for those who may submit jobs", hint="a token of the role user")
+    return caller.user
+
+
+def _valid(doors: Doors) -> list[Token]:
+    now = doors.clock.wall_s()
+    return [one for one in doors.auth.accounts.tokens.values() if one.valid(now)]
+
+
+def _user(name: str, grants: dict[str, Role]) -> dict[str, Any]:
+    rows = [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]
+    return {"name": name, "grants": rows}
+
+
+def _token(one: Token) -> dict[str, Any]:
+    made = one.made
+    return {
+        "id": made.id,
+        "user": made.user,
+        "name": made.name,
+        "role": made.role,
+        "queue": made.queue,
+        "made_at": iso(one.at),
+        "made_by": made.by,
+        "expires_at": when(made.expires_at),
+        "revoked": one.revoked_at is not None,
+    }

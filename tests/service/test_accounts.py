@@ -1,0 +1,347 @@
+"""Users, tokens, roles and secrets: who may do what on every route, and what nobody is shown."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from standing import Standing, standing, with_service
+
+from rota.runtime.vault import Vault, masked
+from rota.spec.states import JobState
+
+QUEUES = [{"path": "default"}, {"path": "research"}, {"path": "research/rl"}, {"path": "prod"}]
+USERS = {
+    "ann": [("research", "user")],
+    "bob": [("prod", "user")],
+    "pat": [("prod", "user")],
+    "quinn": [("prod", "queue-admin")],
+    "vera": [("", "viewer")],
+}
+MARKS = ("zebra", "bob", "value-of-env", "line-of-log", "label-of-job", "text-of-source")
+"""Words that stand in bob's job alone."""
+JOB = """\
+# text-of-source
+name: zebra
+queue: prod
+labels: {secret: label-of-job}
+env: {PASSWORD: value-of-env}
+roles: {main: {run: [echo, value-of-env], resources: {gpus: 4}}}
+"""
+SEE, READ, STEER, ANY, ADMIN, ALL = "see", "read", "steer", "any", "admin", "all-queues"
+RIGHTS = {
+    "GET /api/v1/jobs/{job}": SEE,
+    "GET /api/v1/jobs/{job}/explain": SEE,
+    "GET /api/v1/jobs/{job}/placement": SEE,
+    "GET /api/v1/jobs/{job}/attempts": SEE,
+    "GET /api/v1/jobs/{job}/failures": READ,
+    "GET /api/v1/jobs/{job}/graph": READ,
+    "GET /api/v1/jobs/{job}/spec": READ,
+    "GET /api/v1/jobs/{job}/why": READ,
+    "GET /api/v1/jobs/{job}/trace": READ,
+    "GET /api/v1/jobs/{job}/events": READ,
+    "GET /api/v1/jobs/{job}/logs": READ,
+    "PATCH /api/v1/jobs/{job}": STEER,
+    "POST /api/v1/jobs/{job}:pause": STEER,
+    "POST /api/v1/jobs/{job}:resume": STEER,
+    "POST /api/v1/jobs/{job}:scale": STEER,
+    "POST /api/v1/jobs/{job}:stop": STEER,
+    "GET /api/v1/jobs": ANY,
+    "POST /api/v1/jobs": "submit",
+    "POST /api/v1/jobs:plan": "submit",
+    "GET /api/v1/events": ANY,
+    "GET /api/v1/status": ANY,
+    "GET /api/v1/nodes": ANY,
+    "GET /api/v1/nodes/{node}": ANY,
+    "GET /api/v1/cluster/heat": ANY,
+    "GET /api/v1/queues": ANY,
+    "GET /api/v1/reasons": ANY,
+    "GET /api/v1/sim/profiles": ANY,
+    "POST /api/v1/sim/outlook": ANY,
+    "GET /api/v1/templates": ANY,
+    "GET /api/v1/whoami": ANY,
+    "GET /api/v1/tokens": ANY,
+    "POST /api/v1/tokens": ANY,
+    "DELETE /api/v1/tokens/{token}": "own",
+    "GET /api/v1/secrets": "own-secret",
+    "PUT /api/v1/secrets/{name}": "own-secret",
+    "DELETE /api/v1/secrets/{name}": "own-secret",
+    "POST /api/v1/login/code": ANY,
+    "GET /metrics": ALL,
+    "PUT /api/v1/queues": ADMIN,
+    "POST /api/v1/nodes/{node}:{action}": ADMIN,
+    "GET /api/v1/users": ADMIN,
+    "PUT /api/v1/users/{name}": ADMIN,
+    "DELETE /api/v1/users/{name}": ADMIN,
+    "GET /api/v1/audit": ADMIN,
+}
+OPEN = {"GET /healthz", "GET /readyz", "GET /login"}
+BODIES: dict[str, dict[str, Any]] = {
+    "PATCH /api/v1/jobs/{job}": {"changes": {"priority": 51}},
+    "POST /api/v1/jobs/{job}:scale": {"role": "main", "n": 2},
+    "POST /api/v1/jobs": {"source": JOB},
+    "POST /api/v1/jobs:plan": {"source": JOB},
+    "POST /api/v1/sim/outlook": {"profiles": ["default"]},
+    "PUT /api/v1/secrets/{name}": {"value": "x"},
+    "PUT /api/v1/queues": {"queues": [{"path": "default"}, {"path": "prod"}], "dry_run": True},
+    "PUT /api/v1/users/{name}": {"grants": [{"queue": "prod", "role": "user"}]},
+    "POST /api/v1/tokens": {},
+}
+
+
+class Town:
+    """A service with several tenants, each with a client of its own, and a job of bob's that runs in ``prod``."""
+
+    def __init__(self, service: Standing) -> None:
+        self.service = service
+        self.who: dict[str, httpx.AsyncClient] = {"local": service.http}
+
+    def client(self, token: str) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.AsyncClient(
+            transport=self.service.http._transport, base_url="http://127.0.0.1:7700", headers=headers
+        )
+
+    async def token(self, **body: Any) -> str:
+        answer = await self.service.http.post("/api/v1/tokens", json=body)
+        assert answer.status_code == 201, answer.text
+        return answer.json()["token"]
+
+    async def settle(self) -> None:
+        answer = await self.service.http.put("/api/v1/queues", json={"queues": QUEUES})
+        assert answer.status_code == 200, answer.text
+        for name, grants in USERS.items():
+            rows = [{"queue": queue, "role": role} for queue, role in grants]
+            answer = await self.service.http.put(f"/api/v1/users/{name}", json={"grants": rows})
+            assert answer.status_code == 200, answer.text
+            self.who[name] = self.client(await self.token(user=name))
+        answer = await self.who["bob"].post("/api/v1/jobs", json={"source": JOB})
+        assert answer.status_code == 201, answer.text
+        await self.service.until("zebra-1", JobState.ADMITTED)
+        logs = self.service.doors.home.job("zebra-1").logs
+        (logs / "main-0.log").write_text("2026-01-01T00:00:00.000Z 1/1 stdout line-of-log\n")
+
+
+def with_town(home: Path, test: Any) -> None:
+    async def settled(service: Standing) -> None:
+        town = Town(service)
+        await town.settle()
+        await test(town)
+
+    with_service(home, settled)
+
+
+def routes(town: Town) -> list[str]:
+    app = town.service.http._transport.app  # type: ignore[attr-defined]
+    return [f"{method.upper()} {path}" for path, item in app.openapi()["paths"].items() for method in item]
+
+
+async def ask(who: httpx.AsyncClient, route: str, **body: Any) -> httpx.Response:
+    method, _, path = route.partition(" ")
+    for name, value in (("job", "zebra-1"), ("node", "r0n0"), ("action", "drain"), ("token", "none"), ("name", "KEY")):
+        path = path.replace(f"{{{name}}}", value)
+    return await who.request(method, path, json=body or BODIES.get(route))
+
+
+def expected(right: str, name: str) -> set[int]:
+    """The statuses that a user may get on a route about bob's job in ``prod``; conflicts of state are not refusals."""
+    fine = {200, 201, 202, 409, 422}
+    sees = name != "ann"
+    reads = name in ("bob", "quinn", "local")
+    table = {
+        SEE: fine if sees else {404},
+        READ: fine if reads else {403} if sees else {404},
+        STEER: fine if reads else {403} if sees else {404},
+        "submit": fine if name in ("bob", "pat", "quinn", "local") else {403},
+        "own": {404},
+        "own-secret": {403} if name == "vera" else fine | {404},
+        ADMIN: fine | {404} if name == "local" else {403},
+        ALL: fine if name in ("vera", "local") else {403},
+        ANY: fine,
+    }
+    return table[right]
+
+
+def test_every_route_gives_every_role_what_it_may_have_and_a_stranger_nothing(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        listed = set(routes(town))
+        assert listed - OPEN == set(RIGHTS), "a route without a line in the table of rights"
+        nobody, tried = town.client(""), 0
+        for name in ("ann", "vera", "pat", "quinn", "bob", "local"):
+            for route, right in RIGHTS.items():
+                answer = await ask(town.who[name], route)
+                assert answer.status_code in expected(right, name), (name, route, answer.status_code, answer.text)
+                tried += 1
+        for route in RIGHTS:
+            assert (await ask(nobody, route)).status_code == 401, route
+        assert tried == 6 * len(RIGHTS)
+
+    with_town(tmp_path, test)
+
+
+def test_nothing_of_another_tenant_is_in_any_answer(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        own = "name: lion\nqueue: research/rl\nroles: {main: {run: [echo], replicas: 2, resources: {gpus: 4}}}\n"
+        assert (await town.who["ann"].post("/api/v1/jobs", json={"source": own})).status_code == 201
+        await town.service.until("lion-1", JobState.QUEUED)
+        asked = [route for route in RIGHTS if route.startswith("GET")] + ["POST /api/v1/sim/outlook"]
+        for route in (*asked, "POST /api/v1/jobs:plan"):
+            for job in ("zebra-1", "zebr", "lion-1"):
+                body = {"source": own} if "plan" in route else {}
+                answer = await ask(town.who["ann"], route.replace("{job}", job), **body)
+                told = answer.text.replace(f"no job '{job}'", "")
+                found = [mark for mark in MARKS if mark in told]
+                assert not found, (route, found, answer.text)
+        explained = (await town.who["ann"].get("/api/v1/jobs/lion-1/explain")).json()
+        assert explained["waiting"] and explained["blocked_by"][0]["gpus"] == 4
+        assert "zebra-1" in (await town.who["local"].get("/api/v1/jobs/lion-1/explain")).text
+
+    with_town(tmp_path, test)
+
+
+def test_a_viewer_sees_that_a_job_is_there_and_nothing_that_its_owner_wrote(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        shown = (await town.who["vera"].get("/api/v1/jobs/zebra-1")).text
+        events = (await town.who["vera"].get("/api/v1/events", params={"limit": 1000})).text
+        assert "zebra-1" in shown and "zebra-1" in events
+        for hidden in ("value-of-env", "label-of-job", "text-of-source"):
+            assert hidden not in shown and hidden not in events
+        assert "value-of-env" in (await town.who["quinn"].get("/api/v1/events", params={"limit": 1000})).text
+
+    with_town(tmp_path, test)
+
+
+def test_tokens_expire_are_revoked_and_are_never_worth_more_than_what_made_them(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        weak = town.client(await town.token(user="bob", role="viewer", queue="prod"))
+        assert (await weak.get("/api/v1/jobs/zebra-1/logs")).status_code == 200
+        assert (await weak.post("/api/v1/jobs/zebra-1:stop")).status_code == 403
+        child = (await weak.post("/api/v1/tokens", json={"role": "admin"})).json()
+        assert child["role"] == "viewer" and child["queue"] == "prod"
+        assert (await town.who["bob"].post("/api/v1/tokens", json={"user": "pat"})).status_code == 403
+        soon = town.client(await town.token(user="bob", ttl_s=0.01))
+        await asyncio.sleep(0.02)
+        assert (await soon.get("/api/v1/jobs")).status_code == 401
+        made = (await town.who["bob"].post("/api/v1/tokens", json={"name": "laptop"})).json()
+        laptop = town.client(made["token"])
+        assert (await laptop.get("/api/v1/whoami")).json()["name"] == "bob"
+        code = (await laptop.post("/api/v1/login/code")).json()["code"]
+        browser = town.client("")
+        await browser.get(f"/login?code={code}")
+        assert (await browser.get("/api/v1/whoami")).json() | {"by": ""} == {
+            "api": "rota/v1", "kind": "User", "by": "", "name": "bob", "grants": [{"queue": "prod", "role": "user"}]
+        }  # fmt: skip
+        assert (await town.who["ann"].delete(f"/api/v1/tokens/{made['id']}")).status_code == 404
+        assert (await laptop.delete(f"/api/v1/tokens/{made['id']}")).json()["revoked"]
+        assert [(await one.get("/api/v1/jobs")).status_code for one in (laptop, browser)] == [401, 401]
+        kept = "".join(str(record.event) for record in town.service.log.read(limit=1000))
+        assert made["token"].rpartition("_")[2] not in kept and made["id"] in kept
+
+    with_town(tmp_path, test)
+
+
+def test_a_user_who_is_removed_loses_every_token_and_a_restart_forgets_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with standing(tmp_path) as service:
+            town = Town(service)
+            await town.settle()
+            bob, ann = (town.who[name].headers["Authorization"] for name in ("bob", "ann"))
+            assert (await service.http.delete("/api/v1/users/bob")).status_code == 200
+            assert (await town.who["bob"].get("/api/v1/jobs")).status_code == 401
+        async with standing(tmp_path) as again:
+            for token, status in ((bob, 401), (ann, 200)):
+                answer = await again.http.get("/api/v1/whoami", headers={"Authorization": token})
+                assert answer.status_code == status
+            names = [one["name"] for one in (await again.get("/users"))["items"]]
+            assert names == ["ann", "local", "pat", "quinn", "vera"]
+
+    asyncio.run(test())
+
+
+def test_a_queue_admin_sets_what_is_below_the_own_queue_and_no_more(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        await town.service.http.put(
+            "/api/v1/users/rita", json={"grants": [{"queue": "research", "role": "queue-admin"}]}
+        )
+        rita = town.client(await town.token(user="rita"))
+        wider = [one | ({"limit": {"gpus": 2}} if one["path"] == "research/rl" else {}) for one in QUEUES]
+        assert (await rita.put("/api/v1/queues", json={"queues": wider})).json()["changed"] == ["research/rl"]
+        for path in ("research", "prod"):
+            more = [one | ({"weight": 9} if one["path"] == path else {}) for one in wider]
+            assert (await rita.put("/api/v1/queues", json={"queues": more})).status_code == 403, path
+
+    with_town(tmp_path, test)
+
+
+def test_every_change_and_every_refusal_of_one_is_in_the_audit_with_user_token_and_address(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        await town.who["ann"].post("/api/v1/nodes/r0n0:drain")
+        await town.client("rota_x_wrong").post("/api/v1/jobs/zebra-1:stop")
+        newest, before = (await town.service.get("/audit", limit=2))["items"]
+        assert (newest["user"], newest["status"], newest["path"]) == ("", 401, "/api/v1/jobs/zebra-1:stop")
+        assert (before["user"], before["status"]) == ("ann", 403)
+        assert before["token"] and before["address"] == "127.0.0.1" and before["request_id"]
+        of_bob = (await town.service.get("/audit", user="bob"))["items"]
+        assert [(one["method"], one["path"], one["status"]) for one in of_bob] == [("POST", "/api/v1/jobs", 201)]
+
+    with_town(tmp_path, test)
+
+
+def test_a_secret_is_named_by_a_job_and_shown_by_nothing(tmp_path: Path) -> None:
+    value = "correct-horse-battery"
+
+    async def test(town: Town) -> None:
+        bob = town.who["bob"]
+        source = JOB.replace("name: zebra", "name: uses\nsecrets: [API_KEY]")
+        refused = await bob.post("/api/v1/jobs", json={"source": source})
+        assert refused.status_code == 404 and "rota secret set API_KEY" in refused.json()["hint"]
+        assert (await bob.put("/api/v1/secrets/API_KEY", json={"value": value})).status_code == 200
+        assert (await town.who["pat"].get("/api/v1/secrets")).json()["items"] == []
+        assert (await town.who["pat"].post("/api/v1/jobs", json={"source": source})).status_code == 404
+        assert (await bob.post("/api/v1/jobs", json={"source": source})).status_code == 201
+        for route in (*RIGHTS, "GET /api/v1/secrets/API_KEY"):
+            if route.startswith("GET"):
+                assert value not in (await ask(bob, route.replace("{job}", "uses-1"))).text, route
+        assert Vault(town.service.doors.home).open("bob", ["API_KEY"]) == {"API_KEY": value}
+        for file in tmp_path.rglob("*"):
+            assert not file.is_file() or value.encode() not in file.read_bytes(), file
+        modes = {file: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "secrets" / "bob").iterdir()}
+        assert set(modes.values()) == {"0o600"} and oct((tmp_path / "secret.key").stat().st_mode & 0o777) == "0o600"
+        assert (await bob.delete("/api/v1/secrets/API_KEY")).status_code == 200
+        assert not list((tmp_path / "secrets" / "bob").iterdir())
+
+    with_town(tmp_path, test)
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", ".hidden", "1st", "ü"])
+def test_a_secret_or_user_of_a_bad_name_touches_no_file(tmp_path: Path, name: str) -> None:
+    async def test(service: Standing) -> None:
+        before = sorted(tmp_path.rglob("*"))
+        for path in (f"/api/v1/secrets/{name}", f"/api/v1/users/{name}"):
+            body = {"value": "v", "grants": [{"role": "user"}]}
+            body.pop("grants" if "secrets" in path else "value")
+            assert (await service.http.put(path, json=body)).status_code in (404, 405, 422), path
+        assert [one for one in sorted(tmp_path.rglob("*")) if one not in before and one.name != "audit.jsonl"] == []
+
+    with_service(tmp_path, test)
+
+
+def test_two_users_may_choose_the_same_idempotency_key(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        ids = []
+        for name, queue in (("ann", "research/rl"), ("bob", "prod"), ("ann", "research/rl")):
+            source = f"name: same\nqueue: {queue}\nroles: {{main: {{run: [echo]}}}}\n"
+            answer = await town.who[name].post(
+                "/api/v1/jobs", json={"source": source}, headers={"Idempotency-Key": "k"}
+            )
+            ids.append((answer.status_code, answer.json()["id"]))
+        assert ids == [(201, "same-1"), (201, "same-2"), (200, "same-1")]
+
+    with_town(tmp_path, test)
+
+
+def test_masking_takes_the_longest_value_first_and_leaves_short_ones() -> None:
+    assert masked("a=secret1 b=secret12 c=abc", ["secret1", "secret12", "abc"]) == "a=****** b=****** c=abc"

@@ -456,3 +456,37 @@ def test_help_loads_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr.strip() == "[]"
     assert done.stdout.index("Service") < done.stdout.index("Jobs") < done.stdout.index("Tools")
+
+
+def test_users_tokens_and_secrets_by_command_and_a_login_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        assert (await ask("user", "create", "ann", "--queue", "default", "--json")).document["name"] == "ann"
+        made = (await ask("token", "create", "--user", "ann", "--ttl", "1h", "--json")).document
+        assert made["token"].startswith("rota_") and made["expires_at"]
+        url = str(service.http.base_url)
+        async with listening(service) as http:
+            url = str(http.base_url).rstrip("/")
+            monkeypatch.setattr("sys.stdin", io.StringIO(made["token"] + "\n"))
+            assert "user of default" in (await asyncio.to_thread(rota, "login", url)).out
+            kept = tmp_path / "home" / "login.json"
+            assert oct(kept.stat().st_mode & 0o777) == "0o600"
+            assert (await asyncio.to_thread(rota, "user", "--json")).document["name"] == "ann"
+            assert (await asyncio.to_thread(rota, "token")).out.strip() == made["token"]
+            monkeypatch.setattr("sys.stdin", io.StringIO("s3cret-value\n"))
+            assert (await asyncio.to_thread(rota, "secret", "set", "API_KEY")).out == "API_KEY: set\n"
+            assert (await asyncio.to_thread(rota, "secret", "--json")).document["items"] == [{"name": "API_KEY"}]
+            assert service.doors.vault.open("ann", ["API_KEY"]) == {"API_KEY": "s3cret-value"}
+            refused = await asyncio.to_thread(rota, "user", "ls")
+            assert refused.status == 2 and "this needs the role admin" in refused.err
+            assert (await asyncio.to_thread(rota, "logout")).out == f"logged out of {url}\n"
+            assert not kept.exists()
+        rows = (await ask("audit", "--user", "ann", "--json")).document["items"]
+        assert [(one["method"], one["path"]) for one in rows] == [("PUT", "/api/v1/secrets/API_KEY")]
+        assert made["id"] in (await ask("token", "ls")).out
+        assert (await ask("token", "rm", made["id"], "--json")).document["revoked"]
+        assert (await ask("user", "create", "ann", "--queue", "default", "--role", "none", "--json")).status == 0
+        assert "ann" not in (await ask("user", "ls")).out
+
+    with_cli(tmp_path / "served", test)

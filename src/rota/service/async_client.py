@@ -11,6 +11,7 @@ from typing import Any, Self
 import httpx
 
 from rota.service import calls
+from rota.service.account_calls import AccountCalls
 from rota.service.calls import Ask, Sse, SseReader
 from rota.service.wire import PAGE_MAX, RETRIES_MAX, STREAM_SILENCE_S, TIMEOUT_S, Document, Wire, body_of, timed_out
 from rota.spec.states import JobState
@@ -31,6 +32,8 @@ class AsyncClient(Wire):
         self._http = httpx.AsyncClient(
             base_url=self.url, headers=self.headers, timeout=self.timeout, transport=transport, trust_env=False
         )
+        self.accounts = AccountCalls(self.ask)
+        """Users, tokens, secrets, the audit."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from typing import Any, Self
 import httpx
 
 from rota.service import calls
+from rota.service.account_calls import AccountCalls
 from rota.service.async_client import AsyncClient as AsyncClient
 from rota.service.calls import Ask, Sse, SseReader
 from rota.service.wire import (
@@ -45,6 +46,8 @@ class Client(Wire):
         self._http = httpx.Client(
             base_url=self.url, headers=self.headers, timeout=self.timeout, transport=transport, trust_env=False
         )
+        self.accounts = AccountCalls(self.ask)
+        """Users, tokens, secrets, the audit."""
 
     def __enter__(self) -> Self:
         return self

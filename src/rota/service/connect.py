@@ -10,6 +10,8 @@ from rota.service.config import Settings, load_settings
 from rota.spec.errors import BadInput
 
 RECORD = "service.json"
+LOGIN = "login.json"
+"""Below ``$ROTA_HOME``: the address and token of ``rota login``, 0600. Flags and variables win over it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +27,40 @@ class Address:
 def find_service(server: str = "", token: str = "") -> Address:
     """The address to use. Raises BadInput for settings that cannot be read."""
     settings = load_settings({"server": server, "token": token})
+    if not settings.server and (kept := _read_login(settings)):
+        given = settings.token if settings.origins["token"] != "default" else kept["token"]
+        return Address(url=kept["url"], token=given, home=settings.root, local=False)
     local = not settings.server
     url = (_recorded_url(settings) if local else "") or settings.url
     return Address(url=url, token=settings.token or _token(settings), home=settings.root, local=local)
+
+
+def keep_login(url: str, token: str) -> Path:
+    """Use this service until ``forget_login``; the file that says so."""
+    path = load_settings().root / LOGIN
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    partial = path.with_name(f".{LOGIN}")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode=0o600)
+    partial.write_text(json.dumps({"url": url.rstrip("/"), "token": token}), encoding="utf-8")
+    return partial.replace(path)
+
+
+def forget_login() -> str:
+    """Drop the login; the address it was for, empty when there was none."""
+    settings = load_settings()
+    url = _read_login(settings).get("url", "")
+    (settings.root / LOGIN).unlink(missing_ok=True)
+    return url
+
+
+def _read_login(settings: Settings) -> dict[str, str]:
+    try:
+        found = json.loads((settings.root / LOGIN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(found, dict) and {"url", "token"} <= found.keys()
+    return {"url": str(found["url"]), "token": str(found["token"])} if whole else {}
 
 
 def _recorded_url(settings: Settings) -> str:

@@ -1,7 +1,8 @@
-"""rota up, down, status, token, doctor: the service of this machine."""
+"""rota up, down, status, doctor: the service of this machine."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import age
-from rota.spec.errors import BadInput, UnknownName
+from rota.spec.errors import BadInput
 
 DOWN = 3
 """Exit status of ``status`` when nobody answers."""
@@ -96,7 +97,9 @@ def status(
         document = _settings_document(known)
         terminal.show(document, lambda term: _settings_table(term, document))
         return 0
-    if known.server:
+    from rota.service.connect import find_service
+
+    if not find_service(flags.server, flags.token).local:
         with flags.client() as client:
             document = client.status()
     else:
@@ -111,12 +114,18 @@ def status(
 
 
 def _settings_document(known: Any) -> dict[str, Any]:
-    hidden = {"token"} if known.token else set()
     items = [
-        {"name": name, "value": "(set)" if name in hidden else getattr(known, name), "origin": origin}
+        {"name": name, "value": _shown(name, getattr(known, name)), "origin": origin}
         for name, origin in sorted(known.origins.items())
     ]
     return {"kind": "SettingList", "items": items, "next": None}
+
+
+def _shown(name: str, value: Any) -> Any:
+    """A setting without the token or password in it."""
+    if name == "token" and value:
+        return "(set)"
+    return re.sub(r"(//[^:/@]*:)[^@]*@", r"\1***@", value) if name.endswith("_url") else value
 
 
 def _settings_table(term: Terminal, document: Mapping[str, Any]) -> None:
@@ -151,24 +160,6 @@ def _nodes(doc: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
         return ""
     pretend = f", pretend {doc['pretend']}" if doc.get("pretend") else ""
     return f"{cluster['nodes']}, {cluster['gpus_used']}/{cluster['gpus']} devices used{pretend}"
-
-
-def token(*, flags: Flags = DEFAULT_FLAGS) -> int:
-    """Print the token of this machine's service, for programs that speak REST.
-
-    Examples
-    --------
-    curl -H "Authorization: Bearer $(rota token)" http://127.0.0.1:7700/api/v1/jobs
-    """
-    from rota.service.connect import find_service
-
-    address = find_service(flags.server, flags.token)
-    if not address.token:
-        raise UnknownName(f"there is no token in {address.home}", hint="'rota up' makes one")
-    terminal = flags.terminal()
-    document = {"kind": "Token", "token": address.token, "url": address.url}
-    terminal.show(document, lambda term: term.line(address.token))
-    return 0
 
 
 def doctor(

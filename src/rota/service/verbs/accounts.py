@@ -1,0 +1,224 @@
+"""rota user, token, secret, login, logout, audit: who may do what, and the values that nobody may read back."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.terminal import Terminal
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.words import ago_s, clock_time
+from rota.spec.errors import BadInput, UnknownName
+
+
+def user(
+    action: Annotated[str, Parameter(help="create, rm or ls; default: who you are.")] = "",
+    name: Annotated[str, Parameter(help="The user.")] = "",
+    *,
+    role: Annotated[str, Parameter(help="viewer, user, queue-admin or admin; none takes the role away.")] = "user",
+    queue: Annotated[str, Parameter(help="The queue it is for, with all below; default: all queues.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show who you are, or let users do things; create again gives one more role.
+
+    Examples
+    --------
+    rota user create ann --role user --queue research
+
+    rota user ls
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        if not action or action == "ls":
+            document = client.accounts.users() if action else client.accounts.whoami()
+            terminal.show(document, lambda term: _user_table(term, document.get("items", [document])))
+            return 0
+        if not name or action not in ("create", "rm"):
+            raise BadInput(f"rota user {action} {name}".rstrip() + ": not understood", hint="rota user create NAME")
+        if action == "rm":
+            done = client.accounts.remove_user(name)
+        else:
+            known = next((one for one in client.accounts.users()["items"] if one["name"] == name), None)
+            grants = {one["queue"]: one["role"] for one in (known or {"grants": []})["grants"]} | {queue: role}
+            kept = [(path, word) for path, word in grants.items() if word != "none"]
+            done = client.accounts.put_user(name, kept) if kept else client.accounts.remove_user(name)
+    terminal.show(done, lambda term: _user_table(term, [done]))
+    return 0
+
+
+def _user_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+    rows = [
+        (one["name"], ", ".join(f"{grant['role']} of {grant['queue'] or 'all queues'}" for grant in one["grants"]))
+        for one in items
+    ]
+    term.table(["USER", "MAY"], rows)
+
+
+def token(
+    action: Annotated[str, Parameter(help="create, ls or rm; default: print the token in use.")] = "",
+    id_: Annotated[str, Parameter(name="ID", help="What rm takes: the id of the token.")] = "",
+    *,
+    user: Annotated[str, Parameter(help="Whose; default: your own.")] = "",
+    name: Annotated[str, Parameter(help="What it is for.")] = "",
+    role: Annotated[str, Parameter(help="At most this role.")] = "",
+    queue: Annotated[str, Parameter(help="For this queue and those below alone.")] = "",
+    ttl: Annotated[str, Parameter(help="Valid so long, for example 30d; default: until it is revoked.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Print the token in use, or make, list and revoke tokens. A new token is shown once.
+
+    Examples
+    --------
+    rota token create --user ann --role user --ttl 30d
+
+    curl -H "Authorization: Bearer $(rota token)" http://127.0.0.1:7700/api/v1/jobs
+    """
+    terminal = flags.terminal()
+    if not action:
+        document = _in_use(flags)
+        terminal.show(document, lambda term: term.line(document["token"]))
+        return 0
+    if action not in ("create", "ls", "rm") or (action == "rm" and not id_):
+        raise BadInput(f"rota token {action} {id_}".rstrip() + ": not understood", hint="rota token create, ls, rm ID")
+    with flags.client() as client:
+        if action == "create":
+            made = client.accounts.make_token(user=user, name=name, role=role, queue=queue, ttl_s=ago_s(ttl))
+            terminal.show(made, lambda term: term.line(made["token"]))
+            terminal.note(f"token {made['id']} of {made['user']}; it is not shown again")
+            return 0
+        done = client.accounts.tokens() if action == "ls" else client.accounts.revoke_token(id_)
+    terminal.show(done, lambda term: _token_table(term, done.get("items", [done])))
+    return 0
+
+
+def _in_use(flags: Flags) -> dict[str, Any]:
+    from rota.service.connect import find_service
+
+    address = find_service(flags.server, flags.token)
+    if not address.token:
+        raise UnknownName(f"there is no token in {address.home}", hint="'rota up' makes one")
+    return {"kind": "Token", "token": address.token, "url": address.url}
+
+
+def _token_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            one["id"],
+            one["user"],
+            one["name"],
+            one["role"],
+            one["queue"],
+            clock_time(one["made_at"]),
+            "revoked" if one["revoked"] else clock_time(one["expires_at"]),
+        )
+        for one in items
+    ]
+    term.table(["ID", "USER", "NAME", "AT MOST", "QUEUE", "MADE", "ENDS"], rows, empty="no tokens but the first one")
+
+
+def secret(
+    action: Annotated[str, Parameter(help="set, ls or rm; default: ls.")] = "ls",
+    name: Annotated[str, Parameter(help="The name of the variable that jobs see.")] = "",
+    *,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Keep values that your jobs may use and nobody can read back. The value is read from stdin, or asked for.
+
+    A job names them: 'secrets: [API_KEY]'.
+
+    Examples
+    --------
+    rota secret set API_KEY < key.txt
+    """
+    terminal = flags.terminal()
+    if action not in ("set", "ls", "rm") or (action != "ls" and not name):
+        raise BadInput(f"rota secret {action} {name}".rstrip() + ": not understood", hint="rota secret set NAME")
+    with flags.client() as client:
+        if action == "ls":
+            found = client.accounts.secrets()
+            rows = [(one["name"],) for one in found["items"]]
+            terminal.show(found, lambda term: term.table(["SECRET"], rows, empty="no secrets"))
+            return 0
+        if action == "set":
+            done = client.accounts.set_secret(name, _asked(f"value of {name}"))
+        else:
+            done = client.accounts.remove_secret(name)
+    terminal.show(done, lambda term: term.line(f"{name}: {'removed' if done['removed'] else 'set'}"))
+    return 0
+
+
+def _asked(what: str) -> str:
+    """A line that is not echoed, or all of stdin; without its last line break."""
+    if sys.stdin.isatty():
+        from getpass import getpass
+
+        return getpass(f"{what}: ")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def login(
+    url: Annotated[str, Parameter(help="Address of the service.")],
+    *,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Use the service at an address from now on. The token is read from stdin, or asked for.
+
+    Examples
+    --------
+    rota login http://10.0.0.5:7700 < token.txt
+    """
+    from rota.service.client import Client
+    from rota.service.connect import keep_login
+
+    given = flags.token or _asked("token").strip()
+    with Client(url, given) as client:
+        me = client.accounts.whoami()
+    path = keep_login(url, given)
+    document = {"kind": "Login", "url": url, "user": me["name"], "grants": me["grants"], "file": str(path)}
+    terminal = flags.terminal()
+    terminal.show(document, lambda term: _user_table(term, [me]))
+    terminal.note(f"kept in {path}; 'rota logout' forgets it")
+    return 0
+
+
+def logout(*, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Forget the service of the last login; this machine's own is used again.
+
+    Examples
+    --------
+    rota logout
+    """
+    from rota.service.connect import forget_login
+
+    url = forget_login()
+    terminal = flags.terminal()
+    terminal.show({"kind": "Login", "url": url}, lambda term: term.line(f"logged out of {url}" if url else "no login"))
+    return 0
+
+
+def audit(
+    *,
+    user: Annotated[str, Parameter(help="Only what this user asked for.")] = "",
+    limit: Annotated[int, Parameter(help="At most so many.")] = 50,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show who asked for which change, from where, and what came of it; the newest first. For admins.
+
+    Examples
+    --------
+    rota audit --user ann
+    """
+    with flags.client() as client:
+        document = client.accounts.audit(user=user, limit=limit)
+    flags.terminal().show(document, lambda term: _audit_table(term, document["items"]))
+    return 0
+
+
+def _audit_table(term: Terminal, items: list[Mapping[str, Any]]) -> None:
+    rows = [
+        (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], one["status"]) for one in items
+    ]
+    term.table(["AT", "USER", "FROM", "METHOD", "PATH", "STATUS"], rows, empty="nobody changed anything")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.real.jobs import Run, job, role, run_job
 
+from rota.runtime.environ import Home
+from rota.runtime.vault import Vault
 from rota.spec.events import (
     Committed,
     FailoverStarted,
@@ -205,3 +210,23 @@ def test_a_plain_function_runs_once_with_its_context(engine) -> None:
         assert (run.output / "plain.txt").read_text() == f"main 0 {run.job}"
 
     run_job(engine, job(role("main", "basic:plain")), body)
+
+
+def test_a_secret_reaches_the_job_and_neither_its_log_nor_its_events_nor_any_process_list(engine) -> None:
+    value = "correct-horse-battery"
+
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert ended.state is JobState.FAILED, run.story()
+        assert (run.output / "used").read_text() == value
+        log = (run.home.job(run.job).logs / "main-0.log").read_text()
+        assert "the key is ******, once more ******" in log and "child knows ******" in log
+        assert "cannot log in with ******" in ended.text + ended.traceback
+        assert value not in log and value not in run.story()
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                assert value not in process.read_text(errors="replace")
+
+    Vault(Home.of(engine.home).make()).put("local", "API_KEY", value)
+    spec = job(role("main", "basic:leaks", fail=Fail(limit_n=0, then=())))
+    run_job(engine, replace(spec, secrets=("API_KEY",)), body)

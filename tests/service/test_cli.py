@@ -490,3 +490,28 @@ def test_users_tokens_and_secrets_by_command_and_a_login_that_is_kept(
         assert "ann" not in (await ask("user", "ls")).out
 
     with_cli(tmp_path / "served", test)
+
+
+def test_logs_of_nothing_say_why_and_events_without_a_job_are_those_of_everything(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit(HELLO.replace("gpus: 2", "gpus: 4, cpus: 1"))
+        await reached(service, "hello-1", JobState.ADMITTED)
+        assert (
+            "hello-1 is ADMITTED and has written nothing yet; rota logs -f hello-1"
+            in (await ask("logs", "hello-1")).err
+        )
+        await service.submit(HELLO.replace("hello", "later").replace("gpus: 2", "gpus: 4"))
+        await service.submit(HELLO.replace("hello", "last"))
+        await reached(service, "last-1", JobState.QUEUED)
+        assert "last-1 is QUEUED and has not started: rota explain last-1" in (await ask("logs", "last-1")).err
+        await ask("stop", "last-1", "--yes")
+        await reached(service, "last-1", JobState.CANCELLED)
+        assert "last-1 CANCELLED without output: stopped by local" in (await ask("logs", "last-1")).err
+        assert (await ask("logs", "last-1")).out == ""
+        everything = (await ask("events", "--json")).document
+        kinds = [one["kind"] for one in everything["items"]]
+        assert {"ServiceStarted", "NodeJoined", "JobSubmitted", "JobEnded"} <= set(kinds)
+        lines = (await ask("events", "--type", "JobEnded")).out.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("last-1 ")
+
+    with_cli(tmp_path / "served", test)

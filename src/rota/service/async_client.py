@@ -118,9 +118,9 @@ class AsyncClient(Wire):
         """See ``Client.log_page``."""
         return await self._part(job, "logs", **filters)
 
-    async def event_page(self, job: str, **filters: Any) -> Document:
+    async def event_page(self, job: str = "", **filters: Any) -> Document:
         """See ``Client.event_page``."""
-        return await self._part(job, "events", **filters)
+        return await self.ask(calls.get(calls.events_path(job), **filters))
 
     async def _part(self, job: str, name: str, **params: Any) -> Document:
         return await self.ask(calls.get(calls.job_path(job, name), **params))
@@ -200,7 +200,7 @@ class AsyncClient(Wire):
                 seen[line["instance"]] = line["offset"]
                 yield line
 
-    async def event_pages(self, job: str, **filters: Any) -> AsyncIterator[Document]:
+    async def event_pages(self, job: str = "", **filters: Any) -> AsyncIterator[Document]:
         """See ``Client.event_pages``."""
         page = await self.event_page(job, **filters)
         yield page
@@ -208,14 +208,14 @@ class AsyncClient(Wire):
             page = await self.event_page(job, **{**filters, "after": page["next"]})
             yield page
 
-    async def events(self, job: str, *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
+    async def events(self, job: str = "", *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
         """See ``Client.events``."""
         if not follow:
             async for page in self.event_pages(job, **filters):
                 for event in page["items"]:
                     yield event
             return
-        async for event in self._stream(calls.job_path(job, "events"), {**filters, "follow": True}):
+        async for event in self._stream(calls.events_path(job), {**filters, "follow": True}):
             if event.event == "event":
                 yield event.document()
 

@@ -38,6 +38,11 @@ def job_path(job: str, part: str = "") -> str:
     return f"/jobs/{quote(job, safe='')}" + (f"/{part}" if part else "")
 
 
+def events_path(job: str) -> str:
+    """The events of a job, or of the whole installation."""
+    return job_path(job, "events") if job else "/events"
+
+
 def submit(body: Mapping[str, Any], *, key: str) -> Ask:
     """A new job; sent again under the same key it is still one job."""
     return Ask(method="POST", path=f"{API_PATH}/jobs", body=body, headers={"Idempotency-Key": key})

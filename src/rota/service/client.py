@@ -193,9 +193,9 @@ class Client(Wire):
         """One page of log lines. Filters: instance, attempt, stream, since, until, tail, grep."""
         return self.ask(calls.get(calls.job_path(job, "logs"), **filters))
 
-    def event_page(self, job: str, **filters: Any) -> Document:
-        """``EventList``: a page of a job's events. Filters: after, type, limit."""
-        return self.ask(calls.get(calls.job_path(job, "events"), **filters))
+    def event_page(self, job: str = "", **filters: Any) -> Document:
+        """``EventList``: a page of events, of a job or of everything. Filters: after, type, limit."""
+        return self.ask(calls.get(calls.events_path(job), **filters))
 
     def logs(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Log lines in the order of time; with ``follow`` until the job has ended."""
@@ -210,17 +210,19 @@ class Client(Wire):
                 seen[line["instance"]] = line["offset"]
                 yield line
 
-    def events(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
-        """Events of a job in order; with ``follow`` until the job has ended, without gap over lost connections."""
+    def events(self, job: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+        """Events in order, of a job or of everything; with ``follow`` without gap over lost connections, until the job
+        has ended.
+        """
         if not follow:
             for page in self.event_pages(job, **filters):
                 yield from page["items"]
             return
-        for event in self._stream(calls.job_path(job, "events"), {**filters, "follow": True}):
+        for event in self._stream(calls.events_path(job), {**filters, "follow": True}):
             if event.event == "event":
                 yield event.document()
 
-    def event_pages(self, job: str, **filters: Any) -> Iterator[Document]:
+    def event_pages(self, job: str = "", **filters: Any) -> Iterator[Document]:
         """``EventList``, page after page until there is no next one."""
         page = self.event_page(job, **filters)
         yield page

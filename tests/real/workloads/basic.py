@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -141,3 +142,12 @@ async def napping(f) -> None:
     (f.output_dir / "hang").touch()
     pid = await f.roles.sleepy.stuck_here()
     await f.commit({"rested": rested, "pid": pid})
+
+
+def leaks(ctx) -> None:
+    """Tell a secret in every way there is: a file of its own, output, a child's output, an exception."""
+    value = os.environ["API_KEY"]
+    Path(os.environ["ROTA_OUTPUT_DIR"], "used").write_text(value)
+    print(f"the key is {value}, once more {value}", flush=True)
+    subprocess.run(["/bin/sh", "-c", "echo child knows $API_KEY >&2"], check=True)
+    raise ValueError(f"cannot log in with {value}")

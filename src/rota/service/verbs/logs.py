@@ -60,11 +60,27 @@ def logs(
             page = client.log_page(job, **filters)
             terminal.show(page, lambda _: None)
             return 0
+        shown = False
         for line in lines:
+            shown = True
             terminal.show_line(line, log_text(line, terminal, prefix=not no_prefix))
-        if follow:
+        if not shown:
+            terminal.note(_why_nothing(client.job(job), any(value not in ("", None) for value in filters.values())))
+        elif follow:
             _hint_failure(client, terminal, job)
     return 0
+
+
+def _why_nothing(document: Mapping[str, Any], filtered: bool) -> str:
+    """Why there is no output, and where to look instead."""
+    job, state = document["id"], JobState(document["state"])
+    if filtered and document["attempt"]:
+        return f"{job}: no line passes these filters; rota logs {job} shows all"
+    if state.terminal:
+        return f"{job} {state} without output: {document['text'] or document['reason']}; see: rota failures {job}"
+    if not document["attempt"]:
+        return f"{job} is {state} and has not started: rota explain {job}"
+    return f"{job} is {state} and has written nothing yet; rota logs -f {job} waits for it"
 
 
 def _hint_failure(client: Client, terminal: Terminal, job: str) -> None:
@@ -91,13 +107,13 @@ def follow_to_end(client: Client, terminal: Terminal, job: str) -> None:
 
 
 def events(
-    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    job: Annotated[str, Parameter(help="Id or a unique beginning of one; default: of everything.")] = "",
     *,
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Go on until the job ends.")] = False,
     type_: Annotated[str, Parameter(name="--type", help="Only events of this kind, for example InstanceLost.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Show the facts of a job in order.
+    """Show the facts of a job in order; without a job those of nodes, queues, users and every job.
 
     Examples
     --------
@@ -114,7 +130,7 @@ def events(
             return 0
         for event in client.events(job, follow=follow, type="" if follow else type_):
             if not type_ or event["kind"] == type_:
-                terminal.show_line(event, event_text(event))
+                terminal.show_line(event, event_text(event) if job else f"{event['job'] or '-'} {event_text(event)}")
     return 0
 
 

@@ -154,10 +154,12 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
         client.status()
     except NotReachable:
         client.close()
-        settings = flags.settings()
-        if settings.server:
-            raise
+        from rota.service.connect import find_service
         from rota.service.daemon import ensure_up
+
+        settings = flags.settings()
+        if not find_service(flags.server, flags.token).local:
+            raise
 
         terminal.note("starting the service of this machine ...")
         ensure_up(settings)

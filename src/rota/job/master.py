@@ -231,9 +231,8 @@ class JobMaster:
     def _step(self, records: tuple[Record, ...]) -> None:
         """Step the machine and start what it newly asks for. The only place where the context changes."""
         for record in records:
-            if isinstance(record.event, JobSubmitted):
-                self._workdir = record.event.spec.workdir or record.event.workdir
-                self._owner = record.event.user
+            if isinstance(given := record.event, JobSubmitted):
+                self._workdir, self._owner = given.spec.workdir or given.workdir, given.user
             self._story.append(f"{record.seq} {record.event}")
             self.ctx, commands = step(self.ctx, record)
             self._number = max(self._number, record.number)

@@ -36,7 +36,8 @@ def torchrun(folder: Path, *, pause_at: int = 0) -> subprocess.Popen[bytes]:
     )
     words = ("--steps", str(STEPS), "--save-every", "20", "--bytes", "2000000", "--pause-at", str(pause_at))
     env = {**os.environ, "ROTA_OUTPUT_DIR": str(folder), "ROTA_CHECKPOINT_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen((*run, str(SCRIPT), *words), env=env, stderr=subprocess.DEVNULL)
+    with (folder / "stderr").open("wb") as told:
+        return subprocess.Popen((*run, str(SCRIPT), *words), env=env, stderr=told)
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 def test_it_learns_and_a_killed_rank_changes_no_loss_of_the_curve(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert torchrun(whole).wait(120) == 0
+    assert torchrun(whole).wait(120) == 0, (whole / "stderr").read_text()
     run = torchrun(killed, pause_at=50)
     deadline = time.monotonic() + 100
     while not (killed / "paused-1").exists():
@@ -55,7 +56,7 @@ def test_it_learns_and_a_killed_rank_changes_no_loss_of_the_curve(tmp_path: Path
     rank = psutil.Process(run.pid).children()[1]
     rank.send_signal(signal.SIGKILL)
     (killed / "go").touch()
-    assert run.wait(120) == 0
+    assert run.wait(120) == 0, (killed / "stderr").read_text()
     assert result(killed)["resumed_at"] == 40, "the second start went on from the checkpoint"
     assert result(killed)["curve"] == result(whole)["curve"], "bit for bit"
     assert result(whole)["share"] <= 0.75

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import platformdirs
 
@@ -20,24 +20,20 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Every setting of the service; ``origins`` says where each value came from (flag, environment, file, default).
+    """Every setting of the service; ``origins`` says where each value came from (flag, environment, file, default)."""
 
-    ``pretend`` is a shape ``RACKSxNODESxDEVICES`` of nodes that the scheduler sees instead of this machine.
-    ``profile`` names the scheduling policy. Empty texts mean "start the embedded one".
-    """
-
-    home: str
-    host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
-    server: str = ""
-    token: str = ""
-    db_url: str = ""
-    redis_url: str = ""
-    ray_address: str = ""
-    pretend: str = ""
-    profile: str = "default"
-    log_level: str = "INFO"
-    poll_s: float = 0.08
+    home: Annotated[str, "Folder of everything this installation keeps. Default: the user's state folder for `rota`."]
+    host: Annotated[str, "Address that the service listens on."] = "127.0.0.1"
+    port: Annotated[int, "Port that the service listens on; 0 takes a free one."] = DEFAULT_PORT
+    server: Annotated[str, "URL of a service elsewhere; wins over `host` and `port`."] = ""
+    token: Annotated[str, "Token that clients show. Empty: the one that `rota up` wrote into `home`."] = ""
+    db_url: Annotated[str, "Event log as an SQLAlchemy URL (PostgreSQL). Empty: SQLite in `home`."] = ""
+    redis_url: Annotated[str, "Registry of shared tensors. Empty: an embedded one on a unix socket."] = ""
+    ray_address: Annotated[str, "Engine to join; not supported yet. Empty: an embedded one."] = ""
+    pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES`."] = ""
+    profile: Annotated[str, "Scheduling profile, as `rota sim compare` names them."] = "default"
+    log_level: Annotated[str, "What the service logs: DEBUG, INFO, WARNING or ERROR."] = "INFO"
+    poll_s: Annotated[float, "Seconds between two looks of the service at the log and at the engine."] = 0.08
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property

@@ -74,6 +74,10 @@ class Metrics(Collector):
             registry=self._registry,
         )
 
+    def families(self) -> list[Metric]:
+        """Every family, the time of requests among them."""
+        return list(self._registry.collect())
+
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from rota.runtime.clock import VirtualClock
 from rota.service.cli import FAMILIES, GROUPS, VERBS, verb_function
+from rota.service.config import Settings
 from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
 from rota.service.jobschema import JOB, json_schema
+from rota.service.metrics import Metrics
 from rota.service.scripts import SBATCH, SHORT
 from rota.service.verbs.flags import Flags
+from rota.service.views.installation import Installation
 from rota.spec.errors import RotaError
 
 EXITS = (
@@ -177,6 +182,42 @@ def _classes(root: type[RotaError]) -> Iterator[type[RotaError]]:
             yield from _classes(cls)
 
 
+def page_of_settings() -> str:
+    """docs/reference/settings.md: every setting with its variable, default and meaning."""
+    lines = [
+        "# Settings",
+        "",
+        "A flag of `rota up` wins over the variable, the variable over `config.toml` in the home folder",
+        "(`name = value`, one a line), that over the default. `rota status --settings` tells every value and where it came from.",
+        "",
+        "| setting | variable | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    hints = get_type_hints(Settings, include_extras=True)
+    for one in fields(Settings):
+        if get_origin(hints[one.name]) is Annotated:
+            default = f"`{one.default}`" if one.default not in ("", MISSING) else ""
+            lines.append(f"| `{one.name}` | `ROTA_{one.name.upper()}` | {default} | {get_args(hints[one.name])[1]} |")
+    return "\n".join([*lines, ""])
+
+
+def page_of_metrics() -> str:
+    """docs/reference/metrics.md: every family that ``/metrics`` exposes, with its labels."""
+    lines = [
+        "# Metrics",
+        "",
+        "`GET /metrics` in Prometheus' text format. They are computed from the event log, so a restart loses none.",
+        "",
+        "| metric | type | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    for family in Metrics(Installation(), clock=VirtualClock(), version="").families():
+        total = "_total" if family.type == "counter" else ""
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        lines.append(f"| `{family.name}{total}` | {family.type} | {labels} | {family.documentation} |")
+    return "\n".join([*lines, ""])
+
+
 def schema_of_job_file() -> str:
     """docs/reference/job.schema.json: JSON Schema for editors; the reader itself knows more rules."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
@@ -186,5 +227,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/cli.md": page_of_commands,
     "docs/reference/job-file.md": page_of_job_file,
     "docs/reference/exit-codes.md": page_of_exits,
+    "docs/reference/settings.md": page_of_settings,
+    "docs/reference/metrics.md": page_of_metrics,
     "docs/reference/job.schema.json": schema_of_job_file,
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rota.cluster.core.admission import amount, empty_twin, shape_feasible
+from rota.cluster.core.admission import amount
 from rota.cluster.core.asks import JobAsk, Shape
 from rota.cluster.core.binding import Tally, tally
 from rota.cluster.core.cycle import decide, place_in_order
@@ -187,9 +187,3 @@ def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: floa
 def _cost(before: Shape, after: Shape) -> str:
     gpus = before.gpus - after.gpus
     return f"{gpus} gpus fewer" if gpus else "none"
-
-
-def never_starts(state: State, ask: JobAsk) -> str | None:
-    """One sentence if even the empty cluster could not hold the job, else None."""
-    short = shape_feasible(empty_twin(state), ask.shape, ask.queue if ask.queue in state.queues.row else None)
-    return None if short is None else short.text

@@ -121,11 +121,6 @@ class QueueTree:
                 )
         return None
 
-    def above_guarantee(self, used: Vector, path: str, need: Vector) -> bool:
-        """True when, with ``need`` added, the queue uses more devices than it is guaranteed."""
-        row = self.row[path]
-        return bool(used[row, GPU] + need[GPU] > self.guaranteed[row, GPU])
-
     def leaves_under(self, path: str) -> list[str]:
         """Paths of the leaves below a queue."""
         return [q.path for i, q in enumerate(self.rows) if self.leaf[i] and q.path.startswith(f"{path}/")]

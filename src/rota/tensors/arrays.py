@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor to publish: its dtype and shape by name, its bytes as a contiguous uint8 array, what it was."""
+    """A tensor to publish: its dtype and shape by name, its contiguous bytes (a numpy array, on a device a tensor)."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray[Any, np.dtype[np.uint8]]
+    data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,13 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def source_of(value: Any) -> Source:
-    """Bytes of a dense tensor or array, contiguous and on the CPU. Raises UnsupportedTensor for any other."""
+def source_of(value: Any, *, device: bool = False) -> Source:
+    """Bytes of a dense tensor or array, contiguous and on the CPU; for a ``device`` as a tensor where it is.
+
+    Raises UnsupportedTensor for any other.
+    """
+    if device:
+        return _torch_source(value if is_torch(value) else load_torch().from_numpy(np.asarray(value)), device=True)
     if is_torch(value):
         return _torch_source(value)
     array = np.asarray(value)
@@ -106,7 +111,7 @@ def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]
     return array.reshape(-1).view(np.uint8)
 
 
-def _torch_source(value: torch.Tensor) -> Source:
+def _torch_source(value: Any, *, device: bool = False) -> Source:
     torch = load_torch()
     dtype = str(value.dtype).removeprefix("torch.")
     layout = str(value.layout).removeprefix("torch.")
@@ -115,11 +120,19 @@ def _torch_source(value: torch.Tensor) -> Source:
     plain: Any = value.detach()
     if type(plain) is not torch.Tensor and hasattr(plain, "to_local"):  # a DTensor: this rank's shard
         plain = plain.to_local()
-    plain = plain.cpu().contiguous()
+    plain = (plain if device else plain.cpu()).contiguous()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
-    return Source(dtype, tuple(plain.shape), flat.numpy())
+    return Source(dtype, tuple(plain.shape), flat if device else flat.numpy())
+
+
+def view_in(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor that a layout describes in a uint8 tensor; its memory stays as long as either lives."""
+    dtype = _torch_dtype(layout.dtype)
+    if layout.bytes == 0:
+        return load_torch().empty(layout.shape, dtype=dtype, device=flat.device)
+    return flat[layout.offset : layout.offset + layout.bytes].view(dtype).view(layout.shape)
 
 
 @cache

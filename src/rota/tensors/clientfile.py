@@ -23,6 +23,7 @@ _WORDS_FIRST: Final = 512
 _WORD: Final = 8
 FORK_MARK: Final = ".fork"
 PIN_MARK: Final = "pin:"
+KEEPER_MARK: Final = "keeper-"
 
 
 # the files of this process: a plane that was closed while views live still has its client
@@ -118,6 +119,15 @@ def take_if_dead(folder: Path, client: str) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+def is_alive(folder: Path, client: str) -> bool:
+    """True while the client's lock is held."""
+    fd = take_if_dead(folder, client)
+    if fd is not None:
+        os.close(fd)
+        return False
+    return (folder / client).exists()
 
 
 def read_file(folder: Path, client: str) -> tuple[dict[str, Any], list[int]]:

@@ -14,6 +14,9 @@
     |   +-- PublishBlocked    another process stands inside the lock of the name
     +-- OutOfMemory           neither free, nor trimmed, nor evicted bytes suffice
     |   +-- QuotaExceeded     the namespace's ``bytes_max``
+    +-- OwnerLost             the keeper of the device died, and its memory with it
+    +-- WrongDevice           this process does not see the device a tensor is on
+    +-- IpcUnavailable        memory of another process cannot be opened
     +-- UnsupportedTensor     sparse, quantised, unknown dtype or layout
     +-- Corrupt               a header or a record contradicts itself
     |   +-- TornRead          payload CRC differs at a read (with ROTA_TENSORS_CHECK=1)
@@ -92,6 +95,24 @@ class QuotaExceeded(OutOfMemory):
     """The namespace's ``bytes_max`` would be exceeded; fields: bytes, used, bytes_max."""
 
     code = "TENSOR_QUOTA_EXCEEDED"
+
+
+class OwnerLost(TensorError):
+    """The keeper of a device died and the tensor with it; publish it again; fields: name, device."""
+
+    code, http = "TENSOR_OWNER_LOST", 410
+
+
+class WrongDevice(TensorError):
+    """The tensor is on a device that this process does not see; fields: name, wanted, visible."""
+
+    code, http, exit = "TENSOR_WRONG_DEVICE", 422, 2
+
+
+class IpcUnavailable(TensorError):
+    """Device memory of another process cannot be opened, or there is no driver; the message has the driver's words."""
+
+    code, http = "TENSOR_IPC_UNAVAILABLE", 503
 
 
 class UnsupportedTensor(TensorError):

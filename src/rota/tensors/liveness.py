@@ -42,6 +42,8 @@ def sweep_dead(space: Space) -> list[str]:
     for client, fd in dead_in(space.clients):
         try:
             sweep_client(space, client)
+            for slab in space.folder.glob(f"k/{client}.*"):  # what a keeper had: its memory died with it
+                slab.unlink(missing_ok=True)
             (space.clients / client).unlink(missing_ok=True)
             swept.append(client)
         finally:

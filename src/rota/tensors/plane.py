@@ -22,7 +22,7 @@ from rota.tensors.core import names
 from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
-from rota.tensors.session import Session, own_label, remove_root, shm_root
+from rota.tensors.session import Session, end_keepers, own_label, remove_root, shm_root
 from rota.tensors.watch import TensorEvent, Watch
 from rota.tensors.writer import Life, Order, Pending, lay_out
 
@@ -42,6 +42,7 @@ def connect(
     label: str | None = None,
     epoch: int | None = None,
     sealed: bool | None = None,
+    device: str | None = None,
     home: str | Path | None = None,
     keep: bool = False,
 ) -> Plane:
@@ -50,7 +51,9 @@ def connect(
     ``url`` (or ``ROTA_REDIS_URL``) names a registry server; without one the server of ``home`` (``ROTA_HOME``) is
     joined or started, and ends with its last client unless ``keep``. ``label`` says who publishes (default: the job
     and instance of the environment) and ``epoch`` its epoch; both may be set on the plane later. ``sealed`` maps every
-    read read-only. ``bytes_max`` limits the bytes of the namespace. Raises RegistryUnavailable, BadInput.
+    read read-only. ``bytes_max`` limits the bytes of the namespace. ``device`` (``cuda:0``; ``fakecuda:0`` obeys the
+    same rules on CPU) is where puts go and lets tensors on devices be read. Raises RegistryUnavailable, BadInput,
+    WrongDevice, IpcUnavailable.
     """
     space = names.check_namespace(namespace or environ.get(NAMESPACE) or DEFAULT_NAMESPACE)
     where = environ.Home.of(home) if home is not None else environ.Home.find()
@@ -60,6 +63,8 @@ def connect(
         plane = _planes.get(key)
         if plane is None or plane.closed:
             plane = _planes[key] = Plane.join(where, given, space, sealed=sealed, keep=keep)
+    if device is not None:
+        plane._session.use_device(device)
     if bytes_max is not None:
         plane.limit(bytes_max)
     if label is not None:
@@ -79,6 +84,7 @@ def down(home: str | Path | None = None) -> bool:
             roots.add(shm_root(running.address.url))
         ended = redis_server.end_running(where)
         for root in roots:
+            end_keepers(root)
             remove_root(root)
     return ended
 
@@ -95,14 +101,18 @@ class Plane:
         self.epoch = int(environ.get(environ.EPOCH) or 0)
 
     @classmethod
-    def join(cls, home: environ.Home, url: str, namespace: str, *, sealed: bool | None, keep: bool) -> Plane:
+    def join(
+        cls, home: environ.Home, url: str, namespace: str, *, sealed: bool | None, keep: bool, keeper: bool = False
+    ) -> Plane:
         """Join (or start) the registry and become one of its clients."""
         clock: Clock = SystemClock()
         chance: Chance = SystemChance()
         always = environ.get(SEALED) == "1" if sealed is None else sealed
         with redis_server.registry_lock(home):
             server = redis_server.find_or_start(home, url=url, keep=keep)
-            session = Session(home, server, namespace, clock=clock, chance=chance, sealed=always)
+            session = Session(
+                home, server, namespace, clock=clock, chance=chance, sealed=always, url=url, keeper=keeper
+            )
         session.start()
         return cls(session)
 
@@ -116,6 +126,7 @@ class Plane:
         retain: int = 1,
         mutable: bool = False,
         evictable: bool = False,
+        device: str | None = None,
         label: str | None = None,
         epoch: int | None = None,
     ) -> Version:
@@ -123,13 +134,14 @@ class Plane:
 
         ``step`` orders publishes of one epoch (default: one after the last). ``retain`` newest versions stay readable
         by ``get(version=)``. ``orphan="drop"``: the name goes when this process dies. ``mutable``: one memory, written
-        in place. ``evictable``: may be dropped when memory is short. Raises UnsupportedTensor, StaleEpoch, StaleStep,
-        LostRace, OutOfMemory, QuotaExceeded.
+        in place. ``evictable``: may be dropped when memory is short. ``device="cpu"`` keeps it off the plane's device.
+        Raises UnsupportedTensor, StaleEpoch, StaleStep, LostRace, OutOfMemory, QuotaExceeded.
         """
         names.check_name(name)
         order = self._order(step, label, epoch)
         life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
-        return self._writer.publish(name, "t", {name: source_of(tensor)}, order, life, None)
+        uuid = self._device(device)
+        return self._writer.publish(name, "t", {name: source_of(tensor, device=bool(uuid))}, order, life, None, uuid)
 
     @contextlib.contextmanager
     def create(
@@ -143,6 +155,7 @@ class Plane:
         retain: int = 1,
         mutable: bool = False,
         evictable: bool = False,
+        device: str | None = None,
         as_: str = "torch",
     ) -> Iterator[Any]:
         """Write a tensor in place: yields uninitialised shared memory, published at the end, given up on an exception.
@@ -153,7 +166,7 @@ class Plane:
         order, life = self._order(step, None, None), Life(
             orphan=orphan, retain=retain, mutable=mutable, evictable=evictable
         )  # fmt: skip
-        draft = lay_out([(name, dtype_name(dtype), tuple(shape))], order, life, None)
+        draft = lay_out([(name, dtype_name(dtype), tuple(shape))], order, life, None, self._device(device))
         pending = self._writer.reserve(name, "t", draft, order, life)
         try:
             yield self._view_pending(pending, as_)
@@ -172,6 +185,7 @@ class Plane:
         retain: int = 1,
         meta: Any = None,
         orphan: str = "keep",
+        device: str | None = None,
         label: str | None = None,
         epoch: int | None = None,
     ) -> Version:
@@ -183,9 +197,10 @@ class Plane:
         ``put``.
         """
         names.check_name(group)
-        sources = {str(key): source_of(value) for key, value in tensors.items()}
+        uuid = self._device(device)
+        sources = {str(key): source_of(value, device=bool(uuid)) for key, value in tensors.items()}
         life = Life(orphan=orphan, retain=retain, part=part)
-        return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta)
+        return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta, uuid)
 
     def get(
         self,
@@ -312,7 +327,14 @@ class Plane:
 
     def find_version(self, tensor: Any) -> tuple[str, int] | None:
         """Name and version whose bytes a view shows, or None for a tensor of other memory."""
-        return self._space.leases.find(address_of(tensor))
+        address, devices = address_of(tensor), self._space.devices
+        return self._space.leases.find(address) or (devices.find(address) if devices else None)
+
+    def record_stream(self, tensor: Any, stream: Any) -> None:
+        """Tell that another stream works on a view of a device: its memory is not used again before that is done."""
+        found = self.find_version(tensor)
+        if found is not None and self._space.devices is not None:
+            self._space.devices.record_stream(found[1], stream)
 
     def find_place(self, tensor: Any) -> tuple[Path, int] | None:
         """File and offset of a view's first byte, for who maps it without this library; None for other memory, empty
@@ -421,12 +443,23 @@ class Plane:
             step=step,
         )
 
+    def _device(self, device: str | None) -> str:
+        """UUID of the device a put goes to; nothing for the CPU."""
+        devices = self._space.devices
+        if device is None:
+            return devices.uuid if devices else ""
+        if device == "cpu":
+            return ""
+        raise BadInput(f"device={device!r}: cpu, or nothing for the device of connect(device=...)")
+
     def _view_pending(self, pending: Pending, as_: str) -> Any:
         """A leased view of a version that only its writer may see."""
         space, wanted = self._space, [(pending.name, f"v{pending.reserved.version}")]
         with space.leases.getting() as seq:
             leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
             held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
+        if pending.place is not None:
+            return self._writer.view_on_device(pending, held.holder)[pending.name]
         return view_of(pending.draft.tensors[0], held.holder, held.base, as_)
 
     def _rows(self, prefix: str = "") -> list[Row]:

@@ -14,6 +14,7 @@ from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.core.names import nearest
+from rota.tensors.devices import Place
 from rota.tensors.handle import Snapshot
 from rota.tensors.lifetime import Held
 from rota.tensors.registry import Leased, Refused
@@ -181,13 +182,31 @@ class Reader:
                     raise errors.TornRead(text, name=header.name, version=header.version)
             start = each.base + HEADER_BYTES
             manifest = json.loads(bytes(raw[start : start + header.manifest_bytes]))
-            tensors: dict[str, Any] = {}
-            for name, dtype, shape, offset, size in manifest["tensors"]:
-                layout = Layout(name, dtype, tuple(shape), header.offset + offset, size)
-                tensors[name] = view_of(layout, each.holder, each.base, as_)
+            device = manifest.get("device", "")
+            first = 0 if device else header.offset
+            layouts = [
+                Layout(name, dtype, tuple(shape), first + at, n) for name, dtype, shape, at, n in manifest["tensors"]
+            ]
+            if device:
+                place = Place.unpack(raw[each.base + header.offset :])
+                tensors = self._on_device(header, device, place, layouts, each, as_)
+            else:
+                tensors = {layout.name: view_of(layout, each.holder, each.base, as_) for layout in layouts}
             parts.append((header.part, tensors, manifest["meta"]))
         parts.sort(key=lambda part: part[0])
         return {name: t for _, tensors, _ in parts for name, t in tensors.items()}, [meta for *_, meta in parts]
+
+    def _on_device(
+        self, header: Header, device: str, place: Place, layouts: list[Layout], held: Held, as_: str
+    ) -> dict[str, Any]:
+        devices = self._space.devices
+        if devices is None:
+            text = f"{header.name} is on device {device}; this plane uses none"
+            raise errors.WrongDevice(text, hint="connect(device='cuda:0')", name=header.name, wanted=device, visible=[])
+        if as_ != "torch":
+            text = f"{header.name} is on device {device}: it cannot be read as {as_}"
+            raise errors.UnsupportedTensor(text, hint="read it as_='torch'", layout=as_)
+        return devices.view(header.name, header.version, device, place, layouts, held.holder)
 
     def _wait(self, refused: Refused, creations: int, limit_s: float) -> None:
         """Wait until the name may have changed: its slot, or for an unknown name the word of creations."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.tensors import errors
-from rota.tensors.clientfile import FORK_MARK, PIN_MARK, clients_in, read_file, take_if_dead
+from rota.tensors.clientfile import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
 from rota.tensors.registry import RedisMachine
 from rota.tensors.segments import PREPARED, READY, Header, Segments
@@ -89,14 +89,8 @@ def write_note(space: Space, kind: str, key: str, value: int | None) -> None:
 
 def live_clients(space: Space) -> dict[str, list[int]]:
     """Client files whose lock is held, with the versions they lease."""
-    live: dict[str, list[int]] = {}
-    for client in clients_in(space.clients):
-        fd = take_if_dead(space.clients, client)
-        if fd is not None:
-            os.close(fd)
-        else:
-            live[client] = read_file(space.clients, client)[1]
-    return live
+    living = [client for client in clients_in(space.clients) if is_alive(space.clients, client)]
+    return {client: read_file(space.clients, client)[1] for client in living}
 
 
 def rebuild(space: Space, machine: RedisMachine) -> Recovered:
@@ -167,7 +161,14 @@ class _Plan:
         fresh = [header for header in headers if header.version >= floor]
         head = next((header for header in fresh if header.state == READY), None)
         if head is None:
-            head = next((h for h in fresh if h.state == PREPARED and h.world == 1 and not self._alive(h.owner)), None)
+            head = next(
+                (
+                    h
+                    for h in fresh
+                    if h.state == PREPARED and h.world == 1 and not is_alive(self._space.clients, h.owner)
+                ),
+                None,
+            )
             self.report.promoted += head is not None
         if head is not None and self._take_step(head, headers):
             kept = [h for v in head.kept for h in headers if h.version == v and self._take_step(h, headers)]
@@ -197,7 +198,7 @@ class _Plan:
         if header.version in self._versions or header.state == READY:
             return
         is_part = header.state == PREPARED and header.world > 1
-        if not is_part and not self._alive(header.owner):
+        if not is_part and not is_alive(self._space.clients, header.owner):
             return
         self._version(header, "q" if is_part else "p")
         name = self._name(header)
@@ -280,13 +281,6 @@ class _Plan:
         out.append(("HSET", f"{prefix}bytes", "files", total, "used", sum(taken.values())))
         return out
 
-    def _alive(self, client: str) -> bool:
-        fd = take_if_dead(self._space.clients, client)
-        if fd is not None:
-            os.close(fd)
-            return False
-        return (self._space.clients / client).exists()
-
     def _name(self, header: Header, *, current: int = 0, kept: list[int] | None = None) -> dict[str, Any]:
         fresh = {
             "v": 0,
@@ -315,12 +309,14 @@ class _Plan:
         except ValueError:
             manifest = {"tensors": [], "label": "", "retain": 1, "orphan": "keep"}
             self.report.quarantined.append(f"{found.seg}+{found.offset}: manifest")
-        rows = manifest["tensors"]
+        rows, device = manifest["tensors"], manifest.get("device")
         desc = {"dtype": rows[0][1], "shape": rows[0][2]} if len(rows) == 1 else {"tensors": len(rows)}
+        desc |= {"device": device} if device else {}
+        size = max((offset + size for *_, offset, size in rows), default=0) if device else header.bytes
         self._versions[header.version] = {
             "st": state, "name": header.name, "refs": 0, "owner": header.owner, "label": manifest["label"],
             "e": header.epoch, "s": header.step, "seg": found.seg, "off": found.offset, "blk": header.block,
-            "len": header.bytes, "desc": json.dumps(desc), "orphan": manifest["orphan"], "retain": manifest["retain"],
+            "len": size, "desc": json.dumps(desc), "orphan": manifest["orphan"], "retain": manifest["retain"],
             "mut": int(manifest.get("mutable", False)), "evict": int(manifest.get("evictable", False)),
             "part": header.part, "world": header.world, "auto": 0, "at": header.ctime_ns // 1_000_000, **more,
         }  # fmt: skip

@@ -14,7 +14,7 @@ from rota.tensors.core.protocol import SLOTS_MAX, Refused
 
 _FOLDER = Path(__file__).parent / "scripts"
 _NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
-_SMALL = ("dump", "begin", "members", "strike", "config", "lru")
+_SMALL = ("dump", "begin", "members", "strike", "config", "lru", "gone")
 SCRIPTS = {name: Script.load(_FOLDER, name) for name in (*_NAMES, *_SMALL)}
 
 
@@ -284,6 +284,10 @@ class Registry:
     def strike(self, segs: Iterable[str]) -> None:
         """Take unlinked files from the trash."""
         self.machine.run("strike", *segs)
+
+    def gone(self, versions: Iterable[int]) -> list[int]:
+        """Which of these versions are no more."""
+        return [int(version) for version in self.machine.run("gone", *versions)]
 
     def evictable(self) -> list[str]:
         """Names that may be dropped for room, the least recently used first."""

@@ -18,7 +18,8 @@ from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
 from rota.spec.errors import RegistryUnavailable, TensorError
 from rota.tensors import faults
-from rota.tensors.clientfile import PIN_MARK, ClientFile, clients_in, make_fork_hold, take_if_dead
+from rota.tensors.clientfile import KEEPER_MARK, PIN_MARK, ClientFile, clients_in, is_alive, make_fork_hold, read_file
+from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
 from rota.tensors.liveness import sweep_client, sweep_dead, sweep_unfiled, sweeping
@@ -60,6 +61,15 @@ def remove_root(root: Path) -> None:
         root.parent.rmdir()
 
 
+def end_keepers(root: Path) -> None:
+    """End the keepers of a registry's devices; their memory goes with them."""
+    for folder in root.glob("*/c"):
+        for client in [each for each in clients_in(folder) if each.startswith(KEEPER_MARK)]:
+            facts = read_file(folder, client)[0]
+            if facts and is_alive(folder, client):
+                process.stop(process.ProcessId(pid=facts["pid"], start_time=facts["start_time"]), grace_s=_LEAVE_S)
+
+
 class Session:
     """One process in one namespace, from join to leave."""
 
@@ -72,8 +82,10 @@ class Session:
         clock: Clock,
         chance: Chance,
         sealed: bool,
+        url: str = "",
+        keeper: bool = False,
     ) -> None:
-        self.home, self.server, self.clock, self._chance = home, server, clock, chance
+        self.home, self.server, self.clock, self._chance, self._url = home, server, clock, chance, url
         self.pid = os.getpid()
         self.root = shm_root(server.address.url)
         folder = self.root / namespace
@@ -81,7 +93,7 @@ class Session:
         self.root.parent.chmod(environ.PRIVATE_DIR)
         _wipe_after_reboot(folder)
         self.machine = RedisMachine(server.address, namespace, clock)
-        client = chance.fresh(96)
+        client = KEEPER_MARK * keeper + chance.fresh(96)
         identity = self._identity(client)
         file = ClientFile(folder / "c", client, identity)
         faults.point("joining")
@@ -130,6 +142,12 @@ class Session:
             if not self.machine.knows(self.space.client):
                 self._join()
 
+    def use_device(self, device: str) -> None:
+        """Let tensors go to and come from devices; ``device`` is where puts go from now on."""
+        space = self.space
+        if space.devices is None or f"{space.devices.driver.name}:{space.devices.ordinal}" != device:
+            space.devices = Devices(space.folder, self.home, self._url, device, self.clock)
+
     def recover(self) -> Recovered:
         """Rebuild the registry now, lost or not."""
         with self._recover_gate, _locked(self._recover_fd):
@@ -164,7 +182,9 @@ class Session:
 
     def release_ended(self) -> int:
         """Tell the registry of leases whose views died; how many."""
-        ended = self.space.leases.drain()
+        ended, devices = self.space.leases.drain(), self.space.devices
+        if devices is not None:
+            ended = devices.settle(ended)
         if ended:
             faults.point("releasing")
             try:
@@ -206,24 +226,26 @@ class Session:
         locked = redis_server.registry_lock(self.home) if self.server.ours else contextlib.nullcontext()
         with locked:
             with contextlib.suppress(TensorError, RegistryUnavailable, Refused):
+                if self.space.devices is not None:
+                    self.space.devices.settle((), block=True)
                 self.space.closed = False
                 sweep_client(self.space, self.space.client)
             self.space.closed = True
-            last = self._is_last()
+            last = self.is_last()
             self.space.file.close()
             if last:
                 redis_server.end_running(self.home)
                 remove_root(self.root)
         self.machine.client.close()
 
-    def _is_last(self) -> bool:
+    def is_last(self) -> bool:
         """True when the server goes with this client: ours, not kept, no living client, no pin in any namespace."""
         server = redis_server.find_running(self.home) if self.server.ours else None
         if server is None or server.kept or server.address != self.server.address:
             return False
         for folder in self.root.glob("*/c"):
             for client in clients_in(folder):
-                if client != self.space.client and not _is_dead(folder, client):
+                if client != self.space.client and not client.startswith(KEEPER_MARK) and is_alive(folder, client):
                     return False
         with contextlib.suppress(RegistryUnavailable, Refused):
             return not any(c.startswith(PIN_MARK) for c in self.space.registry.members("clients"))
@@ -238,6 +260,8 @@ class Session:
     def _restart_server(self) -> None:
         if not self.server.ours:
             raise RegistryUnavailable(f"tensor registry at {self.server.address.url} is away")
+        if redis_server.was_ended(self.home):  # before the lock, whose file would make a removed home again
+            raise RegistryUnavailable("the tensor registry was ended", hint="connect() starts another")
         with redis_server.registry_lock(self.home):
             if redis_server.was_ended(self.home):
                 raise RegistryUnavailable("the tensor registry was ended", hint="connect() starts another")
@@ -272,6 +296,8 @@ class Session:
             if mine:
                 self.writer.free_room(idle_ms=_TRIM_IDLE_MS)
         self.space.segments.forget_gone()
+        if self.space.devices is not None:
+            self.space.devices.close_unused()
 
     def _identity(self, client: str) -> dict[str, Any]:
         own = process.own_id()
@@ -327,13 +353,6 @@ def _line(identity: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in identity.items())
 
 
-def _is_dead(folder: Path, client: str) -> bool:
-    fd = take_if_dead(folder, client)
-    if fd is not None:
-        os.close(fd)
-    return fd is not None
-
-
 def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
 
@@ -351,7 +370,7 @@ def _wipe_after_reboot(folder: Path) -> None:
     """What an earlier boot left in a folder on disk is no shared memory of ours."""
     mark, boot = folder / "boot", process.boot_id()
     if mark.exists() and mark.read_text() != boot:
-        for path in [*folder.glob("seg-*"), folder / "gen", *(folder / "c").iterdir()]:
+        for path in [*folder.glob("seg-*"), folder / "gen", *(folder / "c").iterdir(), *folder.glob("k/*")]:
             path.unlink(missing_ok=True)
     if not mark.exists() or mark.read_text() != boot:
         process.write_private(mark, boot)

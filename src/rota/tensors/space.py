@@ -12,6 +12,7 @@ from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.clientfile import ClientFile
+from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
 from rota.tensors.registry import Refused, Registry, Row
@@ -39,6 +40,7 @@ class Space:
     identity: dict[str, Any] = field(default_factory=dict)
     forked: bool = False
     closed: bool = False
+    devices: Devices | None = None
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("gets", "puts", "swept", "recovered"), 0))
     lock: threading.RLock = field(default_factory=threading.RLock)
 

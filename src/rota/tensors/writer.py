@@ -18,6 +18,7 @@ from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
 from rota.tensors.core import arena
 from rota.tensors.core.names import payload_bytes, short_dtype
+from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.handle import Version
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header
@@ -58,12 +59,17 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The shape of a payload before any memory is taken."""
+    """The shape of a payload before any memory is taken.
+
+    On a ``device`` (its UUID) the block holds the place alone, and ``total`` bytes of tensors lie there.
+    """
 
     tensors: tuple[Layout, ...]
     manifest: bytes
     front: int
     payload: int
+    total: int
+    device: str = ""
 
     @property
     def start(self) -> int:
@@ -80,6 +86,7 @@ class Pending:
     draft: Draft
     reserved: Reserved
     header: Header
+    place: Place | None = None
 
 
 class Writer:
@@ -90,13 +97,15 @@ class Writer:
         self._check = check
         self._chance = chance
 
-    def publish(self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Any) -> Version:
+    def publish(
+        self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Any, device: str = ""
+    ) -> Version:
         """Publish tensors as one version of ``name``: (1) lay out, (2) reserve, (3) copy, (4) commit.
 
         Raises StaleEpoch, StaleStep, LostRace, Aborted, PublishBlocked, OutOfMemory, QuotaExceeded; then nothing of it
         is kept.
         """
-        draft = lay_out([(key, each.dtype, each.shape) for key, each in sources.items()], order, life, meta)
+        draft = lay_out([(key, each.dtype, each.shape) for key, each in sources.items()], order, life, meta, device)
         pending = self.reserve(name, kind, draft, order, life)
         try:
             self.copy(pending, [each.data for each in sources.values()])
@@ -113,14 +122,15 @@ class Writer:
         cls = arena.size_class(draft.front, draft.payload)
         ask = Ask(
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
-            count=cls.count, file=cls.file, payload=draft.payload, desc=_describe(draft), orphan=life.orphan,
+            count=cls.count, file=cls.file, payload=draft.total, desc=_describe(draft), orphan=life.orphan,
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
         )  # fmt: skip
         for attempt in range(_ROOM_TRIES_MAX):
             try:
                 return self._occupy(ask, draft)
             except errors.OutOfMemory as error:
-                made_room = not isinstance(error, errors.QuotaExceeded) and self._make_room(ask.file)
+                room = self.evict(draft.total) if draft.device else self._make_room(ask.file)
+                made_room = not isinstance(error, errors.QuotaExceeded) and room
                 if not made_room or attempt == _ROOM_TRIES_MAX - 1:
                     raise
         raise AssertionError("unreachable")
@@ -140,23 +150,32 @@ class Writer:
             self._space.segments.ensure(reserved.seg, ask.file)
             faults.point("allocated")
             self._write(pending, 0, header.pack() + draft.manifest)
+            if draft.device and self._space.devices is not None:  # after the header: a rebuilt registry knows of it
+                pending.place = self._space.devices.take(reserved.version, draft.total)
+                self._write(pending, draft.start, pending.place.pack())
         except BaseException:
             self.abort(pending)
             raise
         return pending
 
-    def copy(self, pending: Pending, data: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> None:
+    def copy(self, pending: Pending, data: Sequence[Any]) -> None:
         """Copy the tensors' bytes to their places."""
         faults.point("copying")
-        for layout, array in zip(pending.draft.tensors, data, strict=True):
-            if array.nbytes:
-                self._write(pending, layout.offset, array)
+        if pending.place is not None:
+            for target, source in zip(self.view_on_device(pending, None).values(), data, strict=True):
+                target.view(-1).view(source.dtype).copy_(source)
+        else:
+            for layout, array in zip(pending.draft.tensors, data, strict=True):
+                if array.nbytes:
+                    self._write(pending, layout.offset, array)
         faults.point("copied")
 
     def commit(self, pending: Pending) -> Version:
         """Make it visible, under the lock of its slot; the header says so after the registry does."""
         space, reserved = self._space, pending.reserved
-        if self._check and not pending.ask.mutable:
+        if pending.place is not None and space.devices is not None:
+            space.devices.finish()
+        elif self._check and not pending.ask.mutable:
             block = space.segments.open(reserved.seg).array[reserved.offset : reserved.offset + pending.ask.block]
             payload = block[pending.draft.start : pending.draft.start + pending.draft.payload]
             pending.header = pending.header.with_state(PENDING, payload_crc=zlib.crc32(payload.data) or 1)
@@ -184,6 +203,14 @@ class Writer:
         with contextlib.suppress(errors.TensorError, Refused):
             self._space.retry(lambda: self._space.registry.abort(self._space.client, pending.reserved.version))
 
+    def view_on_device(self, pending: Pending, lease: Any) -> dict[str, Any]:
+        """The tensors of a version on a device, as its writer sees them."""
+        devices, place = self._space.devices, pending.place
+        assert devices is not None
+        assert place is not None
+        version = pending.reserved.version
+        return devices.view(pending.name, version, pending.draft.device, place, pending.draft.tensors, lease)
+
     def free_room(self, *, idle_ms: int = 0) -> int:
         """Unlink files that have been wholly free for that long; bytes given back."""
         space, freed = self._space, 0
@@ -204,7 +231,7 @@ class Writer:
                 break
             row = self._space.find_row(name)
             if row is not None and self._space.delete(name, expected=row.version, idle=True):
-                freed += row.block
+                freed += max(row.block, row.payload)
         return freed
 
     def _make_room(self, bytes_wanted: int) -> int:
@@ -261,16 +288,19 @@ class Writer:
             os.close(fd)
 
 
-def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, life: Life, meta: Any) -> Draft:
+def lay_out(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, life: Life, meta: Any, device: str = ""
+) -> Draft:
     """Places of tensors (name, dtype, shape) in one block, and the manifest that describes them.
 
     Raises BadInput when ``meta`` is no JSON value.
     """
     sizes = [payload_bytes(dtype, shape) for _, dtype, shape in tensors]
-    offsets, payload = arena.pack(sizes)
+    offsets, total = arena.pack(sizes)
+    payload = PLACE_BYTES if device else total
     rows = [[*each, offset, size] for each, offset, size in zip(tensors, offsets, sizes, strict=True)]
     facts = {"tensors": rows, "label": order.label, "retain": life.retain, "orphan": life.orphan}
-    flags = {"mutable": life.mutable, "evictable": life.evictable}
+    flags = {"mutable": life.mutable, "evictable": life.evictable} | ({"device": device} if device else {})
     try:
         manifest = json.dumps({**facts, **flags, "meta": meta}, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -278,16 +308,17 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, l
     if len(manifest) > _MANIFEST_BYTES_MAX:
         raise BadInput(f"names and meta take {len(manifest)} bytes, the limit is {_MANIFEST_BYTES_MAX}")
     front = arena.HEADER_BYTES + len(manifest)
-    start = arena.payload_offset(front, payload)
+    start = 0 if device else arena.payload_offset(front, payload)
     layouts = tuple(
         Layout(name, dtype, shape, start + offset, size)
         for (name, dtype, shape), offset, size in zip(tensors, offsets, sizes, strict=True)
     )
-    return Draft(layouts, manifest, front, payload)
+    return Draft(layouts, manifest, front, payload, total, device)
 
 
 def _describe(draft: Draft) -> str:
+    where = {"device": draft.device} if draft.device else {}
     if len(draft.tensors) == 1:
         (only,) = draft.tensors
-        return json.dumps({"dtype": short_dtype(only.dtype), "shape": list(only.shape)})
-    return json.dumps({"tensors": len(draft.tensors)})
+        return json.dumps({"dtype": short_dtype(only.dtype), "shape": list(only.shape), **where})
+    return json.dumps({"tensors": len(draft.tensors), **where})

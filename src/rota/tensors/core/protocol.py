@@ -153,6 +153,9 @@ class ProtocolMachine:
         above = ["/".join(levels[:n]) for n in range(1, len(levels) + 1)]
         return max((self.fences[each] for each in above if each in self.fences), default=-1)
 
+    def _gone(self, *versions: int) -> list[int]:
+        return [v for v in versions if v not in self.versions]
+
     def _join(self, client: str, identity: str, *leases: int) -> list[int]:
         del identity
         entry = self.clients.setdefault(client, Client())

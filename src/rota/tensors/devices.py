@@ -1,0 +1,305 @@
+"""Device tensors of one process: slabs opened once, blocks asked of the keeper, memory released behind its streams.
+
+The memory of a device belongs to its keeper, a process of its own (``keeper.py``), one a device and namespace. A
+version on a device is an ordinary version whose block in shared memory holds, instead of the tensors, the place where
+they are. The keeper frees the range of a version when the registry knows the version no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from rota.runtime import environ, process
+from rota.runtime.clock import Clock, blocking_sleep
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.arrays import Layout, view_in
+from rota.tensors.backends.cuda import Cuda
+from rota.tensors.backends.driver import Driver
+from rota.tensors.backends.fakecuda import FakeCuda
+from rota.tensors.clientfile import is_alive
+
+PLACE_BYTES: Final = 128
+_TEXT: Final = re.compile(r"(cuda|fakecuda):(\d{1,3})")
+_PLACE: Final = struct.Struct("<32s40sQQ")
+_START_S: Final = 30.0
+_ANSWER_S: Final = 30.0
+_UNUSED_S: Final = 60.0
+_DIAL_S: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a version lies on a device: its keeper (a client), slab, offset and bytes."""
+
+    keeper: str
+    slab: str
+    offset: int
+    bytes: int
+
+    def pack(self) -> bytes:
+        """As it stands in shared memory."""
+        return _PLACE.pack(self.keeper.encode(), self.slab.encode(), self.offset, self.bytes).ljust(PLACE_BYTES, b"\0")
+
+    @staticmethod
+    def unpack(raw: bytes | memoryview) -> Place:
+        """Inverse of ``pack``."""
+        keeper, slab, offset, size = _PLACE.unpack_from(raw)
+        words = (word.rstrip(b"\0").decode() for word in (keeper, slab))
+        return Place(keeper=next(words), slab=next(words), offset=offset, bytes=size)
+
+
+@dataclass(slots=True)
+class _Slab:
+    """A slab this process has open; the descriptor holds a shared lock that keeps the keeper from freeing it."""
+
+    address: int
+    fd: int
+    used_s: float
+
+
+@dataclass(slots=True)
+class _Use:
+    """What this process does with a version: where it is mapped, and the streams that may still work on it."""
+
+    name: str
+    start: int
+    end: int
+    slab: str
+    streams: list[Any] = field(default_factory=list[Any])
+
+
+# a process opens a slab once, whatever planes it has
+_open: dict[str, _Slab] = {}
+_open_lock = threading.Lock()
+
+
+class Devices:
+    """The devices of one plane; ``uuid`` is the one that ``put`` goes to."""
+
+    def __init__(self, folder: Path, home: environ.Home, url: str, device: str, clock: Clock) -> None:
+        name, self.ordinal = parse(device)
+        self.driver: Driver = load(name)
+        uuids = self.driver.uuids()
+        if self.ordinal >= len(uuids):
+            raise errors.WrongDevice(f"{device}: this process sees {len(uuids)} devices ({', '.join(uuids)})")
+        self.uuid = uuids[self.ordinal]
+        self.folder = folder / "k"
+        self.folder.mkdir(mode=environ.PRIVATE_DIR, exist_ok=True)
+        self._clients, self._home, self._url, self._namespace = folder / "c", home, url, folder.name
+        self._clock = clock
+        self._uses: dict[int, _Use] = {}
+        self._leaving: list[tuple[tuple[int, int, int], str, list[Any]]] = []
+        self._lock = threading.RLock()
+        self._sockets: dict[str, Any] = {}
+
+    def take(self, version: int, size: int) -> Place:
+        """Device memory for a version that the registry knows. Raises OutOfMemory, IpcUnavailable."""
+        reply = self.ask(self.uuid, {"op": "take", "version": version, "bytes": size})
+        if "slab" not in reply:
+            if reply.get("rule"):
+                raise errors.ProtocolBreach(reply["error"], rule=reply["rule"])
+            raise errors.OutOfMemory(reply["error"], hint="free names, or share less on this device", bytes=size)
+        return Place(keeper=reply["keeper"], slab=reply["slab"], offset=reply["offset"], bytes=reply["bytes"])
+
+    def view(
+        self, name: str, version: int, uuid: str, place: Place, layouts: Sequence[Layout], lease: Any
+    ) -> dict[str, Any]:
+        """Torch tensors over a version's memory; the last of them ends ``lease``. Raises OwnerLost, WrongDevice."""
+        device = self._ordinal(name, uuid)
+        if not is_alive(self._clients, place.keeper):
+            text = f"{name}: the keeper of device {uuid} died, and the memory with it"
+            raise errors.OwnerLost(text, hint="publish it again", name=name, device=uuid)
+        with self._lock:
+            start = self._opened(name, place, device) + place.offset
+            if lease is not None:  # without one a writer looks, who waits for his stream himself
+                use = self._uses.setdefault(version, _Use(name, start, start + place.bytes, place.slab))
+                self._note(use, self.driver.stream(device))
+        memory = self.driver.memory(start, place.bytes)
+        memory.lease = lease
+        flat = self.driver.flat(memory, device)
+        return {each.name: view_in(flat, each) for each in layouts}
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """Name and version of the device memory that an address lies in."""
+        with self._lock:
+            for version, use in self._uses.items():
+                if use.start <= address < use.end:
+                    return use.name, version
+        return None
+
+    def record_stream(self, version: int, stream: Any) -> None:
+        """Another stream works on a version: it is not released before that work is done."""
+        with self._lock:
+            if version in self._uses:
+                self._note(self._uses[version], stream)
+
+    def finish(self) -> None:
+        """Wait for what this thread gave to its stream: bytes are there before they are published."""
+        self.driver.wait(self.driver.record(self.driver.stream(self.ordinal)))
+
+    def settle(self, ended: Sequence[tuple[int, int, int]], *, block: bool = False) -> list[tuple[int, int, int]]:
+        """Of the leases that ended, now and before, those on whose memory no stream works any more."""
+        done: list[tuple[int, int, int]] = []
+        with self._lock:
+            for lease in ended:
+                use = self._uses.pop(lease[0], None)
+                events = [self.driver.record(stream) for stream in use.streams] if use else []
+                self._leaving.append((lease, use.slab if use else "", events))
+            for item in list(self._leaving):
+                lease, slab, events = item
+                for event in events if block else ():
+                    self.driver.wait(event)
+                if all(self.driver.is_done(event) for event in events):
+                    self._leaving.remove(item)
+                    done.append(lease)
+                    if slab in _open:
+                        _open[slab].used_s = self._clock.monotonic_s()
+        return done
+
+    def close_unused(self, unused_s: float = _UNUSED_S) -> int:
+        """Close slabs that no version of this process lies in for so long; how many."""
+        closed = 0
+        with self._lock, _open_lock:
+            busy = {use.slab for use in self._uses.values()} | {slab for _, slab, _ in self._leaving}
+            for slab in [s for s in _open if s not in busy and (self.folder / s).parent == self.folder]:
+                if self._clock.monotonic_s() - _open[slab].used_s >= unused_s:
+                    with contextlib.suppress(errors.ProtocolBreach):
+                        self.driver.close(_open[slab].address)
+                        os.close(_open.pop(slab).fd)
+                        closed += 1
+        return closed
+
+    def ask(self, uuid: str, words: dict[str, Any], *, start: bool = True) -> dict[str, Any]:
+        """One question to a device's keeper, started if need be; empty when there is none and none is to start."""
+        with self._lock:
+            for _ in range(2):
+                try:
+                    stream = self._sockets.get(uuid) or self._connect(uuid, start=start)
+                    if stream is None:
+                        return {}
+                    self._sockets[uuid] = stream
+                    stream.write(json.dumps(words).encode() + b"\n")
+                    stream.flush()
+                    if line := stream.readline():
+                        return json.loads(line)
+                except OSError:
+                    pass
+                self._sockets.pop(uuid, None)
+        raise errors.IpcUnavailable(f"the keeper of device {uuid} does not answer", hint=f"see {self.log(uuid)}")
+
+    def log(self, uuid: str) -> Path:
+        """What a keeper printed."""
+        return self.folder / f"{uuid}.log"
+
+    def _ordinal(self, name: str, uuid: str) -> int:
+        uuids = self.driver.uuids()
+        if uuid not in uuids:
+            text = f"{name} is on device {uuid}; this process sees {', '.join(uuids)}"
+            raise errors.WrongDevice(text, name=name, wanted=uuid, visible=uuids)
+        return uuids.index(uuid)
+
+    def _opened(self, name: str, place: Place, device: int) -> int:
+        with _open_lock:
+            found = _open.get(place.slab)
+            if found is None:
+                try:
+                    fd = os.open(self.folder / place.slab, os.O_RDWR | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    text = f"{name}: slab {place.slab} of keeper {place.keeper} is gone"
+                    raise errors.OwnerLost(text, hint="publish it again", name=name) from None
+                fcntl.lockf(fd, fcntl.LOCK_SH)
+                facts = json.loads(os.pread(fd, 4096, 0))
+                try:
+                    found = _open[place.slab] = _Slab(
+                        self.driver.open(device, bytes.fromhex(facts["handle"])), fd, self._clock.monotonic_s()
+                    )
+                except BaseException:
+                    os.close(fd)
+                    raise
+            return found.address
+
+    def _note(self, use: _Use, stream: Any) -> None:
+        if stream not in use.streams:
+            use.streams.append(stream)
+
+    def _connect(self, uuid: str, *, start: bool) -> Any:
+        found = self._dial(uuid)
+        if found is not None or not start:
+            return found
+        with _starting(self.folder / f"{uuid}.lock"):
+            found = self._dial(uuid)
+            if found is None:
+                self._start(uuid)
+                deadline_s = self._clock.monotonic_s() + _START_S
+                while (found := self._dial(uuid)) is None and self._clock.monotonic_s() < deadline_s:
+                    blocking_sleep(_DIAL_S)
+        return found
+
+    def _start(self, uuid: str) -> None:
+        words = (str(self._home.root), self._namespace, self.driver.name, uuid)
+        # it is nobody's instance, and outlives whoever happened to need it first
+        nobody = dict.fromkeys(("ROTA_TENSORS_DIE_AT", "ROTA_ENGINE", environ.JOB, environ.INSTANCE, environ.EPOCH))
+        env = {**nobody, environ.REDIS_URL: self._url or None}
+        what = process.Spawn(command=(sys.executable, "-m", "rota.tensors.keeper", *words), env=env, log=self.log(uuid))
+        process.spawn(what, name="keeper")
+
+    def _dial(self, uuid: str) -> Any:
+        with socket_folder(self.folder) as near:
+            dial = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            dial.settimeout(_ANSWER_S)
+            try:
+                dial.connect(f"{near}/{uuid}.sock")
+            except OSError:
+                dial.close()
+                return None
+            stream = dial.makefile("rwb")
+            dial.close()
+            return stream
+
+
+@contextlib.contextmanager
+def socket_folder(folder: Path) -> Iterator[str]:
+    """A short path of a folder: the address of a unix socket holds 107 bytes."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _starting(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+@cache
+def load(name: str) -> Driver:
+    """The one driver of that name in this process: ``cuda`` or ``fakecuda``."""
+    return FakeCuda() if name == "fakecuda" else Cuda()
+
+
+def parse(device: str) -> tuple[str, int]:
+    """Driver and ordinal of ``cuda:0`` or ``fakecuda:1``. Raises BadInput."""
+    found = _TEXT.fullmatch(device)
+    if not found:
+        raise BadInput(f"device {device!r}: cuda:N or fakecuda:N")
+    return found[1], int(found[2])

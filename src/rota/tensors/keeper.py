@@ -1,0 +1,231 @@
+"""The process that owns one device's memory for one namespace, and gives it to versions as long as they live.
+
+``python -m rota.tensors.keeper HOME NAMESPACE DRIVER UUID`` is started by the first plane that needs it. It answers
+JSON lines on a unix socket: ``take`` (a range for a version), ``blocks`` (what it gave), ``stat``. Nobody tells it to
+free: it asks the registry which of its versions are no more, whenever something happened there. A killed client thus
+costs nothing; when the keeper is killed its versions are lost, and a get says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from rota.runtime import environ
+from rota.runtime.clock import blocking_sleep
+from rota.runtime.process import write_private
+from rota.spec.errors import RegistryUnavailable, RotaError
+from rota.tensors import errors
+from rota.tensors.clientfile import take_if_dead
+from rota.tensors.core.slabs import SLAB_BYTES, Range, Slabs, slab_bytes
+from rota.tensors.devices import load, socket_folder
+from rota.tensors.plane import Plane
+from rota.tensors.registry import Refused
+
+_TICK_S: Final = 0.05
+_LONELY_S: Final = 1.0
+_IDLE_S: Final = 30.0
+_FULL_TRIES: Final = 10
+_LINE_BYTES_MAX: Final = 1 << 16
+_SLAB: Final = "ROTA_TENSORS_SLAB_BYTES"
+
+
+class Keeper:
+    """The slabs of one device and which version has which range of them."""
+
+    def __init__(self, plane: Plane, driver: str, uuid: str) -> None:
+        self._plane, self._space = plane, plane._session.space
+        self.driver, self.uuid = load(driver), uuid
+        self._device = self.driver.uuids().index(uuid)
+        self._folder = self._space.folder / "k"
+        self._addresses: dict[str, int] = {}
+        self._idle_since: dict[str, float] = {}
+        self._seen = ""
+        self._count = 0
+        self._slab_bytes = int(environ.get(_SLAB) or SLAB_BYTES)
+        self.slabs = Slabs()
+        self.blocks: dict[int, Range] = {}
+
+    def answer(self, words: dict[str, Any]) -> dict[str, Any]:
+        """One command; a refusal is an answer too."""
+        try:
+            match words.get("op"):
+                case "take":
+                    return self.take(int(words["version"]), int(words["bytes"]))
+                case "blocks":
+                    self.free_gone()
+                    return {"blocks": [[v, each.slab, each.offset, each.size] for v, each in self.blocks.items()]}
+                case "stat":
+                    total = sum(self.slabs.sizes.values())
+                    facts = {"slabs": len(self.slabs.sizes), "bytes": total, "free_bytes": self.slabs.free_bytes}
+                    return {**facts, "keeper": self._space.client, "pid": os.getpid()}
+                case other:
+                    return {"error": f"op {other!r}: take, blocks or stat"}
+        except errors.ProtocolBreach as error:
+            return {"error": str(error), "rule": error.fields.get("rule", "")}
+        except (RotaError, KeyError, ValueError, TypeError) as error:
+            return {"error": str(error)}
+
+    def take(self, version: int, size: int) -> dict[str, Any]:
+        """A range for a version; the same one when it is asked for again. Raises OutOfMemory."""
+        found = self.blocks.get(version)
+        if found is None:
+            found = self.slabs.take(size) or self._grow(size)
+            address = self._addresses[found.slab] + found.offset
+            try:
+                self.driver.reuse(address, found.size)
+            except errors.ProtocolBreach:
+                self.slabs.give(found)
+                raise
+            self.blocks[version] = found
+        return {"keeper": self._space.client, "slab": found.slab, "offset": found.offset, "bytes": found.size}
+
+    def free_gone(self) -> int:
+        """Free the ranges of versions that the registry knows no more; how many."""
+        if not self.blocks:
+            return 0
+        gone = self._space.retry(lambda: self._space.registry.gone(self.blocks))
+        for version in gone:
+            self.slabs.give(self.blocks.pop(version))
+        return len(gone)
+
+    def tick(self, now_s: float) -> None:
+        """Free what is gone, if anything happened; give back slabs that were free for long and nobody has open."""
+        seen = self._space.retry(self._plane._session.machine.last_event)
+        if seen != self._seen:
+            self._seen = seen
+            self.free_gone()
+        idle = set(self.slabs.idle())
+        self._idle_since = {slab: since for slab, since in self._idle_since.items() if slab in idle}
+        for slab in idle:
+            if now_s - self._idle_since.setdefault(slab, now_s) >= _IDLE_S:
+                self._drop(slab)
+
+    def close(self) -> None:
+        """Give all back that nobody has open; the rest goes with the process."""
+        for slab in list(self._addresses):
+            self._drop(slab)
+
+    def _grow(self, size: int) -> Range:
+        """Room for ``size`` bytes: what was freed a moment ago, else a new slab."""
+        self.free_gone()
+        found = self.slabs.take(size)
+        for attempt in range(_FULL_TRIES):
+            if found is not None:
+                return found
+            try:
+                return self._add(slab_bytes(size, self._slab_bytes), size)
+            except errors.OutOfMemory:
+                if attempt == _FULL_TRIES - 1:
+                    raise
+                blocking_sleep(_TICK_S / 10)  # leases of the dead and views just dropped end within milliseconds
+                self.free_gone()
+                found = self.slabs.take(size)
+        raise AssertionError("unreachable")
+
+    def _add(self, slab_size: int, size: int) -> Range:
+        address = self.driver.allocate(self._device, slab_size)
+        self._count += 1
+        slab = f"{self._space.client}.{self._count}"
+        facts = {"handle": self.driver.export(address).hex(), "bytes": slab_size, "device": self.uuid}
+        write_private(self._folder / slab, json.dumps(facts))
+        self._addresses[slab] = address
+        self.slabs.add(slab, slab_size)
+        found = self.slabs.take(size)
+        assert found is not None
+        return found
+
+    def _drop(self, slab: str) -> None:
+        """Give one slab back unless an importer has it open, which its lock on the slab's file shows."""
+        fd = take_if_dead(self._folder, slab)
+        if fd is not None:
+            (self._folder / slab).unlink()
+            self.slabs.remove(slab)
+            self._idle_since.pop(slab, None)
+            self.driver.free(self._addresses.pop(slab))
+            os.close(fd)
+
+
+class Server:
+    """Answers clients of a keeper, one line at a time."""
+
+    def __init__(self, keeper: Keeper, folder: Path) -> None:
+        self._keeper = keeper
+        self._select = selectors.DefaultSelector()
+        self._partial: dict[socket.socket, bytes] = {}
+        self._listen = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = folder / f"{keeper.uuid}.sock"
+        path.unlink(missing_ok=True)
+        with socket_folder(folder) as near:
+            self._listen.bind(f"{near}/{path.name}")
+        path.chmod(environ.PRIVATE_FILE)
+        self._listen.listen(64)
+        self._select.register(self._listen, selectors.EVENT_READ)
+
+    def serve_for(self, seconds: float) -> None:
+        """Answer what comes within a while."""
+        for key, _ in self._select.select(seconds):
+            if key.fileobj is self._listen:
+                client, _ = self._listen.accept()
+                client.settimeout(1.0)
+                self._partial[client] = b""
+                self._select.register(client, selectors.EVENT_READ)
+            elif isinstance(key.fileobj, socket.socket):
+                self._read(key.fileobj)
+
+    def _read(self, client: socket.socket) -> None:
+        try:
+            data = client.recv(_LINE_BYTES_MAX)
+            *lines, rest = (self._partial[client] + data).split(b"\n")
+            self._partial[client] = rest
+            for line in lines:
+                try:
+                    reply = self._keeper.answer(json.loads(line))
+                except (ValueError, AttributeError) as error:
+                    reply = {"error": f"no JSON object: {error}"}
+                client.sendall(json.dumps(reply).encode() + b"\n")
+            if data and len(rest) <= _LINE_BYTES_MAX:
+                return
+        except OSError:
+            pass
+        self._select.unregister(client)
+        del self._partial[client]
+        client.close()
+
+
+def main() -> None:
+    """Keep a device until the namespace has nobody left, its registry is ended, or a SIGTERM."""
+    root, namespace, driver, uuid = sys.argv[1:5]
+    home, url = environ.Home.of(root), environ.get(environ.REDIS_URL)
+    plane = Plane.join(home, url, namespace, sealed=False, keep=False, keeper=True)
+    session, clock = plane._session, plane._session.clock
+    keeper = Keeper(plane, driver, uuid)
+    server = Server(keeper, session.space.folder / "k")
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: ended.append(signum))
+    alone_s = clock.monotonic_s()
+    with contextlib.suppress(RegistryUnavailable, Refused, FileNotFoundError):
+        while True:
+            server.serve_for(_TICK_S)
+            if ended or not session.space.file.path.exists():
+                break
+            keeper.tick(now_s := clock.monotonic_s())
+            if now_s - alone_s >= _LONELY_S:
+                alone_s = now_s
+                if session.is_last():
+                    keeper.close()
+                    plane.close()
+                    return
+    keeper.close()
+    os._exit(0)  # whoever ended it waits for this, and sweeps what it leaves
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+-- gone version...: which of these versions are no more.
+if stale() then return refuse('EPOCH') end
+local out = {}
+for i = 3, #ARGV do
+  if call('EXISTS', P .. 'v:' .. ARGV[i]) == 0 then out[#out + 1] = ARGV[i] end
+end
+return out

@@ -161,14 +161,8 @@ class _Plan:
         fresh = [header for header in headers if header.version >= floor]
         head = next((header for header in fresh if header.state == READY), None)
         if head is None:
-            head = next(
-                (
-                    h
-                    for h in fresh
-                    if h.state == PREPARED and h.world == 1 and not is_alive(self._space.clients, h.owner)
-                ),
-                None,
-            )
+            complete = (h for h in fresh if h.state == PREPARED and h.world == 1)
+            head = next((h for h in complete if not is_alive(self._space.clients, h.owner)), None)
             self.report.promoted += head is not None
         if head is not None and self._take_step(head, headers):
             kept = [h for v in head.kept for h in headers if h.version == v and self._take_step(h, headers)]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rota.tensors.clientfile import read_file
+from rota.tensors.clientfile import is_alive, read_file
+from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import Row
+from rota.tensors.segments import Header
 from rota.tensors.session import Session
 from rota.tensors.space import Space
 
@@ -30,8 +35,9 @@ def row_document(row: Row, now_s: float) -> dict[str, Any]:
     return {
         "name": row.name, "version": row.version, "step": row.step, "epoch": row.epoch,
         "kind": "group" if row.kind == "g" else "tensor", "dtype": shape.get("dtype"), "shape": shape.get("shape"),
-        "tensors": shape.get("tensors", 1), "device": "cpu", "bytes": row.payload, "leases": row.refs,
-        "owner": row.owner, "label": row.label, "state": row.state, "age_s": round(max(now_s - row.at_ms / 1000, 0), 3),
+        "tensors": shape.get("tensors", 1), "device": shape.get("device", "cpu"), "bytes": row.payload,
+        "leases": row.refs, "owner": row.owner, "label": row.label, "state": row.state,
+        "age_s": round(max(now_s - row.at_ms / 1000, 0), 3),
     }  # fmt: skip
 
 
@@ -94,7 +100,7 @@ def fsck(session: Session, *, repair: bool = False) -> dict[str, Any]:
     """Check I1 to I7 as of one moment."""
     space = session.space
     dump = space.retry(space.registry.dump)
-    found = list(check(dump)) + _check_files(space, dump) + _check_table(space, dump)
+    found = list(check(dump)) + _check_files(space, dump) + _check_table(space, dump) + _check_devices(space, dump)
     if repair and found:
         session.recover()
         found = [Violation(**{**asdict(each), "repaired": True}) for each in found]
@@ -221,6 +227,35 @@ def _check_table(space: Space, dump: dict[str, Any]) -> list[Violation]:
     return found
 
 
+def _on_devices(space: Space, dump: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, str]]:
+    """Complete versions on devices: (id, fields, UUID of the device, keeper)."""
+    for key, fields in dump.items():
+        device = json.loads(fields["desc"] or "{}").get("device") if key.startswith("v:") else None
+        if device and fields["st"] in "qrd":
+            path, start = space.segments.path(fields["seg"]), int(fields["off"])
+            with path.open("rb") as file:
+                header = Header.unpack(os.pread(file.fileno(), HEADER_BYTES, start), fields["seg"], settled=False)
+                raw = os.pread(file.fileno(), PLACE_BYTES, start + header.offset)
+            yield key[2:], fields, device, Place.unpack(raw).keeper
+
+
+def _check_devices(space: Space, dump: dict[str, Any]) -> list[Violation]:
+    """Every range that a keeper gave belongs to a version, every version of a living keeper has its range."""
+    found: list[Violation] = []
+    blocks: dict[str, set[str]] = {}
+    for uuid in [path.stem for path in space.folder.glob("k/*.sock")] if space.devices else []:
+        assert space.devices is not None
+        reply = space.devices.ask(uuid, {"op": "blocks"}, start=False)
+        blocks[uuid] = {str(version) for version, *_ in reply.get("blocks", ())}
+        gone = space.registry.gone(map(int, blocks[uuid]))
+        where = f"device {uuid}"
+        found += [Violation(rule="I2", object=where, detail=f"a range of version {v}, which is gone") for v in gone]
+    for v, fields, uuid, keeper in _on_devices(space, dump):
+        if is_alive(space.clients, keeper) and uuid in blocks and v not in blocks[uuid]:
+            found.append(Violation(rule="I7", object=f"{fields['name']} v{v}", detail=f"no memory on device {uuid}"))
+    return found
+
+
 def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     """Sweep, then give free files back; ``dropped`` lists what went and why."""
     space = session.space
@@ -231,6 +266,9 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     swept = session.sweep()
     trimmed = session.writer.free_room()
     dropped = [{"what": client, "why": "its process is dead", "bytes": 0} for client in swept]
+    for v, fields, uuid, keeper in _on_devices(space, space.registry.dump()):
+        if not is_alive(space.clients, keeper) and space.delete(fields["name"], expected=int(v)):
+            dropped.append({"what": fields["name"], "why": f"the keeper of device {uuid} died", "bytes": 0})
     known = space.registry.members("segs")
     for seg, size in list(space.segments.files()):
         if seg not in known and seg in space.registry.members("trash"):

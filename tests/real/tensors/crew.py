@@ -38,24 +38,32 @@ def wait_until(what: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
 class Actors:
     """Processes that run a piece of code; ``plane`` in it is a plane of the test's namespace."""
 
-    def __init__(self, home: Path, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, home: Path, folder: Path, environment: dict[str, str], *words: str) -> None:
         self.home, self.folder = home, folder
         self._namespace = "default"
         here = Path(__file__).with_name("zygote.py")
         self._zygote = subprocess.Popen(
-            [sys.executable, str(here)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(here), *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         self._count = 0
         self._open: set[int] = set()
         self.outputs: dict[int, Path] = {}
 
-    def start(self, code: str, *, namespace: str, die_at: str = "", label: str = "", epoch: int = 0) -> int:
+    def start(
+        self, code: str, *, namespace: str, die_at: str = "", label: str = "", epoch: int = 0, device: str = "",
+        env: dict[str, str] | None = None,
+    ) -> int:  # fmt: skip
         """Start a process; its pid."""
         self._count += 1
         out = self.folder / f"out-{self._count}"
-        joined = f"plane = connect(home={str(self.home)!r}, namespace={namespace!r}, label={label!r}, epoch={epoch})"
+        place = f"home={str(self.home)!r}, namespace={namespace!r}, device={device or None!r}"
+        joined = f"plane = connect({place}, label={label!r}, epoch={epoch})"
         body = f"from rota.tensors import connect\n{joined}\n" + textwrap.dedent(code)
-        env = {"ROTA_TENSORS_DIE_AT": die_at}
+        env = {"ROTA_TENSORS_DIE_AT": die_at, **(env or {})}
         pid = self._ask({"run": body, "env": env, "out": str(out)})["pid"]
         self._open.add(pid)
         self.outputs[pid] = out
@@ -66,9 +74,9 @@ class Actors:
         self._open.discard(pid)
         return self._ask({"wait": pid})["status"]
 
-    def run(self, code: str, *, namespace: str, die_at: str = "", label: str = "", epoch: int = 0) -> int:
+    def run(self, code: str, *, namespace: str, **how: Any) -> int:
         """Run a process to its end; its status. A Python error fails the test with its traceback."""
-        pid = self.start(code, namespace=namespace, die_at=die_at, label=label, epoch=epoch)
+        pid = self.start(code, namespace=namespace, **how)
         status = self.wait(pid)
         assert status <= 0, self.output(pid)
         return status

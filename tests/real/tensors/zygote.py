@@ -1,6 +1,6 @@
 """Forks a fresh process for each piece of code it is told to run, so that a kill test costs milliseconds.
 
-It has numpy and the tensor plane imported but never connects itself. Commands come as JSON lines: ``{"run": code,
+It has numpy and the tensor plane (with ``--torch`` torch too) imported but never connects itself. Commands come as JSON lines: ``{"run": code,
 "env": {...}, "out": path}`` answers ``{"pid": n}``; ``{"wait": pid}`` answers ``{"status": n}`` (negative: signal).
 """
 
@@ -39,6 +39,8 @@ def run(code: str, env: dict[str, str], out: str) -> None:
 
 
 def main() -> None:
+    if "--torch" in sys.argv:
+        importlib.import_module("torch")
     for line in sys.stdin:
         command = json.loads(line)
         if "run" in command:

@@ -39,6 +39,7 @@ _START_S: Final = 30.0
 _ANSWER_S: Final = 30.0
 _UNUSED_S: Final = 60.0
 _DIAL_S: Final = 0.01
+_ASK_TRIES: Final = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +187,8 @@ class Devices:
     def ask(self, uuid: str, words: dict[str, Any], *, start: bool = True) -> dict[str, Any]:
         """One question to a device's keeper, started if need be; empty when there is none and none is to start."""
         with self._lock:
-            for _ in range(2):
+            for attempt in range(_ASK_TRIES):
+                blocking_sleep(_DIAL_S * attempt)  # a keeper that is just dying still accepts
                 try:
                     stream = self._sockets.get(uuid) or self._connect(uuid, start=start)
                     if stream is None:

@@ -56,6 +56,9 @@ call = st.one_of(
     st.tuples(st.just("delete"), _name, st.booleans()),
     st.tuples(st.just("sweep"), _client, st.integers(1, 3)),
     st.tuples(st.just("hold"), _client),
+    st.tuples(
+        st.just("gone"),
+    ),
     st.tuples(st.just("fence"), st.sampled_from(["j", "j/a", "k"]), st.integers(0, 3)),
 )
 
@@ -131,6 +134,9 @@ class Driver:
 
     def sweep(self, client: str, n_max: int) -> Any:
         return self.registry.sweep(client, n_max)
+
+    def gone(self) -> Any:
+        return self.registry.gone(version for _, version, _ in self.reserved)
 
     def hold(self, client: str) -> Any:
         known = client in getattr(self.registry.machine, "clients", {client})

@@ -1,4 +1,4 @@
-"""What a name may be, how payloads are cut into blocks, and what a header says of its block."""
+"""What a name may be, how payloads are cut into blocks and device memory into ranges, and what a header says of its block."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.core import arena, names
+from rota.tensors.core.slabs import BLOCK_BYTES, SLAB_BYTES, SLAB_STEP_BYTES, Range, Slabs, slab_bytes
 from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header
 
 
@@ -117,3 +118,44 @@ def test_a_reader_does_not_mind_a_state_that_is_being_written() -> None:
     raw = bytearray(HEADER.pack())
     raw[STATE_AT + 5] ^= 0xFF
     assert Header.unpack(bytes(raw), "f", settled=False).version == 7
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(0, 5000)),
+            st.tuples(st.just("give"), st.integers(0, 99)),
+            st.tuples(st.just("add"), st.integers(1, 16)),
+        ),
+        max_size=60,
+    )
+)
+def test_device_ranges_never_overlap_and_a_slab_is_whole_again_when_all_are_given_back(
+    calls: list[tuple[str, int]],
+) -> None:
+    slabs, held = Slabs(), list[Range]()
+    for what, value in calls:
+        if what == "add":
+            slabs.add(f"s{len(slabs.sizes)}", value * 1024)
+        elif what == "take":
+            found = slabs.take(value)
+            if found is None:
+                assert all(size < max(value, 1) for free in slabs._free.values() for _, size in free)
+                continue
+            assert found.size >= value
+            assert found.offset % BLOCK_BYTES == 0
+            assert found.offset + found.size <= slabs.sizes[found.slab]
+            for other in held:
+                apart = found.offset >= other.offset + other.size or other.offset >= found.offset + found.size
+                assert other.slab != found.slab or apart
+            held.append(found)
+        elif held:
+            slabs.give(held.pop(value % len(held)))
+        assert slabs.free_bytes == sum(slabs.sizes.values()) - sum(each.size for each in held)
+    for each in held:
+        slabs.give(each)
+    assert slabs.idle() == list(slabs.sizes)
+    for slab in slabs.idle():
+        slabs.remove(slab)
+    assert slab_bytes(1) == SLAB_BYTES
+    assert slab_bytes(SLAB_BYTES + 1) == SLAB_BYTES + SLAB_STEP_BYTES

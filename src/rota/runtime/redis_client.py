@@ -6,7 +6,7 @@ import hashlib
 import socket
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from rota.spec.errors import RegistryUnavailable
 
 Argument = bytes | str | int
 """What a command may hold."""
+Exchange = Callable[[Sequence[tuple[Argument, ...]]], list[Any]]
+"""Sends commands over one connection; their replies."""
 _CHUNK_BYTES = 65_536
 _DEFAULT_PORT = 6379
 
@@ -120,11 +122,14 @@ class RedisClient:
 
     A command whose reply was lost is sent once more over a new socket: callers make every command repeatable. Raises
     RegistryUnavailable when the server cannot be reached or does not answer within ``timeout_s``, ReplyError when it
-    refuses.
+    refuses. ``greet`` is called with each new connection before any command goes over it.
     """
 
-    def __init__(self, address: Address, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: Address, *, timeout_s: float = 10.0, greet: Callable[[Exchange], None] | None = None
+    ) -> None:
         self.address = address
+        self._greet = greet
         self._timeout_s = timeout_s
         self._local = threading.local()
         self._open: weakref.WeakSet[_Connection] = weakref.WeakSet()  # a thread's socket ends with its thread
@@ -177,6 +182,11 @@ class RedisClient:
 
     def _connect(self) -> _Connection:
         connection = _Connection(self.address, self._timeout_s)
+        if self._greet is not None:
+            try:
+                self._greet(lambda commands: [_checked(reply) for reply in connection.exchange(commands)])
+            except ReplyError as error:  # it is still loading what it had written
+                raise self._unavailable(str(error)) from None
         with self._lock:
             self._open.add(connection)
         self._local.connection = connection

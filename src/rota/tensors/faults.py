@@ -1,4 +1,4 @@
-"""Named points where a test may kill this process; the one place that reads ``ROTA_TENSORS_DIE_AT``."""
+"""Named points where a test may kill or stop this process; the one place that reads ``ROTA_TENSORS_DIE_AT``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections import Counter
 
 from rota.runtime import environ
 
-_WANTED, _, _NTH = environ.get("ROTA_TENSORS_DIE_AT").partition(":")
+_WANTED, _NTH, _HOW = (environ.get("ROTA_TENSORS_DIE_AT") + "::").split(":")[:3]
 _seen: Counter[str] = Counter()
 
 
 def point(name: str) -> None:
-    """Die here by SIGKILL when ``ROTA_TENSORS_DIE_AT`` is ``name`` or ``name:n`` (the n-th passage)."""
+    """Die here by SIGKILL when ``ROTA_TENSORS_DIE_AT`` is ``name`` or ``name:n`` (the n-th passage); ``name:n:stop``
+    stops."""
     if name != _WANTED:
         return
     _seen[name] += 1
     if _seen[name] >= int(_NTH or 1):
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if _HOW == "stop" else signal.SIGKILL)

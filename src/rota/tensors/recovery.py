@@ -116,7 +116,7 @@ def rebuild(space: Space, machine: RedisMachine) -> Recovered:
     for slot, version in plan.currents():  # before the namespace opens: nothing newer can be overwritten
         space.table.try_store(slot, version)
     machine.epoch = epoch
-    machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot)
+    machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot, machine.run_id)
     space.counters["recovered"] += 1
     done = plan.report
     done.epoch, done.seconds = epoch, space.clock.monotonic_s() - began_s

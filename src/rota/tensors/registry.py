@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rota.runtime.clock import Clock
-from rota.runtime.redis_client import Address, Argument, RedisClient, ReplyError, Script
+from rota.runtime.redis_client import Address, Argument, Exchange, RedisClient, ReplyError, Script
 from rota.tensors import errors
 from rota.tensors.core.protocol import SLOTS_MAX, Refused
 
 _FOLDER = Path(__file__).parent / "scripts"
 _NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
 _SMALL = ("dump", "begin", "members", "strike", "config", "lru", "gone")
+_DISTRUST = """
+local run = redis.call('HGET', KEYS[1], 'run')
+if run and run ~= '' and run ~= ARGV[1] then redis.call('HDEL', KEYS[1], 'epoch') end
+"""
 SCRIPTS = {name: Script.load(_FOLDER, name) for name in (*_NAMES, *_SMALL)}
 
 
@@ -136,10 +140,27 @@ class RedisMachine:
     """The scripts on a Redis server."""
 
     def __init__(self, address: Address, namespace: str, clock: Clock) -> None:
-        self.client = RedisClient(address)
+        self.client = RedisClient(address, greet=self._greet)
         self.prefix = f"{{{namespace}}}:"
         self.epoch = 0
+        self.run_id = ""
         self._clock = clock
+
+    def _greet(self, exchange: Exchange) -> None:
+        """A server that was started anew may have come back with the content of an hour ago (its AOF or dump): a
+        namespace it did not begin itself is taken as lost, whatever it holds. Headers are the truth. It takes a user
+        who may say INFO and EVAL; for any other an old content cannot be told."""
+        try:
+            self._distrust(exchange)
+        except ReplyError as error:
+            if error.code != "NOPERM":
+                raise
+
+    def _distrust(self, exchange: Exchange) -> None:
+        lines = exchange([("INFO", "server")])[0].decode().splitlines()
+        run_id = next(line.partition(":")[2] for line in lines if line.startswith("run_id:"))
+        exchange([("EVAL", _DISTRUST, 1, self.prefix + "cfg", run_id)])
+        self.run_id = run_id
 
     def run(self, name: str, *args: Argument) -> Any:
         """Run one script. Raises Refused, or RegistryUnavailable when the server cannot be reached."""
@@ -298,9 +319,9 @@ class Registry:
         words = self.machine.run("config", *[word for item in settings.items() for word in item])
         return _shaped("hash", words)
 
-    def begin(self, epoch: int, *, version_min: int = 0, slots: int = 0) -> int:
+    def begin(self, epoch: int) -> int:
         """Open an empty namespace; the epoch that now stands (another may have been first)."""
-        return int(self.machine.run("begin", epoch, SLOTS_MAX, version_min, slots))
+        return int(self.machine.run("begin", epoch, SLOTS_MAX, 0, 0, ""))
 
 
 def refusal(refused: Refused, name: str, *, epoch: int = 0, step: int | None = None) -> NoReturn:

@@ -96,7 +96,10 @@ class Space:
             except Refused as refused:
                 if refused.code not in ("NOTFOUND", "CHANGED", "LEASED"):
                     raise
-                version, slot = row.version if refused.code == "LEASED" else 0, row.slot
+                if refused.code == "NOTFOUND" and self.table.last(row.slot) <= row.version:
+                    self.table.store_deleted(row.slot, row.version)
+                    return True  # deleted since we looked, by us if the reply was lost
+                version = row.version if refused.code == "LEASED" else 0
                 current = int(refused.words[0]) if refused.code == "CHANGED" else version
                 if current:
                     self.table.store(row.slot, current)

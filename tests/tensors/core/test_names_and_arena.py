@@ -1,4 +1,4 @@
-"""What a name may be, how payloads are cut into blocks and device memory into ranges, and what a header says of its block."""
+"""What a name may be, how payloads and device memory are cut, and what a header says of its block."""
 
 from __future__ import annotations
 

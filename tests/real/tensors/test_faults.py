@@ -461,6 +461,7 @@ def test_two_publishers_of_one_name_are_never_seen_torn_or_backwards(plane: Plan
     plane.put("w", np.full(3000, -1), step=-1)
     pids = [actors.start(writer) for _ in range(2)]
     last = reads = 0
+    view = np.zeros(0)
     deadline_s = plane._session.clock.monotonic_s() + 300
     while last < count - 1 and plane._session.clock.monotonic_s() < deadline_s:
         view = plane.get("w", as_="numpy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from rota.runtime.chance import SeededChance
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.spec.ids import JobId
 
+DEEP = os.environ.get("ROTA_DEEP") == "1"
 TRACE = """job_id,submit_s,duration_s,gpus,vc
 late,5,10,8,a
 first,0,100,8,a
@@ -76,9 +78,11 @@ def test_a_bad_trace_names_line_field_and_rule(tmp_path: Path, trace: str, messa
         read_trace(path, [Tenant(vc="a", nodes=1)])
 
 
-def random_input(seed: int, load: float, jobs: int = 250) -> SimInput:
+def random_input(seed: int, load: float, jobs: int = 250, opportunistic: int = 0) -> SimInput:
     tenants = (Tenant(vc="a", nodes=2), Tenant(vc="b", nodes=3), Tenant(vc="c", nodes=1))
     trace = generate(SeededChance(seed), tenants, jobs=jobs, load=load)
+    if opportunistic:
+        trace = trace.beside(generate(SeededChance(seed + 1), tenants, jobs=opportunistic, load=load))
     return SimInput(trace=trace, tenants=tenants, scale=1.0, seed=seed)
 
 
@@ -90,6 +94,18 @@ def test_no_guaranteed_job_starts_later_on_shared_cells_than_on_a_private_cluste
         for profile in ("private", "hived")
     }
     assert starts["private"] == starts["hived"]
+
+
+@pytest.mark.parametrize("seed", range(40 if DEEP else 2))
+def test_opportunistic_work_that_fills_the_rest_makes_no_guaranteed_job_later(seed: int) -> None:
+    given = random_input(seed, 0.9, 100, opportunistic=100)
+    runs = {profile: simulate(given, profile, SystemClock()) for profile in ("private", "hived")}
+    starts = {
+        name: {line.job_id: line.first_start_s for line in lines_of(given, run) if line.guaranteed}
+        for name, run in runs.items()
+    }
+    assert starts["private"] == starts["hived"]
+    assert runs["hived"].violations == 0 and runs["hived"].used_gpu_s > 1.2 * runs["private"].used_gpu_s
 
 
 def test_comparing_counts_who_starts_later_than_in_the_baseline(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rota.cluster.core import cycle, facts
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.binding import unusable_share
-from rota.cluster.core.check import violations
+from rota.cluster.core.check import InvariantBroken, violations
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn, WakeAt
 from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, line_key
@@ -20,6 +20,8 @@ from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
 
+PASSES_MAX = 10_000
+"""Passes at one instant; more of them mean that decisions undo each other for ever."""
 END, RELEASE, FAIL, ARRIVE, WAKE = range(5)
 """Kinds of events in the order in which those of one instant are taken: what frees devices comes before what asks."""
 
@@ -142,9 +144,12 @@ class Simulation:
             heappush(self.heap, (failure.back_s, FAIL, failure.node, 1, Health.HEALTHY))
 
     def run(self) -> SimResult:
-        """Play everything to the end; jobs that wait for ever stay QUEUED."""
-        began = self.clock.monotonic_s()
+        """Play everything to the end; jobs that wait for ever stay QUEUED. Raises InvariantBroken if time stands."""
+        began, passes = self.clock.monotonic_s(), 0
         while self.heap and self.heap[0][0] <= self.until_s:
+            passes = passes + 1 if self.heap[0][0] == self.now else 0
+            if passes > PASSES_MAX:
+                raise InvariantBroken(f"{PASSES_MAX} passes at {self.now}: jobs are started and stopped in a circle")
             self._advance(self.heap[0][0])
             while self.heap and self.heap[0][0] == self.now:
                 _, kind, name, attempt, extra = heappop(self.heap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -82,6 +82,12 @@ class Trace:
     jobs: tuple[TraceJob, ...]
     skipped: int = 0
     name: str = field(default="")
+
+    def beside(self, other: Trace) -> Trace:
+        """This trace with the jobs of another as opportunistic load; ids of the other get a ``~``."""
+        extra = (replace(job, job_id=f"~{job.job_id}", priority=-1) for job in other.jobs)
+        jobs = sorted((*self.jobs, *extra), key=lambda job: (job.submit_s, job.job_id))
+        return replace(self, jobs=tuple(jobs))
 
 
 def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:

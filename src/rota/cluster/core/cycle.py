@@ -204,11 +204,16 @@ class _Pass:
                     and self.profile.block != "reserve"
                 ):
                     self.state.memory.learn(self.profile.name, key, wait, local=local)
-            if wait is not None and self.profile.block == "queue":
+            if wait is not None and self._holds_up(wait):
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
         if wait is not None:
             self.verdicts[key] = wait
         return wait
+
+    def _holds_up(self, wait: Wait) -> bool:
+        """Whether those behind a job in its queue wait with it. A claim on what victims give back is as good as a start."""
+        claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
+        return self.profile.block == "queue" and not claimed
 
     def _start(self, row: JobRow) -> Wait | None:
         """Start the job with the nodes that it avoids out of the way."""
@@ -312,6 +317,8 @@ class _Pass:
         if held is None:
             return None
         self.state.charge(self.txn, row, 1)
+        for book in self.state.books:
+            book.claim(self.txn, self.state, row)
         self._keep(held)
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
         return _awaiting(self.state, stopping, nodes)

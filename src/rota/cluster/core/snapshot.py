@@ -110,6 +110,10 @@ class Book(Protocol):
         """A job gave ``row.held`` back."""
         ...
 
+    def claim(self, txn: Txn, state: State, row: JobRow) -> None:
+        """A job waits for devices that others are giving back: nobody else may be promised them."""
+        ...
+
 
 class Memory:
     """Verdicts of "no" that hold as long as nothing was given back since they were reached.

@@ -59,6 +59,12 @@ class CellBook:
         if row.ask.id in self.cluster.gangs:
             self.cluster.release(txn, row.ask.id)
 
+    def claim(self, txn: Txn, state: State, row: JobRow) -> None:
+        """A job waits for its victims to leave: its cells are reserved, those that are free as well."""
+        plan = self._find(txn, state, row)
+        if plan is not None:
+            self.cluster.reserve(txn, plan)
+
     def find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
         """A placement by cells, victims included, or None; the same answer as long as nothing was written since."""
         if self.tried is None or self.tried[0] is not txn or self.tried[1] != txn.changes or self.tried[2] is not row:

@@ -211,7 +211,7 @@ class _Pass:
         return wait
 
     def _holds_up(self, wait: Wait) -> bool:
-        """Whether those behind a job in its queue wait with it. A claim on what victims give back is as good as a start."""
+        """Whether those behind a job in its queue wait with it; a claim on what victims give back counts as a start."""
         claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
         return self.profile.block == "queue" and not claimed
 

@@ -211,10 +211,22 @@ def compare(
     Raises as ``run_sim`` does.
     """
     given = load(trace, vcs, scale=scale, seed=seed)
+    return compared(given, profiles, clock or SystemClock(), tolerance_s=tolerance_s, overheads=overheads)
+
+
+def compared(
+    given: SimInput,
+    profiles: Sequence[str],
+    clock: Clock,
+    *,
+    tolerance_s: float = 0.0,
+    overheads: Overheads | None = None,
+) -> dict[str, Any]:
+    """The same of a trace in memory."""
     lines: dict[str, list[JobLine]] = {}
     shown: dict[str, Any] = {}
     for profile in profiles:
-        result = simulate(given, profile, clock or SystemClock(), overheads)
+        result = simulate(given, profile, clock, overheads)
         lines[profile] = lines_of(given, result)
         shown[profile] = {
             "summary": document(given, profile, result)["summary"],

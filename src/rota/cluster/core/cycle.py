@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import Any
 
 from rota.cluster.core.binding import waits_because
@@ -155,7 +156,7 @@ class _Pass:
         return self.decisions
 
     def _somebody_waits_beside_others(self) -> bool:
-        return bool(self.state.lines) and any(row.phase == "running" for row in self.state.jobs.values())
+        return bool(self.state.lines) and any(self.state.running.values())
 
     def _heads(self, key: LineKey) -> list[_Entry]:
         if not self.profile.order.by_job:
@@ -168,7 +169,16 @@ class _Pass:
             return None
         if wait is None:
             return self._next(key, depth)
+        if wait.reason is Reason.RESERVED_FOR_OTHER:
+            return self._next(key, self._shorter(key, depth))
         return self._next(key, depth + 1) if wait.reason in FOR_ONE_JOB else None
+
+    def _shorter(self, key: LineKey, depth: int) -> int:
+        """The next in the line that ends sooner: what is kept from a job is kept from all that run as long."""
+        line, jobs = self.state.lines[key], self.state.jobs
+        longest = jobs[line[depth][1]].ask.est_s or inf
+        ends = (i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].ask.est_s or inf) < longest)
+        return next(ends, len(line))
 
     def _next(self, key: LineKey, depth: int) -> _Entry | None:
         return self._at(key, depth) if depth < len(self.state.lines.get(key, ())) else None

@@ -47,25 +47,32 @@ def choose_victims(
     return tuple(Victim(job=job, reason=reasons[job], lost_gpu_s=cost[job]) for job in chosen)
 
 
-def _fits_without(state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Sequence[JobId]) -> bool:
+def _place_without(
+    state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Sequence[JobId]
+) -> tuple[Held, ...] | None:
     with txn.trial():
-        for job in jobs:
-            state.release(txn, job)
-        return placer.place(state, txn, row) is not None
+        state.lift(txn, jobs)
+        return placer.place(state, txn, row)
 
 
 def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]) -> list[JobId] | None:
     """The first of these whose release lets the job be placed, without those that are superfluous, or None."""
-    low, high = 1, len(order)
-    if not order or not _fits_without(state, txn, row, placer, order):
+    held = _place_without(state, txn, row, placer, order) if order else None
+    if held is None:
         return None
+    low, high = 1, len(order)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits_without(state, txn, row, placer, order[:middle]) else (middle + 1, high)
-    chosen = list(order[:high])
-    for job in reversed(order[:high]):
+        found = _place_without(state, txn, row, placer, order[:middle])
+        low, high, held = (low, middle, found) if found is not None else (middle + 1, high, held)
+    # Only those on the nodes that it would get can matter to that placement.
+    nodes = {slot.node for slot in held}
+    chosen = [job for job in order[:high] if any(slot.node in nodes for slot in state.jobs[job].held)]
+    if _place_without(state, txn, row, placer, chosen) is None:
+        chosen = list(order[:high])
+    for job in reversed(chosen):
         rest = [other for other in chosen if other != job]
-        if rest and _fits_without(state, txn, row, placer, rest):
+        if rest and _place_without(state, txn, row, placer, rest) is not None:
             chosen = rest
     return chosen
 
@@ -88,7 +95,7 @@ def _cheapest(
         total, _, members = heappop(heap)
         if total >= limit:
             break
-        if _fits_without(state, txn, row, placer, [order[i] for i in members]):
+        if _place_without(state, txn, row, placer, [order[i] for i in members]) is not None:
             return [order[i] for i in members]
         last = members[-1]
         if last + 1 < len(order):

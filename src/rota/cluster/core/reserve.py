@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rota.cluster.core.asks import Shape, Slot
+from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.plugins import Placer
 from rota.cluster.core.snapshot import Held, JobRow, State
 from rota.cluster.core.txn import Txn
@@ -28,21 +31,67 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
 
     Estimates only reserve; a job that runs on past its own is expected to end at any moment.
     """
-    ends = sorted(
-        (max(now, other.started_at + other.ask.est_s), other.ask.id)
-        for other in state.jobs.values()
-        if other.held and other.ask.est_s is not None
-    )
-    low, high = 1, len(ends)
+    ends = state.ends
+    low, high = _too_few(state, row.ask.shape, ends) + 1, len(ends)
+    middle = low
     best: tuple[float, tuple[Held, ...]] | None = None
     while low <= high:
-        middle = (low + high) // 2
         with txn.trial():
-            for _, job in ends[:middle]:
-                state.release(txn, job)
+            state.lift(txn, (job for _, job in ends[:middle]))
             held = placer.place(state, txn, row)
         if held is None:
             low = middle + 1
         else:
-            best, high = (ends[middle - 1][0], held), middle - 1
+            best, high = (max(now, ends[middle - 1][0]), held), middle - 1
+        middle = (low + high) // 2
     return None if best is None else Reservation(job=row.ask.id, at=best[0], held=best[1])
+
+
+def _too_few(state: State, shape: Shape, ends: Sequence[tuple[float, JobId]]) -> int:
+    """How many jobs may end, the soonest first, and there is still not enough room: a lower bound, exact for equal
+    slots of whole devices."""
+    slot = shape.slots[0]
+    if not (shape.uniform and slot.gpus):
+        missing = shape.gpu_milli - int(state.free[state.usable].sum()) * 1000
+        for count, (_, job) in enumerate(ends):
+            if missing <= 0:
+                return max(0, count - 1)
+            missing -= state.jobs[job].ask.shape.gpu_milli
+        return max(0, len(ends) - 1)
+    missing = len(shape.slots) - int(slots_that_fit(state, slot, state.usable).sum())
+    nodes: dict[int, _Room] = {}
+    for count, (_, job) in enumerate(ends):
+        for held in state.jobs[job].held:
+            room = nodes.get(held.node)
+            if room is None:
+                room = nodes[held.node] = _Room(state, slot, held.node)
+            missing -= room.more(state, held)
+        if missing <= 0:
+            return count
+    return len(ends)
+
+
+class _Room:
+    """How many slots fit on a node while those who hold something there end one after the other."""
+
+    def __init__(self, state: State, slot: Slot, node: int) -> None:
+        self._slot, self._able = slot, bool(state.usable[node])
+        self._free: list[int] = state.free[node].tolist()
+        self._cpu, self._mem = int(state.cpu[node]), int(state.mem[node])
+        self._count = self._fit(state)
+
+    def more(self, state: State, held: Held) -> int:
+        """How many more slots fit once this is given back; a share of a device counts as the whole."""
+        for device in held.devices:
+            self._free[int(state.dev_type[device])] += 1
+        self._cpu += held.cpu_milli
+        self._mem += held.mem
+        before, self._count = self._count, self._fit(state)
+        return self._count - before
+
+    def _fit(self, state: State) -> int:
+        slot = self._slot
+        room = sum(n // slot.gpus for n, kind in zip(self._free, state.types) if slot.type in (None, kind))
+        room = min(room, self._cpu // slot.cpu_milli) if slot.cpu_milli else room
+        room = min(room, self._mem // slot.mem) if slot.mem else room
+        return room if self._able else 0

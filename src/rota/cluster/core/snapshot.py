@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -162,6 +163,8 @@ class Memory:
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
+    ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first.
+
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
     """
@@ -176,6 +179,8 @@ class State:
         self.lines: dict[LineKey, list[tuple[float, JobId]]] = {}
         self.fresh: dict[JobId, None] = {}
         self.stopping: dict[JobId, None] = {}
+        self.running: dict[tuple[str, int], dict[JobId, None]] = {}
+        self.ends: list[tuple[float, JobId]] = []
         self.books: list[Book] = []
         self.memory = Memory()
         self.version = 0
@@ -290,6 +295,18 @@ class State:
                 self._leave(txn, before, (old.ask.queued_at, job))
             if after is not None and new is not None:
                 self._join(txn, after, (new.ask.queued_at, job))
+        if (was := _end_of(old)) != (ends := _end_of(new)):
+            if was is not None:
+                self._unlist_end(was)
+                txn.did(partial(insort, self.ends, was))
+            if ends is not None:
+                insort(self.ends, ends)
+                txn.did(partial(self._unlist_end, ends))
+        if (ran := _group_of(old)) != (runs := _group_of(new)):
+            if ran is not None:
+                txn.drop(self.running[ran], job)
+            if runs is not None:
+                txn.put(self.running.setdefault(runs, {}), job, None)
         for index, member in (
             (self.fresh, after is not None and new is not None and new.wait is None),
             (self.stopping, new is not None and new.phase == "stopping"),
@@ -298,6 +315,9 @@ class State:
                 txn.put(index, job, None)
             elif not member and job in index:
                 txn.drop(index, job)
+
+    def _unlist_end(self, end: tuple[float, JobId]) -> None:
+        del self.ends[bisect_left(self.ends, end)]
 
     def _join(self, txn: Txn, key: LineKey, entry: tuple[float, JobId]) -> None:
         self._into(key, entry)
@@ -339,6 +359,30 @@ class State:
             for book in self.books:
                 book.release(txn, self, row)
         self.put(txn, replace(row, phase="queued", held=(), stopping_for=None))
+
+    def lift(self, txn: Txn, jobs: Iterable[JobId]) -> None:
+        """Take what these jobs hold off the nodes, for a trial placement; queues and rows stay as they are."""
+        rows = [self.jobs[job] for job in jobs]
+        slots = [slot for row in rows for slot in row.held]
+        devices = np.array([d for slot in slots for d in slot.devices], dtype=np.int32)
+        milli = np.array([slot.milli or 1000 for slot in slots for _ in slot.devices], dtype=np.int32)
+        nodes = np.array([slot.node for slot in slots], dtype=np.int32)
+        for array, at, what in (
+            (self.dev_milli, devices, milli),
+            (self.cpu, nodes, [slot.cpu_milli for slot in slots]),
+            (self.mem, nodes, [slot.mem for slot in slots]),
+        ):
+            more = array.copy()
+            np.add.at(more, at, np.array(what, dtype=array.dtype))
+            txn.set(array, slice(None), more)
+        devices = np.unique(devices)
+        whole = devices[(self.dev_milli[devices] == 1000) & (self.dev_health[devices] == 0)]
+        free = self.free.copy()
+        np.add.at(free, (self.dev_node[whole], self.dev_type[whole]), 1)
+        txn.set(self.free, slice(None), free)
+        for book in self.books:
+            for row in rows:
+                book.release(txn, self, row)
 
     def drop(self, txn: Txn, job: JobId) -> None:
         """Forget a job that ended, releasing what it held."""
@@ -410,6 +454,16 @@ class State:
             return None
         devices = self.device_rows(node, [int(old.dev_index[d]) for d in held.devices])
         return Held(node, devices, held.milli, held.cpu_milli, held.mem)
+
+
+def _end_of(row: JobRow | None) -> tuple[float, JobId] | None:
+    if row is None or not row.held or row.ask.est_s is None:
+        return None
+    return (row.started_at + row.ask.est_s, row.ask.id)
+
+
+def _group_of(row: JobRow | None) -> tuple[str, int] | None:
+    return (row.ask.queue, row.ask.priority) if row is not None and row.phase == "running" else None
 
 
 def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Held:

@@ -68,31 +68,29 @@ class LeastCost:
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         if row.ask.opportunistic:
             return None
-        found: list[tuple[tuple[Any, ...], JobRow, Reason]] = []
         over = self._spare(state)
         entitled = self._inside_guarantee(state, row)
-        for other in state.jobs.values():
-            kind = self._kind(state, row, other, over, entitled, now)
-            if kind is not None:
-                cost = lost_gpu_s(other, now, self.restart_s)
-                reason = Reason.PREEMPTED_PRIORITY if kind == 2 else Reason.PREEMPTED_RECLAIM
-                found.append(((kind, other.ask.priority, cost, -other.started_at, other.ask.id), other, reason))
+        found: list[tuple[tuple[Any, ...], JobRow, Reason]] = []
+        for (queue, priority), jobs in state.running.items():
+            kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
+            for other in (state.jobs[job] for job in jobs) if kind is not None else ():
+                if other.ask.preemptible and now - other.started_at >= self.min_runtime_s:
+                    cost = lost_gpu_s(other, now, self.restart_s)
+                    reason = Reason.PREEMPTED_PRIORITY if kind == 2 else Reason.PREEMPTED_RECLAIM
+                    found.append(((kind, priority, cost, -other.started_at, other.ask.id), other, reason))
+        if not found:
+            return None
         found.sort(key=lambda entry: entry[0])
         kept = [(other, reason) for _, other, reason in found if self._may_lose(state, other, reason, over)]
         return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s)
 
-    def _kind(
-        self, state: State, row: JobRow, other: JobRow, over: dict[str, int], entitled: bool, now: float
-    ) -> int | None:
+    def _kind(self, row: JobRow, queue: str, priority: int, lends: bool) -> int | None:
         """0 opportunistic, 1 borrowed by another queue, 2 lower priority of this queue, None = safe."""
-        fresh = now - other.started_at < self.min_runtime_s
-        if other.phase != "running" or not other.ask.preemptible or fresh:
-            return None
-        if other.ask.opportunistic:
+        if priority < 0:
             return 0
-        if other.ask.queue != row.ask.queue:
-            return 1 if entitled and over.get(other.ask.queue, 0) > 0 else None
-        return 2 if other.ask.priority < row.ask.priority else None
+        if queue != row.ask.queue:
+            return 1 if lends else None
+        return 2 if priority < row.ask.priority else None
 
     def _spare(self, state: State) -> dict[str, int]:
         """Thousandths of devices that each preemptible queue uses above its guarantee."""

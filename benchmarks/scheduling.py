@@ -117,7 +117,7 @@ def main() -> None:
         other.add_argument("--scale", type=float, default=0.35)
         other.add_argument("--profile", default="fifo")
         other.add_argument(
-            "--opportunistic", type=float, default=0.0, help="load of opportunistic jobs beside the trace"
+            "--opportunistic", type=float, default=0.0, help="load of opportunistic jobs beside"
         )
     given = parser.parse_args()
     found: object

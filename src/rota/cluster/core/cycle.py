@@ -174,11 +174,15 @@ class _Pass:
         return self._next(key, depth + 1) if wait.reason in FOR_ONE_JOB else None
 
     def _shorter(self, key: LineKey, depth: int) -> int:
-        """The next in the line that ends sooner: what is kept from a job is kept from all that run as long."""
+        """The next in the line that is over before the last of the reservations that this one would outlive."""
         line, jobs = self.state.lines[key], self.state.jobs
-        longest = jobs[line[depth][1]].ask.est_s or inf
-        ends = (i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].ask.est_s or inf) < longest)
-        return next(ends, len(line))
+        before_s = max(r.at for r in self._outlived(jobs[line[depth][1]])) - self.now
+        return next(
+            (i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].ask.est_s or inf) <= before_s), len(line)
+        )
+
+    def _outlived(self, row: JobRow) -> list[Reservation]:
+        return [r for r in self.reservations if r.outlived_by(row, self.now)]
 
     def _next(self, key: LineKey, depth: int) -> _Entry | None:
         return self._at(key, depth) if depth < len(self.state.lines.get(key, ())) else None
@@ -240,7 +244,8 @@ class _Pass:
     def _start_anywhere(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
-        held = self._place_beside_reservations(row) if self.profile.starts else None
+        fits = self._place(row)
+        held = fits if fits is None or not self._outlived(row) else self._place_beside_reservations(row)
         if held is not None:
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
             why = {"profile": self.profile.name, "order": self.started, "nodes": len({h.node for h in held})}
@@ -248,30 +253,27 @@ class _Pass:
             self.started += 1
             return None
         wait = self._preempt(row)
+        if wait is None and fits is not None:
+            ahead = [r.job for r in self._outlived(row)]
+            text = f"Free devices are kept for {', '.join(ahead[:3])}."
+            return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead})
         if wait is None and self.profile.block == "reserve":
-            wait = self._reserve(row)
+            self._reserve(row)
         return wait or waits_because(self.state, row.ask, self.profile.placer)
+
+    def _place(self, row: JobRow) -> tuple[Held, ...] | None:
+        return self.profile.placer.place(self.state, self.txn, row) if self.profile.starts else None
 
     def _place_beside_reservations(self, row: JobRow) -> tuple[Held, ...] | None:
         """Place the job where it is out of the way of every reservation that it would outlive."""
         with self.txn.trial():
-            for reservation in self.reservations:
-                if reservation.outlived_by(row, self.now):
-                    for slot in reservation.held:
-                        self._take_what_is_free(slot)
-            return self.profile.placer.place(self.state, self.txn, row)
+            for reservation in self._outlived(row):
+                for slot in reservation.held:
+                    self._take_what_is_free(slot)
+            return self._place(row)
 
-    def _reserve(self, row: JobRow) -> Wait | None:
+    def _reserve(self, row: JobRow) -> None:
         """The first blocked job of a queue gets the earliest time at which it fits; others may run until then."""
-        with self.txn.trial():
-            fits = self.profile.placer.place(self.state, self.txn, row) is not None
-        if fits:
-            ahead = [r.job for r in self.reservations if r.outlived_by(row, self.now)]
-            return Wait(
-                reason=Reason.RESERVED_FOR_OTHER,
-                text=f"Free devices are kept for {', '.join(ahead[:3])}.",
-                fields={"for": ahead},
-            )
         if row.ask.queue not in self.reserved_queues:
             self.reserved_queues.add(row.ask.queue)
             reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
@@ -279,7 +281,6 @@ class _Pass:
                 self.reservations.append(reservation)
             elif self.now - row.ask.queued_at >= self.profile.starve_s:
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
-        return None
 
     def _preempt(self, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""

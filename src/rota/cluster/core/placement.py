@@ -55,6 +55,10 @@ def place(
     Exact for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots.
     """
     mask = state.usable if allowed is None else state.usable & allowed
+    if shape.uniform and shape.slots[0].gpus:
+        room = slots_that_fit(state, shape.slots[0], mask)
+        if int(room.sum()) < len(shape.slots):
+            return None
     for part in _domains(state, shape, mask) if close else ():
         found = _place_in(state, txn, shape, prefer, part)
         if found is not None:

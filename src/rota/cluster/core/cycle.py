@@ -118,7 +118,7 @@ class _Pass:
         self.verdicts: dict[LineKey, Wait] = {}
         self.wake: list[float] = []
         self.reservations: list[Reservation] = []
-        self.reserved_queues: set[str] = set()
+        self.first: dict[str, JobRow | None] = {}
         self.claims: list[tuple[Held, Held]] = []
         self.started = 0
         self.tried = 0
@@ -245,6 +245,10 @@ class _Pass:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
         fits = self._place(row)
+        if fits is not None:
+            self._reserve()
+            if (wait := self._gate_order(row)) is not None:
+                return wait
         held = fits if fits is None or not self._outlived(row) else self._place_beside_reservations(row)
         if held is not None:
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
@@ -258,7 +262,7 @@ class _Pass:
             text = f"Free devices are kept for {', '.join(ahead[:3])}."
             return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead})
         if wait is None and self.profile.block == "reserve":
-            self._reserve(row)
+            self.first.setdefault(row.ask.queue, row)
         return wait or waits_because(self.state, row.ask, self.profile.placer)
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:
@@ -272,15 +276,19 @@ class _Pass:
                     self._take_what_is_free(slot)
             return self._place(row)
 
-    def _reserve(self, row: JobRow) -> None:
-        """The first blocked job of a queue gets the earliest time at which it fits; others may run until then."""
-        if row.ask.queue not in self.reserved_queues:
-            self.reserved_queues.add(row.ask.queue)
-            reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
-            if reservation is not None:
-                self.reservations.append(reservation)
-            elif self.now - row.ask.queued_at >= self.profile.starve_s:
-                self.blocked.setdefault(row.ask.queue, row.ask.id)
+    def _reserve(self) -> None:
+        """The first blocked job of a queue gets the earliest time at which it fits; others may run until then.
+
+        That takes long to find, so it is put off until somebody fits and might be in the way.
+        """
+        for queue, row in self.first.items():
+            if row is not None:
+                self.first[queue] = None
+                reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
+                if reservation is not None:
+                    self.reservations.append(reservation)
+                elif self.now - row.ask.queued_at >= self.profile.starve_s:
+                    self.blocked.setdefault(queue, row.ask.id)
 
     def _preempt(self, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""

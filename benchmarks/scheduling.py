@@ -116,9 +116,7 @@ def main() -> None:
         other.add_argument("--vcs", type=Path, required=True)
         other.add_argument("--scale", type=float, default=0.35)
         other.add_argument("--profile", default="fifo")
-        other.add_argument(
-            "--opportunistic", type=float, default=0.0, help="load of opportunistic jobs beside"
-        )
+        other.add_argument("--opportunistic", type=float, default=0.0, help="load of opportunistic jobs beside")
     given = parser.parse_args()
     found: object
     if given.command == "decide":

@@ -13,8 +13,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import pytest
 from tests.makers import placement
 
 from rota.job.core.machine import initial, step
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from rota.runtime.launch_ray import RayLauncher
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
+deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
 WAIT_S = 100.0
 """A busy machine imports torch in 20 s; the limits are far from what a quiet one needs."""
 
@@ -74,11 +76,14 @@ class Run:
         await self.admit()
 
     async def admit(self) -> None:
-        from rota.runtime.launch_ray import MasterStart
-
         self.attempts += 1
         grants = placement(self.spec, "here")
         self.append(JobAdmitted(attempt=self.attempts, epoch=Epoch(self.attempts), placement=grants))
+        await self.start_master()
+
+    async def start_master(self) -> None:
+        from rota.runtime.launch_ray import MasterStart
+
         args = {"job": self.job, "db_url": self.home.db_url, "home": str(self.home.root)}
         start = MasterStart(
             job=self.job,
@@ -88,6 +93,9 @@ class Run:
             log_path=str(self.home.job(self.job).logs / "master-0.log"),
         )
         self.master = await self.launcher.start_master(start, timeout_s=WAIT_S)
+
+    async def close(self) -> None:
+        """Nothing runs beside the job."""
 
     async def until(self, what: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
         """Look until ``what`` holds; its value. Raises with the story of the job when the limit is reached."""
@@ -153,7 +161,16 @@ def job(*roles: RoleSpec, weights: tuple[WeightsEdge, ...] = (), **env: str) -> 
     return JobSpec(name="real", roles=roles, weights=weights, env=tuple(env.items()), grace_s=5.0)
 
 
-def run_job(engine, spec: JobSpec, body: Callable[[Run], Awaitable[None]], limit_s: float = 280.0) -> None:
+AnyRun = TypeVar("AnyRun", bound=Run)
+
+
+def run_job(
+    engine,
+    spec: JobSpec,
+    body: Callable[[AnyRun], Awaitable[None]],
+    limit_s: float = 280.0,
+    make: Callable[..., AnyRun] = Run,
+) -> None:
     """Run ``body`` over a started job; nothing of the job may be left in the engine afterwards."""
 
     async def main() -> None:
@@ -162,7 +179,7 @@ def run_job(engine, spec: JobSpec, body: Callable[[Run], Awaitable[None]], limit
         home.job(job).make()
         log = SqlLog(home.db_url, migrate=True)
         launcher = engine.launcher()
-        run = Run(
+        run = make(
             job=job,
             home=home,
             log=log,
@@ -178,6 +195,7 @@ def run_job(engine, spec: JobSpec, body: Callable[[Run], Awaitable[None]], limit
                 assert (await launcher.find(job)).reservations == ()
         finally:
             await sweep(run)
+            await run.close()
             await launcher.close()
             log.close()
 

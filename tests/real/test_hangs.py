@@ -6,7 +6,7 @@ import importlib
 import os
 
 import pytest
-from tests.real.jobs import Run, job, role, run_job
+from tests.real.jobs import Run, deep, job, role, run_job
 
 from rota.spec.events import Committed, InstanceLost, ProgressStalled
 from rota.spec.job import Fail
@@ -14,7 +14,6 @@ from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
-deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
 
 LIMIT_S = 5.0
 TOLD_MAX_S = 2 * LIMIT_S if os.environ.get("ROTA_DEEP") else 4 * LIMIT_S

@@ -15,7 +15,10 @@ from typing import Any
 from rota.cluster.live import Scheduler
 from rota.cluster.policies.fifo import fifo
 from rota.job import master as master_module
+from rota.job.core.context import JobContext
+from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
+from rota.job.core.sizing import is_world
 from rota.job.executor import JobPlace
 from rota.job.master import JobMaster
 from rota.job.peers import master_handle
@@ -31,20 +34,26 @@ from rota.spec.events import (
     JobQueued,
     JobSubmitted,
     NodeJoined,
+    NodeMarked,
     PreemptAsked,
     Record,
+    ScaleAsked,
     StopAsked,
 )
 from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.reasons import Reason, final_state
-from rota.spec.resources import Device, Node
+from rota.spec.resources import Device, Health, Node
+from rota.spec.states import JobState
 from tests.world.bodies import SimInstance, Store
 from tests.world.checkers import Checkers, Violation
 from tests.world.jobs import Scripts, random_job
 from tests.world.virtual import run
 
 TICK_S = 0.5
+PAUSABLE = frozenset(
+    {JobState.QUEUED, JobState.ADMITTED, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.RESIZING}
+)
 DECIDE_S = 5.0
 """Without news the scheduler looks again this often."""
 
@@ -59,6 +68,8 @@ class Swarm:
     faults_s: float = 90.0
     quiet_max_s: float = 3600.0
     jobs: int = 2
+    shape: str = ""
+    """Part of the name of the shapes that jobs may have; empty for any."""
     failing_code: bool = False
     kill_instance_s: float | None = None
     hang_instance_s: float | None = None
@@ -67,6 +78,10 @@ class Swarm:
     restart_service_s: float | None = None
     stop_job_s: float | None = None
     preempt_job_s: float | None = None
+    pause_job_s: float | None = None
+    scale_role_s: float | None = None
+    lose_node_s: float | None = None
+    """Then every node is a host of its own, and comes back after a while."""
     crash_before_append_p: float = 0.0
     crash_after_append_p: float = 0.0
     crash_at: int | None = None
@@ -108,6 +123,32 @@ class Swarm:
             ),
         )
 
+    def with_changes(self, rng: random.Random) -> Swarm:
+        """The same with jobs that are paused, roles that are scaled and nodes that are lost, now and then."""
+
+        def maybe(*values: float) -> float | None:
+            return rng.choice(values) if rng.random() < 0.25 else None
+
+        return replace(
+            self,
+            pause_job_s=maybe(20.0, 60.0),
+            scale_role_s=maybe(5.0, 30.0),
+            lose_node_s=maybe(15.0, 40.0),
+        )
+
+
+Turn = tuple[str, str, str]
+"""``job`` or ``instance``, the state before, the state after."""
+
+
+def turns(before: JobContext, after: JobContext) -> frozenset[Turn]:
+    """The changes of state between two contexts."""
+    found = {("job", before.state.value, after.state.value)}
+    for one in after.instances.values():
+        was = before.instances.get(one.id)
+        found.add(("instance", was.state.value if was else one.state.value, one.state.value))
+    return frozenset(turn for turn in found if turn[1] != turn[2])
+
 
 class ClientLog:
     """The log as one client sees it; ``plan`` may let the client die around an append, or the store fail."""
@@ -135,12 +176,15 @@ class ClientLog:
         swarm, rng = self._world.swarm, self._world.rng
         self._world.appends += 1
         due = swarm.crash_at is not None and swarm.crash_at // 2 == self._world.appends
-        if rng.random() < swarm.crash_before_append_p or (
-            due and swarm.crash_at is not None and not swarm.crash_at % 2
+        turning = self._world.turning(events, job)
+        if (
+            rng.random() < swarm.crash_before_append_p
+            or (due and swarm.crash_at is not None and not swarm.crash_at % 2)
+            or self._world.kills_at("before", turning)
         ):
             self._crash()
         records = self._world.write(events, writer=writer, job=job, expected_seq=expected_seq)
-        if rng.random() < swarm.crash_after_append_p or due:
+        if rng.random() < swarm.crash_after_append_p or due or self._world.kills_at("after", turning):
             self._crash()
         if rng.random() < swarm.store_error_p:
             raise StoreUnavailable("the answer of the store was lost")
@@ -183,13 +227,13 @@ class World:
     def __init__(self, seed: int, clock: VirtualClock, swarm: Swarm | None = None) -> None:
         self.seed, self.clock = seed, clock
         self.rng = random.Random(seed)
-        self.swarm = swarm or Swarm.draw(self.rng)
+        self.swarm = swarm or Swarm.draw(self.rng).with_changes(random.Random(-seed))
         self.log = MemoryLog(clock)
         self.store = Store()
         self.nodes = [
             Node(
                 id=NodeId(f"n{i}"),
-                host="h0",
+                host=f"n{i}" if self.swarm.lose_node_s else "h0",
                 cpus=self.rng.choice((10.0, 16.0)),
                 memory_bytes=2**36,
                 devices=tuple(Device(index=d, type="SIM") for d in range(4)),
@@ -199,13 +243,20 @@ class World:
         capacity = {node.id: node.cpus for node in self.nodes}
         self.checkers = Checkers(capacity=capacity)
         self.engine = SimEngine(
-            clock=clock, rng=self.rng, make_body=self._body, faults=self.swarm.engine, capacity=capacity
+            clock=clock,
+            rng=self.rng,
+            make_body=self._body,
+            faults=self.swarm.engine,
+            capacity=capacity,
+            hosts=frozenset(node.host for node in self.nodes),
         )
         self.specs: dict[JobId, JobSpec] = {}
         self.scripts: dict[JobId, Scripts] = {}
         self.masters: dict[JobId, list[MasterProcess]] = {}
         self.appends = 0
         self.mastered: set[JobId] = set()
+        self.kills_at: Callable[[str, frozenset[Turn]], bool] = lambda when, turning: False
+        """Whether the master dies ``before`` or ``after`` an append that changes these states."""
         self.trace = hashlib.sha256()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -260,7 +311,8 @@ class World:
 
     def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception that nobody looked at."""
-        self.engine.violations.append(f"{context['message']}: {context.get('exception')!r} in {context.get('future')}")
+        who = context.get("future") or context.get("task")
+        self.engine.violations.append(f"{context['message']}: {context.get('exception')!r} in {who}")
 
     def own(self, work: Any) -> asyncio.Task[Any]:
         """A task that the world watches: an exception in it ends the run."""
@@ -290,7 +342,10 @@ class World:
     async def _submit_all(self) -> None:
         for i in range(self.swarm.jobs):
             job = JobId(f"j{i}")
-            spec, scripts = random_job(self.rng, job, failing=self.swarm.failing_code, calm_after_s=self.swarm.faults_s)
+            swarm = self.swarm
+            spec, scripts = random_job(
+                self.rng, job, failing=swarm.failing_code, calm_after_s=swarm.faults_s, shape=swarm.shape
+            )
             self.specs[job], self.scripts[job] = spec, scripts
             self._append(job, JobSubmitted(spec=spec))
             self._append(job, JobQueued())
@@ -298,7 +353,24 @@ class World:
 
     def _append(self, job: JobId, event: Event, seq: int | None = None) -> None:
         writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
+        turning = self.turning([event], job)
+        masters = [one for one in self.masters.get(job, ()) if one.process.alive]
+        killed = bool(masters) and self.kills_at("before", turning)
+        if killed:
+            self.kill_master(masters[-1])
         self.write([event], writer=writer, job=job, expected_seq=seq)
+        if masters and not killed and self.kills_at("after", turning):
+            self.kill_master(masters[-1])
+
+    def turning(self, events: Sequence[Event], job: JobId | None) -> frozenset[Turn]:
+        """The changes of state that an append would make."""
+        if job is None:
+            return frozenset()
+        before = after = self.checkers.shadows.get(job) or initial(job)
+        for event in events:
+            record = Record(number=0, job=job, seq=after.seq + 1, at=self.clock.wall_s(), event=event)
+            after = fold(after, record)
+        return turns(before, after)
 
     # -- the service --------------------------------------------------------------------------------------------------
 
@@ -411,6 +483,9 @@ class World:
             (self._restart_the_service, swarm.restart_service_s),
             (self._stop_a_job, swarm.stop_job_s),
             (self._preempt_a_job, swarm.preempt_job_s),
+            (self._pause_a_job, swarm.pause_job_s),
+            (self._scale_a_role, swarm.scale_role_s),
+            (self._lose_a_node, swarm.lose_node_s),
         ]
         return [(kind, mean_s) for kind, mean_s in kinds if mean_s is not None]
 
@@ -454,6 +529,42 @@ class World:
         if holding:
             self._append(self.rng.choice(holding), PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=2.0))
 
+    def _pause_a_job(self) -> None:
+        live = [job for job in self._live_jobs() if self.checkers.shadows[job].state in PAUSABLE]
+        if live:
+            job = self.rng.choice(live)
+            self._append(job, PreemptAsked(reason=Reason.PAUSED, grace_s=2.0))
+            self.own(self._resume(job))
+
+    async def _resume(self, job: JobId) -> None:
+        await self.clock.sleep(self.rng.expovariate(1 / 10.0))
+        while job not in self.checkers.ended and self.checkers.shadows[job].state is not JobState.PAUSED:
+            await self.clock.sleep(1.0)
+        if job not in self.checkers.ended:
+            self._append(job, JobQueued())
+
+    def _scale_a_role(self) -> None:
+        roles = [
+            (job, role) for job in self._live_jobs() for role in self.specs[job].roles if role.serves or is_world(role)
+        ]
+        if roles:
+            job, role = self.rng.choice(roles)
+            self._append(job, ScaleAsked(role=role.name, n=self.rng.randint(role.replicas_min, role.replicas_max + 1)))
+
+    def _lose_a_node(self) -> None:
+        alive = [node.id for node in self.nodes if node.id not in self.engine.dead]
+        if alive:
+            node = self.rng.choice(alive)
+            self.engine.lose_node(node)
+            self.own(self._return(node))
+
+    async def _return(self, node: NodeId) -> None:
+        """It comes back empty, and somebody says that it is fit."""
+        await self.clock.sleep(self.rng.uniform(5.0, 60.0))
+        self.engine.dead.discard(node)
+        writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
+        self.write([NodeMarked(node=node, health=Health.HEALTHY, by="admin")], writer=writer)
+
     def _body(self, spec: InstanceSpec, process: SimProcess) -> SimInstance:
         return SimInstance(
             job=spec.job,
@@ -468,13 +579,14 @@ class World:
         )
 
 
-def play(seed: int, swarm: Swarm | None = None) -> World:
+def play(seed: int, swarm: Swarm | None = None, prepare: Callable[[World], None] = lambda world: None) -> World:
     """One seed from its start to its end. Raises what it found, with the world as ``world`` and how to replay it."""
     master_module.POLL_S, master_module.WATCH_S = 0.5, 5.0  # virtual hours would be spent on looking into the log
     kept: list[World] = []
 
     async def main(clock: VirtualClock) -> None:
         kept.append(World(seed, clock, swarm))
+        prepare(kept[0])
         await kept[0].run()
 
     try:

@@ -194,7 +194,8 @@ class Executor:
         try:
             handle = await self.launcher.start(spec, timeout_s=START_TIMEOUT_S)
         except ProcessGone as error:
-            return _lost(command.instance, command.epoch, Reason.EXIT_NONZERO, f"died at its start: {error}")
+            reason = Reason.NODE_LOST if error.node_died else Reason.EXIT_NONZERO
+            return _lost(command.instance, command.epoch, reason, f"died at its start: {error}")
         except CallTimeout as error:
             return _lost(command.instance, command.epoch, Reason.START_TIMEOUT, str(error))
         except Exception as error:  # noqa: BLE001 - the constructor of a process may raise anything; it becomes an event

@@ -256,7 +256,7 @@ class JobMaster:
             self._executor.know(handle)
         alive = tuple((one.instance.role, one.instance.rank, one.epoch) for one in found.instances)
         gangs = tuple((one.gang, one.epoch) for one in found.reservations)
-        await self._append(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs))
+        await self._append(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs, hosts=found.hosts))
 
     async def _watch_deaths(self, watching: asyncio.Event) -> None:
         deaths = self._launcher.events(self._job)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,12 +202,12 @@ class Pump:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def close(self) -> None:
-        """End all work; what is open is in the last cut."""
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """End all work; what is open is in the last cut. The tasks, which are about to end."""
         tasks = [*self._work.values(), *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        return tasks
 
     def give_up(self, peer: Peer) -> None:
         """``peer`` runs under a newer epoch: what its older one held goes to another instance."""
@@ -423,13 +423,11 @@ class Streams:
             pump.committed(taken[pump.ledger.spec.name])
 
     async def close(self) -> None:
-        """End everything."""
+        """End everything, at once: whoever waits here may be cancelled again, and nothing may go on then."""
         if self._watcher is not None:
             self._watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watcher
-        for pump in self.each():
-            await pump.close()
+        tasks = [task for pump in self.each() for task in pump.cancel()]
+        await asyncio.gather(*tasks, *([self._watcher] if self._watcher else []), return_exceptions=True)
 
 
 async def drain(f: Any) -> None:

@@ -111,10 +111,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What of a job exists in the engine now."""
+    """What of a job exists in the engine now, and the hosts that the engine has; no hosts when it does not tell."""
 
     reservations: tuple[Reservation, ...] = ()
     instances: tuple[Handle, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +148,14 @@ class ReserveFailed(Exception):
 
 
 class ProcessGone(Exception):
-    """The process of a handle does not exist any more, so the call had no effect or an unknown one (``started``)."""
+    """The process of a handle does not exist any more, so the call had no effect or an unknown one (``started``).
 
-    def __init__(self, message: str, *, started: bool = True) -> None:
+    ``node_died``: its node went with it.
+    """
+
+    def __init__(self, message: str, *, started: bool = True, node_died: bool = False) -> None:
         super().__init__(message)
-        self.started = started
+        self.started, self.node_died = started, node_died
 
 
 class CallTimeout(Exception):

@@ -44,7 +44,7 @@ from rota.runtime.launch import (
     master_name,
 )
 from rota.runtime.process import ExitWatch, ProcessId
-from rota.runtime.ray_groups import RayGroups
+from rota.runtime.ray_groups import RayGroups, hosts
 from rota.runtime.ray_host import (
     CONTROL_CALLS_MAX,
     NAMESPACE_VARIABLE,
@@ -63,6 +63,7 @@ _MASTER_RETRY_S = (0.05, 0.5)
 _GONE_S = 5.0
 _FIND_S = 3.0
 _POLL_S = 0.05
+_UNPLACED_POLL_S = 1.0
 _BLOCKING_THREADS_MAX = 32
 _DEATHS_MAX = 4096
 # What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
@@ -116,8 +117,8 @@ class RayLauncher:
         """See Launcher. A group that is not granted in time is removed again."""
         if not await self._blocking(lambda: self._groups.ask(reservation.name, bundles, timeout_s)):
             await self.release(reservation)
-            hosts = ", ".join(sorted({bundle.host for bundle in bundles}))
-            raise ReserveFailed(f"{reservation.name}: {len(bundles)} bundles on {hosts} not granted in {timeout_s:g} s")
+            where = ", ".join(sorted({bundle.host for bundle in bundles}))
+            raise ReserveFailed(f"{reservation.name}: {len(bundles)} bundles on {where} not granted in {timeout_s:g} s")
         return reservation
 
     async def release(self, reservation: Reservation) -> None:
@@ -148,8 +149,21 @@ class RayLauncher:
             group, placement_group_bundle_index=spec.bundle, placement_group_capture_child_tasks=False
         )
         options = {"num_cpus": spec.res.cpus, "scheduling_strategy": place, "max_restarts": 0}
-        begun = await self._begin(boot, options, timeout_s)
-        return self._handle(spec.name, begun)
+        begins = asyncio.ensure_future(self._begin(boot, options, timeout_s))
+        unplaced = asyncio.ensure_future(self._until_unplaced(spec.reservation))
+        try:
+            await asyncio.wait({begins, unplaced}, return_when=asyncio.FIRST_COMPLETED)
+            if begins.done():
+                return self._handle(spec.name, begins.result())
+        finally:
+            begins.cancel(), unplaced.cancel()
+        raise ProcessGone(f"{spec.name}: a node of {spec.reservation} is gone", node_died=True)
+
+    async def _until_unplaced(self, reservation: str) -> None:
+        """Until a node of the reservation is gone: Ray would wait for it for ever, and whoever starts there with it."""
+        await asyncio.sleep(_UNPLACED_POLL_S)
+        while await self._blocking(lambda: self._groups.stands(reservation)):
+            await asyncio.sleep(_UNPLACED_POLL_S)
 
     async def start_master(self, start: MasterStart, *, timeout_s: float) -> Handle:
         """Start the master of a job, or return the living one; Ray starts it again whenever its process dies."""
@@ -175,7 +189,8 @@ class RayLauncher:
             await self._kill(actor)
             raise CallTimeout(f"{boot.name} did not start within {timeout_s:g} s") from None
         except RayError as error:
-            raise ProcessGone(f"{boot.name} ended while it started: {_death(error)}") from error
+            text = f"{boot.name} ended while it started: {_death(error)}"
+            raise ProcessGone(text, node_died=bool(_NODE_DIED.search(text))) from error
         if begun.failure is not None:
             await self._kill(actor)
             await self._wait_gone(ProcessId(pid=begun.pid, start_time=begun.start_time))
@@ -207,6 +222,7 @@ class RayLauncher:
         return Found(
             reservations=tuple(_reservation_of(name) for name in groups),
             instances=tuple(handle for handle in handles if handle is not None),
+            hosts=await self._blocking(hosts),
         )
 
     async def list_names(self) -> tuple[str, ...]:

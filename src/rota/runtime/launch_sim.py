@@ -18,6 +18,7 @@ from rota.runtime.launch import (
     Found,
     Handle,
     InstanceSpec,
+    NodeDied,
     ProcessDied,
     ProcessGone,
     Reservation,
@@ -110,6 +111,8 @@ class SimEngine:
         self.reservations: dict[str, tuple[Reservation, tuple[BundleGrant, ...]]] = {}
         self.services: dict[str, SimProcess] = {}
         self.violations: list[str] = []
+        self.dead: set[NodeId] = set()
+        """Nodes that are gone: nothing runs, starts or is reserved there."""
         self.started = 0
         self._starting: dict[str, asyncio.Task[SimProcess]] = {}
         self._freed = asyncio.Condition()
@@ -152,6 +155,8 @@ class SimEngine:
         devices = {(bundle.node, device) for bundle in held for device in bundle.devices}
         if any((bundle.node, device) in devices for bundle in bundles for device in bundle.devices):
             return False
+        if any(bundle.node in self.dead for bundle in bundles):
+            return False
         if self.capacity is None:
             return True
         used: dict[NodeId, float] = defaultdict(float)
@@ -183,6 +188,8 @@ class SimEngine:
         held = self.reservations.get(spec.reservation)
         if held is None:
             raise ProcessGone(f"{spec.name}: its reservation is gone", started=False)
+        if held[1][spec.bundle].node in self.dead:
+            raise ProcessGone(f"{spec.name}: its node is gone", started=False, node_died=True)
         self.started += 1
         handle = Handle(
             name=spec.name,
@@ -234,6 +241,13 @@ class SimEngine:
         if (process := self.processes.get(name)) is not None:
             self._end(process, signal=9)
 
+    def lose_node(self, node: NodeId) -> None:
+        """The node is gone with everything on it."""
+        self.dead.add(node)
+        for process in [one for one in self.processes.values() if one.handle.node == node]:
+            self._end(process)
+            self._own(self._tell(process.handle.job, NodeDied(node=node, text="the node is gone")))
+
     def hang(self, name: str) -> None:
         """SIGSTOP: alive, and silent for ever."""
         if (process := self.processes.get(name)) is not None:
@@ -261,12 +275,12 @@ class SimEngine:
             exit_code=exit_code,
             signal=signal,
         )
-        self._own(self._tell(death))
+        self._own(self._tell(death.job, death))
 
-    async def _tell(self, death: ProcessDied) -> None:
+    async def _tell(self, job: JobId, event: RuntimeEvent) -> None:
         await self._pause(self.faults.seen_after_s)
-        for queue in self._watchers[death.job]:
-            queue.put_nowait(death)
+        for queue in self._watchers[job]:
+            queue.put_nowait(event)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -324,6 +338,7 @@ class SimEngine:
         return Found(
             reservations=tuple(one for one, _ in self.reservations.values() if one.job == job),
             instances=tuple(one.handle for one in self.processes.values() if one.handle.job == job),
+            hosts=tuple(sorted((self.hosts or frozenset()) - {str(node) for node in self.dead})),
         )
 
     def watch(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:

@@ -21,6 +21,12 @@ _RELEASE_S = 10.0
 _POLL_S = 0.05
 
 
+def hosts() -> tuple[str, ...]:
+    """Labels of the nodes that the engine has now, sorted."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return tuple(sorted(node["Labels"].get(HOST_LABEL, "") for node in nodes if node["Alive"]))
+
+
 class RayGroups:
     """The placement groups of one namespace; remembers those it asked for or found."""
 
@@ -50,6 +56,12 @@ class RayGroups:
         if name not in self._known and (found := self._look_up(name)) is not None:
             self._known[name] = found
         return self._known.get(name)
+
+    def stands(self, name: str) -> bool:
+        """False when a node of the group is gone; it is no longer the place that was granted."""
+        group = self.find(name)
+        table: dict[str, Any] = placement_group_table(group) if group else {}
+        return table.get("state") != "RESCHEDULING"
 
     def names(self, prefix: str) -> tuple[str, ...]:
         """Names with the prefix of all groups that are not removed, granted or not, sorted."""

@@ -141,11 +141,15 @@ class MasterStarted(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reattached(JobEvent):
-    """The master compared the log with what is alive: ``alive`` lists (role, rank, epoch); the rest is lost."""
+    """The master compared the log with what is alive: ``alive`` lists (role, rank, epoch); the rest is lost.
+
+    ``hosts`` are those of the engine, none when it did not tell: who was on another one went with its node.
+    """
 
     master_epoch: Epoch
     alive: tuple[tuple[RoleName, int, Epoch], ...] = ()
     gangs: tuple[tuple[GangId, Epoch], ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,8 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
             ctx = ctx.with_instances([replace(one, process=None)])
         elif gone:
             # Known to be absent: the one case in which no stop is needed before the next start.
-            reason = Reason.ENGINE_LOST if missing else Reason.SIGNALLED
+            away = event.hosts and one.id in ctx.bound and ctx.bundle(one.id)[1].host not in event.hosts
+            reason = Reason.ENGINE_LOST if missing else Reason.NODE_LOST if away else Reason.SIGNALLED
             loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
             ctx = _lost(ctx, [replace(one, process=None)], loss)
     if missing is not None and not ctx.losses:

@@ -1,0 +1,143 @@
+"""Jobs over several nodes of one engine: real raylets on this machine, the real scheduler over the real log.
+
+``Raylets`` starts, kills and ends nodes of the engine. ``NodesRun`` is a ``Run`` whose placements come from the
+scheduler, so that asks for other nodes, sizes, pauses and drains are answered as the service would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.real.jobs import WORKLOADS, Run, run_job
+
+from rota.cluster.live import Scheduler
+from rota.cluster.policies.fifo import fifo
+from rota.job.core.placement import requests_of
+from rota.runtime import process
+from rota.runtime.engine import EngineSettings, EngineState, add_node, stop_node
+from rota.spec.errors import SeqConflict
+from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobQueued, JobSubmitted, NodeJoined
+from rota.spec.ids import JobId, NodeId
+from rota.spec.job import JobSpec
+from rota.spec.resources import Health, Node
+
+LOOK_S = 0.05
+"""How often the scheduler looks into the log."""
+
+
+@dataclass
+class Raylets:
+    """The nodes beside the head of an engine."""
+
+    engine: Any
+    alive: dict[str, EngineState] = field(default_factory=dict[str, EngineState])
+
+    def ensure(self, *names: str, cpus: float = 8.0) -> None:
+        """Start those that are missing."""
+        missing = [name for name in names if name not in self.alive]
+        if missing:
+            with ThreadPoolExecutor(len(missing)) as threads:
+                wanted = [EngineSettings(host=name, cpus=cpus) for name in missing]
+                started = threads.map(lambda one: add_node(self.engine.home, one), wanted)
+                self.alive |= dict(zip(missing, started, strict=True))
+
+    def kill(self, name: str) -> None:
+        """kill -9 of the raylet: as if the machine were gone, its watcher ends what ran there."""
+        assert process.send_signal(self.alive.pop(name).raylet, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End all of them, the killed ones' leftovers too."""
+        for name in list(self.alive):
+            assert stop_node(self.engine.home, name) == ()
+            del self.alive[name]
+
+
+@contextlib.contextmanager
+def raylets_of(engine: Any) -> Iterator[Raylets]:
+    """Nodes for the tests of one file."""
+    raylets = Raylets(engine)
+    try:
+        yield raylets
+    finally:
+        raylets.stop()
+
+
+@dataclass
+class NodesRun(Run):
+    """A job that the real scheduler places on the given nodes."""
+
+    raylets: Raylets | None = None
+    nodes: dict[str, float] = field(default_factory=dict[str, float])
+    """Node to its cores for the scheduler."""
+    answering: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        seen = self.log.last_number()
+        self.join(*self.nodes)
+        self.append(JobSubmitted(spec=self.spec, workdir=str(WORKLOADS)), JobQueued())
+        self.answering = asyncio.get_running_loop().create_task(self._answer(seen))
+        await self.until(lambda: self.events(JobAdmitted))
+        await self.start_master()
+
+    def join(self, *names: str) -> None:
+        """Nodes that can be used from now on."""
+        node = [
+            Node(id=NodeId(one), host=one, cpus=self.nodes.setdefault(one, 4.0), memory_bytes=2**36) for one in names
+        ]
+        self.log.append([NodeJoined(node=one) for one in node], writer=self.writer)
+
+    def kill_node(self, name: str) -> None:
+        assert self.raylets is not None
+        self.raylets.kill(name)
+
+    def node_of(self, instance: str) -> str:
+        """Where the newest process of an instance was started."""
+        return str([one for one in self.events(InstanceStarted) if f"{one.role}/{one.rank}" == instance][-1].node)
+
+    def healths(self) -> dict[str, Health]:
+        """What the scheduler thinks of its nodes."""
+        return {str(node.id): node.health for node in self.scheduler.state.nodes}
+
+    async def _answer(self, seen: int) -> None:
+        """What the service does with a scheduler: apply the log, decide, append."""
+        self.scheduler = Scheduler(fifo(), requests_of)
+        seqs: dict[JobId, int] = {}
+        while True:
+            records = self.log.read(after=seen)
+            for record in records:
+                seen = record.number
+                self.scheduler.apply(record)
+                if record.job is not None:
+                    seqs[record.job] = record.seq
+            outcome = self.scheduler.decide(time.time()) if records else None
+            for job, event in outcome.events if outcome else ():
+                with contextlib.suppress(SeqConflict):
+                    self._append_at(job, event, seqs[job])
+                    seqs[job] += 1
+            if outcome and outcome.marks:
+                self.log.append(outcome.marks, writer=self.writer)
+            await asyncio.sleep(LOOK_S)
+
+    def _append_at(self, job: JobId, event: Event, seq: int) -> None:
+        self.log.append([event], writer=self.writer, job=job, expected_seq=seq)
+
+    async def close(self) -> None:
+        if self.answering is not None:
+            self.answering.cancel()
+            (failed,) = await asyncio.gather(self.answering, return_exceptions=True)
+            assert isinstance(failed, asyncio.CancelledError), failed
+
+
+def run_on(
+    raylets: Raylets, nodes: dict[str, float], spec: JobSpec, body: Callable[[NodesRun], Awaitable[None]]
+) -> None:
+    """Run ``body`` over a job on these nodes."""
+    raylets.ensure(*nodes)
+    run_job(raylets.engine, spec, body, make=lambda **fields: NodesRun(raylets=raylets, nodes=dict(nodes), **fields))  # pyright: ignore[reportArgumentType] - the run it makes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rota.job.core.context import JobContext
@@ -60,8 +60,9 @@ def rl(**fields: Any) -> JobSpec:
     return spec(mesh("actor", 2), service("reward", 2), loop(), **fields)
 
 
-def placement(job: JobSpec, host: str = "h0") -> Placement:
-    """Everything on one node."""
+def placement(job: JobSpec, *hosts: str) -> Placement:
+    """The bundles on these nodes in turn."""
+    hosts = hosts or ("h0",)
     return Placement(
         gangs=tuple(
             Grant(
@@ -69,6 +70,7 @@ def placement(job: JobSpec, host: str = "h0") -> Placement:
                 bundles=tuple(
                     BundleGrant(index=ask.index, node=NodeId(host), host=host, devices=(), res=ask.res)
                     for ask in request.bundles
+                    for host in (hosts[ask.index % len(hosts)],)
                 ),
             )
             for request in gang_requests(job, expand(job))
@@ -76,8 +78,8 @@ def placement(job: JobSpec, host: str = "h0") -> Placement:
     )
 
 
-def admitted(job: JobSpec, attempt: int = 1, epoch: int = 1, host: str = "h0") -> JobAdmitted:
-    return JobAdmitted(attempt=attempt, epoch=Epoch(epoch), placement=placement(job, host))
+def admitted(job: JobSpec, attempt: int = 1, epoch: int = 1, hosts: Sequence[str] = ("h0",)) -> JobAdmitted:
+    return JobAdmitted(attempt=attempt, epoch=Epoch(epoch), placement=placement(job, *hosts))
 
 
 def submitted(job: JobSpec) -> tuple[Event, ...]:

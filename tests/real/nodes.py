@@ -23,7 +23,7 @@ from rota.job.core.placement import requests_of
 from rota.runtime import process
 from rota.runtime.engine import EngineSettings, EngineState, add_node, stop_node
 from rota.spec.errors import SeqConflict
-from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobQueued, JobSubmitted, NodeJoined
+from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobQueued, JobSubmitted, NodeJoined, NodeMarked
 from rota.spec.ids import JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.resources import Health, Node
@@ -77,12 +77,13 @@ class NodesRun(Run):
     nodes: dict[str, float] = field(default_factory=dict[str, float])
     """Node to its cores for the scheduler."""
     answering: asyncio.Task[None] | None = None
+    began: int = 0
 
     async def start(self) -> None:
-        seen = self.log.last_number()
+        self.began = self.log.last_number()
         self.join(*self.nodes)
         self.append(JobSubmitted(spec=self.spec, workdir=str(WORKLOADS)), JobQueued())
-        self.answering = asyncio.get_running_loop().create_task(self._answer(seen))
+        self.answering = asyncio.get_running_loop().create_task(self._answer(self.began))
         await self.until(lambda: self.events(JobAdmitted))
         await self.start_master()
 
@@ -101,9 +102,10 @@ class NodesRun(Run):
         """Where the newest process of an instance was started."""
         return str([one for one in self.events(InstanceStarted) if f"{one.role}/{one.rank}" == instance][-1].node)
 
-    def healths(self) -> dict[str, Health]:
-        """What the scheduler thinks of its nodes."""
-        return {str(node.id): node.health for node in self.scheduler.state.nodes}
+    def marks(self) -> list[tuple[str, Health]]:
+        """What the scheduler has written about nodes since the job was submitted."""
+        events = (record.event for record in self.log.read(after=self.began))
+        return [(str(one.node), one.health) for one in events if isinstance(one, NodeMarked)]
 
     async def _answer(self, seen: int) -> None:
         """What the service does with a scheduler: apply the log, decide, append."""

@@ -88,6 +88,8 @@ class Scheduler:
         self._queues: tuple[Queue, ...] = ()
         self._jobs: dict[JobId, _Known] = {}
         self._suspects: dict[NodeId, NodeMarked] = {}
+        self._left: dict[JobId, tuple[NodeId, ...]] = {}
+        """Row of a gang that is asked for to the nodes that its members leave."""
 
     @property
     def state(self) -> State:
@@ -178,7 +180,8 @@ class Scheduler:
             return
         self._jobs[job] = replace(known, asks=(*known.asks, request))
         ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
-        self._fact(facts.JobArrived(ask=replace(ask, avoid=event.avoid)), known.queued_at)
+        self._fact(facts.JobArrived(ask=replace(ask, avoid=(*event.avoid, *event.apart))), known.queued_at)
+        self._left[row] = event.avoid
         for node in event.avoid if event.lost else ():
             self._suspect(node, f"lost, as {job} reports")
 
@@ -187,7 +190,7 @@ class Scheduler:
         request = next((one for one in known.asks if one.gang == event.gang), None)
         if request is None or row not in self.state.jobs:
             return
-        for node in self.state.jobs[row].ask.avoid:
+        for node in self._left.pop(row, ()):
             self._suspect(node, f"{job} left it after its processes died there")
         placement = Placement(gangs=(Grant(gang=event.gang, bundles=event.bundles),))
         self._fact(facts.JobHolds(job=row, held=self._held((request,), placement)), at)
@@ -201,6 +204,7 @@ class Scheduler:
     def _forget(self, job: JobId, known: _Known | None, which: Callable[[GangRequest], bool], at: float) -> None:
         gone = [request for request in known.asks if which(request)] if known else []
         for request in gone:
+            self._left.pop(row_of(job, request.gang), None)
             self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))

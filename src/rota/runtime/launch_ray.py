@@ -150,19 +150,19 @@ class RayLauncher:
         )
         options = {"num_cpus": spec.res.cpus, "scheduling_strategy": place, "max_restarts": 0}
         begins = asyncio.ensure_future(self._begin(boot, options, timeout_s))
-        unplaced = asyncio.ensure_future(self._until_unplaced(spec.reservation))
+        unplaced = asyncio.ensure_future(self._until_unplaced(spec.reservation, spec.bundle))
         try:
             await asyncio.wait({begins, unplaced}, return_when=asyncio.FIRST_COMPLETED)
             if begins.done():
                 return self._handle(spec.name, begins.result())
         finally:
             begins.cancel(), unplaced.cancel()
-        raise ProcessGone(f"{spec.name}: a node of {spec.reservation} is gone", node_died=True)
+        raise ProcessGone(f"{spec.name}: its node in {spec.reservation} is gone", node_died=True)
 
-    async def _until_unplaced(self, reservation: str) -> None:
-        """Until a node of the reservation is gone: Ray would wait for it for ever, and whoever starts there with it."""
+    async def _until_unplaced(self, reservation: str, bundle: int) -> None:
+        """Until the node of a bundle is gone: Ray would wait for it for ever, and whoever starts there with it."""
         await asyncio.sleep(_UNPLACED_POLL_S)
-        while await self._blocking(lambda: self._groups.stands(reservation)):
+        while await self._blocking(lambda: self._groups.stands(reservation, bundle)):
             await asyncio.sleep(_UNPLACED_POLL_S)
 
     async def start_master(self, start: MasterStart, *, timeout_s: float) -> Handle:

@@ -57,11 +57,11 @@ class RayGroups:
             self._known[name] = found
         return self._known.get(name)
 
-    def stands(self, name: str) -> bool:
-        """False when a node of the group is gone; it is no longer the place that was granted."""
+    def stands(self, name: str, bundle: int) -> bool:
+        """False when the node of a bundle is gone: Ray looks for another one, which the label of the host forbids."""
         group = self.find(name)
         table: dict[str, Any] = placement_group_table(group) if group else {}
-        return table.get("state") != "RESCHEDULING"
+        return table.get("state") != "RESCHEDULING" or bool(table["bundles_to_node_id"].get(bundle))
 
     def names(self, prefix: str) -> tuple[str, ...]:
         """Names with the prefix of all groups that are not removed, granted or not, sorted."""

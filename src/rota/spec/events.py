@@ -182,11 +182,13 @@ class GangReleased(JobEvent):
 class GangAsked(JobEvent):
     """Devices beside those of the admission are wanted: for members to join, or in place of a node that is given up.
 
-    ``avoid`` are nodes that it must not be on, and ``lost`` says that they are gone. Answers: GangGranted, GangWaits.
+    It must not be on nodes of ``avoid``, which its members leave (``lost``: they are gone), nor on those of ``apart``,
+    where others of the job are. Answers: GangGranted, GangWaits.
     """
 
     request: GangRequest
     avoid: tuple[NodeId, ...] = ()
+    apart: tuple[NodeId, ...] = ()
     lost: bool = False
 
 

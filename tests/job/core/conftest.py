@@ -62,7 +62,7 @@ class Driven(makers.Log):
     def answer(self) -> Event | None:
         """What the scheduler says to the first ask that it has not answered, or can grant now."""
         for ask in self.ctx.asks if self.free is not None else ():
-            node = next((one for one in self.free or () if one not in ask.avoid), None)
+            node = next((one for one in self.free or () if one not in (*ask.avoid, *ask.apart)), None)
             if ask.state == "asked" and node is not None:
                 bundles = tuple(
                     BundleGrant(index=i, node=NodeId(node), host=node, devices=(), res=Res())
@@ -101,13 +101,13 @@ class Driven(makers.Log):
         self.feed(Reattached(master_epoch=Epoch(epoch), alive=alive, gangs=gangs))
         return self
 
-    def admit(self, job: JobSpec) -> Driven:
-        self.feed(*makers.submitted(job), makers.admitted(job))
+    def admit(self, job: JobSpec, *hosts: str) -> Driven:
+        self.feed(*makers.submitted(job), makers.admitted(job, hosts=hosts or ("h0",)))
         return self.master()
 
-    def run(self, job: JobSpec) -> Driven:
-        """Up to RUNNING."""
-        return self.admit(job).settle()
+    def run(self, job: JobSpec, *hosts: str) -> Driven:
+        """Up to RUNNING, its bundles on these hosts in turn."""
+        return self.admit(job, *hosts).settle()
 
 
 @pytest.fixture

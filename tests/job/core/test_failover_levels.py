@@ -220,7 +220,7 @@ def test_state_in_the_memory_of_another_host_is_lost_and_the_checkpoint_counts(d
     driven.run(job).feed(*commits, CheckpointSaved(n=2, path="/c", cursor=cuts[2]))
     driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
     driven.settle()
-    driven.feed(admitted(job, attempt=2, host="h9"))
+    driven.feed(admitted(job, attempt=2, hosts=("h9",)))
     driven.settle()
     assert RolledBack(from_commit=3, to_commit=2) in [one.event for one in driven.records]
     assert driven.ctx.cursor == cuts[2], "the streams go back with the state"

@@ -24,7 +24,7 @@ from rota.spec.events import (
     TimerFired,
 )
 from rota.spec.ids import Epoch, RoleName
-from rota.spec.job import RoleSpec
+from rota.spec.job import Near, RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
@@ -322,3 +322,11 @@ def test_a_world_that_is_scaled_down_shrinks_at_once(driven):
     driven.settle()
     assert (active(driven, "train"), driven.ctx.state) == ([0, 1], JobState.RUNNING)
     assert len(driven.ctx.gangs) == 2
+
+
+def test_who_moves_keeps_away_from_those_it_must_be_apart_from(driven):
+    driven.run(spec(service("w", 2, apart=(Near(role="self", level="node"),), fail=fail(limit_n=0))), "h0", "h1")
+    driven.feed(lost(driven, "w/0"))
+    driven.settle()
+    asked = next(record.event for record in driven.records if isinstance(record.event, GangAsked))
+    assert (asked.avoid, asked.apart) == (("h0",), ("h1",))

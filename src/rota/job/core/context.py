@@ -118,13 +118,15 @@ class Ask:
     """A gang that is asked for beside those of the admission; kept while it is held.
 
     ``members`` are those of each bundle. ``wanted``: GangAsked is not in the log yet; ``dropped``: it is not wanted any
-    more, and GangReleased is not in the log yet. ``answered``: there was an answer, or none for too long.
+    more, and GangReleased is not in the log yet. ``answered``: there was an answer, or none for too long. On ``avoid``
+    they died, on ``apart`` are others that they must be apart from.
     """
 
     gang: GangId
     epoch: Epoch
     members: tuple[tuple[InstanceId, ...], ...]
     avoid: tuple[NodeId, ...] = ()
+    apart: tuple[NodeId, ...] = ()
     lost: bool = False
     state: Literal["wanted", "asked", "granted", "dropped"] = "wanted"
     answered: bool = False

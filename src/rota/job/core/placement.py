@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from rota.job.core.graph import Graph, Merged, expand
 from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest, Grant, Together
-from rota.spec.ids import GangId, InstanceId, RoleName
+from rota.spec.ids import GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, Near, RoleSpec
 from rota.spec.placement import Placement
 from rota.spec.resources import Res
@@ -106,9 +106,23 @@ def bindings(spec: JobSpec, placement: Placement) -> Mapping[InstanceId, tuple[G
 def request_of(spec: JobSpec, gang: GangId, members: Sequence[InstanceId]) -> GangRequest:
     """One gang of some members, asked for while the job lives: to join, or to move to another node.
 
-    A constraint that ties them to members elsewhere is not part of it.
+    A constraint that ties them to members elsewhere is not part of it; see ``nodes_apart``.
     """
     return _request(spec, expand(spec), gang, members)
+
+
+def nodes_apart(
+    spec: JobSpec, graph: Graph, members: Sequence[InstanceId], homes: Mapping[InstanceId, NodeId]
+) -> tuple[NodeId, ...]:
+    """Nodes of others that ``apart`` keeps these members away from; of a cell wider than a node only that node."""
+    inside, found = set(members), dict[NodeId, None]()
+    for role, _, near in _lines(spec, "apart"):
+        mine = graph.ranks[role.name]
+        other = mine if near.role == "self" else graph.ranks.get(RoleName(near.role), ())
+        for ours, theirs in ((mine, other), (other, mine)) if near.level in ("node", "rack") else ():
+            if inside.intersection(ours):
+                found |= {homes[one]: None for one in theirs if one in homes and one not in inside}
+    return tuple(found)
 
 
 def _request(spec: JobSpec, graph: Graph, gang: GangId, members: Sequence[InstanceId]) -> GangRequest:

@@ -12,7 +12,7 @@ from math import prod
 
 from rota.job.core.context import Ask, Gang, Instance, JobContext, Loss
 from rota.job.core.graph import expand
-from rota.job.core.placement import request_of
+from rota.job.core.placement import nodes_apart, request_of
 from rota.spec.commands import Emit
 from rota.spec.events import (
     CheckpointSaved,
@@ -107,7 +107,9 @@ def ask_emits(ctx: JobContext) -> Iterator[Emit]:
     for ask in ctx.asks:
         if ask.state == "wanted":
             request = request_of(ctx.spec, ask.gang, ask.everybody)
-            yield Emit(event=GangAsked(request=request, avoid=ask.avoid, lost=ask.lost), key=f"ask/{ask.gang}")
+            yield Emit(
+                event=GangAsked(request=request, avoid=ask.avoid, apart=ask.apart, lost=ask.lost), key=f"ask/{ask.gang}"
+            )
         elif ask.state == "dropped":
             yield Emit(event=GangReleased(gang=ask.gang, epoch=ask.epoch), key=f"drop/{ask.gang}")
 
@@ -370,10 +372,17 @@ def _with_new_ask(ctx: JobContext, members: list[InstanceId], name: str) -> JobC
         epoch=epoch,
         members=tuple(bundle.members for bundle in request_of(ctx.spec, gang, members).bundles),
         avoid=tuple(dict.fromkeys(node for one in barred for node in one.barred)),
+        apart=nodes_apart(ctx.spec, ctx.plan, members, _homes(ctx)),
         lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in barred),
         at_s=ctx.at_s,
     )
     return replace(ctx, asks=(*ctx.asks, ask), epoch_max=epoch)
+
+
+def _homes(ctx: JobContext) -> dict[InstanceId, NodeId]:
+    """Where the members are that have a place and keep it."""
+    present = (one for one in ctx.instances.values() if not one.retired and not one.barred)
+    return {one.id: ctx.bundle(one.id)[1].node for one in present if has_place(ctx, one)}
 
 
 def abandoned(ctx: JobContext) -> frozenset[GangId]:

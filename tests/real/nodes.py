@@ -142,4 +142,4 @@ def run_on(
 ) -> None:
     """Run ``body`` over a job on these nodes."""
     raylets.ensure(*nodes)
-    run_job(raylets.engine, spec, body, make=lambda **fields: NodesRun(raylets=raylets, nodes=dict(nodes), **fields))  # pyright: ignore[reportArgumentType] - the run it makes
+    run_job(raylets.engine, spec, body, make=lambda **fields: NodesRun(raylets=raylets, nodes=dict(nodes), **fields))

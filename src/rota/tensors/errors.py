@@ -17,6 +17,7 @@
     +-- OwnerLost             the keeper of the device died, and its memory with it
     +-- WrongDevice           this process does not see the device a tensor is on
     +-- IpcUnavailable        memory of another process cannot be opened
+    +-- BackPressure          a channel is full, or readers lag too far behind
     +-- UnsupportedTensor     sparse, quantised, unknown dtype or layout
     +-- Corrupt               a header or a record contradicts itself
     |   +-- TornRead          payload CRC differs at a read (with ROTA_TENSORS_CHECK=1)
@@ -95,6 +96,12 @@ class QuotaExceeded(OutOfMemory):
     """The namespace's ``bytes_max`` would be exceeded; fields: bytes, used, bytes_max."""
 
     code = "TENSOR_QUOTA_EXCEEDED"
+
+
+class BackPressure(TensorError):
+    """A channel is full, or readers hold too many old versions of a group; fields: name, depth."""
+
+    code, http, exit = "TENSOR_BACK_PRESSURE", 503, 5
 
 
 class OwnerLost(TensorError):

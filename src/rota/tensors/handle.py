@@ -1,4 +1,4 @@
-"""Values a caller gets: Version, Snapshot, TensorRef, Pin."""
+"""Values a caller gets: Version, Snapshot, Record, TensorRef, Pin."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ class Snapshot(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
+
+
+class Record:
+    """One record of a channel, this consumer's until ``Channel.ack`` or ``nack``, or until this object is dropped.
+
+    ``tries`` counts how often it was taken, this time included. Its tensors stay valid as long as any view lives.
+    """
+
+    __slots__ = ("id", "lease", "meta", "name", "tensors", "tries")
+
+    def __init__(self, name: str, id: int, tries: int, tensors: dict[str, Any], meta: Any, lease: object) -> None:
+        self.name, self.id, self.tries, self.tensors, self.meta = name, id, tries, tensors, meta
+        self.lease: object = lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput
 from rota.tensors import doctor, errors, reports
 from rota.tensors.arrays import address_of, dtype_name, source_of, view_of
+from rota.tensors.channel import Channel
 from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
 from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
@@ -279,6 +280,18 @@ class Plane:
             return entry.value
         selector = selector_of(step=step, min_step=min_step)
         return self._reader.get_group(group, selector, wait_s=wait_s, sealed=shut, as_=as_)
+
+    def channel(self, name: str, *, items_max: int = 64, full: str = "block", epoch: int | None = None) -> Channel:
+        """A bounded stream of records with tensors, by name: see ``Channel``. Raises BadInput."""
+        order = self._order(None, None, epoch)
+        return Channel(self._session, name, order, items_max=items_max, full=full)
+
+    def touch(self, name: str) -> None:
+        """Tell those who watch that a mutable tensor was written in place. Raises NotFound."""
+        try:
+            self._space.retry(lambda: self._space.registry.touch(name))
+        except Refused as refused:
+            raise errors.NotFound(f"no tensor is named {name!r}", name=name) from refused
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
         """Take a name or group away at once; readers keep their bytes. Raises NotFound unless ``missing_ok``."""

@@ -15,9 +15,9 @@ from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.core.names import nearest
 from rota.tensors.devices import Place
-from rota.tensors.handle import Snapshot
+from rota.tensors.handle import Record, Snapshot
 from rota.tensors.lifetime import Held
-from rota.tensors.registry import Leased, Refused
+from rota.tensors.registry import Leased, Refused, Taken
 from rota.tensors.segments import Header
 from rota.tensors.space import Space
 
@@ -139,7 +139,8 @@ class Reader:
                 left_s = deadline_s - self._space.clock.monotonic_s()
                 if refused.code not in ("NOTFOUND", "BEHIND") or left_s <= 0:
                     self._raise(refused, wanted, wait_s)
-                self._wait(refused, seen, min(left_s, _RECHECK_S))
+                slot = int(refused.words[3]) if refused.code == "BEHIND" else 0
+                self.wait_change(slot, int(refused.words[1]) if slot else seen, min(left_s, _RECHECK_S))
 
     def _get(
         self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
@@ -153,6 +154,30 @@ class Reader:
         space = self._space
         epoch = space.table.epoch
         leased = space.registry.get(space.client, seq, wanted)
+        held = self._hold(seq, leased, sealed, epoch)
+        return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
+
+    def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[Record]:
+        """The first records of a channel that nobody has, leased."""
+        space = self._space
+        with space.leases.getting() as seq:  # around all tries: a repeated question gets the same records
+
+            def ask() -> tuple[list[Taken], list[list[Held]]]:
+                before = space.table.epoch
+                taken = space.registry.take(space.client, seq, prefix, n_max, label, epoch)
+                return taken, self._hold(seq, [each.leased for each in taken], self.sealed, before)
+
+            taken, held = space.retry(ask)
+        out: list[Record] = []
+        for each, holders in zip(taken, held, strict=True):
+            tensors, metas = self._views(each.leased, holders, as_)
+            holder = [one.holder for one in holders]
+            out.append(Record(each.name, int(each.name[-20:]), each.tries, tensors, metas[0], holder))
+        return out
+
+    def _hold(self, seq: int, leased: Sequence[Leased], sealed: bool, epoch: int) -> list[list[Held]]:
+        """Map what was just leased. Raises EpochChanged when the registry was rebuilt since ``epoch``."""
+        space = self._space
         faults.point("leased")
         try:
             held = [space.leases.hold(one.version, seq, one.blocks, sealed=sealed) for one in leased]
@@ -164,7 +189,7 @@ class Reader:
             raise errors.EpochChanged("the registry was rebuilt during a get")
         space.counters["gets"] += len(leased)
         faults.point("mapped")
-        return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
+        return held
 
     def _views(self, leased: Leased, held: list[Held], as_: str) -> tuple[dict[str, Any], list[Any]]:
         parts: list[tuple[int, dict[str, Any], Any]] = []
@@ -208,11 +233,9 @@ class Reader:
             raise errors.UnsupportedTensor(text, hint="read it as_='torch'", layout=as_)
         return devices.view(header.name, header.version, device, place, layouts, held.holder)
 
-    def _wait(self, refused: Refused, creations: int, limit_s: float) -> None:
-        """Wait until the name may have changed: its slot, or for an unknown name the word of creations."""
+    def wait_change(self, slot: int, before: int, limit_s: float) -> None:
+        """Wait until a slot shows another version than ``before``; slot 0: the word of creations, for unknown names."""
         table, clock = self._space.table, self._space.clock
-        slot = int(refused.words[3]) if refused.code == "BEHIND" else 0
-        before = int(refused.words[1]) if slot else creations
         start_s, delay_s = clock.monotonic_s(), _POLL_FIRST_S
         while (now_s := clock.monotonic_s()) < start_s + limit_s:
             self._space.check()

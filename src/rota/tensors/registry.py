@@ -14,7 +14,7 @@ from rota.tensors.core.protocol import SLOTS_MAX, Refused
 
 _FOLDER = Path(__file__).parent / "scripts"
 _NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
-_SMALL = ("dump", "begin", "members", "strike", "config", "lru", "gone")
+_SMALL = ("dump", "begin", "members", "strike", "config", "lru", "gone", "take", "next", "touch")
 _DISTRUST = """
 local run = redis.call('HGET', KEYS[1], 'run')
 if run and run ~= '' and run ~= ARGV[1] then redis.call('HDEL', KEYS[1], 'epoch') end
@@ -42,6 +42,7 @@ class Ask:
     evictable: bool = False
     part: int = 0
     world: int = 1
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,15 @@ class Leased:
     step: int
     current: int
     blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A record of a channel: its name, how often it was taken, its lease."""
+
+    name: str
+    tries: int
+    leased: Leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +236,7 @@ class Registry:
         reply = self.machine.run(
             "reserve", client, request, ask.name, ask.kind, ask.epoch, "" if ask.step is None else ask.step, ask.label,
             ask.block, ask.count, ask.file, ask.payload, ask.desc, ask.orphan, ask.retain, int(ask.mutable),
-            int(ask.evictable), ask.part, ask.world,
+            int(ask.evictable), ask.part, ask.world, ask.room,
         )  # fmt: skip
         version, slot, seg, offset, step = reply
         return Reserved(version=int(version), slot=int(slot), seg=_text(seg), offset=int(offset), step=int(step))
@@ -253,6 +263,19 @@ class Registry:
         """Lease one version of each name as of one moment; see get.lua for the selectors."""
         reply = self.machine.run("get", client, seq, *[word for pair in wanted for word in pair])
         return [_leased(row) for row in reply]
+
+    def take(self, client: str, seq: int, prefix: str, n_max: int, label: str, epoch: int) -> list[Taken]:
+        """Lease the first records of a channel that nobody leases."""
+        rows = self.machine.run("take", client, seq, prefix, n_max, label, epoch)
+        return [Taken(name=_text(row[0]), tries=int(row[1]), leased=_leased(row[2:])) for row in rows]
+
+    def next(self) -> int:
+        """A number above all before it."""
+        return int(self.machine.run("next"))
+
+    def touch(self, name: str) -> int:
+        """Tell that a tensor was written in place; its version."""
+        return int(self.machine.run("touch", name))
 
     def release(self, client: str, leases: Iterable[tuple[int, int]]) -> int:
         """End leases whose sequence number is still the stored one; how many did end."""
@@ -345,6 +368,8 @@ def refusal(refused: Refused, name: str, *, epoch: int = 0, step: int | None = N
         case "QUOTA":
             text = f"{name}: the namespace holds {first} of at most {words[1]} bytes"
             raise errors.QuotaExceeded(text, name=name, used=int(first), bytes_max=int(words[1]))
+        case "FULL":
+            raise errors.BackPressure(f"{name}: the channel holds {first} records", name=name, depth=int(first))
         case "SLOTS":
             raise errors.OutOfMemory(f"{name}: the namespace holds {SLOTS_MAX} names already", name=name)
         case _:

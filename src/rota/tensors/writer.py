@@ -40,13 +40,14 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """How long a version lives, and which part of a step it is."""
+    """How long a version lives, which part of a step it is, and beside how many names it may be (0: any)."""
 
     orphan: str = "keep"
     retain: int = 1
     mutable: bool = False
     evictable: bool = False
     part: tuple[int, int] = (0, 1)
+    room: int = 0
 
     def __post_init__(self) -> None:
         if self.orphan not in ("keep", "drop"):
@@ -124,6 +125,7 @@ class Writer:
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
             count=cls.count, file=cls.file, payload=draft.total, desc=_describe(draft), orphan=life.orphan,
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
+            room=life.room,
         )  # fmt: skip
         for attempt in range(_ROOM_TRIES_MAX):
             try:

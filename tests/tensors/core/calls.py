@@ -10,15 +10,15 @@ from rota.tensors.core.protocol import ProtocolMachine, Refused
 from rota.tensors.registry import Ask, Registry
 
 CLIENTS = ("c1", "c2", "c3")
-NAMES = ("a", "b", "g")
+NAMES = ("a", "b", "g", "ch/#1", "ch/#2")
 BLOCKS = ((1024, 2), (8192, 1))
 
 _client = st.sampled_from(CLIENTS)
 _name = st.sampled_from(NAMES)
 _asks = st.builds(
-    lambda name, epoch, step, label, block, orphan, retain, part: Ask(
+    lambda name, epoch, step, label, block, orphan, retain, part, room: Ask(
         name=name,
-        kind="g" if name == "g" else "t",
+        kind="g" if name[0] in "gc" else "t",
         epoch=epoch,
         step=step,
         label=label,
@@ -31,6 +31,7 @@ _asks = st.builds(
         retain=retain,
         part=part if name == "g" else 0,
         world=2 if name == "g" else 1,
+        room=room,
     ),
     _name,
     st.integers(0, 3),
@@ -40,6 +41,7 @@ _asks = st.builds(
     st.sampled_from(["keep", "keep", "drop"]),
     st.integers(1, 3),
     st.integers(0, 1),
+    st.sampled_from([0, 0, 0, 2, 4]),
 )
 _index = st.integers(0, 30)
 call = st.one_of(
@@ -56,9 +58,12 @@ call = st.one_of(
     st.tuples(st.just("delete"), _name, st.booleans()),
     st.tuples(st.just("sweep"), _client, st.integers(1, 3)),
     st.tuples(st.just("hold"), _client),
-    st.tuples(
-        st.just("gone"),
-    ),
+    st.tuples(st.just("gone")),
+    st.tuples(st.just("next")),
+    st.tuples(st.just("touch"), _name),
+    st.tuples(st.just("take"), _client, st.integers(1, 2), st.sampled_from(["", "j", "k"]), st.integers(0, 3)),
+    st.tuples(st.just("take"), _client, st.integers(1, 2), st.just(""), st.just(3)),
+    st.tuples(st.just("take_again")),
     st.tuples(st.just("fence"), st.sampled_from(["j", "j/a", "k"]), st.integers(0, 3)),
 )
 
@@ -72,6 +77,7 @@ class Driver:
         self.leases: list[tuple[str, int, int]] = []
         self.last: dict[str, tuple[str, Ask]] = {}
         self.seq = self.requests = 0
+        self.taken: tuple[Any, ...] = ()
         for client in CLIENTS:
             registry.join(client, "")
 
@@ -122,6 +128,23 @@ class Driver:
             return None
         _, version, name = self.reserved[index % len(self.reserved)]
         return self.get(client, name, f"v{version}")
+
+    def take(self, client: str, n_max: int, label: str, epoch: int) -> Any:
+        self.seq += 1
+        self.taken = (client, self.seq, "ch/#", n_max, label, epoch)
+        done = self.registry.take(*self.taken)
+        self.leases += [(client, each.leased.version, self.seq) for each in done]
+        return done
+
+    def take_again(self) -> Any:
+        """A lost reply: the same records."""
+        return self.registry.take(*self.taken) if self.taken else None
+
+    def next(self) -> Any:
+        return self.registry.next()
+
+    def touch(self, name: str) -> Any:
+        return self.registry.touch(name)
 
     def release(self, index: int, right: bool) -> Any:
         if not self.leases:

@@ -60,6 +60,7 @@ class Name:
     hist: list[int] = field(default_factory=list[int])
     pend: int = 0
     part_epoch: int = -1
+    tries: int = 0
 
 
 @dataclass(slots=True)
@@ -170,7 +171,7 @@ class ProtocolMachine:
     def _reserve(
         self, client: str, request: str, name: str, kind: str, epoch: int, step: int | str, label: str, block: int,
         count: int, file: int, length: int, desc: str, orphan: str, retain: int, mutable: int, evictable: int,
-        part: int, world: int,
+        part: int, world: int, room: int,
     ) -> list[Any]:  # fmt: skip
         del desc, mutable, evictable
         if client not in self.clients:
@@ -184,6 +185,9 @@ class ProtocolMachine:
         step, auto = self._check_order(entry, kind, epoch, step, label)
         if entry is None and not self.slots_free and self.slots >= SLOTS_MAX:
             raise Refused("SLOTS")
+        beside = sum(other.startswith(name[:-20]) for other in self.names) if room else 0
+        if room and beside >= room:
+            raise Refused("FULL", [beside])
         seg, off = self._take_block(block, count, file)
         self.ids += 1
         self.versions[self.ids] = Version(
@@ -321,13 +325,40 @@ class ProtocolMachine:
         rows: list[list[Any]] = []
         for name, v in picks:
             self._lease(self.clients[client], v, seq)
-            version, entry = self.versions[v], self.names.get(name)
-            row: list[Any] = [v, entry.slot if entry else 0, version.e, version.s, entry.v if entry else 0]
-            for each in [v, *version.parts]:
-                block = self.versions[each]
-                row += [each, block.seg, block.off, block.blk]
-            rows.append(row)
+            rows.append(self._row(name, v))
         return rows
+
+    def _row(self, name: str, v: int) -> list[Any]:
+        version, entry = self.versions[v], self.names.get(name)
+        row: list[Any] = [v, entry.slot if entry else 0, version.e, version.s, entry.v if entry else 0]
+        for each in [v, *version.parts]:
+            block = self.versions[each]
+            row += [each, block.seg, block.off, block.blk]
+        return row
+
+    def _take(self, client: str, seq: int, prefix: str, n_max: int, label: str, epoch: int) -> list[list[Any]]:
+        if client not in self.clients:
+            raise Refused("UNJOINED")
+        if epoch < self._fence_of(label):
+            raise Refused("FENCED", [self._fence_of(label)])
+        rows: list[list[Any]] = []
+        for name in sorted(name for name, entry in self.names.items() if name.startswith(prefix) and entry.v):
+            entry = self.names[name]
+            mine = self.clients[client].leases.get(entry.v) == seq
+            if len(rows) < n_max and (mine or self.versions[entry.v].refs == 0):
+                entry.tries += not mine
+                self._lease(self.clients[client], entry.v, seq)
+                rows.append([name, entry.tries, *self._row(name, entry.v)])
+        return rows
+
+    def _next(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    def _touch(self, name: str) -> int:
+        if name not in self.names or not self.names[name].v:
+            raise Refused("NOTFOUND")
+        return self.names[name].v
 
     def _pick(self, client: str, at: int, name: str, selector: str) -> int:
         mode, arg, entry = selector[:1], int(selector[1:] or 0), self.names.get(name)

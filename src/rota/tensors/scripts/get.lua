@@ -1,6 +1,6 @@
 -- get client seq [name selector]...: lease one version of each name, all or none, as of one moment.
 -- Selector: '' current, v<id> exactly, s<step> the one with that step, m<step> / w<id> current if at least that.
--- Returns for each {version, slot, epoch, step, current, [part version, segment, offset, block]...}.
+-- Returns a row_of each.
 if stale() then return refuse('EPOCH') end
 local client, seq, found, rows = ARGV[3], ARGV[4], {}, {}
 if call('EXISTS', P .. 'c:' .. client) == 0 then return refuse('UNJOINED') end
@@ -30,16 +30,7 @@ for i = 5, #ARGV, 2 do
   found[#found + 1] = {name, pick, n[3] or '0', n[1] or '0'}
 end
 for i, row in ipairs(found) do
-  local v = row[2]
-  lease(client, v, seq)
-  local f = call('HMGET', P .. 'v:' .. v, 'e', 's', 'seg', 'off', 'blk', 'parts', 'evict')
-  local out = {v, row[3], f[1], f[2], row[4], v, f[3], f[4], f[5]}
-  for _, part in ipairs(words(f[6])) do
-    local b = call('HMGET', P .. 'v:' .. part, 'seg', 'off', 'blk')
-    out[#out + 1] = part
-    for k = 1, 3 do out[#out + 1] = b[k] end
-  end
-  if f[7] == '1' then call('ZADD', P .. 'evict', 'XX', NOW, row[1]) end
-  rows[i] = out
+  lease(client, row[2], seq)
+  rows[i] = row_of(row[1], row[2], row[3], row[4])
 end
 return rows

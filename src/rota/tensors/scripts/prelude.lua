@@ -56,6 +56,20 @@ local function lease(client, v, seq)
   if not old or tonumber(old) < tonumber(seq) then call('HSET', key, v, seq) end
 end
 
+-- What a reader needs of a leased version: {version, slot, epoch, step, current, [part version, segment, offset,
+-- block]...}.
+local function row_of(name, v, slot, current)
+  local f = call('HMGET', P .. 'v:' .. v, 'e', 's', 'seg', 'off', 'blk', 'parts', 'evict')
+  local out = {v, slot, f[1], f[2], current, v, f[3], f[4], f[5]}
+  for _, part in ipairs(words(f[6])) do
+    local b = call('HMGET', P .. 'v:' .. part, 'seg', 'off', 'blk')
+    out[#out + 1] = part
+    for k = 1, 3 do out[#out + 1] = b[k] end
+  end
+  if f[7] == '1' then call('ZADD', P .. 'evict', 'XX', NOW, name) end
+  return out
+end
+
 -- A name without a version and without anything on the way gives its slot back.
 local function forget_if_empty(name)
   local n = call('HMGET', P .. 'n:' .. name, 'v', 'pend', 'slot')

@@ -1,4 +1,4 @@
--- reserve client rid name kind epoch step label block count file length desc orphan retain mutable evictable part world:
+-- reserve client rid name kind epoch step label block count file length desc orphan retain mutable evictable part world room:
 -- a pending version with its block. Memory is never taken before it is recorded here.
 -- Returns {version, slot, segment, offset, step}; a repeated request id gets the same answer.
 if stale() then return refuse('EPOCH') end
@@ -29,6 +29,11 @@ end
 if not n[4] and call('LLEN', P .. 'slotfree') == 0
     and tonumber(call('HGET', P .. 'cfg', 'slots')) >= tonumber(call('HGET', P .. 'cfg', 'slots_max')) then
   return refuse('SLOTS')
+end
+if ARGV[21] ~= '0' then  -- a record of a channel: at most so many names with its prefix, all but its 20 digits
+  local prefix = string.sub(name, 1, -21)
+  local count = call('ZLEXCOUNT', P .. 'names', '[' .. prefix, '[' .. prefix .. '\255')
+  if count >= tonumber(ARGV[21]) then return refuse('FULL', count) end
 end
 local seg, off
 local free = call('RPOP', P .. 'free:' .. blk)

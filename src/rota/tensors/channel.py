@@ -1,0 +1,121 @@
+"""Bounded streams of records with tensors: each record goes to one consumer, in order, until it is acknowledged.
+
+A record is a group of the plane named ``<channel>/#<number>``, so leases, sweeps, quotas and recovery hold for it as
+for any name. It is *taken* as long as somebody leases it: when its consumer dies, the sweep ends the lease and the
+record is the first again. No list can disagree with the records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rota.runtime.clock import blocking_sleep
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.arrays import source_of
+from rota.tensors.core.names import check_name
+from rota.tensors.handle import Record
+from rota.tensors.registry import Refused, refusal
+from rota.tensors.session import Session
+from rota.tensors.writer import Life, Order
+
+META_BYTES_MAX: Final = 64 << 10
+_ITEMS_MAX: Final = 16_384
+_RECHECK_S: Final = 0.1
+_POLL_FIRST_S: Final = 0.0002
+_POLL_MAX_S: Final = 0.02
+_MARK: Final = "/#"
+
+
+class Channel:
+    """One channel as this process uses it; producers and consumers may be any number of processes.
+
+    ``full`` says what ``put`` does when ``items_max`` records wait or are being worked on: ``block``, or
+    ``drop_oldest`` of those that nobody has. ``dropped`` counts them. A consumer whose label was fenced to a higher
+    epoch gets no more.
+    """
+
+    def __init__(self, session: Session, name: str, order: Order, *, items_max: int, full: str) -> None:
+        if full not in ("block", "drop_oldest"):
+            raise BadInput(f"full={full!r}: block or drop_oldest")
+        if not 1 <= items_max <= _ITEMS_MAX:
+            raise BadInput(f"items_max={items_max}: 1 to {_ITEMS_MAX}")
+        self.name = check_name(name)
+        self._prefix = name + _MARK
+        check_name(f"{self._prefix}{0:020d}")
+        self._session, self._space, self._order = session, session.space, order
+        self._items_max, self._full = items_max, full
+        self.dropped: Counter[str] = Counter()
+
+    def put(self, tensors: Mapping[str, Any], meta: Any = None, *, timeout_s: float = 0.0) -> int:
+        """Append a record, waiting ``timeout_s`` for room; its number. Raises BackPressure, else as ``Plane.put``."""
+        if len(json.dumps(meta)) > META_BYTES_MAX:
+            raise BadInput(f"meta of a record takes over {META_BYTES_MAX} bytes; put it into a tensor")
+        sources = {str(key): source_of(value) for key, value in tensors.items()}
+        number = self._space.retry(self._space.registry.next)
+        name, life = f"{self._prefix}{number:020d}", Life(room=self._items_max)
+        deadline_s, delay_s = self._space.clock.monotonic_s() + timeout_s, _POLL_FIRST_S
+        while True:
+            try:
+                self._session.writer.publish(name, "g", sources, self._order, life, meta)
+                return number
+            except errors.BackPressure:
+                if self._full == "drop_oldest" and self._drop_oldest():
+                    continue
+                if self._space.clock.monotonic_s() >= deadline_s:
+                    raise
+            blocking_sleep(delay_s)
+            delay_s = min(2 * delay_s, _POLL_MAX_S)
+
+    def take(self, n_max: int = 1, *, timeout_s: float = 0.0, as_: str = "torch") -> list[Record]:
+        """The next records that nobody has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
+        space, order = self._space, self._order
+        deadline_s = space.clock.monotonic_s() + timeout_s
+        while True:
+            seen = space.table.creations
+            try:
+                found = self._session.reader.take(self._prefix, n_max, order.label, order.epoch, as_)
+            except Refused as refused:
+                refusal(refused, self.name, epoch=order.epoch)
+            left_s = deadline_s - space.clock.monotonic_s()
+            if found or left_s <= 0:
+                return found
+            self._session.reader.wait_change(0, seen, min(left_s, _RECHECK_S))
+
+    def ack(self, record: Record) -> None:
+        """The record is done with: it goes, and its bytes with its last view."""
+        self._space.retry(lambda: self._space.delete(record.name))
+        record.lease = None
+
+    def nack(self, record: Record, reason: str = "") -> None:
+        """Give a record back: it is the first again, for any consumer. Its tensors must not be used any more."""
+        record.tensors.clear()
+        record.lease = None
+        self.dropped[f"nack: {reason}"] += 1
+        self._session.release_ended()
+
+    def depth(self) -> int:
+        """Records that wait or are being worked on."""
+        return sum(bool(row.version) for row in self._space.retry(lambda: self._space.registry.ls_all(self._prefix)))
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until every record was acknowledged. Raises WaitTimeout with how many are left."""
+        deadline_s, delay_s = self._space.clock.monotonic_s() + timeout_s, _POLL_FIRST_S
+        while left := self.depth():
+            if self._space.clock.monotonic_s() >= deadline_s:
+                raise errors.WaitTimeout(f"{self.name}: {left} records were not acknowledged", name=self.name)
+            blocking_sleep(delay_s)
+            delay_s = min(2 * delay_s, _POLL_MAX_S)
+
+    def _drop_oldest(self) -> bool:
+        for row in self._space.retry(lambda: self._space.registry.ls(self._prefix)):
+            idle = row.name.startswith(self._prefix) and row.version and row.refs == 0
+            if idle and self._space.retry(
+                lambda row=row: self._space.delete(row.name, expected=row.version, idle=True)
+            ):
+                self.dropped["full"] += 1
+                return True
+        return False

@@ -1,0 +1,196 @@
+"""Channels: in order, bounded, each record to one consumer; a consumer's death gives its records back."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.real.tensors.crew import Crew, clean, repeats, wait_until
+
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.channel import Channel
+from rota.tensors.plane import Plane
+
+WAITING = "os.read(os.pipe()[0], 1)"
+
+
+def fill(channel: Channel, count: int) -> list[int]:
+    return [channel.put({"x": np.full(1000, index)}, {"index": index}) for index in range(count)]
+
+
+def indices(channel: Channel, n_max: int = 100, **how: Any) -> list[int]:
+    """Take, acknowledge, and say what came."""
+    records = channel.take(n_max, as_="numpy", **how)
+    for record in records:
+        assert (record.tensors["x"] == record.meta["index"]).all()
+        channel.ack(record)
+    return [record.meta["index"] for record in records]
+
+
+def test_records_come_in_order_once_and_their_bytes_go_with_the_last_view(plane: Plane) -> None:
+    channel = plane.channel("c")
+    numbers = fill(channel, 5)
+    assert numbers == sorted(numbers)
+    assert channel.depth() == 5
+    first = channel.take(2, as_="numpy")
+    assert [record.meta["index"] for record in first] == [0, 1]
+    assert [record.tries for record in first] == [1, 1]
+    assert indices(channel) == [2, 3, 4]
+    view = first[0].tensors["x"]
+    for record in first:
+        channel.ack(record)
+    assert channel.depth() == 0
+    channel.drain(0.0)
+    del record, first
+    gc.collect()
+    wait_until(lambda: plane.stats()["versions"] == {"doomed": 1})
+    assert (view == 0).all()
+    del view
+    wait_until(lambda: plane.stats()["versions"] == {})
+    assert channel.take(timeout_s=0.01) == []
+    channel.put({}, {"only": "meta"})  # a record without a tensor is taken until it is acknowledged, too
+    (record,) = channel.take(as_="numpy")
+    gc.collect()
+    plane._session.release_ended()
+    assert channel.take(as_="numpy") == []
+    channel.ack(record)
+
+
+def test_what_is_given_back_or_dropped_is_the_first_again(plane: Plane) -> None:
+    channel = plane.channel("c")
+    fill(channel, 3)
+    first, second = channel.take(2, as_="numpy")
+    channel.nack(first, "bad luck")
+    assert channel.dropped["nack: bad luck"] == 1
+    again = channel.take(as_="numpy")[0]
+    assert (again.meta["index"], again.tries) == (0, 2)
+    assert [record.meta["index"] for record in channel.take(5, as_="numpy")] == [2]  # and dropped at once
+    del second
+    gc.collect()
+    assert wait_until(lambda: indices(channel)) in ([1], [1, 2], [2])
+    channel.ack(again)
+    with pytest.raises(errors.WaitTimeout, match="not acknowledged"):
+        channel.put({"x": np.zeros(1)}, {"index": 9})
+        channel.drain(0.01)
+
+
+def test_a_full_channel_blocks_its_producer_or_drops_the_oldest_and_counts_it(plane: Plane, actors: Crew) -> None:
+    channel = plane.channel("c", items_max=3)
+    fill(channel, 3)
+    with pytest.raises(errors.BackPressure, match="holds 3 records"):
+        channel.put({"x": np.zeros(1)})
+    code = "plane.channel('c', items_max=3).put({'x': np.full(4, 3)}, {'index': 3}, timeout_s=20)"
+    waiting = actors.start(code)
+    assert indices(channel, 1) == [0]
+    assert actors.wait(waiting) == 0, actors.output(waiting)
+    held = channel.take(as_="numpy")[0]
+    lossy = plane.channel("c", items_max=3, full="drop_oldest")
+    lossy.put({"x": np.full(4, 4)}, {"index": 4})
+    assert lossy.dropped["full"] == 1
+    channel.ack(held)  # what somebody works on is not dropped
+    assert held.meta["index"] == 1
+    assert indices(channel) == [3, 4]
+
+
+@pytest.mark.parametrize("round_", repeats(1, 20))
+def test_a_killed_consumer_gives_its_records_back_in_order(plane: Plane, actors: Crew, round_: int) -> None:
+    channel = plane.channel("c")
+    fill(channel, 6)
+    code = f"""
+        channel = plane.channel('c')
+        mine = channel.take(4, as_='numpy')
+        channel.ack(mine[0])
+        print('took', len(mine), flush=True)
+        {WAITING}
+    """
+    consumer = actors.start(code)
+    actors.says(consumer, "took 4")
+    rest = channel.take(9, as_="numpy")
+    assert [record.meta["index"] for record in rest] == [4, 5]
+    actors.kill(consumer)
+    records = wait_until(lambda: channel.take(9, as_="numpy"))
+    assert [(record.meta["index"], record.tries) for record in records] == [(1, 2), (2, 2), (3, 2)]
+    for record in [*rest, *records]:
+        channel.ack(record)
+    del rest, records, record
+    wait_until(lambda: clean(plane)["versions"] == {})
+
+
+def test_a_lost_registry_loses_no_record_and_gives_none_to_a_second_consumer(plane: Plane) -> None:
+    channel = plane.channel("c")
+    fill(channel, 4)
+    mine = channel.take(2, as_="numpy")
+    plane.recover()
+    assert indices(channel) == [2, 3]
+    fill(channel, 1)
+    assert [record.meta["index"] for record in mine] == [0, 1]
+    for record in mine:
+        channel.ack(record)
+    assert indices(channel) == [0]
+    assert channel.depth() == 0
+
+
+def test_a_consumer_of_an_older_epoch_gets_nothing(plane: Plane) -> None:
+    channel = plane.channel("c", epoch=3)
+    fill(channel, 1)
+    plane.fence("", 4)
+    plane.fence("job", 4)
+    plane.label = "job/learner/0"
+    try:
+        with pytest.raises(errors.StaleEpoch, match="older than 4"):
+            plane.channel("c", epoch=3).take()
+        assert indices(plane.channel("c", epoch=4)) == [0]
+    finally:
+        plane.label = ""
+
+
+@pytest.mark.parametrize("round_", repeats(1, 10))
+def test_records_of_many_producers_reach_killed_and_living_consumers_at_least_once(
+    plane: Plane, actors: Crew, round_: int
+) -> None:
+    producer = """
+        c = plane.channel('c', items_max=8)
+        for i in range(30): c.put({'x': np.full(500, i)}, [os.getpid(), i], timeout_s=30)
+    """
+    consumer = """
+        c = plane.channel('c')
+        while True:
+            for r in c.take(2, timeout_s=5, as_='numpy'):
+                assert (r.tensors['x'] == r.meta[1]).all()
+                print(*r.meta, flush=True)
+                c.ack(r)
+    """
+    producers = [actors.start(producer) for _ in range(2)]
+    consumers = [actors.start(consumer) for _ in range(2)]
+    actors.says(consumers[0], "\n")
+    actors.kill(consumers[0])
+    for pid in producers:
+        assert actors.wait(pid) == 0, actors.output(pid)
+    plane.channel("c").drain(20)
+    came = {pid: [tuple(map(int, line.split())) for line in actors.output(pid).splitlines()] for pid in consumers}
+    assert set(came[consumers[0]] + came[consumers[1]]) == {(pid, index) for pid in producers for index in range(30)}
+    actors.kill(consumers[1])
+    assert clean(plane)["names"] == 0
+
+
+def test_a_channel_says_what_is_wrong_with_its_settings(plane: Plane) -> None:
+    for how in ({"full": "spill"}, {"items_max": 0}, {"items_max": 10**6}):
+        with pytest.raises(BadInput, match=next(iter(how))):
+            plane.channel("c", **how)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="240"):
+        plane.channel("c" * 230)
+    with pytest.raises(BadInput, match="65536 bytes"):
+        plane.channel("c").put({}, "x" * 70_000)
+    with pytest.raises(errors.NotFound):
+        plane.touch("nothing")
+
+
+def test_a_touch_is_seen_by_who_watches(plane: Plane) -> None:
+    plane.put("table", np.zeros(4), mutable=True)
+    with plane.watch("table") as watch:
+        plane.get("table", as_="numpy")[0] = 1
+        plane.touch("table")
+        assert next(iter(watch)).kind == "touched"

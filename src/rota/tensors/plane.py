@@ -435,6 +435,11 @@ class Plane:
         return self._session.server.address
 
     @property
+    def home(self) -> Path:
+        """The home whose registry this plane uses."""
+        return self._session.home.root
+
+    @property
     def closed(self) -> bool:
         """True after ``close()``."""
         return self._space.closed or self._space.forked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -20,6 +19,7 @@ from rota.tensors.arrays import address_of, dtype_name, source_of, view_of
 from rota.tensors.channel import Channel
 from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
+from rota.tensors.coroutines import Coroutines
 from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
@@ -90,7 +90,7 @@ def down(home: str | Path | None = None) -> bool:
     return ended
 
 
-class Plane:
+class Plane(Coroutines):
     """Named tensors of one namespace. Thread-safe; a forked child must call ``connect()`` itself."""
 
     def __init__(self, session: Session) -> None:
@@ -187,6 +187,8 @@ class Plane:
         meta: Any = None,
         orphan: str = "keep",
         device: str | None = None,
+        lag_max: int | None = None,
+        wait_s: float = 0.0,
         label: str | None = None,
         epoch: int | None = None,
     ) -> Version:
@@ -194,11 +196,14 @@ class Plane:
 
         With ``part=(rank, world)`` each of ``world`` writers brings its own, and the step is visible with the last
         (``ready`` of the result). ``meta`` is a JSON value. A higher epoch may publish a lower step: steps that it
-        takes back are dropped, those below it stay among the ``retain`` kept. Blocks for the copy alone. Raises as
-        ``put``.
+        takes back are dropped, those below it stay among the ``retain`` kept. Blocks for the copy alone; with
+        ``lag_max`` also up to ``wait_s`` while readers hold more old steps of this writer than that. Raises
+        BackPressure, and as ``put``.
         """
         names.check_name(group)
         uuid = self._device(device)
+        if lag_max is not None:
+            self._writer.await_readers(group, lag_max + retain, wait_s)
         sources = {str(key): source_of(value, device=bool(uuid)) for key, value in tensors.items()}
         life = Life(orphan=orphan, retain=retain, part=part)
         return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta, uuid)
@@ -408,22 +413,6 @@ class Plane:
         """Set how many bytes the files of the namespace may take; 0 lifts the limit."""
         self._space.retry(lambda: self._space.registry.configure(quota=bytes_max or 1 << 62))
 
-    async def aput(self, name: str, tensor: Any, **how: Any) -> Version:
-        """``put`` without blocking the event loop."""
-        return await asyncio.to_thread(self.put, name, tensor, **how)
-
-    async def aget(self, name: str, **how: Any) -> Any:
-        """``get`` without blocking the event loop."""
-        return await asyncio.to_thread(self.get, name, **how)
-
-    async def apublish_group(self, group: str, tensors: Mapping[str, Any], **how: Any) -> Version:
-        """``publish_group`` without blocking the event loop."""
-        return await asyncio.to_thread(self.publish_group, group, tensors, **how)
-
-    async def aget_group(self, group: str, **how: Any) -> Snapshot:
-        """``get_group`` without blocking the event loop."""
-        return await asyncio.to_thread(self.get_group, group, **how)
-
     @property
     def namespace(self) -> str:
         """The namespace of this plane."""
@@ -433,6 +422,11 @@ class Plane:
     def address(self) -> redis_server.Address:
         """Where the registry of this plane listens."""
         return self._session.server.address
+
+    @property
+    def folder(self) -> Path:
+        """Where the shared memory of the namespace lies on this node."""
+        return self._space.folder
 
     @property
     def home(self) -> Path:

@@ -17,7 +17,7 @@ from rota.tensors.core.names import nearest
 from rota.tensors.devices import Place
 from rota.tensors.handle import Record, Snapshot
 from rota.tensors.lifetime import Held
-from rota.tensors.registry import Leased, Refused, Taken
+from rota.tensors.registry import Block, Leased, Refused, Taken
 from rota.tensors.segments import Header
 from rota.tensors.space import Space
 
@@ -206,7 +206,7 @@ class Reader:
                     text = f"{header.name}: the bytes of version {header.version} are not those that were published"
                     raise errors.TornRead(text, name=header.name, version=header.version)
             start = each.base + HEADER_BYTES
-            manifest = json.loads(bytes(raw[start : start + header.manifest_bytes]))
+            manifest = _manifest(bytes(raw[start : start + header.manifest_bytes]), block)
             device = manifest.get("device", "")
             first = 0 if device else header.offset
             layouts = [
@@ -265,6 +265,15 @@ class Reader:
                 raise errors.VersionGone(text, name=name, wanted=selector[1:], newest=int(refused.words[2]))
             case _:
                 raise errors.TensorError(f"{name}: the registry refused: {refused}", name=name) from refused
+
+
+def _manifest(raw: bytes, block: Block) -> dict[str, Any]:
+    """What stands before the tensors. JSON and nothing else: no content of shared memory is ever executed."""
+    try:
+        return json.loads(raw)
+    except ValueError:
+        where = f"{block.seg}+{block.offset}"
+        raise errors.Corrupt(f"{where}: the manifest is no JSON", file=where, field="manifest") from None
 
 
 def _wanted(selector: str) -> str:

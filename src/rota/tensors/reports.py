@@ -15,7 +15,7 @@ from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import Row
 from rota.tensors.segments import Header
-from rota.tensors.session import Session
+from rota.tensors.session import Session, remove_vanished
 from rota.tensors.space import Space
 
 
@@ -269,6 +269,8 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     for v, fields, uuid, keeper in _on_devices(space, space.registry.dump()):
         if not is_alive(space.clients, keeper) and space.delete(fields["name"], expected=int(v)):
             dropped.append({"what": fields["name"], "why": f"the keeper of device {uuid} died", "bytes": 0})
+    why = "its home was removed"
+    dropped += [{"what": str(other), "why": why, "bytes": 0} for other in remove_vanished(session.root)]
     known = space.registry.members("segs")
     for seg, size in list(space.segments.files()):
         if seg not in known and seg in space.registry.members("trash"):

@@ -41,6 +41,7 @@ _TRIM_S: Final = 5.0
 _TRIM_IDLE_MS: Final = 30_000
 _JITTER: Final = 0.2
 _LEAVE_S: Final = 10.0
+_HOME_MARK: Final = "home"
 
 
 def shm_root(address_url: str) -> Path:
@@ -70,6 +71,17 @@ def end_keepers(root: Path) -> None:
                 process.stop(process.ProcessId(pid=facts["pid"], start_time=facts["start_time"]), grace_s=_LEAVE_S)
 
 
+def remove_vanished(root: Path) -> list[Path]:
+    """Remove what registries of vanished homes left beside ``root``: the home is gone, and nobody lives there."""
+    gone: list[Path] = []
+    for other in [path for path in root.parent.iterdir() if path != root and (path / _HOME_MARK).is_file()]:
+        clients = [(folder, client) for folder in other.glob("*/c") for client in clients_in(folder)]
+        if not Path((other / _HOME_MARK).read_text()).exists() and not any(is_alive(*each) for each in clients):
+            remove_root(other)
+            gone.append(other)
+    return gone
+
+
 class Session:
     """One process in one namespace, from join to leave."""
 
@@ -91,6 +103,8 @@ class Session:
         folder = self.root / namespace
         (folder / "c").mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
         self.root.parent.chmod(environ.PRIVATE_DIR)
+        if server.ours:
+            process.write_private(self.root / _HOME_MARK, str(home.root))
         _wipe_after_reboot(folder)
         self.machine = RedisMachine(server.address, namespace, clock)
         client = KEEPER_MARK * keeper + chance.fresh(96)

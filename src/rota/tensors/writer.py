@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -13,9 +14,11 @@ from typing import Any, Final, NoReturn
 import numpy as np
 
 from rota.runtime.chance import Chance
+from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
+from rota.tensors.clientfile import clients_in, read_file
 from rota.tensors.core import arena
 from rota.tensors.core.names import payload_bytes, short_dtype
 from rota.tensors.devices import PLACE_BYTES, Place
@@ -25,8 +28,10 @@ from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, 
 from rota.tensors.space import Space
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
-_MANIFEST_BYTES_MAX: Final = 256 << 20
+_MANIFEST_BYTES_MAX: Final = 32 << 20
 _ROOM_TRIES_MAX: Final = 4
+_POLL_S: Final = 0.005
+_STEPS_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,7 @@ class Writer:
         self._space = space
         self._check = check
         self._chance = chance
+        self._groups: dict[str, deque[int]] = {}
 
     def publish(
         self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Any, device: str = ""
@@ -194,11 +200,30 @@ class Writer:
             faults.point("slot-stored")
         if done.first:
             space.table.created(done.version)
+        if pending.ask.kind == "g" and not pending.ask.room:
+            self._groups.setdefault(pending.name, deque(maxlen=_STEPS_MAX)).append(reserved.version)
         space.counters["puts"] += 1
         return Version(
             name=pending.name, id=reserved.version, epoch=pending.ask.epoch, step=reserved.step,
             bytes=pending.draft.payload, ready=done.ready, received=done.received or pending.ask.world,
         )  # fmt: skip
+
+    def await_readers(self, group: str, alive_max: int, wait_s: float) -> None:
+        """Wait until at most ``alive_max`` steps that this process published are still in memory.
+
+        Raises BackPressure, with who holds the oldest.
+        """
+        space, delay_s = self._space, _POLL_S
+        deadline_s = space.clock.monotonic_s() + wait_s
+        while len(alive := self._groups.get(group, ())) > alive_max:
+            gone = set(space.retry(lambda alive=alive: space.registry.gone(alive)))
+            alive = self._groups[group] = deque((v for v in alive if v not in gone), _STEPS_MAX)
+            if len(alive) > alive_max and space.clock.monotonic_s() >= deadline_s:
+                files = [read_file(space.clients, client) for client in clients_in(space.clients)]
+                pids = [facts.get("pid") for facts, held in files if alive[0] in held]
+                text = f"{group}: {len(alive)} steps are in use, the oldest by process {', '.join(map(str, pids))}"
+                raise errors.BackPressure(text, hint="readers must let go of old steps", name=group, depth=len(alive))
+            blocking_sleep(delay_s if len(alive) > alive_max else 0)
 
     def abort(self, pending: Pending) -> None:
         """Undo a pending version; what cannot be undone now, the sweep undoes."""

@@ -44,7 +44,7 @@ def test_records_come_in_order_once_and_their_bytes_go_with_the_last_view(plane:
         channel.ack(record)
     assert channel.depth() == 0
     channel.drain(0.0)
-    del record, first
+    record = first = None
     gc.collect()
     wait_until(lambda: plane.stats()["versions"] == {"doomed": 1})
     assert (view == 0).all()
@@ -115,7 +115,7 @@ def test_a_killed_consumer_gives_its_records_back_in_order(plane: Plane, actors:
     assert [(record.meta["index"], record.tries) for record in records] == [(1, 2), (2, 2), (3, 2)]
     for record in [*rest, *records]:
         channel.ack(record)
-    del rest, records, record
+    rest = records = record = None
     wait_until(lambda: clean(plane)["versions"] == {})
 
 

@@ -79,7 +79,10 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def check_name(name: str) -> str:
-    """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters or a bad shard suffix."""
+    """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters, a level ``.`` or ``..``,
+    or a bad shard suffix."""
+    if {".", ".."} & set(name.split("/")):
+        raise BadInput(f"tensor name {name!r}: no level may be . or ..")
     if not name or name.startswith("/") or name.endswith("/") or "//" in name:
         raise BadInput(f"tensor name {name!r}: levels between / must not be empty")
     size = len(name.encode())

@@ -1,0 +1,81 @@
+"""Pull a group from another node once, then share it locally: one elected process fetches, the others wait for it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rota.runtime import environ
+from rota.tensors import errors
+from rota.tensors.handle import Snapshot
+from rota.tensors.plane import Plane
+
+_TURN_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """A whole step of a group as it came from another node."""
+
+    tensors: Mapping[str, Any]
+    step: int
+    epoch: int = 0
+    meta: Any = None
+
+
+def pull(
+    plane: Plane,
+    group: str,
+    fetch: Callable[[], Pulled | None],
+    *,
+    min_step: int,
+    wait_s: float,
+    retain: int = 1,
+    as_: str = "torch",
+) -> Snapshot:
+    """The group's step from this node's plane if it is at least ``min_step``, else fetched and published here first.
+
+    Of all processes of the node that ask for a group one calls ``fetch`` (None: the other node has nothing new either);
+    when it dies, the next one does, for the kernel frees its lock. Raises WaitTimeout, and what ``fetch`` raises.
+    """
+    key = hashlib.sha256(group.encode()).hexdigest()[:16]
+    fd = os.open(plane.folder / f"pull-{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    try:
+        left_s = wait_s
+        while True:
+            try:
+                return plane.get_group(group, min_step=min_step, wait_s=min(_TURN_S, left_s), as_=as_)
+            except (errors.NotFound, errors.WaitTimeout):
+                left_s -= _TURN_S
+            if _try_lock(fd):
+                try:
+                    _fetch_once(plane, group, fetch, min_step, retain)
+                finally:
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+            if left_s <= 0:
+                raise errors.WaitTimeout(f"{group}: no step >= {min_step} came in {wait_s:g} s", name=group)
+    finally:
+        os.close(fd)
+
+
+def _fetch_once(plane: Plane, group: str, fetch: Callable[[], Pulled | None], min_step: int, retain: int) -> None:
+    try:
+        if plane.info(group).step >= min_step and plane.info(group).version:
+            return  # it came between the last look and the lock
+    except errors.NotFound:
+        pass
+    found = fetch()
+    if found is not None:
+        plane.publish_group(group, found.tensors, step=found.step, epoch=found.epoch, meta=found.meta, retain=retain)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,223 @@
+"""Who may come near the plane, what it refuses by name, and what it gives back when a home is gone."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.real.tensors.crew import Crew, clean, wait_until
+
+import rota.tensors
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.plane import Plane
+from rota.tensors.transport import Pulled, pull
+
+NOBODY = 65534
+SOURCE = Path(rota.tensors.__file__).parent
+
+
+def test_another_user_reaches_neither_the_bytes_nor_the_registry(plane: Plane) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    plane.put("secret", np.zeros(3_000_000, np.uint8))
+    (segment,) = plane.folder.glob("seg-*")
+    doors = {
+        "segment": lambda: os.open(segment, os.O_RDONLY),
+        "folder": lambda: list(plane.folder.iterdir()),
+        "clients": lambda: list((plane.folder / "c").iterdir()),
+        "table": lambda: os.open(plane.folder / "gen", os.O_RDWR),
+        "registry": lambda: socket.socket(socket.AF_UNIX).connect(plane.address.path),
+    }
+    out, into = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            refused = [name for name, door in doors.items() if _is_refused(door)]
+            os.write(into, " ".join(refused).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(into)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with os.fdopen(out) as said:
+        assert said.read().split() == list(doors)
+    for folder in (plane.folder.parent.parent, Path(plane.address.path).parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert segment.stat().st_mode & 0o777 == 0o600
+
+
+def _is_refused(door: Any) -> bool:
+    try:
+        door()
+    except PermissionError:
+        return True
+    return False
+
+
+def test_nothing_in_shared_memory_or_the_registry_is_ever_executed(plane: Plane) -> None:
+    unsafe = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    for path in [*SOURCE.rglob("*.py"), *(SOURCE.parent / "runtime").glob("redis_*.py")]:
+        tree = ast.walk(ast.parse(path.read_text()))
+        for node in tree:
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set[str]()
+            assert not names & unsafe, path
+            assert not isinstance(node, ast.ImportFrom) or node.module not in unsafe, path
+    plane.put("w", np.zeros(10))
+    version = plane._space.registry.dump()[f"v:{plane.info('w').version}"]
+    path, at = plane._space.segments.path(version["seg"]), int(version["off"]) + 512
+    with path.open("r+b") as file:  # what would run on being unpickled
+        file.seek(at)
+        file.write(b"cposix\nsystem\n(S'touch /tmp/unpickled'\ntR.".ljust(40, b" "))
+    plane.release("w")
+    with pytest.raises(errors.Corrupt, match="manifest is no JSON"):
+        plane.get("w", as_="numpy")
+    assert not Path("/tmp/unpickled").exists()
+    plane.delete("w")
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "names"),
+    [
+        (lambda p: p.put("w", np.array(["a"])), errors.UnsupportedTensor, "numpy dtype <U1"),
+        (lambda p: p.create("w", (1,), "float7").__enter__(), errors.UnsupportedTensor, "float7"),
+        (lambda p: p.create("w", (1 << 40, 1 << 40), "float32").__enter__(), BadInput, "the limit is"),
+        (lambda p: p.create("w", (2, -1), "float32").__enter__(), BadInput, "negative dimension -1"),
+        (lambda p: p.put("../w", np.zeros(1)), BadInput, r"\.\./w"),
+        (lambda p: p.put("a/./w", np.zeros(1)), BadInput, r"no level may be"),
+        (lambda p: p.publish_group("g", {}, step=1, meta="x" * (33 << 20)), BadInput, "names and meta take"),
+        (lambda p: p.put("w", np.zeros(1), retain=99), BadInput, "retain=99"),
+        (lambda p: p.put("w", np.zeros(1), orphan="maybe"), BadInput, "orphan='maybe'"),
+        (lambda p: p.publish_group("g", {}, part=(2, 2)), BadInput, r"part=\(2, 2\)"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(plane: Plane, what: Any, error: type, names: str) -> None:
+    with pytest.raises(error, match=names):
+        what(plane)
+    assert plane.stats()["names"] == 0
+    assert plane.stats()["versions"] == {}
+
+
+def test_a_writer_waits_for_slow_readers_and_names_them(plane: Plane, actors: Crew) -> None:
+    plane.publish_group("g", {"x": np.zeros(10)}, step=0)
+    code = """
+        held = []
+        for step in range(3):
+            held.append(plane.get_group('g', min_step=step, wait_s=20, as_='numpy'))
+            print('has', step, flush=True)
+        os.read(os.pipe()[0], 1)
+    """
+    reader = actors.start(code)
+    for step in (1, 2):
+        actors.says(reader, f"has {step - 1}")
+        plane.publish_group("g", {"x": np.full(10, step)}, step=step, lag_max=2)
+    actors.says(reader, "has 2")
+    plane.publish_group("g", {"x": np.zeros(10)}, step=3, lag_max=2)
+    with pytest.raises(errors.BackPressure, match=f"4 steps are in use, the oldest by process {reader}"):
+        plane.publish_group("g", {"x": np.zeros(10)}, step=4, lag_max=2, wait_s=0.05)
+    assert plane.info("g").step == 3
+    os.kill(reader, signal.SIGKILL)
+    plane.publish_group("g", {"x": np.zeros(10)}, step=4, lag_max=2, wait_s=10)
+    assert actors.wait(reader) == -signal.SIGKILL
+    assert clean(plane)["versions"] == {"ready": 1}
+
+
+def test_each_node_fetches_a_step_once_whoever_dies_fetching(plane: Plane, actors: Crew, tmp_path: Path) -> None:
+    """Two namespaces stand for two nodes; the namespace of the test is the node that pulls."""
+    log = tmp_path / "fetches"
+    with rota.tensors.connect(home=plane.home, namespace=f"{plane.namespace}-far") as far:
+        far.publish_group("weights", {"w": np.arange(1000)}, step=5, epoch=2, meta={"loss": 1})
+        code = f"""
+            import signal, rota.tensors, threading
+            from rota.tensors.transport import Pulled, pull
+            far = rota.tensors.connect(home={str(plane.home)!r}, namespace={far.namespace!r})
+            def fetch():
+                with open({str(log)!r}, 'a') as file: file.write(f'{{os.getpid()}}\\n')
+                if {{die}}: os.kill(os.getpid(), signal.SIGKILL)
+                threading.Event().wait(0.2)
+                found = far.get_group('weights', as_='numpy')
+                return Pulled(tensors=found, step=found.step, epoch=found.epoch, meta=found.meta)
+            got = pull(plane, 'weights', fetch, min_step=5, wait_s=20, as_='numpy')
+            assert (got.step, got.epoch, got.meta) == (5, 2, {{{{'loss': 1}}}}) and got['w'].sum() == 499500
+        """
+        assert actors.run(code.replace("{die}", "True").replace("{{", "{").replace("}}", "}")) == -signal.SIGKILL
+        living = [actors.start(code.replace("{die}", "False").replace("{{", "{").replace("}}", "}")) for _ in range(4)]
+        for pid in living:
+            assert actors.wait(pid) == 0, actors.output(pid)
+        assert len(log.read_text().splitlines()) == 2  # the one that died, and one of four
+        got = pull(plane, "weights", lambda: None, min_step=5, wait_s=1, as_="numpy")
+        assert got.step == 5
+        with pytest.raises(errors.WaitTimeout, match="no step >= 6"):
+            pull(plane, "weights", lambda: None, min_step=6, wait_s=0.1)
+        newer = Pulled(tensors={"w": np.zeros(1)}, step=6, epoch=2)
+        assert pull(plane, "weights", lambda: newer, min_step=6, wait_s=1, as_="numpy").step == 6
+        far.delete("weights")
+
+
+def test_gc_removes_the_memory_of_a_home_that_is_gone_and_no_other(plane: Plane, actors: Crew) -> None:
+    gone, here = Path(tempfile.mkdtemp(prefix="rt")), Path(tempfile.mkdtemp(prefix="rt"))
+    roots = {}
+    for home in (gone, here):
+        code = f"""
+            from rota.tensors import connect
+            other = connect(home={str(home)!r}, keep=True)
+            other.put('w', np.zeros(100))
+            print(other.folder.parent, flush=True)
+            os.kill(os.getpid(), 9)
+        """
+        pid = actors.start(code)
+        assert actors.wait(pid) == -signal.SIGKILL
+        roots[home] = Path(actors.output(pid).strip())
+    rota.tensors.plane.redis_server.end_running(rota.tensors.plane.environ.Home.of(gone))
+    shutil.rmtree(gone)
+    dropped = [each["what"] for each in plane.gc()["dropped"]]
+    assert str(roots[gone]) in dropped
+    assert not roots[gone].exists()
+    assert roots[here].exists(), "its home may come back for it"
+    assert plane.folder.exists()
+    rota.tensors.down(here)
+    shutil.rmtree(here)
+    wait_until(lambda: not roots[here].exists())
+
+
+def test_a_trainer_killed_between_two_publishes_leaves_rollouts_on_a_whole_version(plane: Plane, actors: Crew) -> None:
+    trainer = """
+        for step in range(1, 1000):
+            tensors = {str(i): np.full(5000, step) for i in range(8)}
+            plane.publish_group('weights/j/e', tensors, step=step, label='j/a/0')
+            print('at', step, flush=True)
+    """
+    rollout = """
+        last = 0
+        while True:
+            found = plane.get_group('weights/j/e', min_step=last, wait_s=20, as_='numpy')
+            steps = {int(t[k]) for t in found.values() for k in (0, 2500, 4999)}
+            assert steps == {found.step} and found.step >= last, (steps, found.step, last)
+            if found.step != last: print('has', found.step, flush=True)
+            last = found.step
+    """
+    first = actors.start(trainer)
+    actors.says(first, "at 5")
+    readers = [actors.start(rollout) for _ in range(2)]
+    actors.says(first, "at 40")
+    actors.kill(first)
+    step = plane.info("weights/j/e").step
+    for pid in readers:
+        actors.says(pid, f"has {step}")
+    assert actors.run(trainer.replace("1000", f"{step + 20}").replace("range(1", f"range({step + 1}")) == 0
+    for pid in readers:
+        actors.says(pid, f"has {step + 19}")
+        actors.kill(pid)
+    assert clean(plane)["versions"] == {"ready": 1}

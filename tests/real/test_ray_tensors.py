@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +39,9 @@ def plane(engine, engine_home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan
 
 
 def test_a_tensor_goes_from_actor_to_actor_and_driver_without_the_object_store_and_leaves_nothing(plane: Plane) -> None:
-    import ray
     import torch
+
+    ray: Any = importlib.import_module("ray")
 
     class Actor:
         @ray.method(tensor_transport="rota")

@@ -234,7 +234,15 @@ def _hint(words: Sequence[str]) -> str:
     return f"see: rota {verb} --help" if verb else "see: rota --help"
 
 
+def _leave(number: int, _: Any) -> None:
+    """Go through every ``finally``: a demonstration that is stopped ends what it started."""
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Entry point of the command ``rota``."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # 'rota ps | head' ends as other tools do
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) is signal.SIG_DFL:  # nohup stays nohup
+            signal.signal(one, _leave)
     sys.exit(call(sys.argv[1:]))

@@ -181,7 +181,7 @@ class Courier:
             calls[rank] = self._member_call(role, rank, _Sending(self._call_id(), op, given, kwargs, deadline_s, epoch))
         if isinstance(recv, FirstRule):
             return await _first(list(calls.values()))
-        answers = await _all(list(calls.values()))
+        answers = await all_results(list(calls.values()))
         results = dict(zip(calls, answers, strict=True))
         if isinstance(send, Rank) and not isinstance(recv, Rank):
             return results[send.rank]
@@ -454,7 +454,7 @@ async def _cancel(tasks: Any) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _all(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def all_results(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     """All results; when one raises, the others are cancelled and it is raised."""
     if len(calls) == 1:
         return [await calls[0]]

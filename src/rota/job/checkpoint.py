@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from rota.job.shadow import StateLost, flatten, is_tensor, load, rebuild
+from rota.job.shadow import StateLost, flatten, load, rebuild
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
 from rota.spec.resources import parse_duration
+from rota.tensors.arrays import is_torch
 from rota.tensors.plane import Plane
 
 AUTO_MIN_S, AUTO_MAX_S = 60.0, 3600.0
@@ -96,7 +97,7 @@ def write(folder: Path, instance: InstanceId, state: Any) -> int:
     outline, parts = flatten(state)
     folder.mkdir(parents=True, exist_ok=True)
     body = io.BytesIO()
-    tensors = any(is_tensor(part) for part in parts.values())
+    tensors = any(is_torch(part) for part in parts.values())
     if tensors:
         torch: Any = importlib.import_module("torch")
         torch.save(

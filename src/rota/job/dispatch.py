@@ -1,8 +1,9 @@
 """Split arguments and merge results as declared: nested dicts of arrays, lists and tensors, cut along dim 0.
 
-A batch is a numpy array, a torch tensor, a list, or a dict or tuple (nested) of batches of the same length. Texts,
-numbers and None inside a batch belong to every item and go to every member unchanged. torch is never imported here: a
-tensor can only come from a process that has it. Law: ``merge(split(x))`` through an identity operation equals ``x``.
+A batch is a numpy array, a torch tensor, a Ref, a list, or a dict or tuple (nested) of batches of the same length.
+Texts, numbers and None inside a batch belong to every item and go to every member unchanged. torch is never imported
+here: a tensor can only come from a process that has it. Law: ``merge(split(x))`` through an identity operation equals
+``x``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from rota.job.payload import Ref, join
 from rota.spec.dispatch import Concat, MeanRule, Rank, Receive, SameRule, Send, Shard, SumRule
 from rota.spec.errors import BadInput
+from rota.tensors.arrays import is_torch
 
 Mesh = tuple[tuple[str, int], ...]
 
@@ -111,14 +114,8 @@ def merge(results: Mapping[int, Any], parts: Mapping[int, Part], rule: Receive, 
 # -- nested values ----------------------------------------------------------------------------------------------------
 
 
-def is_tensor(value: Any) -> bool:
-    """True for a torch tensor; False in a process without torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
 def _is_leaf_batch(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray) or is_tensor(value)
+    return isinstance(value, list | np.ndarray | Ref) or is_torch(value)
 
 
 def map_batch(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -190,9 +187,13 @@ def concat(values: Sequence[Any]) -> Any:
         return tuple(concat(items) for items in zip(*values, strict=True))
     if isinstance(first, list):
         return [item for value in values for item in value]
+    if all(isinstance(value, Ref) and value.dtype == first.dtype for value in values):
+        return join(values)
+    values = [value.value() if isinstance(value, Ref) else value for value in values]
+    first = values[0]
     if isinstance(first, np.ndarray) and first.ndim > 0:
         return np.concatenate(values)
-    if is_tensor(first) and first.ndim > 0:
+    if is_torch(first) and first.ndim > 0:
         return sys.modules["torch"].cat(list(values))
     return first
 

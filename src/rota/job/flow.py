@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from rota.job import checkpoint, shadow
+from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.ledger import Order
@@ -33,6 +33,7 @@ from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
 from rota.job.streams import Batch, Pump, Streams
+from rota.job.weights import gradient_edges
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec, StreamRule
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
@@ -166,6 +167,9 @@ class Flow:
             say=self.log,
         )
         self.streams = StreamHandles(self, self.pumps)
+        send = partial(seat.courier.call, loop_epoch=forming.epoch)
+        self._edges = gradient_edges(seat.spec, send, forming.epoch)
+        payload.HELD.owner = True
 
     @property
     def weights_version(self) -> int:
@@ -215,6 +219,22 @@ class Flow:
                     return
         finally:
             await self.in_control(found.aclose())
+
+    async def gradients(self, source: str, batch: Any, *rest: Any) -> Any:
+        """Train over the gradient edge that leaves ``source`` (``role.op``): the merged answers of its other end.
+
+        ``batch`` goes to ``source``, what that makes and ``rest`` to the other end, gradients back. The roles step
+        their optimisers in an operation of their own. Raises BadInput for another source, else as a call does.
+        """
+        await self.settle()
+        edge = self._edges.get(source)
+        if edge is None:
+            names = ", ".join(self._edges) or "none"
+            raise BadInput(f"no gradient edge of {self.job} leaves {source!r}; edges leave {names}")
+        try:
+            return await edge.run(batch, rest)
+        finally:
+            self._seat.pulse.touch()
 
     def commit(self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None) -> Awaitable[int]:
         """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(n, metrics=...)``.
@@ -286,6 +306,8 @@ class Flow:
 
     async def begin(self, *, keeps: bool) -> None:
         """In the control lane: streams go on from the cut; it ``keeps`` items that no source gives again."""
+        if self._epoch > 1:
+            await asyncio.to_thread(payload.sweep, self.plane, self._seat.place.job, self._epoch)
         if keeps:
             place, who, n = self._seat.place, self._seat.id, self.committed
             find = partial(checkpoint.restored, self.plane, self.checkpoint_dir, place.job, who, n)
@@ -316,6 +338,8 @@ class Flow:
         table = await self._tell_master(n, published, metrics, saved, cut)
         self._seat.courier.update(table)
         self.pumps.committed(n, taken)
+        if payload.HELD.let_go:
+            await asyncio.to_thread(payload.HELD.give_back, self.plane)
         if saved is not None and self._cadence is not None and self._seat.spec.checkpoint is not None:
             self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
             keep = self._seat.spec.checkpoint.keep

@@ -15,7 +15,9 @@ from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, make_context
 from rota.job.calls import Refusal, Request
 from rota.job.inspect import import_target
+from rota.job.payload import BYTES_MIN, Box, prefix_of
 from rota.job.rendezvous import Meeting
+from rota.job.weights import PHASE, Tape
 from rota.job.workload import Marks, marks_of
 from rota.spec.ids import Epoch
 
@@ -31,6 +33,7 @@ class _Formed:
         self.replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
         self.loaded: dict[str, tuple[int, int]] = {}
         self.loading = asyncio.Lock()
+        self.tape = Tape()
         self.active = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -123,15 +126,33 @@ class ClassBody:
             return self._failed(formed, error, report=True)
         try:
             with self._seat.pulse.running(op.name, call=request.call_id):
-                value = getattr(formed.object, op.name)(*request.args, **request.kwargs)
-                if inspect.isawaitable(value):
-                    value = await value
+                value = await self._work(formed, op.name, request)
             self._seat.pulse.mark()
             return value
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
             return self._failed(formed, error, report=request.report and op.retry != "never")
         finally:
             formed.leave()
+
+    async def _work(self, formed: _Formed, name: str, request: Request) -> Any:
+        """The method of the user on arrays; what it gives, with Refs for what is large."""
+        kwargs, job = dict(request.kwargs), self._seat.place.job
+        phase = kwargs.pop(PHASE, None)
+        prefix = prefix_of(job, request.loop_epoch, f"{self._seat.id}/{request.call_id}")
+        box = Box(partial(self._plane, formed), prefix, BYTES_MIN if phase is None else 1)
+        function, args = getattr(formed.object, name), box.open(request.args)
+        if phase is not None:
+            value = await formed.tape.run(phase, function, args)
+        else:
+            value = function(*args, **box.open(kwargs))
+            if inspect.isawaitable(value):
+                value = await value
+        return box.close(value)
+
+    def _plane(self, formed: _Formed) -> Any:
+        if formed.plane is None:
+            formed.plane = shadow.connect(self._seat.place.job, self._seat.id, formed.epoch)
+        return formed.plane
 
     def _failed(self, formed: _Formed, error: BaseException, *, report: bool) -> Refusal:
         text = f"{type(error).__name__}: {error}"

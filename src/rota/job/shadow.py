@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from rota import tensors
+from rota.runtime import environ, redis_server
+from rota.runtime.environ import Home
 from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.reasons import Reason
+from rota.tensors.arrays import is_torch
 from rota.tensors.plane import Plane
+from rota.tensors.session import shm_root
 
 SHADOWS_KEPT = 2
 """The commit being made and the one before it: until the log has the newer one, the older is the truth."""
@@ -44,7 +48,11 @@ def drop(job: JobId, home: str) -> None:
 
 
 def give_back(job: JobId, home: str) -> None:
-    """``drop`` at the end of a job: a registry that is gone has nothing left of it."""
+    """``drop`` at the end of a job: a registry that is gone, or was never there, has nothing left of it."""
+    where = Home.of(home)
+    socket = redis_server.Address(path=str(redis_server.socket_path(where)))
+    if not environ.get(environ.REDIS_URL) and not shm_root(socket.url).exists():
+        return
     try:
         drop(job, home)
     except (NotReachable, TensorError) as error:
@@ -71,10 +79,10 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     found: dict[str, Any] = {}
 
     def outline(value: Any, path: str) -> Any:
-        if isinstance(value, np.ndarray) or is_tensor(value):
+        if isinstance(value, np.ndarray) or is_torch(value):
             name = str(len(found))
             found[name] = _detached(value)
-            return {"t": name, "torch": is_tensor(value)}
+            return {"t": name, "torch": is_torch(value)}
         if isinstance(value, Mapping):
             return {"d": [[_key(key, path), outline(item, f"{path}.{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):
@@ -113,7 +121,7 @@ def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, s
         step=n,
         retain=SHADOWS_KEPT,
         epoch=epoch,
-        meta={"outline": outline, "torch": any(is_tensor(part) for part in parts.values())},
+        meta={"outline": outline, "torch": any(is_torch(part) for part in parts.values())},
     )
     return sum(_bytes(tensor) for tensor in parts.values())
 
@@ -150,14 +158,8 @@ def _form() -> str:
     return "torch" if "torch" in sys.modules else "numpy"
 
 
-def is_tensor(value: Any) -> bool:
-    """True for a torch tensor; False in a process without torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
 def _detached(value: Any) -> Any:
-    return value.detach() if is_tensor(value) else value
+    return value.detach() if is_torch(value) else value
 
 
 def _key(key: Any, path: str) -> str | int:
@@ -169,7 +171,7 @@ def _key(key: Any, path: str) -> str | int:
 def _own(tensor: Any, *, torch: bool) -> Any:
     if torch:
         return tensor.clone()
-    return np.array(tensor.numpy() if is_tensor(tensor) else tensor)
+    return np.array(tensor.numpy() if is_torch(tensor) else tensor)
 
 
 def _bytes(tensor: Any) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from rota.job.calls import Courier, Lost
 from rota.job.core.ledger import Drop, Item, Ledger, Order, Place, Uid
 from rota.job.core.paths import Path, Stop, paths_of
+from rota.job.payload import opened
 from rota.job.peers import Peer
 from rota.job.probes import Pulse
 from rota.job.sources import Source, open_source
@@ -182,7 +183,7 @@ class Pump:
             return []
         items = (self.ledger.find(uid) for uid in self._held)
         return [
-            [item.uid, item.version or 0, self._held[item.uid].raw]
+            [item.uid, item.version or 0, opened(self._held[item.uid].raw)]
             for item in items
             if item is not None and item.place is not Place.LEASED
         ]

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.makers import at, command, fail, loop, mesh, op, placement, rl, service, spec
+from tests.makers import at, command, fail, mesh, op, placement, rl, service, spec
+from tests.makers import loop as the_loop
 
 from rota.job.core.check import check_graph
 from rota.job.core.graph import blast_radius, expand, find_cycle, instance_edges
@@ -26,7 +27,7 @@ def grpo(**fields: object) -> JobSpec:
         mesh("actor", 2),
         service("rollout", 2, op("generate", send="Each", recv="Stream")),
         service("reward", 2, op("score", send="Each")),
-        loop(),
+        the_loop(),
         streams=GRPO_STREAMS,
         edges=(
             Edge(source="prompts", target="rollout.generate", kind="stream"),
@@ -34,6 +35,17 @@ def grpo(**fields: object) -> JobSpec:
             Edge(source="reward.score", target="groups", kind="stream"),
         ),
         **fields,
+    )
+
+
+def towers(loop: bool = True, more: Edge | None = None, **read: str) -> JobSpec:
+    """Two meshes joined by a gradient edge."""
+    fields: dict[str, str] = {"send": "Shard(dp,none)", "retry": "commit"}
+    return spec(
+        service("vision", 2, op("encode", **fields), mesh=(("dp", 2),), state=True),
+        service("speller", 2, op("read", **(fields | read)), mesh=(("dp", 2),), state=True),
+        *([the_loop()] if loop else []),
+        edges=(Edge(source="vision.encode", target="speller.read", kind="grad"), *([more] if more else [])),
     )
 
 
@@ -90,7 +102,7 @@ def problems(job: JobSpec) -> dict[str, str]:
     return {problem.code: str(problem) for problem in check_graph(job)}
 
 
-@pytest.mark.parametrize("job", [grpo(), rl(), spec(command("w", 4, mesh=(("dp", 4),)))])
+@pytest.mark.parametrize("job", [grpo(), rl(), towers(), spec(command("w", 4, mesh=(("dp", 4),)))])
 def test_a_sound_job_has_no_problems(job):
     assert check_graph(job) == ()
 
@@ -151,6 +163,11 @@ def test_a_sound_job_has_no_problems(job):
             "@op.weights",
         ),
         (spec(service("a"), service("a")), "DUPLICATE_ROLE", "twice"),
+        (towers(loop=False), "NO_LOOP", "vision.encode -> speller.read needs a loop"),
+        (towers(retry="safe"), "GRAD_RETRY", "add up in speller.read until a commit"),
+        (towers(send="Shard(dp,repeat)"), "DISPATCH", "but speller.read has send=Shard(dp,repeat)"),
+        (towers(send="Same"), "DISPATCH", "declare it with send=Shard(AXIS) and no padding"),
+        (towers(more=Edge(source="speller.read", target="vision.encode", kind="grad")), "GRAD_CHAIN", "none leaves"),
         (spec(), "NO_ROLES", "at least one"),
     ],
 )

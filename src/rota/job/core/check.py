@@ -11,7 +11,7 @@ from math import prod
 from rota.job.core.graph import Endpoint, Graph, Merged, data_flow, endpoint, expand, find_cycle
 from rota.job.core.paths import faults_of
 from rota.job.core.placement import LEVELS, Tie, separations, ties
-from rota.spec.dispatch import Concat, FirstRule, OpSpec, Rank, Shard
+from rota.spec.dispatch import Concat, FirstRule, OpSpec, Rank, SameRule, Shard
 from rota.spec.ids import InstanceId
 from rota.spec.job import JobSpec, RoleSpec
 
@@ -172,6 +172,47 @@ def _edges(spec: JobSpec) -> Iterator[GraphProblem]:
                         hint="name an operation of a role, such as llm.step",
                         code="EDGE_KIND",
                     )
+
+
+def _gradients(spec: JobSpec) -> Iterator[GraphProblem]:
+    """Ends of gradient edges: two roles, operations whose effects count at a commit, rows that come back as they went."""
+    sources = [edge.source for edge in spec.edges if edge.kind == "grad"]
+    for i, edge in enumerate(spec.edges):
+        if edge.kind != "grad":
+            continue
+        path, text = f"edges[{i}]", f"{edge.source} -> {edge.target}"
+        ends = [endpoint(spec, edge.source), endpoint(spec, edge.target)]
+        if ends[0].role is not None and ends[0].role == ends[1].role:
+            message, hint = f"{text} joins a role with itself", "call the second operation from the first"
+            yield GraphProblem(path=path, message=message, hint=hint, code="GRAD_SELF")
+        if sources.count(edge.source) > 1 or edge.target in sources:
+            message = f"{text}: one gradient edge leaves an operation, and none leaves where one ends"
+            hint = "join the further towers into the role at its end, with a pipeline mesh"
+            yield GraphProblem(path=path, message=message, hint=hint, code="GRAD_CHAIN")
+        if spec.loop is None and all(role.interface or role.run for role in spec.roles):
+            message, hint = f"{text} needs a loop that sends batches over it", "add an async function of one argument"
+            yield GraphProblem(path=path, message=message, hint=hint, code="NO_LOOP")
+        for end in ends:
+            role = next((one for one in spec.roles if one.name == end.role), None)
+            op = role.interface.op(end.op) if role is not None and role.interface is not None else None
+            if role is not None and op is not None:
+                yield from _gradient_end(path, text, role, op)
+
+
+def _gradient_end(path: str, text: str, role: RoleSpec, op: OpSpec) -> Iterator[GraphProblem]:
+    end = f"{role.name}.{op.name}"
+    if op.retry != "commit":
+        message = f"{text}: gradients add up in {end} until a commit, but it has retry={op.retry!r}"
+        yield GraphProblem(path=path, message=message, hint="declare it with retry='commit'", code="GRAD_RETRY")
+    match op.send_rule:
+        case Shard(pad="none"):
+            return
+        case SameRule() if role.replicas_max == 1:
+            return
+        case _:
+            message = f"{text}: every row must come back to where it went, but {end} has send={op.send}"
+            hint = "declare it with send=Shard(AXIS) and no padding"
+            yield GraphProblem(path=path, message=message, hint=hint, code="DISPATCH")
 
 
 def _end(spec: JobSpec, path: str, end: Endpoint) -> Iterator[GraphProblem]:
@@ -386,6 +427,7 @@ _CHECKS: tuple[Callable[[JobSpec], Iterator[GraphProblem]], ...] = (
     _meshes,
     _contracts,
     _edges,
+    _gradients,
     _weights,
     _cycles,
     _success,

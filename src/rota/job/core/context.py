@@ -266,8 +266,8 @@ class JobContext:
 
     @property
     def shares_tensors(self) -> bool:
-        """True when shared memory holds state or weights of the job."""
-        return self.spec is not None and bool(self.spec.weights or self.spec.streams or self.plan.stateful)
+        """True when shared memory may hold state, weights or results of the job."""
+        return self.spec is not None and bool(self.plan.loop or self.plan.stateful)
 
     @property
     def loop_epoch(self) -> Epoch:

@@ -175,7 +175,7 @@ def _edges(spec: JobSpec) -> Iterator[GraphProblem]:
 
 
 def _gradients(spec: JobSpec) -> Iterator[GraphProblem]:
-    """Ends of gradient edges: two roles, operations whose effects count at a commit, rows that come back as they went."""
+    """Ends of gradient edges: two roles, effects that count at a commit, rows that come back as they went."""
     sources = [edge.source for edge in spec.edges if edge.kind == "grad"]
     for i, edge in enumerate(spec.edges):
         if edge.kind != "grad":

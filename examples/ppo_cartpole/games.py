@@ -50,7 +50,7 @@ def first_games(seed: int) -> list[Game]:
 
 
 def play(policy: Policy, games: list[Game], seed: tuple[int, ...]) -> dict[str, Any]:
-    """LENGTH moves of each game, begun anew where one ends: states, moves, log_p, rewards, over [T, N], last states [N].
+    """LENGTH moves of each game, begun anew where it ends: states, moves, log_p, rewards, over [T, N], last states [N].
 
     ``games`` of the result go on where these stop, ``lengths`` are those of the games that ended.
     """

@@ -27,15 +27,16 @@ from typing import Any
 from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.checkpoint import Cadence, folder_of, prune
-from rota.job.core.ledger import Order
 from rota.job.core.symptoms import bad_losses
+from rota.job.handles import RoleHandle, Roles, StreamHandles
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
-from rota.job.streams import Batch, Pump, Streams
+from rota.job.streams import Streams
+from rota.job.turns import Turns
 from rota.job.weights import gradient_edges
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
-from rota.spec.dispatch import EachRule, OpSpec, StreamRule
+from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
 from rota.spec.ids import Epoch
 from rota.spec.job import RoleSpec
@@ -46,92 +47,6 @@ SAVE_MAX_S = 1800.0
 """Longest wait for one instance to save its state at a commit."""
 CANCEL_MAX_S = 30.0
 """Longest wait for a cancelled loop to let go."""
-
-
-class RoleHandle:
-    """The instances of one role; every declared operation is an async method of it."""
-
-    def __init__(self, flow: Flow, role: RoleSpec) -> None:
-        self._flow = flow
-        self._role = role
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        found = self._role.interface.op(name) if self._role.interface else None
-        if found is None:
-            names = ", ".join(op.name for op in self._role.interface.ops) if self._role.interface else ""
-            raise AttributeError(f"role {self._role.name!r} has no operation {name!r}; it has {names or 'none'}")
-        if isinstance(found.recv_rule, StreamRule):
-            return lambda *args, **kwargs: self._flow.stream(self._role, found, args, kwargs)
-        return lambda *args, **kwargs: self._flow.call(self._role, found, args, kwargs)
-
-    def __len__(self) -> int:
-        """How many instances are ready now."""
-        return sum(peer.ready for peer in self._flow.table.of_role(self._role.name))
-
-
-class Roles:
-    """``f.roles.actor``: a handle for each role of the job."""
-
-    def __init__(self, handles: Mapping[str, RoleHandle]) -> None:
-        self._handles = dict(handles)
-
-    def __getattr__(self, name: str) -> RoleHandle:
-        try:
-            return self._handles[name]
-        except KeyError:
-            raise AttributeError(f"the job has no role {name!r}; it has {', '.join(self._handles)}") from None
-
-    def __getitem__(self, name: str) -> RoleHandle:
-        """A role whose name is no Python name: ``f.roles["rollout.decode"]``."""
-        return self._handles[name]
-
-
-class StreamHandle:
-    """A stream as the loop uses it. Batches that were taken count as trained at the next commit, not before."""
-
-    def __init__(self, flow: Flow, pump: Pump) -> None:
-        self._flow, self._pump = flow, pump
-
-    async def batches(self, size: int, *, order: Order = "admission") -> AsyncIterator[Batch]:
-        """Batches of ``size`` items, fewer at the end, in the order of admission or of ``arrival``.
-
-        Raises BadInput for a size that the stream cannot hold, or when a commit must come first; DataError when more
-        items are bad than the contract of a role allows.
-        """
-        while True:
-            await self._flow.settle()
-            batch = await self._flow.in_control(self._pump.next_batch(size, order))
-            if batch is None:
-                return
-            yield batch
-
-    async def put(self, value: Any) -> int | str:
-        """Put an item into a stream without a source, once there is room; returns its uid.
-
-        The uid is ``value[key]`` if there is one, else a number. Raises BadInput for a uid that is open.
-        """
-        await self._flow.settle()
-        return await self._flow.in_control(self._pump.put(value))
-
-    def close(self) -> None:
-        """Nothing more will be put in: ``batches`` ends behind the last item."""
-        self._flow.call_in_control(self._pump.close_door)
-
-    def must_commit(self, size: int) -> bool:
-        """True when a further batch of ``size`` cannot come before a commit."""
-        return self._pump.must_commit(size)
-
-
-class StreamHandles:
-    """``f.streams.groups``: a handle for each stream of the job."""
-
-    def __init__(self, flow: Flow, streams: Streams) -> None:
-        self._flow, self._streams = flow, streams
-
-    def __getattr__(self, name: str) -> StreamHandle:
-        return StreamHandle(self._flow, self._streams.find(name))
-
-    __getitem__ = __getattr__
 
 
 class Flow:
@@ -169,6 +84,7 @@ class Flow:
         self.streams = StreamHandles(self, self.pumps)
         send = partial(seat.courier.call, loop_epoch=forming.epoch)
         self._edges = gradient_edges(seat.spec, send, forming.epoch)
+        self._turns = Turns(seat.spec, seat.courier, send)
         payload.HELD.owner = True
 
     @property
@@ -197,28 +113,30 @@ class Flow:
         """Call an operation; see ``calls.Courier`` for what it raises."""
         await self.settle()
         courier, epoch = self._seat.courier, self._epoch
-        if isinstance(op.send_rule, EachRule):
-            items = _items(op, args)
-            return await self.in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
-        try:
-            return await courier.call(role, op, args, kwargs, loop_epoch=epoch)
-        finally:
-            self._seat.pulse.touch()
+        async with self._turns.of(role):
+            if isinstance(op.send_rule, EachRule):
+                items = _items(op, args)
+                return await self.in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
+            try:
+                return await courier.call(role, op, args, kwargs, loop_epoch=epoch)
+            finally:
+                self._seat.pulse.touch()
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> AsyncIterator[tuple[int, Any]]:
         """(index, result) of each item as it finishes."""
         await self.settle()
-        found = self._seat.courier.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
-        try:
-            while True:
-                try:
-                    yield await self.in_control(anext(found))
-                except StopAsyncIteration:
-                    return
-        finally:
-            await self.in_control(found.aclose())
+        async with self._turns.of(role):
+            found = self._seat.courier.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
+            try:
+                while True:
+                    try:
+                        yield await self.in_control(anext(found))
+                    except StopAsyncIteration:
+                        return
+            finally:
+                await self.in_control(found.aclose())
 
     async def gradients(self, source: str, batch: Any, *rest: Any) -> Any:
         """Train over the gradient edge that leaves ``source`` (``role.op``): the merged answers of its other end.
@@ -231,10 +149,11 @@ class Flow:
         if edge is None:
             names = ", ".join(self._edges) or "none"
             raise BadInput(f"no gradient edge of {self.job} leaves {source!r}; edges leave {names}")
-        try:
-            return await edge.run(batch, rest)
-        finally:
-            self._seat.pulse.touch()
+        async with self._turns.of(edge.source[0], edge.target[0]):
+            try:
+                return await edge.run(batch, rest)
+            finally:
+                self._seat.pulse.touch()
 
     def commit(self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None) -> Awaitable[int]:
         """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(n, metrics=...)``.

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
 
-from rota.job.core.graph import Endpoint, Graph, Merged, data_flow, endpoint, expand, find_cycle
-from rota.job.core.paths import faults_of
+from rota.job.core.graph import Endpoint, Graph, Merged, data_flow, endpoint, expand, find_cycle, lease_groups
+from rota.job.core.paths import driven_ends, faults_of
 from rota.job.core.placement import LEVELS, Tie, separations, ties
 from rota.spec.dispatch import Concat, FirstRule, OpSpec, Rank, SameRule, Shard
-from rota.spec.ids import InstanceId
+from rota.spec.ids import InstanceId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 
 
@@ -213,6 +213,30 @@ def _gradient_end(path: str, text: str, role: RoleSpec, op: OpSpec) -> Iterator[
             message = f"{text}: every row must come back to where it went, but {end} has send={op.send}"
             hint = "declare it with send=Shard(AXIS) and no padding"
             yield GraphProblem(path=path, message=message, hint=hint, code="DISPATCH")
+
+
+def _turns(spec: JobSpec) -> Iterator[GraphProblem]:
+    """What cannot take turns: a path of items or a gradient edge, which are at work all the time."""
+    groups = {name: group for group in lease_groups(spec) for name in group}
+    names = {role.name for role in spec.roles}
+    streams = {stream.name for stream in spec.streams}
+    driven = driven_ends(spec, streams)
+    for i, edge in enumerate(spec.edges):
+        source, target = endpoint(spec, edge.source).role, endpoint(spec, edge.target).role
+        text, group = f"{edge.source} -> {edge.target}", groups.get(target or RoleName(""), ())
+        if edge.kind == "grad" and source in group and source != target:
+            message = f"{text}: both ends work at the same time, but {source} and {target} take turns on a device"
+            yield GraphProblem(path=f"edges[{i}]", message=message, hint=_OWN_DEVICES, code="TURNS")
+        elif edge.kind != "grad" and edge.source in driven and target in groups and names.issuperset(group):
+            message = f"{text}: items come at any time, but {target} takes turns with {_others(group, target)}"
+            yield GraphProblem(path=f"edges[{i}]", message=message, hint=_OWN_DEVICES, code="TURNS")
+
+
+_OWN_DEVICES = "give each its own devices, or let the loop call them in turn"
+
+
+def _others(group: tuple[RoleName, ...], name: RoleName | None) -> str:
+    return " and ".join(one for one in group if one != name)
 
 
 def _end(spec: JobSpec, path: str, end: Endpoint) -> Iterator[GraphProblem]:
@@ -428,6 +452,7 @@ _CHECKS: tuple[Callable[[JobSpec], Iterator[GraphProblem]], ...] = (
     _contracts,
     _edges,
     _gradients,
+    _turns,
     _weights,
     _cycles,
     _success,

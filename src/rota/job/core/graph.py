@@ -229,6 +229,22 @@ def find_cycle(arrows: Mapping[str, Sequence[str]]) -> tuple[str, ...] | None:
     return None
 
 
+def lease_groups(spec: JobSpec) -> tuple[tuple[RoleName, ...], ...]:
+    """Roles that share devices by turns, directly or over others; in the order of the file."""
+    merged: Merged[RoleName] = Merged()
+    sharing: dict[RoleName, None] = {}
+    for role in spec.roles:
+        for near in role.collocate:
+            if near.level == "device" and near.share == "lease" and near.role not in ("self", role.name):
+                merged.join(role.name, RoleName(near.role))
+                sharing |= {role.name: None, RoleName(near.role): None}
+    groups: dict[RoleName, list[RoleName]] = {}
+    for role in spec.roles:
+        if role.name in sharing:
+            groups.setdefault(merged.root(role.name), []).append(role.name)
+    return tuple(tuple(group) for group in groups.values())
+
+
 def reachable(arrows: Mapping[RoleName, Sequence[RoleName]], start: RoleName) -> frozenset[RoleName]:
     """Every vertex reachable from ``start`` over at least one arrow."""
     found: set[RoleName] = set()

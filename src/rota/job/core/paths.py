@@ -121,7 +121,7 @@ def faults_of(spec: JobSpec) -> Iterator[Fault]:
 def _lines(spec: JobSpec) -> Iterator[Fault]:
     """Forks, joins and chains: what is no line from a stream; then each line by itself."""
     streams = {stream.name for stream in spec.streams}
-    driven = _driven(spec, streams)
+    driven = driven_ends(spec, streams)
     seen_from: dict[str, str] = {}
     seen_to: dict[str, str] = {}
     bad = False
@@ -151,7 +151,7 @@ def _lines(spec: JobSpec) -> Iterator[Fault]:
             yield from _line(spec, path)
 
 
-def _driven(spec: JobSpec, streams: set[str]) -> set[str]:
+def driven_ends(spec: JobSpec, streams: set[str]) -> set[str]:
     """Ends of edges that items of a stream pass."""
     found, size = set(streams), -1
     while size != len(found):

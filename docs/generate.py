@@ -67,7 +67,7 @@ def page_of_states() -> str:
     """The life cycles with what each state asserts."""
     lines = ["# States", "", *(states.__doc__ or "").strip().splitlines(), ""]
     tree = ast.parse((SOURCE / "spec" / "states.py").read_text(encoding="utf-8"))
-    for cls in (states.JobState, states.InstanceState, states.Level):
+    for cls in (states.JobState, states.InstanceState, states.ReplicaState, states.Level):
         lines += [f"## {cls.__name__}", "", (cls.__doc__ or "").strip(), "", "| state | meaning |", "|---|---|"]
         texts = _member_texts(tree, cls.__name__)
         lines += [f"| `{member}` | {texts.get(member.name, '')} |" for member in cls]

@@ -12,11 +12,11 @@ from tests.makers import JOB, at, loop, op, service, spec
 
 from rota.job.calls import Courier, Request
 from rota.job.peers import Peer, PeerTable
-from rota.job.weights import PHASE, Tape, gradient_edges
+from rota.job.weights import PHASE, Replicas, Tape, gradient_edges
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, NodeId, RoleName
-from rota.spec.job import Edge, JobSpec
+from rota.spec.job import Bound, Edge, JobSpec, WeightsEdge
 
 torch = pytest.importorskip("torch")
 ROWS, WIDTH = 12, 5
@@ -122,3 +122,56 @@ def test_a_step_without_backward_and_rows_that_do_not_divide_are_named() -> None
     silent.towers["speller/0"].read = lambda made, wanted: {"loss": 0.0}  # type: ignore[method-assign]
     with pytest.raises(BadInput, match="no gradient came"):
         silent.learn(*batch())
+
+
+class At:
+    """A clock that is set."""
+
+    now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def replicas(**lag: Any) -> tuple[Replicas, At]:
+    clock, bound = At(), Bound(**lag) if lag else None
+    edge = WeightsEdge(source=RoleName("actor"), target=RoleName("serve"), lag=bound)
+    return Replicas([edge], clock), clock  # type: ignore[arg-type]
+
+
+def states(found: Replicas) -> tuple[str, int, int, float]:
+    ((_, state, held, behind, behind_s),) = found.read()
+    return state, held, behind, behind_s
+
+
+def test_a_replica_is_stale_until_it_has_loaded_and_suspect_when_it_is_too_far_behind() -> None:
+    found, clock = replicas(versions=2, seconds=5.0)
+    assert states(found) == ("STALE", 0, 0, 0.0)
+    found.learn({"actor-serve": (1, 1)}, Epoch(1))
+    assert states(found) == ("STALE", 0, 1, 0.0)
+    (one,) = found.missing({"actor-serve": (1, 1)})
+    one.syncing = True
+    assert states(found)[0] == "SYNCING"
+    one.syncing, one.held = False, (1, 1)
+    assert states(found) == ("SYNCED", 1, 0, 0.0) and found.missing({"actor-serve": (1, 1)}) == []
+    found.learn({"actor-serve": (1, 3)}, Epoch(1))
+    clock.now_s = 4.0
+    assert states(found) == ("STALE", 1, 2, 4.0)
+    clock.now_s = 6.0
+    assert states(found)[0] == "SUSPECT", "5 s"
+    one.held = (1, 3)
+    found.learn({"actor-serve": (1, 6)}, Epoch(1))
+    assert states(found) == ("SUSPECT", 3, 3, 0.0), "two versions"
+
+
+def test_after_a_rollback_what_is_newer_than_the_commit_counts_as_nothing() -> None:
+    found, _ = replicas()
+    found.learn({"actor-serve": (1, 9)}, Epoch(1))
+    found.of["actor-serve"].held = (1, 9)
+    found.learn({"actor-serve": (1, 8)}, Epoch(1))
+    assert found.missing({"actor-serve": (1, 8)}) == [], "an older call of the same loop needs no older weights"
+    found.learn({"actor-serve": (1, 6)}, Epoch(2))
+    assert [one.edge.name for one in found.missing({"actor-serve": (1, 6)})] == ["actor-serve"]
+    found.of["actor-serve"].held = (1, 6)
+    found.learn({"actor-serve": (1, 9)}, Epoch(1))
+    assert states(found) == ("SYNCED", 6, 0, 0.0), "a late word of the loop before"

@@ -80,7 +80,7 @@ def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path)
         service.engine.told = {"main/0": {**beat.to_json(), "age_s": 0.125}}
         one = (await service.get("/jobs/hello-1"))["instances"][0]
         told = {"n": 7, "unit": "", "idle_s": 0.25, "beat_age_s": 0.125, "busy": [], "quiet": "", "waits_for": []}
-        assert one["progress"] == told | {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0}
+        assert one["progress"] == told | {"step_s": 0.0, "cpus": 0.0, "rss_bytes": 0, "weights": []}
         calls = [["call", "main", "work", 3, 1, 2.5, 640], ["commit", "master", "", 2, 0, 0.5, 0]]
         service.engine.told = {f"loop/{n}": {"calls": calls} for n in range(2)}
         observed = (await service.get("/jobs/hello-1/graph"))["observed"]

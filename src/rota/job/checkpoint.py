@@ -87,13 +87,14 @@ def folder_of(root: Path, n: int, epoch: Epoch) -> Path:
     return root / f"step-{n}.e{epoch}"
 
 
-def file_of(folder: Path, instance: InstanceId) -> Path:
-    """The file of one instance."""
-    return folder / f"{instance.role}-{instance.rank}.state"
+def file_of(folder: Path, owner: InstanceId | str) -> Path:
+    """The file of one instance, or of what is kept of a weights edge."""
+    stem = f"{owner.role}-{owner.rank}" if isinstance(owner, InstanceId) else f"weights.{owner}"
+    return folder / f"{stem}.state"
 
 
-def write(folder: Path, instance: InstanceId, state: Any) -> int:
-    """Write the state of one instance, whole or not at all; returns its bytes."""
+def write(folder: Path, owner: InstanceId | str, state: Any) -> int:
+    """Write the state of one instance or the weights of an edge, whole or not at all; returns its bytes."""
     outline, parts = flatten(state)
     folder.mkdir(parents=True, exist_ok=True)
     body = io.BytesIO()
@@ -105,7 +106,7 @@ def write(folder: Path, instance: InstanceId, state: Any) -> int:
         )
     else:
         np.savez(body, outline=np.array(json.dumps(outline)), **{f"p{name}": part for name, part in parts.items()})
-    path = file_of(folder, instance)
+    path = file_of(folder, owner)
     draft = path.with_suffix(".draft")
     with draft.open("wb") as file:
         file.write(b"T" if tensors else b"N")
@@ -116,14 +117,14 @@ def write(folder: Path, instance: InstanceId, state: Any) -> int:
     return body.tell()
 
 
-def find(root: Path, instance: InstanceId, n: int) -> Path | None:
-    """The file of an instance at commit ``n``, of the newest epoch that has one."""
+def find(root: Path, owner: InstanceId | str, n: int) -> Path | None:
+    """The file of an instance or a weights edge at commit ``n``, of the newest epoch that has one."""
     found = [
         (int(match.group(2)), path)
         for path in (root.iterdir() if root.is_dir() else ())
-        if (match := _FOLDER.match(path.name)) and int(match.group(1)) == n and file_of(path, instance).exists()
+        if (match := _FOLDER.match(path.name)) and int(match.group(1)) == n and file_of(path, owner).exists()
     ]
-    return file_of(max(found)[1], instance) if found else None
+    return file_of(max(found)[1], owner) if found else None
 
 
 def read(path: Path) -> Any:

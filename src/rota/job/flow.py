@@ -26,6 +26,7 @@ from typing import Any
 
 from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
+from rota.job.calls import Request
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
 from rota.job.handles import RoleHandle, Roles, StreamHandles
@@ -34,7 +35,7 @@ from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
 from rota.job.streams import Streams
 from rota.job.turns import Turns
-from rota.job.weights import gradient_edges
+from rota.job.weights import SYNC, gradient_edges
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
@@ -45,6 +46,8 @@ COMMIT_ANSWER_S = 10.0
 """A commit without an answer is sent again after this; the master answers a repeated one from the log."""
 SAVE_MAX_S = 1800.0
 """Longest wait for one instance to save its state at a commit."""
+PACE_MAX_S = 60.0
+"""Longest wait of a commit for one reader to load the weights."""
 CANCEL_MAX_S = 30.0
 """Longest wait for a cancelled loop to let go."""
 
@@ -69,6 +72,7 @@ class Flow:
         self._seat = seat
         self._epoch: Epoch = forming.epoch
         self._pending: asyncio.Task[int] | None = None
+        self._paced: dict[str, int] = {}
         wanted = seat.spec.checkpoint
         self._cadence = Cadence.of(wanted, seat.clock.monotonic_s()) if wanted is not None else None
         self.pumps = Streams(
@@ -82,9 +86,8 @@ class Flow:
             say=self.log,
         )
         self.streams = StreamHandles(self, self.pumps)
-        send = partial(seat.courier.call, loop_epoch=forming.epoch)
-        self._edges = gradient_edges(seat.spec, send, forming.epoch)
-        self._turns = Turns(seat.spec, seat.courier, send)
+        self._edges = gradient_edges(seat.spec, self._send, forming.epoch)
+        self._turns = Turns(seat.spec, seat.courier, self._send)
         payload.HELD.owner = True
 
     @property
@@ -118,9 +121,12 @@ class Flow:
                 items = _items(op, args)
                 return await self.in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
             try:
-                return await courier.call(role, op, args, kwargs, loop_epoch=epoch)
+                return await self._send(role, op, args, kwargs)
             finally:
                 self._seat.pulse.touch()
+
+    async def _send(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return await self._seat.courier.call(role, op, args, kwargs, loop_epoch=self._epoch)
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -256,6 +262,7 @@ class Flow:
         saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
         table = await self._tell_master(n, published, metrics, saved, cut)
         self._seat.courier.update(table)
+        await self._pace(n)
         self.pumps.committed(n, taken)
         if payload.HELD.let_go:
             await asyncio.to_thread(payload.HELD.give_back, self.plane)
@@ -263,6 +270,33 @@ class Flow:
             self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
             keep = self._seat.spec.checkpoint.keep
             await asyncio.to_thread(prune, self.checkpoint_dir, keep, n)
+
+    async def _pace(self, n: int) -> None:
+        """Readers of an edge with a bounded lag that could fall further behind load commit ``n`` before we go on.
+
+        One that is not ready serves nobody; one that does not load in time is for its own limits to judge.
+        """
+        due = [
+            edge
+            for edge in self._seat.spec.weights
+            if edge.lag is not None and n - self._paced.get(edge.name, 0) >= edge.lag.versions
+        ]
+        readers = [(edge, peer) for edge in due for peer in self.table.of_role(edge.target) if peer.ready]
+        await asyncio.gather(*(self._load_weights(n, edge.name, peer) for edge, peer in readers))
+        self._paced |= {edge.name: n for edge in due}
+
+    async def _load_weights(self, n: int, edge: str, peer: Peer) -> None:
+        request = Request(
+            call_id=f"{self._seat.id}/{self._epoch}/{edge}/{n}",
+            op=SYNC,
+            args=(),
+            kwargs={},
+            epoch=peer.epoch,
+            loop_epoch=self._epoch,
+            weights={name: version for name, version in self.table.weights.items() if name == edge},
+        )
+        with self._seat.pulse.waiting.on(str(peer.id), "weights", edge), contextlib.suppress(ProcessGone, CallTimeout):
+            await self._seat.launcher.call(peer.handle(self._seat.place.job), request.to_call(PACE_MAX_S))
 
     def _keep(self, n: int, kept: dict[str, Any], folder: str) -> None:
         """Items that no source gives again are state of the loop, saved like that of any other instance."""

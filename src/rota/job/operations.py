@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from rota.job.bodies import Forming, Seat, make_context
 from rota.job.calls import Refusal, Request
 from rota.job.inspect import import_target
 from rota.job.payload import BYTES_MIN, Box, prefix_of
+from rota.job.peers import PeerTable
 from rota.job.rendezvous import Meeting
-from rota.job.weights import PHASE, Tape
+from rota.job.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
 from rota.job.workload import Marks, marks_of
 from rota.spec.ids import Epoch
 
@@ -28,19 +29,15 @@ REPLIES_KEPT_MAX = 32
 class _Formed:
     """The object of one epoch and what goes on in it. But for its making it belongs to the user lane."""
 
-    def __init__(self, epoch: Epoch, marks: Marks, plane: Any, found: Any) -> None:
+    def __init__(self, epoch: Epoch, marks: Marks, plane: Any, found: Any, replicas: Replicas) -> None:
         self.epoch, self.marks, self.plane, self.object = epoch, marks, plane, found
         self.replies: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
-        self.loaded: dict[str, tuple[int, int]] = {}
+        self.replicas, self.first = replicas, False
         self.loading = asyncio.Lock()
         self.tape = Tape()
         self.active = 0
         self.idle = asyncio.Event()
         self.idle.set()
-
-    def missing(self, needed: Mapping[str, tuple[int, int]]) -> list[str]:
-        """Weights edges whose versions here are older than the call needs them."""
-        return [edge for edge, version in needed.items() if self.loaded.get(edge, (0, 0)) < version]
 
     def enter(self) -> None:
         """One more operation runs: weights stay as they are."""
@@ -79,8 +76,13 @@ class ClassBody:
             ctx.restored = await seat.user.do(
                 partial(checkpoint.restored, plane, ctx.checkpoint_dir, seat.place.job, seat.id, forming.restore)
             )
-        formed = _Formed(forming.epoch, marks, plane, await seat.user.do(cls))
+        edges = [edge for edge in seat.spec.weights if edge.target == seat.id.role]
+        replicas = Replicas(edges, seat.clock)
+        formed = _Formed(forming.epoch, marks, plane, await seat.user.do(cls), replicas)
+        formed.first = forming.index == 0
         await self._in_user(formed.object.setup, (ctx,), {})
+        if forming.restore > 0 and formed.first:
+            await self._publish_again(formed, ctx.checkpoint_dir, forming.restore)
         self._formed = formed
 
     async def run(self, committed: int) -> None:
@@ -118,12 +120,15 @@ class ClassBody:
 
     async def _operate(self, formed: _Formed, request: Request) -> Any:
         op = self._seat.role.interface.op(request.op) if self._seat.role.interface else None
-        if op is None:
+        if op is None and request.op != SYNC:
             return Refusal(kind="stale", text=f"{self._seat.id.role} has no operation {request.op!r}")
         try:
-            await self._enter(formed, request.weights)
+            await self._enter(formed, request.weights, request.loop_epoch)
         except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
             return self._failed(formed, error, report=True)
+        if op is None:
+            formed.leave()
+            return None
         try:
             with self._seat.pulse.running(op.name, call=request.call_id):
                 value = await self._work(formed, op.name, request)
@@ -161,37 +166,49 @@ class ClassBody:
             self._on_failure(error, formed.epoch)
         return Refusal(kind="failed", text=text, traceback=trace)
 
-    async def _enter(self, formed: _Formed, needed: Mapping[str, tuple[int, int]]) -> None:
+    async def _enter(self, formed: _Formed, needed: Mapping[str, Version], loop_epoch: Epoch) -> None:
         """Wait until the weights are as new as the call needs them; they change only while no operation runs."""
-        if formed.loading.locked() or formed.missing(needed):
+        replicas = formed.replicas
+        replicas.learn(needed, loop_epoch)
+        if formed.loading.locked() or replicas.missing(needed):
             async with formed.loading:
-                for edge in formed.missing(needed):
+                for replica in replicas.missing(needed):
                     await formed.idle.wait()
-                    await self._load(formed, edge, needed[edge])
+                    await self._load(formed, replica, needed[replica.edge.name])
         formed.enter()
 
-    async def follow(self, weights: Mapping[str, tuple[int, int]]) -> None:
+    async def follow(self, table: PeerTable) -> None:
         """In the user lane: take newer versions of the edges whose lag is bounded, once no operation runs."""
-        formed, role = self._formed, self._seat.id.role
-        bounded = {edge.name for edge in self._seat.spec.weights if edge.target == role and edge.lag is not None}
-        needed = {edge: version for edge, version in weights.items() if edge in bounded}
-        if formed is None or not formed.missing(needed):
+        formed = self._formed
+        if formed is None:
+            return
+        formed.replicas.learn(table.weights, table.loop_epoch)
+        bounded = {name for name, replica in formed.replicas.of.items() if replica.edge.lag is not None}
+        needed = {edge: version for edge, version in table.weights.items() if edge in bounded}
+        if not formed.replicas.missing(needed):
             return
         try:
-            await self._enter(formed, needed)
+            await self._enter(formed, needed, table.loop_epoch)
             formed.leave()
         except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
             self._failed(formed, error, report=True)
 
-    async def _load(self, formed: _Formed, edge: str, version: tuple[int, int]) -> None:
-        if formed.marks.weights is not None:
-            source = next((one.source for one in self._seat.spec.weights if one.name == edge), edge)
-            with self._seat.pulse.waiting.on(f"{source}/0", "weights", edge):
-                tensors = shadow.fetch(formed.plane, self._seat.place.job, edge, version)
-            loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
-            if inspect.isawaitable(loaded):
-                await loaded
-        formed.loaded[edge] = version
+    async def _load(self, formed: _Formed, replica: Replica, version: Version) -> None:
+        edge, replica.syncing = replica.edge, True
+        try:
+            if formed.marks.weights is not None:
+                with self._seat.pulse.waiting.on(f"{edge.source}/0", "weights", edge.name):
+                    tensors = shadow.fetch(formed.plane, self._seat.place.job, edge.name, version)
+                loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
+                if inspect.isawaitable(loaded):
+                    await loaded
+            replica.held = version
+        finally:
+            replica.syncing = False
+
+    def weights(self) -> tuple[tuple[str, str, int, int, float], ...]:
+        """What a beat tells of the weights edges that end here."""
+        return self._formed.replicas.read() if self._formed is not None else ()
 
     async def _in_user(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         async def call() -> Any:
@@ -216,7 +233,36 @@ class ClassBody:
                     await seat.user.do(lambda: checkpoint.write(Path(folder), seat.id, state))
         for edge in edges:
             await self._publish(formed, edge, n)
+        if folder and formed.first:
+            with self._seat.pulse.quiet("checkpoint"):
+                await self._seat.user.do(lambda: self._keep_weights(formed, n, Path(folder)))
         return {"bytes": size, "seconds": round(self._seat.clock.monotonic_s() - began_s, 6)}
+
+    def _published(self, formed: _Formed, n: int) -> Iterator[tuple[str, int]]:
+        """(edge, commit that published) of the weights edges that leave here, as of commit ``n``."""
+        for edge in self._seat.spec.weights if formed.marks.publish is not None else ():
+            if edge.source == self._seat.id.role and n - n % edge.every > 0:
+                yield edge.name, n - n % edge.every
+
+    def _keep_weights(self, formed: _Formed, n: int, folder: Path) -> None:
+        """What readers have and the state of commit ``n`` does not tell goes to disk with it."""
+        for edge, published in self._published(formed, n):
+            found = shadow.find_weights(formed.plane, self._seat.place.job, edge, published)
+            if published < n and found is not None:
+                checkpoint.write(folder, edge, dict(found))
+
+    async def _publish_again(self, formed: _Formed, root: Path, n: int) -> None:
+        """After a rollback to ``n``: what readers need and memory has no more comes from the state, or from disk."""
+        job, user = self._seat.place.job, self._seat.user
+        for edge, published in self._published(formed, n):
+            if await user.do(partial(shadow.find_weights, formed.plane, job, edge, published)) is not None:
+                continue
+            path = checkpoint.find(root, edge, n)
+            if published == n:
+                await self._publish(formed, edge, n)
+            elif path is not None:
+                kept = await user.do(partial(checkpoint.read, path))
+                await user.do(partial(shadow.publish, formed.plane, job, edge, published, formed.epoch, kept))
 
     async def _publish(self, formed: _Formed, edge: str, n: int) -> None:
         if formed.marks.publish is None:

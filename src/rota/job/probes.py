@@ -72,6 +72,8 @@ class Beat:
     calls: tuple[tuple[str, str, str, int, int, float, int], ...] = ()
     """Observed edges: kind, target role, operation, times, of which failed, seconds waited, bytes."""
     saved_s: float = 0.0
+    weights: tuple[tuple[str, str, int, int, float], ...] = ()
+    """Weights edges that end here: name, state of the replica, commit held, commits and seconds behind."""
     failure: Failure | None = None
 
     @property

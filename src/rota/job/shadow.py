@@ -144,11 +144,22 @@ def publish(plane: Plane, job: JobId, edge: str, n: int, epoch: Epoch, weights: 
     plane.publish_group(weights_name(job, edge), owned, step=n, retain=WEIGHTS_KEPT, epoch=epoch)
 
 
+def find_weights(plane: Plane, job: JobId, edge: str, n: int) -> Mapping[str, Any] | None:
+    """What was published with commit ``n``, if memory has it."""
+    try:
+        return plane.get_group(weights_name(job, edge), step=n, as_=_form())
+    except TensorError:
+        return None
+
+
 def fetch(plane: Plane, job: JobId, edge: str, version: tuple[int, int]) -> Mapping[str, Any]:
-    """The tensors of (epoch of the writer, n), read in place. Raises TensorError when they do not come in time."""
+    """The tensors of (epoch of the writer, n), read in place. Raises TensorError when they do not come in time.
+
+    A newer epoch that published step ``n`` did so again, after a rollback to it.
+    """
     epoch, n = version
     found = plane.get_group(weights_name(job, edge), step=n, wait_s=WAIT_S, as_=_form())
-    if found.epoch != epoch:
+    if found.epoch < epoch:
         raise TensorError(f"{weights_name(job, edge)} step {n} is of epoch {found.epoch}, not {epoch}")
     return found
 

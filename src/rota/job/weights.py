@@ -1,10 +1,14 @@
-"""Gradient edges: activations go forward, gradients back, in micro-batches, and both ends learn.
+"""Weights edges as their reader sees them, and gradient edges.
 
-``vision.encode -> speller.read`` with ``kind: grad``: the loop gives a batch to the edge. For each micro-batch, in
-order, ``encode`` makes activations, ``read`` its loss from them (and calls ``backward()`` on it), and what came to the
-activations goes back through ``encode``. Gradients add up in the parameters of both ends as in one process; the loop
-then calls the operations that step the optimisers, and commits. At most ``inflight`` micro-batches are between the ends
-(their activations are kept), which are Refs for the loop.
+Weights: a reader has a ``Replica`` of each edge that ends in it: the version it holds, how far that is behind, and the
+state that follows. Calls name the version they need; with a bounded ``lag`` the reader follows by itself, and the loop
+waits at a commit for readers that would get too far behind.
+
+Gradients: ``vision.encode -> speller.read`` with ``kind: grad``: the loop gives a batch to the edge. For each
+micro-batch, in order, ``encode`` makes activations, ``read`` its loss from them (and calls ``backward()`` on it), and
+what came to the activations goes back through ``encode``. Gradients add up in the parameters of both ends as in one
+process; the loop then calls the operations that step the optimisers, and commits. At most ``inflight`` micro-batches
+are between the ends, where their activations are kept; for the loop they are Refs.
 """
 
 from __future__ import annotations
@@ -13,20 +17,90 @@ import asyncio
 import inspect
 import itertools
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.job import dispatch
 from rota.job.calls import all_results
 from rota.job.core.graph import Endpoint, endpoint
+from rota.runtime.clock import Clock
 from rota.spec.dispatch import Concat, MeanRule, OpSpec, Rank, Shard, SumRule, rule_to_text
 from rota.spec.errors import BadInput
-from rota.spec.job import Edge, JobSpec, RoleSpec
+from rota.spec.ids import Epoch
+from rota.spec.job import Edge, JobSpec, RoleSpec, WeightsEdge
+from rota.spec.states import ReplicaState
 
+Version = tuple[int, int]
+"""(epoch of the writer, commit)."""
+NONE: Version = (0, 0)
+SYNC = "__sync__"
+"""Name of the operation that does nothing, with the weights that it needs."""
 PHASE = "__gradient__"
 """Keyword of a call along a gradient edge: [forward, step or back, number of the micro-batch]."""
 Call = Callable[[RoleSpec, OpSpec, tuple[Any, ...], Mapping[str, Any]], Awaitable[Any]]
+
+
+class Replica:
+    """The weights of one edge in one instance."""
+
+    def __init__(self, edge: WeightsEdge) -> None:
+        self.edge = edge
+        self.held = self.newest = NONE
+        self.syncing = False
+        self._behind_since_s = 0.0
+
+    def learn(self, newest: Version, now_s: float) -> None:
+        """``newest`` is the version that the last commit names."""
+        if self.held == self.newest != newest:
+            self._behind_since_s = now_s
+        self.newest = newest
+
+    def read(self, now_s: float) -> tuple[str, str, int, int, float]:
+        """(edge, state, commit held, commits behind, seconds behind)."""
+        behind = abs(self.newest[1] - self.held[1])
+        behind_s = round(now_s - self._behind_since_s, 3) if self.held != self.newest else 0.0
+        return self.edge.name, self._state(behind, behind_s), self.held[1], behind, behind_s
+
+    def _state(self, behind: int, behind_s: float) -> ReplicaState:
+        if self.held == self.newest:
+            return ReplicaState.SYNCED if self.held != NONE else ReplicaState.STALE
+        lag = self.edge.lag
+        if lag is not None and (behind > lag.versions or (lag.seconds is not None and behind_s > lag.seconds)):
+            return ReplicaState.SUSPECT
+        return ReplicaState.SYNCING if self.syncing else ReplicaState.STALE
+
+
+class Replicas:
+    """The weights edges that end in one instance under one epoch."""
+
+    def __init__(self, edges: Iterable[WeightsEdge], clock: Clock) -> None:
+        self._clock = clock
+        self._loop_epoch = Epoch(0)
+        self.of = {edge.name: Replica(edge) for edge in edges}
+
+    def learn(self, newest: Mapping[str, Version], loop_epoch: Epoch) -> None:
+        """The versions that the last commit names, as the loop of ``loop_epoch`` sees it.
+
+        A newer loop may name an older version, when its job went back: what else is held counts as nothing.
+        """
+        if loop_epoch < self._loop_epoch:
+            return
+        went_back = loop_epoch > self._loop_epoch
+        self._loop_epoch, now_s = loop_epoch, self._clock.monotonic_s()
+        for one in (self.of[name] for name in newest if name in self.of):
+            one.learn(newest[one.edge.name], now_s)
+            if went_back and one.held > one.newest:
+                one.held = NONE
+
+    def missing(self, needed: Mapping[str, Version]) -> list[Replica]:
+        """Those that are older than ``needed``."""
+        return [self.of[name] for name, version in needed.items() if name in self.of and self.of[name].held < version]
+
+    def read(self) -> tuple[tuple[str, str, int, int, float], ...]:
+        """What a beat tells of them."""
+        now_s = self._clock.monotonic_s()
+        return tuple(one.read(now_s) for one in self.of.values())
 
 
 class Tape:

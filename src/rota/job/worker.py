@@ -340,6 +340,7 @@ class Instance:
             pid=os.getpid(),
             table_version=self._seat.courier.table.version,
             failure=self._failure,
+            weights=self._body.weights() if isinstance(self._body, ClassBody) else (),
         )
         beat = self._seat.pulse.read(replace(beat, **self._load.read()))
         call = Call(method="beat", args=(beat.to_json(),), timeout_s=BEAT_ANSWER_S, control=True)
@@ -356,7 +357,7 @@ class Instance:
     def _follow(self) -> None:
         """A reader with a bounded lag takes new versions without a call; one load at a time, beats do not wait."""
         if self._ready and isinstance(self._body, ClassBody) and (self._following is None or self._following.done()):
-            self._following = self._user.submit(self._body.follow(dict(self._seat.courier.table.weights)))
+            self._following = self._user.submit(self._body.follow(self._seat.courier.table))
 
 
 def failure_of(error: BaseException, epoch: Epoch) -> Failure:

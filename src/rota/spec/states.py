@@ -3,6 +3,7 @@
 The job: SUBMITTED -> QUEUED -> ADMITTED -> CHECKING -> STARTING -> RUNNING, with RUNNING <-> RECOVERING, RESIZING and
 PAUSED, then STOPPING -> SUCCEEDED, FAILED or CANCELLED; preemption is PREEMPTING -> QUEUED with the next attempt.
 The instance: PLANNED -> STARTING -> STALE -> READY -> SUSPECT -> LOST, or STOPPING -> GONE.
+The weights that an instance reads: STALE -> SYNCING -> SYNCED -> STALE or SUSPECT -> SYNCING; gone with the instance.
 """
 
 from __future__ import annotations
@@ -89,6 +90,19 @@ class InstanceState(StrEnum):
     def terminal(self) -> bool:
         """True when no process of this epoch can act any more."""
         return self in (InstanceState.LOST, InstanceState.GONE)
+
+
+class ReplicaState(StrEnum):
+    """State of the weights that one instance reads over one weights edge."""
+
+    STALE = "STALE"
+    """Older than the last commit's, or none at all; loaded before the next operation."""
+    SYNCING = "SYNCING"
+    """A newer version is being loaded."""
+    SYNCED = "SYNCED"
+    """Those of the last commit that published."""
+    SUSPECT = "SUSPECT"
+    """Further behind than the lag of the edge allows, in versions or in seconds."""
 
 
 class Level(StrEnum):

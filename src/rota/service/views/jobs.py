@@ -199,6 +199,10 @@ def _beat(beat: Mapping[str, Any]) -> dict[str, Any]:
         "step_s": beat.get("step_s", 0.0),
         "cpus": beat.get("cpus", 0.0),
         "rss_bytes": beat.get("rss_bytes", 0),
+        "weights": [
+            {"edge": edge, "state": state, "held": held, "behind": behind, "behind_s": behind_s}
+            for edge, state, held, behind, behind_s in beat.get("weights", ())
+        ],
     }
 
 

@@ -84,21 +84,35 @@ def test_restart_process_replaces_the_dead_rank_and_re_forms_the_living_one_in_p
     run_job(engine, training(fail=Fail(restart="process")), body)
 
 
-def test_state_that_is_gone_from_memory_comes_back_from_the_checkpoint(engine) -> None:
+def test_state_and_weights_that_are_gone_from_memory_come_back_from_the_checkpoint(engine) -> None:
     async def body(run: Run) -> None:
         from rota import tensors
 
-        await until_paused(run)
-        await run.until(lambda: run.events(CheckpointSaved))
-        for rank in (0, 1):
-            tensors.connect(home=engine.home, keep=True).delete(f"shadow/{run.job}/learner/{rank}")
-        run.kill("learner/1")
+        await run.until(lambda: (run.output / "paused-3").exists() and run.events(CheckpointSaved))
+        plane = tensors.connect(home=engine.home, keep=True)
+        for name in (
+            "shadow/{}/learner/0",
+            "shadow/{}/learner/1",
+            "weights/{}/learner-reader",
+            "weights/{}/learner-late",
+        ):
+            plane.delete(name.format(run.job))
+        for victim in ("learner/1", "reader/0", "late/0"):
+            run.kill(victim)
         await succeed(run)
-        assert [one.n for one in run.events(CheckpointSaved)] == [2, 4, 6], run.story()
-        kept = sorted(path.name for path in (run.home.checkpoints / run.job).iterdir())
-        assert [name.partition(".")[0] for name in kept] == ["step-4", "step-6"]
+        assert [one.n for one in run.events(CheckpointSaved)] == [3, 6], run.story()
+        (kept,) = (path for path in (run.home.checkpoints / run.job).iterdir())
+        assert kept.name.startswith("step-6") and (kept / "learner-0.state").exists()
 
-    spec = dataclasses.replace(training(), checkpoint=Checkpoint(every="2 commits", keep=2))
+    spec = training(pause_at=4)
+    late = WeightsEdge(source=RoleName("learner"), target=RoleName("late"), every=2)
+    spec = dataclasses.replace(
+        spec,
+        roles=(*spec.roles, role("late", "learning:Reader")),
+        weights=(*spec.weights, late),
+        env=(*spec.env, ("LATE", "1")),
+        checkpoint=Checkpoint(every="3 commits", keep=1),
+    )
     run_job(engine, spec, body)
 
 

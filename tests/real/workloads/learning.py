@@ -61,12 +61,20 @@ class Reader(rota.Workload):
         return self.version, self.total
 
 
+def totals(n: int) -> float:
+    """The total of the learner after ``n`` updates."""
+    return n * (n + 1) / 2 * 14.0
+
+
 async def training(f) -> None:
     """STEPS updates; every answer of a reader must be of the last commit."""
     pause_at, steps, total = int(os.environ.get("PAUSE_AT", "-1")), int(os.environ["STEPS"]), 0.0
     for n in range(f.committed + 1, steps + 1):
         seen = set(await f.roles.reader.look(list(range(4))))
         assert len(seen) == 1 and seen.pop()[0] == n - 1 == f.weights_version, (n, seen)
+        if os.environ.get("LATE"):
+            ((version, late_total),) = set(await f.roles.late.look([0, 1]))
+            assert version == (n - 1) // 2 * 2 and late_total == totals(version), (n, version, late_total)
         rows = torch.arange(8.0).reshape(4, 2).repeat(1, 2) * n
         got = await f.roles.learner.update({"x": rows})
         assert got["updates"] == n, got

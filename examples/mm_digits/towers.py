@@ -31,10 +31,10 @@ class Digits:
     """Pictures [N, 64] in 0..1 and their names as letters [N, LENGTH]."""
 
     def __init__(self) -> None:
-        found = load_digits()
-        self.pictures = torch.from_numpy(found.data / 16)
+        pictures, digits = load_digits(return_X_y=True)
+        self.pictures = torch.from_numpy(pictures / 16)
         spelled = [[LETTERS.index(letter) for letter in word.ljust(LENGTH, ".")] for word in WORDS]
-        self.names = torch.tensor(spelled)[torch.from_numpy(found.target).long()]
+        self.names = torch.tensor(spelled)[torch.from_numpy(digits).long()]
 
 
 class Tower:
@@ -47,7 +47,7 @@ class Tower:
     def update(self, step: int) -> float:
         """Step 1, 2, ... along the mean gradient of the batch, which all ranks have summed up; its norm."""
         parameters = list(self.net.parameters())
-        flat = torch.cat([each.grad.flatten() for each in parameters]) / BATCH
+        flat = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None]) / BATCH
         self._total(flat)
         for each, gradient in zip(parameters, flat.split([each.numel() for each in parameters]), strict=True):
             each.grad = gradient.view_as(each)

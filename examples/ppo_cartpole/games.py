@@ -81,9 +81,9 @@ def play(policy: Policy, games: list[Game], seed: tuple[int, ...]) -> dict[str, 
 def move_on(env: CartPoleEnv, game: Game, move: int) -> bool:
     """One move of a game, in place; True when it is over."""
     env.reset(seed=0)
-    env.state = tuple(game[:4])
+    env.state = np.array(game[:4])
     _, _, fell, _, _ = env.step(move)
-    game[:4] = [float(one) for one in env.state]
+    game[:4] = np.asarray(env.state).tolist()
     game[4] += 1
     return bool(fell) or game[4] >= MOVES_MAX
 

@@ -53,9 +53,9 @@ class Learner:
         from torch import nn
 
         torch.manual_seed(seed + outputs)
-        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
-        with torch.no_grad():
-            self.net[-1].weight.mul_(0.1)
+        last = nn.Linear(64, outputs)
+        torch.nn.init.uniform_(last.weight, -0.01, 0.01)
+        self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), last)
         self._optimiser = torch.optim.Adam(self.net.parameters(), lr=LR, eps=1e-5)
 
     def values(self, states: NDArray[Any]) -> NDArray[Any]:

@@ -58,7 +58,7 @@ def test_instances_units_and_data_flow_order():
     assert [str(one) for one in graph.instances][:3] == ["actor/0", "actor/1", "rollout/0"]
     assert graph.units[0] == (at("actor/0"), at("actor/1"))
     assert len(graph.units) == 1 + 2 + 2 + 1
-    assert graph.order.index("rollout") < graph.order.index("reward")
+    assert graph.order.index(RoleName("rollout")) < graph.order.index(RoleName("reward"))
     assert graph.stateful == {"actor"}
     assert graph.loop == "loop"
 
@@ -244,7 +244,7 @@ def test_gang_subgraph_asks_for_one_gang_a_sub_graph_in_data_flow_order():
     requests = gang_requests(job, expand(job))
     assert len(requests) == 6
     order = [request.bundles[0].members[0].role for request in requests]
-    assert order.index("rollout") < order.index("reward")
+    assert order.index(RoleName("rollout")) < order.index(RoleName("reward"))
     tied = spec(service("a", 1), service("b", 1, apart=(near("a", "node"),)), gang="subgraph")
     assert len(gang_requests(tied, expand(tied))) == 1
 

@@ -8,6 +8,7 @@ gives the same figures to many digits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -41,7 +42,8 @@ class Tower:
     """A network with its optimiser; ``total`` sums a flat tensor over the ranks of its mesh, in place."""
 
     def __init__(self, net: nn.Module, total: Sum = alone) -> None:
-        self.net, self._total = net.double(), total
+        self.net: Any = net.double()
+        self._total = total
         self._optimiser = torch.optim.Adam(self.net.parameters(), lr=LR)
 
     def update(self, step: int) -> float:

@@ -306,7 +306,7 @@ class TestFlow:
             again.pumps.restore(told["items"])
             found = again.pumps.find("notes")
             assert (await found.next_batch(2, "admission")) == [{"uid": "b"}, {"uid": "c"}]
-            await asyncio.gather(pump.close(), found.close())
+            await asyncio.gather(*pump.cancel(), *found.cancel(), return_exceptions=True)
 
         run(main())
 

@@ -178,7 +178,7 @@ def test_a_put_that_waits_for_room_ends_when_it_can_no_longer_be(end: str) -> No
             pump.ledger.drop("a", Drop.UNUSED)
         with pytest.raises(DataError if end == "failed" else BadInput):
             await waiting
-        await pump.close()
+        await asyncio.gather(*pump.cancel(), return_exceptions=True)
 
     run(main())
 

@@ -59,6 +59,8 @@ def place(
         room = slots_that_fit(state, shape.slots[0], mask)
         if int(room.sum()) < len(shape.slots):
             return None
+        if len(shape.slots) == 1:
+            return _place_uniform(state, txn, shape, prefer, room)
     for part in _domains(state, shape, mask) if close else ():
         found = _place_in(state, txn, shape, prefer, part)
         if found is not None:
@@ -82,7 +84,7 @@ def _domains(state: State, shape: Shape, mask: Mask) -> Iterator[Mask]:
 
 def _place_in(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask) -> tuple[Held, ...] | None:
     if shape.uniform and shape.slots[0].gpus:
-        return _place_uniform(state, txn, shape, prefer, mask)
+        return _place_uniform(state, txn, shape, prefer, slots_that_fit(state, shape.slots[0], mask))
     with txn.trial():
         found = _Search(state, txn, shape, prefer, mask, exact=False).run()
     if found is None and len(shape.slots) > 1:
@@ -111,9 +113,9 @@ def _types_of(state: State, slot: Slot) -> list[int]:
     return [state.types.index(slot.type)] if slot.type in state.types else []
 
 
-def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask) -> tuple[Held, ...] | None:
+def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> tuple[Held, ...] | None:
+    """Equal slots one by one; ``room`` has per node how many fit, and is used up."""
     slot, count = shape.slots[0], len(shape.slots)
-    room = slots_that_fit(state, slot, mask)
     if int(room.sum()) < count:
         return None
     found: list[Held] = []
@@ -130,18 +132,22 @@ def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, mas
 
 def _whole_devices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, ...]]:
     """Choices of free devices of one type for a slot, the tightest socket that holds them all first."""
-    rows: Rows = np.arange(int(state.dev0[node]), int(state.dev0[node + 1]))
+    first, end = int(state.dev0[node]), int(state.dev0[node + 1])
+    # A node has few devices: lists are quicker here than arrays.
+    milli, health = state.dev_milli[first:end].tolist(), state.dev_health[first:end].tolist()
+    types, places = state.dev_type[first:end].tolist(), state.dev_socket[first:end].tolist()
     for kind in _types_of(state, slot):
-        free = rows[(state.dev_milli[rows] == 1000) & (state.dev_health[rows] == 0) & (state.dev_type[rows] == kind)]
+        free = [i for i in range(end - first) if milli[i] == 1000 and not health[i] and types[i] == kind]
         if len(free) < slot.gpus:
             continue
-        sockets, counts = np.unique(state.dev_socket[free], return_counts=True)
-        for socket in sockets[np.argsort(counts, kind="stable")]:
-            inside = free[state.dev_socket[free] == socket]
-            if len(inside) >= slot.gpus:
-                yield tuple(int(d) for d in inside[: slot.gpus])
+        sockets: dict[int, list[int]] = {}
+        for i in free:
+            sockets.setdefault(places[i], []).append(first + i)
+        for socket in sorted(sockets, key=lambda socket: (len(sockets[socket]), socket)):
+            if len(sockets[socket]) >= slot.gpus:
+                yield tuple(sockets[socket][: slot.gpus])
         if len(sockets) > 1:
-            yield tuple(int(d) for d in free[: slot.gpus])
+            yield tuple(first + i for i in free[: slot.gpus])
 
 
 # -- any slots, with constraints --

@@ -288,13 +288,13 @@ class State:
         self._index(txn, job, old, row)
 
     def _index(self, txn: Txn, job: JobId, old: JobRow | None, new: JobRow | None) -> None:
-        before = line_key(old) if old is not None and old.phase == "queued" else None
-        after = line_key(new) if new is not None and new.phase == "queued" else None
-        if before != after or (old and new and old.ask.queued_at != new.ask.queued_at):
-            if before is not None and old is not None:
-                self._leave(txn, before, (old.ask.queued_at, job))
-            if after is not None and new is not None:
-                self._join(txn, after, (new.ask.queued_at, job))
+        waited = old if old is not None and old.phase == "queued" else None
+        waits = new if new is not None and new.phase == "queued" else None
+        if waited is None or waits is None or waited.ask is not waits.ask or waited.back_at != waits.back_at:
+            if waited is not None:
+                self._leave(txn, line_key(waited), (waited.ask.queued_at, job))
+            if waits is not None:
+                self._join(txn, line_key(waits), (waits.ask.queued_at, job))
         if (was := _end_of(old)) != (ends := _end_of(new)):
             if was is not None:
                 self._unlist_end(was)
@@ -308,7 +308,7 @@ class State:
             if runs is not None:
                 txn.put(self.running.setdefault(runs, {}), job, None)
         for index, member in (
-            (self.fresh, after is not None and new is not None and new.wait is None),
+            (self.fresh, waits is not None and waits.wait is None),
             (self.stopping, new is not None and new.phase == "stopping"),
         ):
             if member and job not in index:

@@ -244,7 +244,8 @@ class _Pass:
     def _start_anywhere(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
-        fits = self._place(row)
+        full = self._recall_full(row)
+        fits = self._place(row) if full is None else None
         if fits is not None:
             self._reserve()
             if (wait := self._gate_order(row)) is not None:
@@ -263,7 +264,19 @@ class _Pass:
             return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead})
         if wait is None and self.profile.block == "reserve":
             self.first.setdefault(row.ask.queue, row)
-        return wait or waits_because(self.state, row.ask, self.profile.placer)
+        return wait or full or self._learn_full(row)
+
+    def _recall_full(self, row: JobRow) -> Wait | None:
+        """Why the job did not fit when it was last tried, if nothing was given back since."""
+        if self.profile.block != "reserve":
+            return None
+        return self.state.memory.recall(f"{self.profile.name} full", line_key(row), local=False)
+
+    def _learn_full(self, row: JobRow) -> Wait:
+        wait = waits_because(self.state, row.ask, self.profile.placer)
+        if self.profile.block == "reserve" and self.profile.remember and not self.claims:
+            self.state.memory.learn(f"{self.profile.name} full", line_key(row), wait, local=False)
+        return wait
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:
         return self.profile.placer.place(self.state, self.txn, row) if self.profile.starts else None

@@ -98,8 +98,8 @@ def _place_in(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Ma
 
 def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
     """Per node, how many such slots of whole devices fit now."""
-    types = _types_of(state, slot)
-    room = (state.free[:, types] // max(slot.gpus, 1)).sum(axis=1).astype(np.int64)
+    free = state.free if slot.type is None else state.free[:, _types_of(state, slot)]
+    room = (free if slot.gpus <= 1 else free // slot.gpus).sum(axis=1)
     if slot.cpu_milli:
         room = np.minimum(room, state.cpu // slot.cpu_milli)
     if slot.mem:

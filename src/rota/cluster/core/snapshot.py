@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -160,6 +159,26 @@ class Memory:
         return wait if holds else None
 
 
+class _StateScope:
+    """A scope of the Txn of a state, which is made for the outermost one."""
+
+    __slots__ = ("_outer", "_scope", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __enter__(self) -> Txn:
+        state = self._state
+        self._outer = state.open_txn
+        txn = state.open_txn = self._outer or Txn()
+        self._scope = txn.trial()
+        return self._scope.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._state.open_txn = self._outer
+        self._scope.__exit__(kind, error, trace)
+
+
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
@@ -185,7 +204,7 @@ class State:
         self.memory = Memory()
         self.version = 0
         self.marks = 0
-        self._txn: Txn | None = None
+        self.open_txn: Txn | None = None
         type_row = {name: i for i, name in enumerate(self.types)}
         devices = [(i, device) for i, node in enumerate(self.nodes) for device in node.devices]
         self.dev0 = np.cumsum([0, *(len(node.devices) for node in self.nodes)]).astype(np.int32)
@@ -207,17 +226,9 @@ class State:
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def txn(self) -> Generator[Txn]:
+    def txn(self) -> _StateScope:
         """A scope in which the state may change; undone at its end unless ``keep`` was called. Scopes nest."""
-        outer = self._txn
-        txn = outer or Txn()
-        self._txn = txn
-        try:
-            with txn.trial():
-                yield txn
-        finally:
-            self._txn = outer
+        return _StateScope(self)
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:

@@ -96,7 +96,7 @@ _TEXTS = {
 def _relaxations(shape: Shape) -> Iterator[tuple[Reason, Shape]]:
     if any(slot.type for slot in shape.slots):
         yield Reason.WRONG_TYPE, replace(shape, slots=tuple(replace(s, type=None) for s in shape.slots))
-    if shape.gpu_milli:
+    if shape.gpu_milli and any(slot.cpu_milli or slot.mem for slot in shape.slots):
         yield Reason.CPU_OR_MEMORY, replace(shape, slots=tuple(replace(s, cpu_milli=0, mem=0) for s in shape.slots))
     if shape.together or shape.apart:
         yield Reason.TOPOLOGY, replace(shape, together=(), apart=())

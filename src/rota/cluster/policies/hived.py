@@ -11,7 +11,7 @@ from rota.cluster.core.cells import CellSpec
 from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.quota import GPU
-from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.snapshot import Held, JobRow, State, Wait, line_key
 from rota.cluster.core.txn import Txn
 from rota.cluster.core.vcells import CellType, TenantCells, VirtualCells
 from rota.cluster.policies.fifo import ByArrival, LimitsOnly
@@ -75,14 +75,21 @@ class CellBook:
         if any(slot.milli for slot in row.ask.shape.slots) or not row.ask.shape.gpus:
             return None
         usable = state.usable
+        key = line_key(row)._replace(queue="", user="")
+        if row.ask.opportunistic and state.memory.recall("cells", key, local=False):
+            return None
 
         def allowed(node: int) -> bool:
             return bool(usable[node])
 
         try:
-            return self.cluster.find(txn, gang_ask(row), None if usable.all() else allowed)
+            found = self.cluster.find(txn, gang_ask(row), None if usable.all() else allowed)
         except BadInput:
             return None
+        if found is None and row.ask.opportunistic and not self.cluster.reserver:
+            # Whose it is does not matter for work that runs on what is left.
+            state.memory.learn("cells", key, Wait(reason=Reason.NO_FREE_DEVICES), local=False)
+        return found
 
 
 def book_of(state: State) -> CellBook:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
@@ -9,6 +13,9 @@ from rota.cluster.core.explain import explain
 from rota.cluster.core.facts import JobArrived
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies.profiles import get_profile
+from rota.cluster.replay import replay
+from rota.service.offline import sim_replay
+from rota.spec.errors import BadInput
 from rota.spec.events import (
     Event,
     JobAdmitted,
@@ -23,6 +30,7 @@ from rota.spec.events import (
     PreemptAsked,
     QueuesChanged,
     Record,
+    event_to_json,
 )
 from rota.spec.gang import BundleAsk, GangRequest
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
@@ -211,3 +219,43 @@ def test_an_equal_job_that_waits_gets_the_reason_of_its_line_and_a_higher_limit_
     offer = explain(s, fifo, JobId("one"), 3.0).to_json()["would_start_now_with"][0]
     assert offer["change"] == {"set": "queues.default.limit.gpus", "value": 6.0}
     assert offer["text"] == "a limit of 6 gpus for queue default instead of 4 gpus"
+
+
+def lived_log(profile: str) -> Log:
+    """A log of a service: three jobs, a preemption, a node out of order, one that waits."""
+    log = with_nodes(profile)
+    log.submit("low", 2, 3)
+    log.decide(1.0)
+    log.submit("high", 1, 4, at=2, priority=90)
+    log.decide(2.0)
+    log.add(JobRequeued(attempt=1, reason=Reason.PREEMPTED_PRIORITY, counts=False), "low", 4.0)
+    log.decide(4.1)
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.DRAINED), at=5.0)
+    log.submit("more", 1, 2, at=6)
+    log.decide(6.0)
+    return log
+
+
+def test_a_log_replays_to_the_decisions_that_are_in_it_and_another_policy_is_seen_to_differ() -> None:
+    records = lived_log("default").records
+    found = replay(records, get_profile("default"), requests_of)
+    assert (found["same"], found["decisions"], found["different"]) == (6, 6, [])
+    other = replay(records, get_profile("fifo"), requests_of)
+    assert next((one["job"], one["recorded"]["kind"]) for one in other["different"]) == ("low", "PreemptAsked")
+
+
+def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
+    log = lived_log("default")
+    rows = [
+        {"number": r.number, "job": r.job, "seq": r.seq, "at": r.at, "event": event_to_json(r.event)}
+        for r in log.records
+    ]
+    moved = next(row for row in rows if row["event"]["kind"] == "JobAdmitted" and row["job"] == "high")
+    moved["event"]["placement"]["gangs"][0]["bundles"][0]["node"] = "r0n0"
+    assert moved["event"] != event_to_json(log.records[moved["number"] - 1].event)
+    (tmp_path / "log.json").write_text(json.dumps({"records": rows}))
+    found = sim_replay(tmp_path / "log.json", "default")
+    assert [one["number"] for one in found["different"]] == [moved["number"]]
+    (tmp_path / "log.json").write_text("[]")
+    with pytest.raises(BadInput, match="not a recorded log"):
+        sim_replay(tmp_path / "log.json", "default")

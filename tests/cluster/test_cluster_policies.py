@@ -13,8 +13,9 @@ from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.check import check
 from rota.cluster.core.cycle import apply, decide, step
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick
-from rota.cluster.core.plugins import Admit, Preempt, WaitOn
+from rota.cluster.core.plugins import Admit, Preempt, WaitOn, WakeAt
 from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.policies.las import ROUND_S, las
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.spec.errors import UnknownName
 from rota.spec.ids import JobId, NodeId
@@ -121,6 +122,32 @@ def test_a_node_out_of_order_takes_no_new_work_and_is_named_as_the_cause() -> No
     assert [d.wait.reason for d in decisions if isinstance(d, WaitOn)] == [Reason.BAD_CELLS]
     apply(s, NodeChanged(node=NodeId("n"), health=Health.HEALTHY), 1.0)
     assert [d.job for d in step(s, Tick(), fifo, 1.0) if isinstance(d, Admit)] == [JobId("j")]
+
+
+def test_least_service_gives_a_new_job_the_place_of_one_that_had_much_and_counts_what_it_had() -> None:
+    s, profile = state(node("n", 8)), las(threshold_gpu_s=8 * 1000.0)
+    step(s, JobArrived(ask=ask("old", slot(8))), profile, 0.0)
+    early = step(s, JobArrived(ask=ask("new", slot(8), at=900)), profile, 900.0)
+    assert not any(isinstance(d, Preempt) for d in early), "both had less than the threshold"
+    assert [d.at for d in early if isinstance(d, WakeAt)] == [ROUND_S * 4]
+    (stop,) = (d for d in step(s, Tick(), profile, ROUND_S * 4) if isinstance(d, Preempt))
+    apply(s, JobReleased(job=stop.job), ROUND_S * 4)
+    assert (stop.job, s.jobs[JobId("old")].served_s) == ("old", ROUND_S * 4)
+    assert [d.job for d in step(s, Tick(), profile, ROUND_S * 4) if isinstance(d, Admit)] == ["new"]
+    assert not any(isinstance(d, Preempt) for i in range(5, 9) for d in step(s, Tick(), profile, ROUND_S * i))
+
+
+def test_shortest_remaining_first_counts_what_ran_before_a_preemption() -> None:
+    s, profile = state(node("n", 1)), get_profile("srtf")
+    step(s, JobArrived(ask=ask("long", est_s=100.0)), profile, 0.0)
+    step(s, JobArrived(ask=ask("short", at=90, est_s=20.0)), profile, 90.0)
+    assert s.jobs[JobId("long")].phase == "running", "10 s remain of it"
+    decisions = step(s, JobArrived(ask=ask("tiny", at=91, est_s=1.0)), profile, 91.0)
+    assert [d.job for d in decisions if isinstance(d, Preempt)] == ["long"]
+    apply(s, JobReleased(job=JobId("long")), 91.0)
+    assert [d.job for d in step(s, Tick(), profile, 91.0) if isinstance(d, Admit)] == ["tiny"]
+    apply(s, JobGone(job=JobId("tiny")), 92.0)
+    assert [d.job for d in step(s, Tick(), profile, 92.0) if isinstance(d, Admit)] == ["long"], "9 s against 20"
 
 
 def test_an_unknown_profile_is_an_error_that_names_the_nearest() -> None:

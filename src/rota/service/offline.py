@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
+    from rota.spec.events import Record
     from rota.spec.resources import Node
 
 
@@ -93,6 +95,47 @@ def sim_run(
     costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s)
     given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs, overheads=costs)
     return {"api": "rota/v1", "kind": "SimRun", **given}
+
+
+def sim_replay(log: Path, profile: str) -> dict[str, Any]:
+    """``SimReplay``: the decisions of a recorded event log, made again and compared.
+
+    ``log`` is the database of an installation, or a JSON document with ``records``. Raises BadInput and UnknownName.
+    """
+    from rota.cluster.policies.profiles import get_profile
+    from rota.cluster.replay import replay
+    from rota.job.core.placement import requests_of
+
+    given = replay(_records(log), get_profile(profile), requests_of)
+    return {"api": "rota/v1", "kind": "SimReplay", "log": log.name, **given}
+
+
+def _records(log: Path) -> Iterator[Record]:
+    from rota.runtime.sql_log import SqlLog
+    from rota.spec.errors import BadInput
+    from rota.spec.events import Record, event_from_json
+    from rota.spec.ids import JobId
+
+    if not log.is_file():
+        raise BadInput(f"--log {log}: no such file", hint="the log of an installation is rota.db in its home")
+    if log.suffix != ".json":
+        stored = SqlLog(f"sqlite:///{log.absolute()}")
+        try:
+            number = 0
+            while page := stored.read(after=number):
+                yield from page
+                number = page[-1].number
+        finally:
+            stored.close()
+        return
+    try:
+        rows = json.loads(log.read_text(encoding="utf-8"))["records"]
+        for raw in rows:
+            event = event_from_json(raw["event"])
+            job = JobId(raw["job"]) if raw["job"] else None
+            yield Record(number=raw["number"], job=job, seq=raw["seq"], at=raw["at"], event=event)
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"--log {log}: not a recorded log: {error!r}") from error
 
 
 def sim_compare(

@@ -52,7 +52,8 @@ def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
             state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
         case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
             state.release(txn, job)
-            state.put(txn, replace(state.jobs[job], back_at=back_at, left_at=now))
+            served_s = row.served_by(now)
+            state.put(txn, replace(state.jobs[job], back_at=back_at, left_at=now, served_s=served_s))
         case JobSaved() if row is not None:
             state.put(txn, replace(row, saved_at=now))
         case JobPaused(paused=paused) if row is not None and not row.held:

@@ -67,6 +67,10 @@ class JobRow:
     back_at: float = 0.0
     left_at: float = 0.0
 
+    def served_by(self, now: float) -> float:
+        """Seconds on devices until now, over all attempts."""
+        return self.served_s + (now - self.started_at if self.held else 0.0)
+
 
 class LineKey(NamedTuple):
     """Waiting jobs with equal keys form one line: what holds for the first of them holds for all.

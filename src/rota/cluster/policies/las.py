@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rota.cluster.core.plugins import Profile
+from rota.cluster.core.plugins import Order, Placer, Profile, Victim
+from rota.cluster.core.preemption import enough_of, lost_gpu_s
 from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.spec.reasons import Reason
+
+ROUND_S = 300.0
+"""How often running jobs are ranked anew while others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +27,40 @@ class LeastService:
     by_job = True
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        served = row.served_s * row.ask.shape.gpu_milli / 1000
+        served = row.served_by(now) * row.ask.shape.gpu_milli / 1000
         return (served >= self.threshold_gpu_s,)
 
 
-def las() -> Profile:
-    """Who got least so far comes first."""
-    return Profile(name="las", order=LeastService(), division=LimitsOnly(), placer=Fit())
+@dataclass(frozen=True, slots=True)
+class Outranked:
+    """Running jobs that the order puts behind the one that asks, the last first; equals are left alone."""
+
+    order: Order
+
+    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        mine = self.order.rank(state, row, now)
+        behind = [
+            (self.order.rank(state, other, now), other.started_at, job)
+            for group in state.running.values()
+            for job in group
+            if (other := state.jobs[job]).ask.preemptible and self.order.rank(state, other, now) > mine
+        ]
+        chosen = enough_of(state, txn, row, placer, [job for *_, job in sorted(behind, reverse=True)])
+        return tuple(
+            Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state.jobs[job], now))
+            for job in chosen or ()
+        )
+
+
+def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
+    """Who got least so far comes first, and takes the place of who got much."""
+    order = LeastService(threshold_gpu_s)
+    return Profile(
+        name="las",
+        order=order,
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=Outranked(order),
+        remember=False,
+        round_s=ROUND_S,
+    )

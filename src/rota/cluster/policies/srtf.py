@@ -8,6 +8,7 @@ from typing import Any
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.snapshot import JobRow, State
 from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.cluster.policies.las import Outranked
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +20,17 @@ class ShortestFirst:
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
         if row.ask.est_s is None:
             return (1, 0.0)
-        return (0, max(0.0, row.ask.est_s - row.served_s) * max(row.ask.shape.gpu_milli, 1))
+        return (0, max(0.0, row.ask.est_s - row.served_by(now)) * max(row.ask.shape.gpu_milli, 1))
 
 
 def srtf() -> Profile:
-    """Needs true estimates: with them no order has a lower mean completion time on one device."""
-    return Profile(name="srtf", order=ShortestFirst(), division=LimitsOnly(), placer=Fit())
+    """Who is done soonest comes first, also in place of who runs. Needs true estimates."""
+    order = ShortestFirst()
+    return Profile(
+        name="srtf",
+        order=order,
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=Outranked(order),
+        remember=False,
+    )

@@ -21,9 +21,10 @@ SEED = Annotated[int, Parameter(help="Seed of everything random.")]
 
 def run(
     *,
-    trace: TRACE,
-    vcs: VCS,
-    profile: Annotated[str, Parameter(help="Scheduling profile.")] = "fifo",
+    trace: TRACE | None = None,
+    vcs: VCS | None = None,
+    log: Annotated[Path | None, Parameter(help="Event log to replay in place of a trace: rota.db, or JSON.")] = None,
+    profile: Annotated[str, Parameter(help="Scheduling profile; for a log, that of the service: default.")] = "fifo",
     scale: SCALE = 1.0,
     seed: SEED = 0,
     out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
@@ -32,16 +33,25 @@ def run(
     restore_s: Annotated[float, Parameter(help="Seconds that a job takes to go on after a stop.")] = 0.0,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Play a trace of jobs under a scheduling profile.
+    """Play a trace of jobs under a scheduling profile, or compare the decisions of a recorded log; 1 if some differ.
 
     Examples
     --------
     rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
     rota sim run --trace jobs.csv --vcs tenants.csv --profile gandiva --checkpoint-s 5 --restore-s 25
+    rota sim run --log ~/.rota/rota.db --profile default
     """
-    from rota.service.offline import sim_run
+    from rota.service.offline import sim_replay, sim_run
 
     terminal = flags.terminal()
+    if log is not None:
+        if trace is not None or vcs is not None:
+            raise BadInput("--log takes the place of --trace and --vcs")
+        document = sim_replay(log, profile)
+        terminal.show(document, lambda term: _replay(term, document))
+        return 1 if document["different"] else 0
+    if trace is None or vcs is None:
+        raise BadInput("a run needs --trace and --vcs, or --log")
     _positive(scale)
     for flag, seconds in (("--checkpoint-s", checkpoint_s), ("--restore-s", restore_s)):
         if not 0 <= seconds < float("inf"):
@@ -171,6 +181,12 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
             for name, one in doc["vcs"].items()
         ],
     )
+
+
+def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.line(f"{doc['same']} of {doc['decisions']} decisions in {doc['records']} records are the same")
+    for one in doc["different"]:
+        term.line(f"{one['number']} {one['job']}: {one['recorded']['kind']}, here {[e['kind'] for e in one['here']]}")
 
 
 def _seconds(spread: Mapping[str, Any], name: str) -> str:

@@ -13,7 +13,7 @@ from rota.cluster.core.explain import explain
 from rota.cluster.core.facts import JobArrived
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.replay import replay
+from rota.cluster.replay import replayed
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput
 from rota.spec.events import (
@@ -238,9 +238,9 @@ def lived_log(profile: str) -> Log:
 
 def test_a_log_replays_to_the_decisions_that_are_in_it_and_another_policy_is_seen_to_differ() -> None:
     records = lived_log("default").records
-    found = replay(records, get_profile("default"), requests_of)
+    found = replayed(records, get_profile("default"), requests_of)
     assert (found["same"], found["decisions"], found["different"]) == (6, 6, [])
-    other = replay(records, get_profile("fifo"), requests_of)
+    other = replayed(records, get_profile("fifo"), requests_of)
     assert next((one["job"], one["recorded"]["kind"]) for one in other["different"]) == ("low", "PreemptAsked")
 
 

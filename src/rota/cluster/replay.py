@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from rota.cluster.core.plugins import Profile
@@ -24,7 +25,7 @@ SHOWN_MAX = 100
 """Differences listed at most; all are counted."""
 
 
-def replay(records: Iterable[Record], profile: Profile, requests_of: RequestsOf) -> dict[str, Any]:
+def replayed(records: Iterable[Record], profile: Profile, requests_of: RequestsOf) -> dict[str, Any]:
     """What happened is taken from the log; each decision in it is compared with what the profile decides there.
 
     A service decides at one moment and appends one decision after the other, so those of one pass are looked up in the
@@ -36,11 +37,12 @@ def replay(records: Iterable[Record], profile: Profile, requests_of: RequestsOf)
     for record in records:
         seen += 1
         if record.job is not None and _decided(record.event):
-            if (record.job, record.event) not in open_ones:
-                open_ones = list(scheduler.decide(record.at).events)
+            recorded = (record.job, _decision(record.event))
+            if recorded not in open_ones:
+                open_ones = [(job, _decision(event)) for job, event in scheduler.decide(record.at).events]
             compared += 1
-            if (record.job, record.event) in open_ones:
-                open_ones.remove((record.job, record.event))
+            if recorded in open_ones:
+                open_ones.remove(recorded)
             else:
                 different.append(_difference(record, open_ones))
         scheduler.apply(record)
@@ -64,6 +66,19 @@ def _decided(event: Event) -> bool:
             return reason is not Reason.ENGINE_STARTING
         case _:
             return False
+
+
+def _decision(event: Event) -> Event:
+    """The event without the words that explain it."""
+    match event:
+        case JobAdmitted():
+            return replace(event, why={})
+        case JobWaits():
+            return replace(event, text="", fields={})
+        case GangWaits():
+            return replace(event, text="")
+        case _:
+            return event
 
 
 def _difference(record: Record, here: list[tuple[JobId, Event]]) -> dict[str, Any]:

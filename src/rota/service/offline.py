@@ -103,10 +103,10 @@ def sim_replay(log: Path, profile: str) -> dict[str, Any]:
     ``log`` is the database of an installation, or a JSON document with ``records``. Raises BadInput and UnknownName.
     """
     from rota.cluster.policies.profiles import get_profile
-    from rota.cluster.replay import replay
+    from rota.cluster.replay import replayed
     from rota.job.core.placement import requests_of
 
-    given = replay(_records(log), get_profile(profile), requests_of)
+    given = replayed(_records(log), get_profile(profile), requests_of)
     return {"api": "rota/v1", "kind": "SimReplay", "log": log.name, **given}
 
 

@@ -251,7 +251,7 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
         for r in log.records
     ]
     moved = next(row for row in rows if row["event"]["kind"] == "JobAdmitted" and row["job"] == "high")
-    moved["event"]["placement"]["gangs"][0]["bundles"][0]["node"] = "r0n0"
+    moved["event"]["placement"]["gangs"][0]["bundles"][0]["node"] = "r0n1"
     assert moved["event"] != event_to_json(log.records[moved["number"] - 1].event)
     (tmp_path / "log.json").write_text(json.dumps({"records": rows}))
     found = sim_replay(tmp_path / "log.json", "default")

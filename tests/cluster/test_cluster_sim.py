@@ -78,6 +78,11 @@ def test_a_bad_trace_names_line_field_and_rule(tmp_path: Path, trace: str, messa
         read_trace(path, [Tenant(vc="a", nodes=1)])
 
 
+def test_a_tenant_that_is_there_twice_is_refused_at_its_line(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="v.csv:4: vc: 'a' occurs twice"):
+        load(*files(tmp_path, vcs="vc,nodes\na,1\nb,2\na,3\n"))
+
+
 def random_input(seed: int, load: float, jobs: int = 250, opportunistic: int = 0) -> SimInput:
     tenants = (Tenant(vc="a", nodes=2), Tenant(vc="b", nodes=3), Tenant(vc="c", nodes=1))
     trace = generate(SeededChance(seed), tenants, jobs=jobs, load=load)

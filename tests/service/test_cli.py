@@ -362,6 +362,10 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         "- {path: default}\n- {path: prod, guaranteed: {gpus: 2}, limit: {gpus: 3}}\n"
     )
     (tmp_path / "bad.yaml").write_text("queues:\n- {pth: a}\n")
+    (tmp_path / "wrong.yaml").write_text(
+        "- {path: default}\n- {path: a, guaranteed: {gpus: 8}}\n- {path: a/b,   guaranteed: {gpus: 9}}\n- {path: a}\n"
+        "- {path: c, limit:        {gpus: 1, gpu_type: PRETEN}}\n- {path: d, guaranteed:   {gpus: 8}}\n- {path: e/f}\n"
+    )
 
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         assert (await ask("queues", "apply", "queues.yaml", "--dry-run", "--json")).document["added"] == ["prod"]
@@ -370,6 +374,17 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
         bad = await ask("queues", "apply", "bad.yaml")
         assert (bad.status, "bad.yaml:2:4: [0].pth: unknown field" in bad.err.replace("queues[0]", "[0]")) == (2, True)
+        wrong = await ask("queues", "apply", "wrong.yaml")
+        assert wrong.status == 2
+        for told in (
+            "wrong.yaml:3:29: queues[2].guaranteed: with 'a/b' 9 gpus are promised, 'a' is promised 8",
+            "wrong.yaml:4:10: queues[3].path: 'a' is there twice; the first is number 2",
+            "wrong.yaml:5:27: queues[4].limit: no node has devices of type 'PRETEN'; did you mean 'PRETEND'?",
+            "wrong.yaml:6:27: queues[5].guaranteed: with 'd' 16 gpus are promised, the cluster has 8",
+            "wrong.yaml:7:10: queues[6].path: 'e/f' has no parent 'e'; list the parent too",
+        ):
+            assert told in wrong.err
+        assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
         assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
         nodes = (await ask("nodes", "--json")).document["items"]
         assert [(node["id"], node["state"], node["text"]) for node in nodes] == [

@@ -86,6 +86,11 @@ def _board(path: Path, models: dict[str, int]) -> Board:
     rows = _rows(path, "sn,cpu_milli,memory_mib,gpu,model")
     if not rows:
         raise TraceError(f"{path}: no nodes; the file needs at least one row below its header")
+    seen: dict[str, str] = {}
+    for place, row in rows:
+        if row["sn"] in seen:
+            raise TraceError(f"{place}: sn: node {row['sn']!r} is there twice; first at {seen[row['sn']]}")
+        seen[row["sn"]] = place
     cpu, mem, gpus = ([_whole(place, row, name) for place, row in rows] for name in ("cpu_milli", "memory_mib", "gpu"))
     return Board(cpu, mem, gpus, [models.setdefault(row["model"], len(models)) for _, row in rows])
 

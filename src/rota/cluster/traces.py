@@ -123,6 +123,8 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
         for name in ("gpu_type", "parent"):
             if row.get(name):
                 values[name] = row[name]
+        if any(tenant.vc == row["vc"] for tenant in tenants):
+            raise TraceError(f"{place}: vc: {row['vc']!r} occurs twice; give its nodes in one row")
         tenants.append(Tenant(**values))
     if not tenants:
         raise TraceError(f"{path}: no tenants; the file needs at least one row below its header")

@@ -133,9 +133,11 @@ class AsyncClient(Wire):
         """See ``Client.mark_node``."""
         return await self.ask(calls.mark_node(node, action, reason=reason, dry_run=dry_run))
 
-    async def apply_queues(self, queues: list[Document], *, dry_run: bool = False) -> Document:
+    async def apply_queues(
+        self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False
+    ) -> Document:
         """See ``Client.apply_queues``."""
-        return await self.ask(calls.apply_queues(queues, dry_run=dry_run))
+        return await self.ask(calls.apply_queues(queues, filename=filename, dry_run=dry_run))
 
     async def stop(self, job: str, *, grace_s: float | None = None) -> Document:
         """See ``Client.stop``."""

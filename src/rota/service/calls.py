@@ -86,9 +86,10 @@ def mark_node(node: str, action: str, *, reason: str, dry_run: bool) -> Ask:
     return Ask(method="POST", path=f"{API_PATH}/nodes/{quote(node, safe='')}:{action}", body=body)
 
 
-def apply_queues(queues: list[dict[str, Any]], *, dry_run: bool) -> Ask:
+def apply_queues(queues: list[dict[str, Any]] | str, *, filename: str, dry_run: bool) -> Ask:
     """Replace the queue tree."""
-    return Ask(method="PUT", path=f"{API_PATH}/queues", body={"queues": queues, "dry_run": dry_run})
+    tree = {"source": queues, "filename": filename} if isinstance(queues, str) else {"queues": queues}
+    return Ask(method="PUT", path=f"{API_PATH}/queues", body={**tree, "dry_run": dry_run})
 
 
 def jobs(filters: Mapping[str, Any]) -> Ask:

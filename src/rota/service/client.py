@@ -173,9 +173,11 @@ class Client(Wire):
         """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``."""
         return self.ask(calls.mark_node(node, action, reason=reason, dry_run=dry_run))
 
-    def apply_queues(self, queues: list[Document], *, dry_run: bool = False) -> Document:
-        """``QueueDiff`` of putting this tree of queues in place of the present one."""
-        return self.ask(calls.apply_queues(queues, dry_run=dry_run))
+    def apply_queues(
+        self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False
+    ) -> Document:
+        """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one."""
+        return self.ask(calls.apply_queues(queues, filename=filename, dry_run=dry_run))
 
     def nodes(self) -> Document:
         """``NodeList``."""

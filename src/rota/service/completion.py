@@ -96,7 +96,7 @@ def words_for(
     elif verb in JOB_VERBS:
         offered = set(live("jobs"))
     elif verb == "nodes":
-        offered = {"drain", "undrain", "cordon"} if len(before) == 1 else set(live("nodes"))
+        offered = {"drain", "cordon", "undrain", "uncordon"} if len(before) == 1 else set(live("nodes"))
     elif verb == "init":
         offered = set(live("templates"))
     else:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from rota.cluster.core.queue_rules import broken_rules
 from rota.service.fieldkinds import BAD, Bool, Field, ListOf, Number, OneOf, Record, Text
 from rota.service.jobschema import RESOURCES
 from rota.service.yamltree import Sink, read_tree
-from rota.spec import codec
 from rota.spec.queue import Queue
-from rota.spec.resources import Res
+from rota.spec.resources import Node, Res
 
 QUEUE = Record(
     what="a mapping such as {path: research/rl, guaranteed: {gpus: 8}}",
@@ -26,20 +27,27 @@ QUEUE = Record(
 FILE = Record(fields={"queues": Field(kind=ListOf(item=QUEUE), doc="a list of queues", required=True)})
 
 
-def read_queues(text: str, *, filename: str) -> list[dict[str, Any]]:
-    """The queues of the file in the form of the REST interface. Raises JobFileError with every mistake."""
+def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tuple[Queue, ...]:
+    """The queues of the file, checked against these nodes. Raises JobFileError with every mistake and its place."""
     sink = Sink(text, filename)
     root = read_tree(text, sink)
     found = FILE.fields["queues"].kind.read(root, "", sink) if root.kind == "list" else FILE.read(root, "", sink)
     sink.raise_if_any()
     if found is BAD:
         raise sink.error()
-    return [_queue(fields) for fields in (found if isinstance(found, tuple) else found["queues"])]
+    queues = tuple(_queue(fields) for fields in (found if isinstance(found, tuple) else found["queues"]))
+    rows = root if root.kind == "list" else root.get("queues") or root
+    for broken in broken_rules(queues, nodes):
+        row = rows.items[broken.index]
+        place = f"queues[{broken.index}].{broken.field}"
+        sink.add(row.get(broken.field) or row, place, broken.message, hint=broken.hint)
+    sink.raise_if_any()
+    return queues
 
 
-def _queue(fields: dict[str, Any]) -> dict[str, Any]:
+def _queue(fields: dict[str, Any]) -> Queue:
     made = {**fields, **{name: _res(fields[name]) for name in ("guaranteed", "limit") if name in fields}}
-    return codec.to_json_value(Queue(**made))
+    return Queue(**made)
 
 
 def _res(fields: dict[str, Any]) -> Res:

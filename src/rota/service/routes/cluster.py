@@ -7,16 +7,18 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
+from rota.cluster.core.queue_rules import broken_rules
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
+from rota.service.queuefile import read_queues
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.spec import codec
 from rota.spec.errors import BadInput, EngineUnavailable, UnknownName
 from rota.spec.events import NodeMarked, QueuesChanged
-from rota.spec.ids import NAME_PATTERN, NodeId
+from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import INFO
 from rota.spec.resources import Health
@@ -29,6 +31,7 @@ _MARKS: dict[str, Health] = {
     "drain": Health.DRAINED,
     "cordon": Health.DRAINED,
     "undrain": Health.HEALTHY,
+    "uncordon": Health.HEALTHY,
 }
 
 
@@ -42,11 +45,13 @@ class MarkBody(BaseModel):
 
 
 class QueuesBody(BaseModel):
-    """The whole new queue tree."""
+    """The whole new queue tree: as values, or as the text of a file, whose mistakes are told with their place."""
 
     model_config = ConfigDict(extra="forbid")
 
-    queues: list[dict[str, Any]]
+    queues: list[dict[str, Any]] = []
+    source: str = ""
+    filename: str = "queues.yaml"
     dry_run: bool = False
 
 
@@ -126,7 +131,11 @@ async def node(node: str, doors: Parts, caller: Asker) -> Document:
 
 @router.post("/nodes/{node}:{action}", status_code=202)
 async def mark_node(
-    node: str, action: Literal["drain", "undrain", "cordon"], doors: Parts, caller: Asker, body: MarkBody | None = None
+    node: str,
+    action: Literal["drain", "cordon", "undrain", "uncordon"],
+    doors: Parts,
+    caller: Asker,
+    body: MarkBody | None = None,
 ) -> Document:
     """Take a node out of use for new work (``drain``, ``cordon``) or back in. Jobs that run there go on."""
     caller.need(Role.ADMIN)
@@ -166,12 +175,8 @@ async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Documen
 
     A queue-admin may change what is below the own queue, and no more than that.
     """
-    try:
-        given = tuple(queue_from_json(raw) for raw in body.queues)
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"queues: {error}", hint="each is {path, guaranteed, limit, weight, ...}") from error
+    given = _given_tree(doors, body)
     paths = {queue.path for queue in given}
-    _check_tree(doors, given)
     used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)
     if used:
         raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
@@ -193,26 +198,28 @@ async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Documen
     }
 
 
-def _check_tree(doors: Doors, given: tuple[Queue, ...]) -> None:
-    """Refuse a tree that the scheduler could not work with: once in the log it would be there for ever."""
-    paths = [queue.path for queue in given]
-    for queue in given:
-        if not all(NAME_PATTERN.match(part) for part in queue.path.split("/")):
-            raise BadInput(f"queue {queue.path!r} is not NAME/NAME/...", hint="letters, digits, '-', '_' and '.'")
-        if paths.count(queue.path) > 1:
-            raise BadInput(f"queue {queue.path!r} is there twice")
-        if queue.parent is not None and queue.parent not in paths:
-            raise BadInput(f"queue {queue.path!r} has no parent {queue.parent!r}", hint="list the parent too")
-        if not queue.weight > 0:
-            raise BadInput(f"queue {queue.path!r}: weight {queue.weight} is not above 0")
-        if queue.guaranteed and queue.limit and queue.guaranteed.gpus > queue.limit.gpus > 0:
-            raise BadInput(f"queue {queue.path!r}: guaranteed {queue.guaranteed.gpus} gpus is over its limit")
+def _given_tree(doors: Doors, body: QueuesBody) -> tuple[Queue, ...]:
+    """The tree, if the scheduler can work with it: once in the log it would be there for ever.
+
+    Raises JobFileError with the place of every mistake in a text, BadInput for values.
+    """
+    nodes = tuple(doors.loop.installation.usable_nodes())
+    if body.source:
+        given = read_queues(body.source, filename=body.filename, nodes=nodes)
+    else:
+        try:
+            given = tuple(queue_from_json(raw) for raw in body.queues)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"queues: {error}", hint="each is {path, guaranteed, limit, weight, ...}") from error
+        for broken in broken_rules(given, nodes):
+            raise BadInput(f"queues[{broken.index}].{broken.field}: {broken.message}", hint=broken.hint)
     if not given:
         raise BadInput("a tree without queues", hint="keep at least 'default'")
     try:
-        doors.loop.scheduler.state.with_cluster(tuple(doors.loop.installation.usable_nodes()), given)
+        doors.loop.scheduler.state.with_cluster(nodes, given)
     except (KeyError, ValueError, AssertionError) as error:
         raise BadInput(f"queues: the scheduler refuses this tree: {error}") from error
+    return given
 
 
 @router.get("/reasons")

@@ -13,11 +13,11 @@ from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.verbs.words import age, amount, shortened, size
 from rota.spec.errors import BadInput
 
-ACTIONS = ("drain", "undrain", "cordon")
+ACTIONS = ("drain", "cordon", "undrain", "uncordon")
 
 
 def nodes(
-    action: Annotated[str, Parameter(help="drain, undrain or cordon; default: list.")] = "",
+    action: Annotated[str, Parameter(help="drain, cordon, undrain or uncordon; default: list.")] = "",
     node: Annotated[str, Parameter(help="The node to act on.")] = "",
     *,
     reason: Annotated[str, Parameter(help="Told to people.")] = "",
@@ -26,6 +26,9 @@ def nodes(
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """List nodes, or take one out of use for new work and back.
+
+    Both drain and cordon keep new work off a node and let the jobs on it go on to their end. drain shows those jobs and
+    asks before; cordon does not. undrain and uncordon are the same: the node takes work again.
 
     Examples
     --------
@@ -73,7 +76,7 @@ def _node_table(term: Terminal, items: list[dict[str, Any]]) -> None:
 
 def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
     would = "would be" if plan["dry_run"] else "is"
-    term.line(f"{plan['node']} {would} {plan['action']}ed; state {plan['state']}".replace("draineded", "drained"))
+    term.line(f"{plan['node']} {would} {plan['action']}ed; state {plan['state']}")
     for row in plan["jobs"]:
         term.line(f"  {row['job']}: {row['effect']}")
 
@@ -101,10 +104,9 @@ def queues(
             document = client.queues()
             terminal.show(document, lambda term: _queue_table(term, document["items"]))
             return 0
-        from rota.service.queuefile import read_queues
         from rota.service.wire import read_file
 
-        diff = client.apply_queues(read_queues(read_file(Path(file)), filename=file), dry_run=dry_run)
+        diff = client.apply_queues(read_file(Path(file)), filename=file, dry_run=dry_run)
     terminal.show(
         diff, lambda term: term.pairs((name, shortened(diff[name], 20)) for name in ("added", "changed", "removed"))
     )

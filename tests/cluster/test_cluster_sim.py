@@ -79,7 +79,7 @@ def test_a_bad_trace_names_line_field_and_rule(tmp_path: Path, trace: str, messa
 
 
 def test_a_tenant_that_is_there_twice_is_refused_at_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="v.csv:4: vc: 'a' occurs twice"):
+    with pytest.raises(TraceError, match=r"v\.csv:4: vc: 'a' occurs twice"):
         load(*files(tmp_path, vcs="vc,nodes\na,1\nb,2\na,3\n"))
 
 

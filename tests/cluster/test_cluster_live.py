@@ -259,3 +259,23 @@ def test_a_decision_that_was_tampered_with_is_found(tmp_path: Path) -> None:
     (tmp_path / "log.json").write_text("[]")
     with pytest.raises(BadInput, match="not a recorded log"):
         sim_replay(tmp_path / "log.json", "default")
+
+
+def test_a_drained_node_is_named_as_what_binds_and_its_return_is_offered_and_works() -> None:
+    log = with_nodes("drf")
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.DRAINED), at=1.0)
+    log.submit("big", 2, 4, at=2)
+    ((_, waits),) = log.decide(2.0)
+    assert isinstance(waits, JobWaits)
+    assert (waits.reason, waits.fields["nodes"]) == (Reason.BAD_CELLS, {"r0n1": "drained"})
+    assert waits.text == "8 gpus are asked, 4 are free, 4 are out of order: r0n1 is drained."
+    answer = log.scheduler.explain(JobId("big"), 3.0)
+    assert answer is not None
+    assert answer.would_start_now_with[0]["change"] == {"set": "nodes.r0n1", "value": "undrain"}
+    log.submit("cores", 1, 0, at=3, queue="default")
+    log.add(NodeMarked(node=NodeId("r0n0"), health=Health.DRAINED), at=4.0)
+    (told,) = (event for job, event in log.decide(4.0) if job == "cores")
+    assert isinstance(told, JobWaits) and "r0n0 is drained, r0n1 is drained" in told.text
+    log.add(NodeMarked(node=NodeId("r0n1"), health=Health.HEALTHY), at=5.0)
+    log.add(NodeMarked(node=NodeId("r0n0"), health=Health.HEALTHY), at=5.0)
+    assert {job for job, event in log.decide(5.0) if isinstance(event, JobAdmitted)} == {"big", "cores"}

@@ -10,7 +10,13 @@ import numpy as np
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.plugins import Placer
 from rota.cluster.core.snapshot import LOST, JobRow, State, Wait
+from rota.spec.ids import NodeId
 from rota.spec.reasons import Reason
+from rota.spec.resources import Health
+
+HEALTHS = tuple(str(health) for health in Health)
+NAMED_MAX = 8
+"""Nodes that a sentence names at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +80,38 @@ def waits_because(state: State, ask: JobAsk, placer: Placer) -> Wait:
     if free < shape.gpu_milli:
         bad = _out_of_order(state)
         if free + bad * 1000 >= shape.gpu_milli:
-            text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free, {bad} are out of order."
-            return Wait(reason=Reason.BAD_CELLS, text=text, fields={**fields, "bad_gpus": bad})
+            text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free, {bad} are out of order"
+            return _out_of_use(state, text, {**fields, "bad_gpus": bad})
         text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free."
         return Wait(reason=Reason.NO_FREE_DEVICES, text=text, fields=fields)
+    if sick_nodes(state) and _fits_with_all_nodes(state, ask, placer):
+        return _out_of_use(state, "It would fit on nodes that take no new work", fields)
     for reason, relaxed in _relaxations(shape):
         if _fits(state, replace(ask, shape=relaxed), placer):
             return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
     reason = Reason.FRAGMENTED if shape.gpu_milli else Reason.CPU_OR_MEMORY
     return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
+
+
+def sick_nodes(state: State) -> dict[str, str]:
+    """Nodes that are there and take no new work, with their health."""
+    rows = np.flatnonzero((state.node_health != 0) & (state.node_health != LOST))
+    return {state.nodes[row].id: HEALTHS[int(state.node_health[row])] for row in rows.tolist()}
+
+
+def _out_of_use(state: State, text: str, fields: dict[str, object]) -> Wait:
+    nodes = sick_nodes(state)
+    named = ", ".join(f"{node} is {health}" for node, health in list(nodes.items())[:NAMED_MAX])
+    return Wait(
+        reason=Reason.BAD_CELLS, text=f"{text}: {named}." if named else f"{text}.", fields={**fields, "nodes": nodes}
+    )
+
+
+def _fits_with_all_nodes(state: State, ask: JobAsk, placer: Placer) -> bool:
+    with state.txn() as txn:
+        for node in sick_nodes(state):
+            state.mark(txn, NodeId(node), Health.HEALTHY)
+        return placer.place(state, txn, JobRow(ask=ask)) is not None
 
 
 _TEXTS = {

@@ -8,13 +8,14 @@ from typing import Any
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.asks import JobAsk, Shape
-from rota.cluster.core.binding import Tally, tally
+from rota.cluster.core.binding import Tally, sick_nodes, tally
 from rota.cluster.core.cycle import decide, place_in_order
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
 from rota.cluster.core.snapshot import JobRow, State, Wait
 from rota.cluster.core.variants import smaller
-from rota.spec.ids import JobId
+from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason
+from rota.spec.resources import Health
 
 CHANGES_MAX = 8
 """Changes listed at most; each costs a few trial passes."""
@@ -123,6 +124,8 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
         found += _by_priority(state, profile, ask, now)
     if wait.reason in (Reason.NOT_BEFORE,) and _tried(state, profile, replace(ask, not_before=0.0), now)[0] is None:
         found.append({"change": {"set": "not_before", "value": None}, "text": "without its start time", "cost": "none"})
+    if wait.reason is Reason.BAD_CELLS:
+        found += _by_node(state, profile, ask, now)
     if wait.reason is Reason.QUOTA_LIMIT:
         found += _by_limit(state, profile, ask, wait, now)
     if not ask.preemptible and _tried(state, profile, replace(ask, preemptible=True), now)[0] is None:
@@ -160,6 +163,19 @@ def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> lis
                 }
             ]
     return []
+
+
+def _by_node(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
+    """Single nodes that take no new work and would let the job start if they did."""
+    found: list[dict[str, Any]] = []
+    for node, health in list(sick_nodes(state).items())[:CHANGES_MAX]:
+        with state.txn() as txn:
+            state.mark(txn, NodeId(node), Health.HEALTHY)
+            starts = _tried(state, profile, ask, now)[0] is None
+        if starts:
+            change = {"set": f"nodes.{node}", "value": "undrain"}
+            found.append({"change": change, "text": f"node {node} in use again; it is {health}", "cost": "none"})
+    return found
 
 
 def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> list[dict[str, Any]]:

@@ -212,12 +212,15 @@ def test_a_plan_shows_placement_and_blast_radius_and_keeps_nothing(tmp_path: Pat
         assert (await service.get("/jobs", all=True))["items"] == []
         assert (await service.get("/status"))["parts"]["store"]["records"] == before["parts"]["store"]["records"]
         for _ in range(3):
-            await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))
+            await service.submit("time_limit: 60s\n" + HELLO.replace("gpus: 2", "gpus: 4"))
         await service.until("hello-2", JobState.ADMITTED)
         body = {"source": HELLO.replace("gpus: 2", "gpus: 4")}
         full = (await service.http.post("/api/v1/jobs:plan", json=body)).json()
         assert (full["starts_now"], full["placement"]) == (False, None)
         assert full["why"]["code"] in ("NO_FREE_DEVICES", "BEHIND_IN_ORDER")
+        started = service.doors.loop.installation.find("hello-1").attempts[0].admitted_at
+        first, late = (full["explanation"]["estimate"][name] for name in ("p50", "p90"))
+        assert started + 60 <= first <= started + 62 < late, "when one of the two that run is over, and hello-3 went on"
 
     with_service(tmp_path, test)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rota.cluster.forecast import Forecast
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
 from rota.runtime.chance import Chance, ulid
@@ -107,7 +108,10 @@ class Intake:
             raise BadInput(f"{where}{completed.text}", code=str(completed.reason), traceback=completed.traceback)
         now = self._clock.wall_s()
         explanation = self._loop.scheduler.explain_spec(completed, now).to_json()
-        placement, waits = self._trial(completed, now)
+        placement, waits, forecast = self._trial(completed, now)
+        if forecast is not None:
+            estimate = await asyncio.to_thread(forecast.estimate, self._clock)
+            explanation |= {"estimate": estimate.to_json()}
         if waits is not None:
             why = {"code": waits.reason, "text": waits.text or INFO[waits.reason].text, "fields": waits.fields}
             explanation |= {"why": why, "starts_now": False}
@@ -162,8 +166,8 @@ class Intake:
                 nearest=list(shortfall.nearest),
             )
 
-    def _trial(self, spec: JobSpec, now: float) -> tuple[Placement | None, JobWaits | None]:
-        """Where the job would go, or why it would wait.
+    def _trial(self, spec: JobSpec, now: float) -> tuple[Placement | None, JobWaits | None, Forecast | None]:
+        """Where the job would go, or why it would wait and, from a copy of the state with it, for how long.
 
         It is put before the scheduler and taken back before anybody else may look.
         """
@@ -173,12 +177,13 @@ class Intake:
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=event))
         try:
             outcome = scheduler.decide(now)
+            mine = [event for job, event in outcome.events if job == _DRY_RUN]
+            placement = next((event.placement for event in mine if isinstance(event, JobAdmitted)), None)
+            forecast = None if placement else Forecast(scheduler.state, scheduler.profile, _DRY_RUN, now)
         finally:
             ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))
-        mine = [event for job, event in outcome.events if job == _DRY_RUN]
-        placement = next((event.placement for event in mine if isinstance(event, JobAdmitted)), None)
-        return placement, next((event for event in mine if isinstance(event, JobWaits)), None)
+        return placement, next((event for event in mine if isinstance(event, JobWaits)), None), forecast
 
 
 def _from_json(raw: dict[str, Any]) -> JobSpec:

@@ -44,7 +44,7 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("why", f"{why['code']}: {why['text']}" if why else ""),
             ("queue", f"{queue['path']}: {amount(queue['used'])} devices used{_limits(queue)}"),
             ("ahead", f"{ahead['jobs']} jobs, {amount(ahead['gpus'])} devices" if doc["waiting"] else ""),
-            ("estimate", _estimate(doc.get("estimate"))),
+            ("estimate", estimate_text(doc.get("estimate"))),
             ("placed on", shortened(placement.get("nodes", []), 8)),
         ]
     )
@@ -67,7 +67,8 @@ def _limits(queue: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def _estimate(estimate: Mapping[str, Any] | None) -> str:
+def estimate_text(estimate: Mapping[str, Any] | None) -> str:
+    """When a waiting job may start, and what that rests on; empty without an estimate."""
     if not estimate:
         return ""
     return ", ".join(f"{name} {clock_time(estimate[name])}" for name in ("p50", "p90") if estimate.get(name)) + (

@@ -197,8 +197,12 @@ def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: st
 
 
 def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
+    from rota.service.verbs.reasons import estimate_text
+
     starts = "starts now" if report.get("starts_now") else f"waits: {(report.get('why') or {}).get('text', '')}"
     term.line(f"{report['name']}: {starts}")
+    if estimate := estimate_text((report.get("explanation") or {}).get("estimate")):
+        term.line(f"estimated start: {estimate}")
     where = _places(report)
     term.table(
         ["ROLE", "N", "EACH", "WHERE", "LOSING ONE"],

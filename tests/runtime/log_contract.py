@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer, master_scope
+from rota.runtime.log import INSTALL_SCOPE, EventLog, KeptContext, Writer, master_scope
 from rota.spec.errors import Fenced, SeqConflict
 from rota.spec.events import JobEnded, JobQueued, ServiceStarted, TimerFired
 from rota.spec.ids import Epoch, JobId
@@ -19,6 +19,10 @@ A, B = JobId("a-1"), JobId("b-1")
 
 def service(log: EventLog) -> Writer:
     return Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE))
+
+
+def kept(seq: int, body: str = "{}") -> KeptContext:
+    return KeptContext(seq=seq, number=2 * seq, body=body)
 
 
 def tick(name: str) -> TimerFired:
@@ -136,3 +140,21 @@ class LogContract:
         with ThreadPoolExecutor(8) as pool:
             assert sum(pool.map(attempt, range(8))) == 1
         assert log.last_number() == 1
+
+    def test_the_newest_two_contexts_of_a_job_are_kept_until_it_ends(self, log: EventLog) -> None:
+        me = service(log)
+        for seq in (10, 30, 20):
+            log.keep_context(A, kept(seq), writer=me)
+        log.keep_context(B, kept(5), writer=me)
+        assert log.contexts(A) == (kept(30), kept(20))
+        log.keep_context(A, kept(30, "again"), writer=me)
+        assert log.contexts(A) == (kept(30, "again"), kept(20))
+        log.append([JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)], writer=me, job=A)
+        assert (log.contexts(A), log.contexts(B)) == ((), (kept(5),))
+
+    def test_a_replaced_writer_keeps_no_context(self, log: EventLog) -> None:
+        old = service(log)
+        service(log)
+        with pytest.raises(Fenced):
+            log.keep_context(A, kept(1), writer=old)
+        assert log.contexts(A) == ()

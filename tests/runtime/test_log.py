@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from log_contract import LogContract, service, tick
+from log_contract import LogContract, kept, service, tick
 from sqlalchemy import create_engine, text
 
 from rota.runtime.clock import VirtualClock
@@ -43,7 +43,7 @@ class TestPostgresLog(LogContract):
     def log(self) -> Iterator[EventLog]:
         engine = create_engine(POSTGRES_URL)
         with engine.begin() as connection:
-            connection.execute(text("DROP TABLE IF EXISTS events, fences, alembic_version"))
+            connection.execute(text("DROP TABLE IF EXISTS events, fences, contexts, alembic_version"))
         engine.dispose()
         log = SqlLog(POSTGRES_URL, migrate=True)
         yield log
@@ -70,7 +70,7 @@ def test_without_the_driver_of_postgresql_the_extra_is_named() -> None:
 
 
 def test_only_who_migrates_may_open_an_empty_store(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="needs 0001"):
+    with pytest.raises(StoreUnavailable, match="needs 0002"):
         open_log(tmp_path, migrate=False)
     open_log(tmp_path).close()
     open_log(tmp_path, migrate=False).close()
@@ -86,6 +86,35 @@ def test_a_store_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) ->
     with engine.begin() as connection:
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == "9999"
     engine.dispose()
+
+
+def test_a_store_of_the_first_version_is_brought_up_to_date_beside_a_copy(tmp_path: Path) -> None:
+    log = open_log(tmp_path)
+    written = log.append([tick("x")], writer=service(log), job=JobId("a-1"))
+    log.close()
+    engine = create_engine(f"sqlite:///{tmp_path}/rota.db")
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE contexts"))
+        connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+    engine.dispose()
+    log = open_log(tmp_path)
+    log.keep_context(JobId("a-1"), kept(1), writer=service(log))
+    assert (log.read(), log.contexts(JobId("a-1"))) == (written, (kept(1),))
+    assert (tmp_path / "rota.db.before-0002-from-0001").exists()
+    log.close()
+
+
+def test_a_changed_byte_of_a_kept_context_leaves_the_one_before(tmp_path: Path) -> None:
+    log, job = open_log(tmp_path), JobId("a-1")
+    me = service(log)
+    for seq in (1, 2):
+        log.keep_context(job, kept(seq, '{"apple": 1}'), writer=me)
+    engine = create_engine(f"sqlite:///{tmp_path}/rota.db")
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE contexts SET body = replace(body, 'apple', 'apply') WHERE seq = 2"))
+    engine.dispose()
+    assert [one.seq for one in log.contexts(job)] == [1]
+    log.close()
 
 
 def test_a_changed_byte_of_a_record_is_found(tmp_path: Path) -> None:

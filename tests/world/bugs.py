@@ -121,6 +121,16 @@ def snapshot_without_budget(patch: Patch) -> None:
     patch.setattr(JobContext, "to_json", lambda self: {**real(self), "charges": []})
 
 
+def kept_context_ahead_of_itself(patch: Patch) -> None:
+    """A kept context claims one record more than is in it, so that the replay after it leaves one out."""
+    real = master_module.keep
+
+    def keep(log: Any, found: Any, writer: Any) -> None:
+        real(log, replace(found, number=found.number + 1), writer)
+
+    patch.setattr(master_module, "keep", keep)
+
+
 def no_start_limit(patch: Patch) -> None:
     """Nobody gives up an instance that never gets ready."""
     real = intent.timers
@@ -182,6 +192,7 @@ BUGS = (
     Bug("no_fence_in_the_log", no_fence_in_the_log, replace(MASTERS, second_master_s=2.0), ValueError),
     Bug("answered_before_it_is_durable", answered_before_it_is_durable, replace(SHORT, crash_before_append_p=0.1)),
     Bug("snapshot_without_budget", snapshot_without_budget, KILLS),
+    Bug("kept_context_ahead_of_itself", kept_context_ahead_of_itself, MASTERS),
     Bug("no_start_limit", no_start_limit, replace(SHORT, engine=SimFaults(hang_p=0.1))),
     Bug("one_failure_too_many", one_failure_too_many, KILLS),
     Bug("failover_without_end", failover_without_end, KILLS),

@@ -25,7 +25,7 @@ from rota.job.peers import master_handle
 from rota.runtime.clock import VirtualClock
 from rota.runtime.launch import InstanceSpec
 from rota.runtime.launch_sim import NO_FAULTS, SimEngine, SimFaults, SimLauncher, SimProcess
-from rota.runtime.log import INSTALL_SCOPE, MemoryLog, Writer
+from rota.runtime.log import INSTALL_SCOPE, KeptContext, MemoryLog, Writer
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
     Event,
@@ -87,6 +87,7 @@ class Swarm:
     crash_at: int | None = None
     """Kill the master around its append of this number, before or after it is written (odd numbers: after)."""
     store_error_p: float = 0.0
+    torn_context_p: float = 0.0
     store_s: float = 0.003
     engine: SimFaults = NO_FAULTS
 
@@ -111,6 +112,7 @@ class Swarm:
             crash_before_append_p=maybe(0.02, 0.1, p=0.3) or 0.0,
             crash_after_append_p=maybe(0.02, 0.1, p=0.3) or 0.0,
             store_error_p=maybe(0.05, 0.2, p=0.2) or 0.0,
+            torn_context_p=maybe(0.2, 1.0, p=0.2) or 0.0,
             store_s=rng.choice((0.003, 0.003, 0.2)),
             engine=SimFaults(
                 start_fails_p=maybe(0.05, 0.3, p=0.2) or 0.0,
@@ -200,6 +202,17 @@ class ClientLog:
         self._reach()
         return self._world.log.last_number()
 
+    def keep_context(self, job: JobId, kept: KeptContext, *, writer: Writer) -> None:
+        self._reach()
+        self._world.log.keep_context(job, kept, writer=writer)
+
+    def contexts(self, job: JobId) -> tuple[KeptContext, ...]:
+        self._reach()
+        torn = self._world.rng.random() < self._world.swarm.torn_context_p
+        found = self._world.log.contexts(job)
+        self._world.given[torn] += bool(found)
+        return tuple(replace(one, body=one.body[:-9]) for one in found) if torn else found
+
     def _reach(self) -> None:
         if self._cut:
             raise asyncio.CancelledError("this client is dead")
@@ -254,6 +267,8 @@ class World:
         self.scripts: dict[JobId, Scripts] = {}
         self.masters: dict[JobId, list[MasterProcess]] = {}
         self.appends = 0
+        self.given = [0, 0]
+        """How often a new master got kept contexts, and how often torn ones."""
         self.mastered: set[JobId] = set()
         self.kills_at: Callable[[str, frozenset[Turn]], bool] = lambda when, turning: False
         """Whether the master dies ``before`` or ``after`` an append that changes these states."""
@@ -582,6 +597,7 @@ class World:
 def play(seed: int, swarm: Swarm | None = None, prepare: Callable[[World], None] = lambda world: None) -> World:
     """One seed from its start to its end. Raises what it found, with the world as ``world`` and how to replay it."""
     master_module.POLL_S, master_module.WATCH_S = 0.5, 5.0  # virtual hours would be spent on looking into the log
+    master_module.KEEP_EVERY = 20  # jobs are short here
     kept: list[World] = []
 
     async def main(clock: VirtualClock) -> None:

@@ -21,11 +21,12 @@ from typing import Any, TypeVar
 from rota.job import shadow
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
-from rota.job.core.machine import accepts_commit, initial, step
+from rota.job.core.machine import accepts_commit, fold, initial, step
 from rota.job.core.sizing import saved_by_script, waits_to_grow
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event, losses_with
 from rota.job.inspect import import_target
+from rota.job.kept import KEEP_EVERY, Replayed, keep, newest
 from rota.job.lanes import Lane
 from rota.job.meetings import Meetings
 from rota.job.peers import PeerTable, cursor_with, table_of
@@ -42,7 +43,6 @@ from rota.spec.events import (
     Committed,
     JobEnded,
     JobEvent,
-    JobSubmitted,
     MasterStarted,
     ProgressStalled,
     Reattached,
@@ -68,6 +68,8 @@ STACKS_MAX_S = 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
+ASKED = frozenset({"beat", "commit", "meet", "stacks", "status", "why"})
+"""Methods of a JobMaster for the processes of the job and the service."""
 INBOX_MAX = 20_000
 
 
@@ -110,9 +112,9 @@ class JobMaster:
         self._job, self._place, self._log, self._launcher, self._clock = job, place, log, launcher, clock
         self._offload, self._pid, self._give_back, self._look_at = offload, pid, give_back, look_at
         self._number = 0
-        self._workdir, self._owner = "", ""
+        self._kept_seq = 0
         self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue(INBOX_MAX)
-        self._story: deque[str] = deque(maxlen=STORY_MAX)
+        self._story: deque[Record] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock, oom_kills=oom_kills)
         self._executor: Executor | None = None
         self._owned: set[asyncio.Task[Any]] = set()
@@ -127,7 +129,9 @@ class JobMaster:
         try:
             # 1 take the epoch of this job: from here on an older master is fenced
             self.epoch = await self._ask_store(lambda: self._log.take_epoch(master_scope(self._job)))
-            # 2 replay what happened
+            # 2 replay what happened since the newest context that was kept
+            found: Replayed = await self._ask_store(lambda: newest(self._log, self._job))
+            self.ctx, self._number, self._kept_seq = found.ctx, found.number, found.ctx.seq
             await self._read_log()
             if self.ctx.state.terminal:
                 return self.ctx
@@ -139,6 +143,7 @@ class JobMaster:
             self._own(self._watch_silences())
             while not self.ctx.state.terminal:
                 await self._turn()
+                await self._keep_context()
             return self.ctx
         finally:
             await self._close()
@@ -193,6 +198,18 @@ class JobMaster:
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
+    async def _keep_context(self) -> None:
+        """Every so many records; when the store does not take it, the records are still there."""
+        if self.ctx.seq - self._kept_seq < KEEP_EVERY or self.ctx.state.terminal:
+            return
+        self._kept_seq, found = self.ctx.seq, Replayed(ctx=self.ctx, number=self._number)
+        with contextlib.suppress(StoreUnavailable):
+            await self._offload(lambda: keep(self._log, found, self._writer))
+
+    @property
+    def _writer(self) -> Writer:
+        return Writer(scope=master_scope(self._job), epoch=self.epoch)
+
     async def _append(self, event: JobEvent) -> None:
         while True:
             try:
@@ -202,9 +219,8 @@ class JobMaster:
                 await self._read_log()
 
     async def _append_at(self, event: JobEvent, seq: int) -> tuple[Record, ...]:
-        writer = Writer(scope=master_scope(self._job), epoch=self.epoch)
         records: tuple[Record, ...] = await self._ask_store(
-            lambda: self._log.append([event], writer=writer, job=self._job, expected_seq=seq)
+            lambda: self._log.append([event], writer=self._writer, job=self._job, expected_seq=seq)
         )
         self._step(records)
         return records
@@ -231,14 +247,14 @@ class JobMaster:
     def _step(self, records: tuple[Record, ...]) -> None:
         """Step the machine and start what it newly asks for. The only place where the context changes."""
         for record in records:
-            if isinstance(given := record.event, JobSubmitted):
-                self._workdir, self._owner = given.spec.workdir or given.workdir, given.user
-            self._story.append(f"{record.seq} {record.event}")
-            self.ctx, commands = step(self.ctx, record)
+            self._story.append(record)
             self._number = max(self._number, record.number)
-            if self._executor is not None:
-                for command in commands:
-                    self._executor.launch(command, self.ctx)
+            if self._executor is None:
+                self.ctx = fold(self.ctx, record)
+                continue
+            self.ctx, commands = step(self.ctx, record)
+            for command in commands:
+                self._executor.launch(command, self.ctx)
         if self._executor is not None and records:
             self._executor.keep(frozenset(command.id for command in wanted(self.ctx)))
             self._push_table()
@@ -246,7 +262,7 @@ class JobMaster:
     # -- what is alive ------------------------------------------------------------------------------------------------
 
     async def _reattach(self) -> None:
-        place = replace(self._place(self._workdir), owner=self._owner)
+        place = replace(self._place(self.ctx.workdir), owner=self.ctx.owner)
         self._executor = Executor(self._launcher, self._clock, place, self.report)
         watching = asyncio.Event()
         self._own(self._watch_deaths(watching))
@@ -389,7 +405,7 @@ class JobMaster:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
         return await self._watch.explain(self.ctx, self._meetings.absent(self.ctx), self.stacks)
 
-    def status(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """The state of the job and the last beat of every instance, with its age."""
         now_s = self._clock.monotonic_s()
         beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in self._watch.beats.items()}
@@ -397,7 +413,7 @@ class JobMaster:
 
     def story(self) -> list[str]:
         """The last events, for the report of an internal failure."""
-        return list(self._story)
+        return [f"{record.seq} {record.event}" for record in self._story]
 
     # -- owned tasks --------------------------------------------------------------------------------------------------
 
@@ -446,14 +462,11 @@ class Master:
         self._run = self._lane.submit(self._live())
 
     async def _make(self, db_url: str, home: str, launcher: str) -> JobMaster:
-        def place(workdir: str) -> JobPlace:
-            return JobPlace(home=home, job=self._job, workdir=workdir, launcher=launcher)
-
         sql_log: Any = importlib.import_module("rota.runtime.sql_log")
         opened: Any = import_target(launcher)
         return JobMaster(
             job=self._job,
-            place=place,
+            place=lambda workdir: JobPlace(home=home, job=self._job, workdir=workdir, launcher=launcher),
             log=sql_log.SqlLog(db_url),
             launcher=opened(),
             clock=SystemClock(),
@@ -475,26 +488,13 @@ class Master:
             await asyncio.sleep(CRASH_PAUSE_S)
             os._exit(1)
 
-    async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """See JobMaster."""
-        return await self._lane.run(self._master.beat(raw))
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        """A method of the JobMaster out of ``ASKED``, run in its lane."""
+        if name not in ASKED:
+            raise AttributeError(name)
+        method = getattr(self._master, name)
 
-    async def commit(self, **fields: Any) -> dict[str, Any]:
-        """See JobMaster."""
-        return await self._lane.run(self._master.commit(**fields))
+        async def asked(*args: Any, **kwargs: Any) -> Any:
+            return await self._lane.run(method(*args, **kwargs))
 
-    async def meet(self, **fields: Any) -> str | None:
-        """See JobMaster."""
-        return await self._lane.run(self._master.meet(**fields))
-
-    async def stacks(self, role: str, rank: int) -> str:
-        """See JobMaster."""
-        return await self._lane.run(self._master.stacks(role, rank))
-
-    async def why(self) -> dict[str, Any]:
-        """See JobMaster."""
-        return await self._lane.run(self._master.why())
-
-    async def status(self) -> dict[str, Any]:
-        """See JobMaster."""
-        return self._master.status()
+        return asked

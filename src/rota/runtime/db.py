@@ -16,7 +16,7 @@ from sqlalchemy.exc import DatabaseError, DBAPIError, SQLAlchemyError
 from rota.runtime.environ import PRIVATE_FILE
 from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnavailable
 
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 BUSY_TIMEOUT_S = 5.0
 POOL_MAX = 8
 # one number for all Rota installations of one PostgreSQL database: "rota" in ASCII

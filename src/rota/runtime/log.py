@@ -1,9 +1,10 @@
-"""Event log: append, read, fences; the protocol and its in-memory twin.
+"""Event log: append, read, fences, kept contexts; the protocol and its in-memory twin.
 
 One log serves the whole installation. Records have a total order (``number``) and, for events of a job, an order inside
 that job (``seq``, from 1). A writer names its scope and epoch: the write happens only if no higher epoch was ever taken
 for that scope, so a writer that was replaced while it slept is refused. Scopes: ``install`` (the service),
-``job/<id>`` (the master of a job).
+``job/<id>`` (the master of a job). A kept context saves a master the replay of the records before it and is never the
+truth: without one, or with one that cannot be read, the records alone give the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from rota.runtime.clock import Clock
 from rota.spec.errors import Fenced, SeqConflict
-from rota.spec.events import ClusterEvent, Event, Record
+from rota.spec.events import ClusterEvent, Event, JobEnded, Record
 from rota.spec.ids import Epoch, JobId
 
 INSTALL_SCOPE = "install"
@@ -32,6 +33,19 @@ class Writer:
 
     scope: str
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptContext:
+    """What replaying a job up to its record ``seq`` (``number`` in the log) gives, as JSON text."""
+
+    seq: int
+    number: int
+    body: str
+
+
+CONTEXTS_KEPT = 2
+"""Of one job: the newest, and one more in case that one cannot be read."""
 
 
 class EventLog(Protocol):
@@ -71,6 +85,17 @@ class EventLog(Protocol):
         """Number of the newest record; 0 for an empty log."""
         ...
 
+    def keep_context(self, job: JobId, kept: KeptContext, *, writer: Writer) -> None:
+        """Keep a context beside the records, the newest ``CONTEXTS_KEPT`` of a job; its end drops them.
+
+        Raises Fenced for a writer of an older epoch.
+        """
+        ...
+
+    def contexts(self, job: JobId) -> tuple[KeptContext, ...]:
+        """The kept contexts of a job, the newest first; without those that fail their checksum."""
+        ...
+
 
 class MemoryLog:
     """The in-memory twin: same contract, nothing durable."""
@@ -80,6 +105,7 @@ class MemoryLog:
         self._records: list[Record] = []
         self._seqs: dict[JobId, int] = defaultdict(int)
         self._fences: dict[str, Epoch] = {}
+        self._contexts: dict[JobId, dict[int, KeptContext]] = defaultdict(dict)
 
     def take_epoch(self, scope: str, *, expected: Epoch | None = None) -> Epoch:
         current = self.fence(scope)
@@ -107,6 +133,8 @@ class MemoryLog:
             record = Record(number=number, job=job, seq=seq, at=self._clock.wall_s(), event=event)
             self._records.append(record)
             written.append(record)
+        if job is not None and ends(events):
+            self._contexts.pop(job, None)
         return tuple(written)
 
     def read(
@@ -121,6 +149,20 @@ class MemoryLog:
 
     def last_number(self) -> int:
         return len(self._records)
+
+    def keep_context(self, job: JobId, kept: KeptContext, *, writer: Writer) -> None:
+        check_fence(writer, self.fence(writer.scope))
+        self._contexts[job][kept.seq] = kept
+        self._contexts[job] = {one.seq: one for one in self.contexts(job)[:CONTEXTS_KEPT]}
+
+    def contexts(self, job: JobId) -> tuple[KeptContext, ...]:
+        found = self._contexts.get(job, {})
+        return tuple(found[seq] for seq in sorted(found, reverse=True))
+
+
+def ends(events: Sequence[Event]) -> bool:
+    """True when the job of these events is over with them: nobody replays it to go on."""
+    return any(isinstance(event, JobEnded) for event in events)
 
 
 def check_job(events: Sequence[Event], job: JobId | None) -> None:

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Row, text
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.db import Database
 from rota.runtime.environ import PRIVATE_FILE
-from rota.runtime.log import Writer, check_fence, check_job, check_seq
+from rota.runtime.log import CONTEXTS_KEPT, KeptContext, Writer, check_fence, check_job, check_seq, ends
 from rota.spec import codec
 from rota.spec.errors import SeqConflict, StoreCorrupt
 from rota.spec.events import Event, Record, event_from_json, event_to_json
@@ -30,6 +30,16 @@ _INSERT = text(
     "INSERT INTO events (number, job, seq, at, scope, epoch, body, crc) "
     "VALUES (:number, :job, :seq, :at, :scope, :epoch, :body, :crc)"
 )
+_KEEP = text(
+    "INSERT INTO contexts (job, seq, number, body, crc) VALUES (:job, :seq, :number, :body, :crc) "
+    "ON CONFLICT (job, seq) DO UPDATE SET number = excluded.number, body = excluded.body, crc = excluded.crc"
+)
+_DROP_OLDER = text(
+    "DELETE FROM contexts WHERE job = :job AND seq NOT IN "
+    "(SELECT seq FROM contexts WHERE job = :job ORDER BY seq DESC LIMIT :kept)"
+)
+_DROP = text("DELETE FROM contexts WHERE job = :job")
+_CONTEXTS = text("SELECT seq, number, body, crc FROM contexts WHERE job = :job ORDER BY seq DESC")
 _COLUMNS = "SELECT number, job, seq, at, scope, epoch, body, crc FROM events WHERE number > :after"
 _READ = {
     "all": text(f"{_COLUMNS} ORDER BY number LIMIT :limit"),
@@ -100,6 +110,8 @@ class SqlLog:
             )
             if records:
                 connection.execute(_INSERT, [_row(r, body, writer) for r, body in zip(records, bodies, strict=True)])
+            if ends(events):
+                connection.execute(_DROP, {"job": job})
         if records:
             self._mark.advance(records[-1].number)
         return records
@@ -122,6 +134,22 @@ class SqlLog:
     def last_number(self) -> int:
         with self._db.reading() as connection:
             return connection.execute(_LAST).scalar() or 0
+
+    def keep_context(self, job: JobId, kept: KeptContext, *, writer: Writer) -> None:
+        row = {"job": job, "seq": kept.seq, "number": kept.number, "body": kept.body}
+        with self._db.writing() as connection:
+            check_fence(writer, _fence(connection, writer.scope))
+            connection.execute(_KEEP, {**row, "crc": _crc(*row.values())})
+            connection.execute(_DROP_OLDER, {"job": job, "kept": CONTEXTS_KEPT})
+
+    def contexts(self, job: JobId) -> tuple[KeptContext, ...]:
+        with self._db.reading() as connection:
+            rows = connection.execute(_CONTEXTS, {"job": job}).all()
+        return tuple(
+            KeptContext(seq=seq, number=number, body=body)
+            for seq, number, body, crc in rows
+            if _crc(job, seq, number, body) == crc
+        )
 
 
 def _fence(connection: Connection, scope: str) -> Epoch:

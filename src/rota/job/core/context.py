@@ -16,7 +16,9 @@ from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
-CONTEXT_VERSION = 2
+CONTEXT_VERSION = 3
+"""Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
+read, the log is replayed from its first record."""
 START_TIMEOUT_S = 300.0
 """Longest time from the start of an instance, or of a recovery, to readiness."""
 DIAGNOSE_S = 2.0
@@ -204,6 +206,8 @@ class JobContext:
     seq: int = 0
     at_s: float = 0.0
     state: JobState = JobState.SUBMITTED
+    workdir: str = ""
+    owner: str = ""
     spec: JobSpec | None = None
     next_spec: JobSpec | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
@@ -312,7 +316,7 @@ class JobContext:
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> JobContext:
-        """Inverse of ``to_json``. Raises ValueError for a version that this code does not know."""
+        """Inverse of ``to_json``. Raises ValueError for another version; also TypeError, KeyError for a wrong form."""
         if raw.get("version") != CONTEXT_VERSION:
             raise ValueError(f"snapshot version {raw.get('version')!r}, this code reads {CONTEXT_VERSION}")
         records: list[Instance] = [codec.from_json_value(Instance, one) for one in raw["instances"]]
@@ -344,6 +348,8 @@ class Snapshot:
     seq: int
     at_s: float
     state: JobState
+    workdir: str
+    owner: str
     spec: JobSpec | None
     next_spec: JobSpec | None
     attempt: int

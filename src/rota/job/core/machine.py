@@ -113,8 +113,8 @@ def apply(ctx: JobContext, event: Event) -> JobContext:
 
 def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
     match ctx.state, event:
-        case JobState.SUBMITTED, JobSubmitted(spec=spec):
-            return _with_spec(ctx, spec)
+        case JobState.SUBMITTED, JobSubmitted(spec=spec, workdir=workdir, user=owner):
+            return _with_spec(replace(ctx, workdir=spec.workdir or workdir, owner=owner), spec)
         case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec)):
             return replace(_with_spec(ctx, spec) if spec else ctx, state=JobState.QUEUED)
         case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tests.makers import JOB, at, loop, service, spec
 
-from rota.job.calls import Courier, Refusal, Request
+from rota.job.calls import Courier, Refusal, Request, in_order
 from rota.job.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone
@@ -71,6 +71,10 @@ def courier(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> 
     return made, launcher
 
 
+async def each(made: Courier, role: RoleSpec, items: list[Any]) -> list[Any]:
+    return await in_order(made.stream(role, op(Each, Concat()), items, (), {}), len(items))
+
+
 async def echo(instance: str, request: Request) -> Any:
     return request.args[0]
 
@@ -101,7 +105,7 @@ def test_each_spreads_items_over_the_least_loaded_and_keeps_their_order() -> Non
 
         role = service("w", 2)
         made, launcher = courier(role, slow, table(2))
-        assert await made.each(role, op(Each, Concat()), list(range(40)), (), {}) == [i * 10 for i in range(40)]
+        assert await each(made, role, list(range(40))) == [i * 10 for i in range(40)]
         per = Counter(instance for instance, _ in launcher.calls)
         assert per["w/1"] > 2 * per["w/0"], "the fast one does more"
         assert max(most.values()) == 2
@@ -118,7 +122,7 @@ def test_an_item_of_a_dead_instance_goes_to_another_one() -> None:
 
         role = service("w", 2)
         made, launcher = courier(role, answer, table(2))
-        assert await made.each(role, op(Each, Concat()), [1, 2, 3], (), {}) == [("w/1", i) for i in (1, 2, 3)]
+        assert await each(made, role, [1, 2, 3]) == [("w/1", i) for i in (1, 2, 3)]
         ids = [request.call_id for _, request in launcher.calls]
         assert len(set(ids)) == 3, "the item keeps its call id when it is sent again"
 

@@ -6,6 +6,7 @@ Ray reads its environment when it is imported, so nothing here imports it before
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from rota.runtime.launch import Handle
 from rota.runtime.log import INSTALL_SCOPE, Writer
 from rota.runtime.process import ProcessId
 from rota.runtime.sql_log import SqlLog
+from rota.service.inspection import inspect_workloads
+from rota.service.jobfile import read_job
 from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobEnded, JobQueued, JobSubmitted, MasterStarted
 from rota.spec.ids import Epoch, JobId, RoleName
 from rota.spec.job import JobSpec, RoleSpec, WeightsEdge
@@ -155,6 +158,14 @@ def role(name: str, workload: str, n: int = 1, **fields: Any) -> RoleSpec:
         interface=inspect_workload(workload),
         **fields,
     )
+
+
+def example(file: Path, **fields: Any) -> JobSpec:
+    """The spec of a job file of the examples, inspected as the service does it; ``fields`` replace its own."""
+    spec = dataclasses.replace(read_job(file.read_text(), filename=file.name), workdir=str(file.parent), **fields)
+    found = asyncio.run(inspect_workloads(spec, str(file.parent)))
+    assert isinstance(found, JobSpec), found
+    return found
 
 
 def job(*roles: RoleSpec, weights: tuple[WeightsEdge, ...] = (), **env: str) -> JobSpec:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
 from pathlib import Path
 
 import pytest
-from tests.real.jobs import Run, run_job
+from tests.real.jobs import Run, example, run_job
 
-from rota.service.inspection import inspect_workloads
 from rota.service.jobfile import read_job
 from rota.spec.events import Committed
 from rota.spec.job import JobSpec
@@ -37,10 +35,7 @@ def spec_of(file: str, versions: int | None = None, steps: int = 10) -> JobSpec:
         for one in spec.streams
     )
     env = (*spec.env, ("SFT_STEPS", str(SFT)), ("GRPO_STEPS", str(steps)))
-    spec = dataclasses.replace(spec, weights=weights, streams=streams, env=env, workdir=str(EXAMPLE))
-    found = asyncio.run(inspect_workloads(spec, str(EXAMPLE)))
-    assert isinstance(found, JobSpec), found
-    return found
+    return example(EXAMPLE / file, weights=weights, streams=streams, env=env)
 
 
 async def rows_of(run: Run) -> Rows:

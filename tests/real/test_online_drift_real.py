@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import json
 import os
 import re
@@ -12,12 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.real.jobs import Run, run_job
+from tests.real.jobs import Run, example, run_job
 
-from rota.service.inspection import inspect_workloads
-from rota.service.jobfile import read_job
 from rota.spec.events import Committed
-from rota.spec.job import JobSpec
 from rota.spec.states import JobState
 
 pytest.importorskip("river")
@@ -49,8 +44,4 @@ def test_three_kills_change_no_figure_and_servers_keep_up(engine) -> None:
         versions = [int(found) for found in re.findall(r"version (\d+), ", served)]
         assert len(versions) >= 2 and versions == sorted(versions) and commits[-1].n - versions[-1] <= 10
 
-    spec = read_job((EXAMPLE / "job.yaml").read_text(), filename="job.yaml")
-    spec = dataclasses.replace(spec, workdir=str(EXAMPLE))
-    found = asyncio.run(inspect_workloads(spec, str(EXAMPLE)))
-    assert isinstance(found, JobSpec), found
-    run_job(engine, found, body)
+    run_job(engine, example(EXAMPLE / "job.yaml"), body)

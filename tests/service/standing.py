@@ -22,8 +22,8 @@ from rota.service.config import load_settings
 from rota.service.rest import make_app
 from rota.service.routes.doors import Doors
 from rota.spec.errors import EngineUnavailable
-from rota.spec.events import JobEvent
-from rota.spec.ids import JobId
+from rota.spec.events import GangReserved, InstanceReady, InstanceStarted, JobEvent, MasterStarted, Reattached
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.states import JobState
 
 T = TypeVar("T")
@@ -113,6 +113,24 @@ class Standing:
         scope = master_scope(JobId(job))
         epoch = self.log.fence(scope) or self.log.take_epoch(scope)
         return self.log.append(list(events), writer=Writer(scope=scope, epoch=epoch), job=JobId(job))[-1].number
+
+    async def play_start(self, job: str, *members: str, pid: int = 1000) -> None:
+        """What the master of an admitted job writes until its instances run where they are placed, ``pid`` and up."""
+        await self.until_asked(job)
+        where = {one["instance"]: one["node"] for one in (await self.get(f"/jobs/{job}/placement"))["items"]}
+        first, ids = Epoch(1), [InstanceId.parse(member) for member in members]
+        number = self.as_master(
+            job,
+            MasterStarted(master_epoch=first, pid=pid - 1),
+            Reattached(master_epoch=first),
+            GangReserved(gang=GangId("all"), epoch=first),
+            *(
+                InstanceStarted(role=one.role, rank=one.rank, epoch=first, node=NodeId(where[str(one)]), pid=pid + i)
+                for i, one in enumerate(ids)
+            ),
+            *(InstanceReady(role=one.role, rank=one.rank, epoch=first) for one in ids),
+        )
+        await self.seen(number)
 
     async def seen(self, number: int) -> None:
         """Wait until the service has taken in a record that somebody else wrote."""

@@ -18,33 +18,21 @@ from rota.spec.events import (
     Committed,
     FailoverEnded,
     FailoverStarted,
-    GangReserved,
     InstanceEnded,
     InstanceLost,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
     JobEnded,
-    MasterStarted,
-    Reattached,
     TimerFired,
 )
-from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
 
 MAIN = RoleName("main")
-NODE = NodeId("r0n0")
 START = 1_700_000_000.0
 ENDED = JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)
-
-
-def started(rank: int, epoch: int, pid: int) -> InstanceStarted:
-    return InstanceStarted(role=MAIN, rank=rank, epoch=Epoch(epoch), node=NODE, pid=pid)
-
-
-def ready(rank: int, epoch: int) -> InstanceReady:
-    return InstanceReady(role=MAIN, rank=rank, epoch=Epoch(epoch))
 
 
 def write_log(service: Standing, job: str, rank: int, *lines: str, at: float = 0.0) -> None:
@@ -57,23 +45,14 @@ async def run_job(service: Standing, *, source: str = HELLO) -> None:
     """Submit, and play the master until the job runs."""
     await service.submit(source)
     await service.until("hello-1", JobState.ADMITTED)
-    await service.until_asked("hello-1")
-    number = service.as_master(
-        "hello-1",
-        MasterStarted(master_epoch=Epoch(1), pid=77),
-        Reattached(master_epoch=Epoch(1)),
-        GangReserved(gang=GangId("all"), epoch=Epoch(1)),
-        started(0, 1, 1000),
-        ready(0, 1),
-    )
-    await service.seen(number)
+    await service.play_start("hello-1", "main/0")
 
 
 def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await run_job(service)
         job = await service.get("/jobs/hello-1")
-        assert (job["state"], job["master"]["pid"]) == ("RUNNING", 77)
+        assert (job["state"], job["master"]["pid"]) == ("RUNNING", 999)
         one = job["instances"][0]
         assert (one["state"], one["pid"], one["node"], one["devices"]) == ("READY", 1000, "r0n0", [0, 1])
         beat = Beat(role=MAIN, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1000, progress_n=7, idle_s=0.25)
@@ -137,7 +116,11 @@ def test_a_failure_is_told_as_seen_decided_and_healed_with_its_traceback(tmp_pat
         starting = await service.get("/jobs/hello-1")
         assert (starting["instances"][0]["state"], starting["instances"][0]["pid"]) == ("STARTING", None), "no dead pid"
         assert starting["phase"] == "restarts main/0 (level process), 0 of 1 instances are ready, waits for main/0"
-        healed = (started(0, 2, 1001), ready(0, 2), FailoverEnded(failover=1, seconds=0.5))
+        healed = (
+            InstanceStarted(role=MAIN, rank=0, epoch=Epoch(2), node=NodeId("r0n0"), pid=1001),
+            InstanceReady(role=MAIN, rank=0, epoch=Epoch(2)),
+            FailoverEnded(failover=1, seconds=0.5),
+        )
         await service.seen(service.as_master("hello-1", *healed))
         item = (await service.get("/jobs/hello-1/failures"))["items"][0]
         assert (item["level"], item["instance"], item["traceback"], item["healed"]) == ("process", "main/0", "T", True)
@@ -332,15 +315,9 @@ def test_what_streams_have_seen_is_shown_counted_and_measured_at_each_commit(tmp
     async def test(service: Standing) -> None:
         await service.submit(source, workdir=str(tmp_path))
         await service.until("hello-1", JobState.ADMITTED)
-        await service.until_asked("hello-1")
-        loop = RoleName("loop")
+        await service.play_start("hello-1", "loop/0")
         number = service.as_master(
             "hello-1",
-            MasterStarted(master_epoch=Epoch(1), pid=77),
-            Reattached(master_epoch=Epoch(1)),
-            GangReserved(gang=GangId("all"), epoch=Epoch(1)),
-            InstanceStarted(role=loop, rank=0, epoch=Epoch(1), node=NODE, pid=1000),
-            InstanceReady(role=loop, rank=0, epoch=Epoch(1)),
             Committed(n=1, loop_epoch=Epoch(1), cursor=cut(10, 4)),
             Committed(n=2, loop_epoch=Epoch(1), cursor=cut(14, 4, stale=2)),
         )

@@ -21,17 +21,13 @@ from rota.spec.events import (
     Committed,
     FailoverEnded,
     FailoverStarted,
-    GangReserved,
-    InstanceEnded,
     InstanceLost,
     InstanceReady,
     InstanceStarted,
     InstanceStopped,
     JobEnded,
-    MasterStarted,
-    Reattached,
 )
-from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
 
@@ -165,7 +161,7 @@ async def fill(service: Standing) -> None:
     ):
         await service.submit(SMALL.format(name=name, queue=queue, gpus=gpus, limit=limit))
         await service.until(f"{name}-1", JobState.ADMITTED)
-        await run_single(service, f"{name}-1")
+        await service.play_start(f"{name}-1", "main/0", pid=5001)
     await fail_single(service, "eval-1")
     await service.submit(BIG)
     await service.until("big-1", JobState.QUEUED)
@@ -178,28 +174,17 @@ async def fill(service: Standing) -> None:
 async def play_learning(service: Standing) -> None:
     """What the master of ``learn-1`` would write: all start, commits, rollout/3 dies and comes back."""
     roles = {"actor": 2, "rollout": 6, "reward": 2, "loop": 1}
-    where = {one["instance"]: one["node"] for one in (await service.get("/jobs/learn-1/placement"))["items"]}
     members = [(RoleName(role), rank) for role, n in roles.items() for rank in range(n)]
-    pids = iter(range(4000, 5000))
-
-    def started(role: RoleName, rank: int, epoch: int) -> InstanceStarted:
-        node = NodeId(where[f"{role}/{rank}"])
-        return InstanceStarted(role=role, rank=rank, epoch=Epoch(epoch), node=node, pid=next(pids))
+    await service.play_start("learn-1", *(f"{role}/{rank}" for role, rank in members), pid=4000)
+    placed = (await service.get("/jobs/learn-1/placement"))["items"]
+    role, rank = RoleName("rollout"), 3
+    node = NodeId(next(one["node"] for one in placed if one["instance"] == f"{role}/{rank}"))
+    text = "the process ended by SIGKILL"
 
     def commit(n: int) -> Committed:
         return Committed(n=n, loop_epoch=Epoch(1), metrics={"reward": 1 - 0.9**n, "loss": 2.5 * 0.85**n, "lag": n % 3})
 
-    role, rank = RoleName("rollout"), 3
-    text = "the process ended by SIGKILL"
-    await service.until_asked("learn-1")
     steps = [
-        [
-            MasterStarted(master_epoch=Epoch(1), pid=3999),
-            Reattached(master_epoch=Epoch(1)),
-            GangReserved(gang=GangId("all"), epoch=Epoch(1)),
-        ],
-        [started(role, rank, 1) for role, rank in members],
-        [InstanceReady(role=role, rank=rank, epoch=Epoch(1)) for role, rank in members],
         *([commit(n)] for n in range(1, 6)),
         [InstanceLost(role=role, rank=rank, epoch=Epoch(1), reason=Reason.SIGNALLED, text=text, signal=9)],
         [
@@ -214,7 +199,10 @@ async def play_learning(service: Standing) -> None:
                 text=text,
             )
         ],
-        [InstanceStopped(role=role, rank=rank, epoch=Epoch(1)), started(role, rank, 2)],
+        [
+            InstanceStopped(role=role, rank=rank, epoch=Epoch(1)),
+            InstanceStarted(role=role, rank=rank, epoch=Epoch(2), node=node, pid=4100),
+        ],
         [InstanceReady(role=role, rank=rank, epoch=Epoch(2), restored=5), FailoverEnded(failover=1, seconds=0.4)],
         *([commit(n)] for n in range(6, 12)),
     ]
@@ -231,21 +219,6 @@ async def play_learning(service: Standing) -> None:
             )
 
 
-async def run_single(service: Standing, job: str) -> None:
-    """The job's one instance starts and is ready."""
-    await service.until_asked(job)
-    node = NodeId((await service.get(f"/jobs/{job}/placement"))["items"][0]["node"])
-    main = RoleName("main")
-    events = (
-        MasterStarted(master_epoch=Epoch(1), pid=5000),
-        Reattached(master_epoch=Epoch(1)),
-        GangReserved(gang=GangId("all"), epoch=Epoch(1)),
-        InstanceStarted(role=main, rank=0, epoch=Epoch(1), node=node, pid=5001),
-        InstanceReady(role=main, rank=0, epoch=Epoch(1)),
-    )
-    await service.seen(service.as_master(job, *events))
-
-
 async def fail_single(service: Standing, job: str) -> None:
     """The job's one instance raises, and the job fails."""
     main, text = RoleName("main"), "ValueError: the batch is empty"
@@ -257,16 +230,5 @@ async def fail_single(service: Standing, job: str) -> None:
                 role=main, rank=0, epoch=Epoch(1), reason=Reason.USER_ERROR, text=text, traceback=trace, exit_code=1
             ),
             JobEnded(state=JobState.FAILED, reason=Reason.USER_ERROR, text=text, role=main, rank=0, traceback=trace),
-        )
-    )
-
-
-async def end_single(service: Standing, job: str) -> None:
-    """The job's one instance returns, and the job has done its work."""
-    await service.seen(
-        service.as_master(
-            job,
-            InstanceEnded(role=RoleName("main"), rank=0, epoch=Epoch(1)),
-            JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED),
         )
     )

@@ -188,22 +188,6 @@ class Courier:
         axis = send.axis if isinstance(send, Shard) else None
         return dispatch.merge(results, parts, recv, axis=axis, mesh=role.mesh)
 
-    async def each(
-        self,
-        role: RoleSpec,
-        op: OpSpec,
-        items: Sequence[Any],
-        rest: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        loop_epoch: Epoch | None = None,
-    ) -> list[Any]:
-        """Every item to the least loaded ready instance; results in the order of the items."""
-        results: list[Any] = [None] * len(items)
-        async for index, value in self.stream(role, op, items, rest, kwargs, loop_epoch=loop_epoch):
-            results[index] = value
-        return results
-
     async def stream(
         self,
         role: RoleSpec,
@@ -214,7 +198,7 @@ class Courier:
         *,
         loop_epoch: Epoch | None = None,
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Like ``each``, but (index, result) pairs as they finish."""
+        """Every item to the least loaded ready instance; (index, result) pairs as they finish."""
         epoch, deadline_s = self._limits(op, loop_epoch)
         waiting = iter(enumerate(items))
         done: asyncio.Queue[tuple[int, Any] | BaseException] = asyncio.Queue(len(items))
@@ -446,6 +430,14 @@ class Courier:
 def _room(op: OpSpec) -> int:
     """Items of one caller at one instance; of a plain operation the second waits there, which hides its way."""
     return ASYNC_INFLIGHT_MAX if op.is_async else 2
+
+
+async def in_order(found: AsyncGenerator[tuple[int, Any], None], count: int) -> list[Any]:
+    """The results of a stream of ``count`` items, in the order of the items."""
+    results: list[Any] = [None] * count
+    async for index, value in found:
+        results[index] = value
+    return results
 
 
 async def _cancel(tasks: Any) -> None:

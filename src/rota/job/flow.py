@@ -26,7 +26,7 @@ from typing import Any
 
 from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
-from rota.job.calls import Request
+from rota.job.calls import Request, in_order
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
 from rota.job.handles import RoleHandle, Roles, StreamHandles
@@ -119,7 +119,8 @@ class Flow:
         async with self._turns.of(role):
             if isinstance(op.send_rule, EachRule):
                 items = _items(op, args)
-                return await self.in_control(courier.each(role, op, items, args[1:], kwargs, loop_epoch=epoch))
+                found = courier.stream(role, op, items, args[1:], kwargs, loop_epoch=epoch)
+                return await self.in_control(in_order(found, len(items)))
             try:
                 return await self._send(role, op, args, kwargs)
             finally:

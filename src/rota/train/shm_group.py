@@ -96,6 +96,15 @@ def _machine() -> str:
     return f"{process.boot_id()} {Path('/proc/self/ns/pid').readlink()}"
 
 
+def _by_gloo(name: str) -> Callable[..., Any]:
+    """A method that has Gloo do it."""
+
+    def forward(self: ShmGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
+
+    return forward
+
+
 class ShmGroup(dist.ProcessGroup):
     """The collectives of one rank. Raises PeerLost when a rank died or is late, CollectiveMismatch, BadInput."""
 
@@ -230,33 +239,9 @@ class ShmGroup(dist.ProcessGroup):
         self._do(lambda: arena.run("barrier", _NOTHING, 0, 1, None, None))
         return _done([])
 
-    def alltoall(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.alltoall(*args, **kwargs)
-
-    def gather(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.gather(*args, **kwargs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.scatter(*args, **kwargs)
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.reduce(*args, **kwargs)
-
-    def send(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.send(*args, **kwargs)
-
-    def recv(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.recv(*args, **kwargs)
-
-    def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
-        """By Gloo."""
-        return self._gloo.recv_anysource(*args, **kwargs)
+    alltoall, gather, scatter, reduce, send, recv, recv_anysource = map(
+        _by_gloo, ("alltoall", "gather", "scatter", "reduce", "send", "recv", "recv_anysource")
+    )
 
     # -- algorithms on flat tensors -----------------------------------------------------------------------------------
 

@@ -147,33 +147,54 @@ def make_room(
     return None
 
 
+def refit(
+    state: State,
+    txn: Txn,
+    row: JobRow,
+    placer: Placer,
+    taken: Sequence[JobRow],
+    again: Callable[[JobRow], tuple[Held, ...] | None],
+) -> tuple[tuple[Held, ...], dict[JobId, tuple[Held, ...]]] | None:
+    """In a trial: the place of the job with the taken released, and where ``again`` then puts each of those.
+
+    None if the job has no place even so. The state is left with all of them at their places.
+    """
+    for other in taken:
+        state.release(txn, other.ask.id)
+    held = placer.place(state, txn, row)
+    if held is None:
+        return None
+    take_all(state, txn, held)
+    places: dict[JobId, tuple[Held, ...]] = {}
+    for other in taken:
+        to = again(other)
+        if to is not None:
+            take_all(state, txn, to)
+            places[other.ask.id] = to
+    return held, places
+
+
 def _refit(
     state: State, txn: Txn, row: JobRow, placer: Placer, taken: Sequence[JobRow]
 ) -> dict[JobId, tuple[Held, ...]] | None:
-    """Where each of the taken would lie again, as far as it fits, once the job has its place; None if it has none."""
-    places: dict[JobId, tuple[Held, ...]] = {}
+    """Where each of the taken would lie again, where it was if possible; None if the job has no place."""
+
+    def again(other: JobRow) -> tuple[Held, ...] | None:
+        return other.held if _is_free(state, other.held) else placer.place(state, txn, other)
+
     with txn.trial():
-        for other in taken:
-            state.release(txn, other.ask.id)
-        held = placer.place(state, txn, row)
-        if held is None:
-            return None
-        _take_all(state, txn, held)
-        for other in taken:
-            back = other.held if _is_free(state, other.held) else placer.place(state, txn, other)
-            if back is not None:
-                _take_all(state, txn, back)
-                places[other.ask.id] = back
-    return places
+        found = refit(state, txn, row, placer, taken, again)
+    return None if found is None else found[1]
 
 
 def _nodes(held: Sequence[Held]) -> list[int]:
     return [slot.node for slot in held]
 
 
-def _take_all(state: State, txn: Txn, held: Sequence[Held]) -> None:
+def take_all(state: State, txn: Txn, held: Sequence[Held], sign: int = 1) -> None:
+    """Take every slot, or with ``sign`` -1 give it back."""
     for slot in held:
-        state.take(txn, slot, 1)
+        state.take(txn, slot, sign)
 
 
 def _is_free(state: State, held: Sequence[Held]) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rota.cluster.core.placement import best_fit, place
 from rota.cluster.core.plugins import Placer, Profile, Victim
-from rota.cluster.core.preemption import enough_of
+from rota.cluster.core.preemption import enough_of, refit, take_all
 from rota.cluster.core.slicing import kinship, potential
 from rota.cluster.core.snapshot import Held, JobRow, State
 from rota.cluster.core.txn import Txn
@@ -121,22 +121,18 @@ class MoveThenTurns:
         if cost_gpu_s >= (row.ask.est_s or self.horizon_s) * row.ask.shape.gpu_milli:
             return None
         before = potential(state.free.sum(axis=1).tolist())
-        places: dict[JobId, tuple[Held, ...]] = {}
+        in_turn = sorted(moved, key=lambda other: (other.ask.queued_at, other.ask.id))
+
+        def nearby(other: JobRow) -> tuple[Held, ...] | None:
+            to = placer.place(state, txn, other)
+            return None if to is None or _distance(state, to) > _distance(state, other.held) else to
+
         with txn.trial():
-            for other in moved:
-                state.release(txn, other.ask.id)
-            held = placer.place(state, txn, row)
-            if held is None:
+            found = refit(state, txn, row, placer, in_turn, nearby)
+            if found is None or len(found[1]) < len(moved):
                 return None
-            _take(state, txn, held, 1)
-            for other in sorted(moved, key=lambda other: (other.ask.queued_at, other.ask.id)):
-                to = placer.place(state, txn, state.jobs[other.ask.id])
-                if to is None or _distance(state, to) > _distance(state, other.held):
-                    return None
-                _take(state, txn, to, 1)
-                places[other.ask.id] = to
-            _take(state, txn, held, -1)
-            return places if potential(state.free.sum(axis=1).tolist()) < before else None
+            take_all(state, txn, found[0], -1)
+            return found[1] if potential(state.free.sum(axis=1).tolist()) < before else None
 
 
 def _rest_s(row: JobRow, now: float, horizon_s: float) -> float:
@@ -145,11 +141,6 @@ def _rest_s(row: JobRow, now: float, horizon_s: float) -> float:
 
 def _distance(state: State, held: Sequence[Held]) -> int:
     return LEVELS.index(state.level_of(held))
-
-
-def _take(state: State, txn: Txn, held: Sequence[Held], sign: int) -> None:
-    for slot in held:
-        state.take(txn, slot, sign)
 
 
 def gandiva(round_s: float = 60.0) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ import pytest
 from rota.runtime import gateway, gateway_client, process
 from rota.runtime.engine import EngineSettings
 from rota.runtime.gateway import ENGINE_LOST, Gateway
-from rota.runtime.gateway_client import GatewayClient, GatewayFiles, encode, read_message
-from rota.spec.errors import EngineUnavailable
+from rota.runtime.gateway_client import MESSAGE_BYTES_MAX, GatewayClient, GatewayFiles, encode, read_message
+from rota.spec.errors import EngineUnavailable, TimedOut
 
 SETTINGS = EngineSettings()
 LIMIT_S = 10.0
@@ -98,3 +99,52 @@ def test_a_gateway_that_cannot_watch_its_engine_still_leaves_with_it(
     loop = asyncio.new_event_loop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(body())
+
+
+def test_an_answer_over_the_limit_is_an_error_to_its_asker_and_to_nobody_else(tmp_path: Path) -> None:
+    async def list_jobs() -> list[str]:
+        return ["x" * MESSAGE_BYTES_MAX]
+
+    async def body() -> None:
+        own = Gateway(tmp_path, SETTINGS, "rota/test")
+        own._perform = lambda op, args: list_jobs() if op == "list_jobs" else Gateway._perform(own, op, args)
+        serving = asyncio.create_task(own.run(GatewayFiles(tmp_path)))
+        client = GatewayClient(tmp_path, SETTINGS)
+        try:
+            with pytest.raises(ValueError, match=r"its answer: a message of \d+ bytes is over"):
+                await client.list_jobs()
+            assert (await client.ping(timeout_s=LIMIT_S))["pid"] == os.getpid()
+        finally:
+            await client.close()
+            own._leaving.set()
+            assert await serving == 0
+
+    asyncio.run(body())
+
+
+def test_an_answer_that_comes_too_late_is_nobodys_and_the_next_one_is_its_askers(tmp_path: Path) -> None:
+    asked = list[str]()
+
+    async def answer_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            message = await read_message(reader)
+            asked.append(message["request_id"])
+            if len(asked) == 1:
+                continue
+            for identity in asked:  # the late one first
+                writer.write(encode({"request_id": identity, "result": {"of": identity}, "gateway": 1, "engine": ""}))
+
+    async def body() -> None:
+        server = await asyncio.start_unix_server(answer_late, GatewayFiles(tmp_path).address)
+        client = GatewayClient(tmp_path, SETTINGS)
+        try:
+            with pytest.raises(TimedOut):
+                await client.request("ping", {}, timeout_s=0.1)
+            found = await client.request("ping", {}, timeout_s=LIMIT_S)
+            assert found == {"of": asked[1]} and asked[0] != asked[1]
+            assert client._waiting == {}
+        finally:
+            await client.close()
+            server.close()
+
+    asyncio.run(body())

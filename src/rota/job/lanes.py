@@ -25,6 +25,11 @@ class Lane:
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         loop.run_forever()
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
         """Be the lane of a loop that runs in a thread of its own already; only before anything was given to this one.
@@ -54,7 +59,7 @@ class Lane:
         return await self.run(call())
 
     def close(self) -> None:
-        """Stop the loop after its present step; the thread ends with it."""
+        """Stop the loop after its present step and cancel what is left in it; the thread ends with it."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 
@@ -33,16 +34,18 @@ class GatewayOps:
     """One method an operation; arguments and results are JSON."""
 
     def __init__(self, namespace: str) -> None:
-        self._launcher = RayLauncher(namespace)
+        self._launcher = RayLauncher(namespace, watches=False)
         self._kept = dict[JobId, asyncio.Task[None]]()
-        self._locks = dict[JobId, asyncio.Lock]()
+        self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
+        """One start of a master at a time; a lock is gone with the last who uses it."""
 
     async def ensure_master(
         self, job: str, target: str, args: Mapping[str, Any], env: Mapping[str, str], log_path: str
     ) -> dict[str, Any]:
         """Start the master or find it alive; from now on start it again whenever it is dead for good."""
         wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path)
-        async with self._locks.setdefault(wanted.job, asyncio.Lock()):
+        lock = self._locks.setdefault(wanted.job, asyncio.Lock())
+        async with lock:
             handle = await self._launcher.start_master(wanted, timeout_s=_START_S)
             if wanted.job not in self._kept:
                 self._kept[wanted.job] = asyncio.get_running_loop().create_task(self._keep(wanted))
@@ -112,9 +115,6 @@ class GatewayOps:
         await self._launcher.close()
 
     async def _let_go(self, job: JobId) -> None:
-        lock = self._locks.get(job)
-        if lock is not None and not lock.locked():
-            del self._locks[job]
         task = self._kept.pop(job, None)
         if task is not None:
             task.cancel()

@@ -162,6 +162,10 @@ class CallTimeout(Exception):
     """No answer within ``timeout_s``; the process may still be at it."""
 
 
+class DeathsLost(Exception):
+    """More deaths waited for the consumer of ``events`` than are kept: it has to look who is alive."""
+
+
 class RemoteError(Exception):
     """A method raised an exception whose class the caller may not have; ``type_name`` is its full name.
 
@@ -226,6 +230,7 @@ class Launcher(Protocol):
     def events(self, job: JobId) -> AsyncIterator[RuntimeEvent]:
         """Deaths of processes of the job that were started or found through this launcher, as they happen.
 
-        Stopped ones are reported too. One consumer a job; deaths before it came are kept for it.
+        Stopped ones are reported too. One consumer a job; deaths before it came are kept for it. Raises DeathsLost when
+        more waited than are kept: then ``find`` tells who is alive.
         """
         ...

@@ -32,6 +32,7 @@ from rota.runtime import process
 from rota.runtime.launch import (
     Call,
     CallTimeout,
+    DeathsLost,
     Found,
     Handle,
     InstanceSpec,
@@ -90,18 +91,19 @@ class MasterStart:
 
 
 class RayLauncher:
-    """The Launcher on Ray.
+    """The Launcher on Ray. Without ``watches`` it has no ``events``: for who only starts masters and ends remains.
 
     ``call`` may be used from any event loop of the process; ``events`` and what feeds it belong to the loop in which
     ``start`` and ``find`` are awaited.
     """
 
-    def __init__(self, namespace: str) -> None:
+    def __init__(self, namespace: str, *, watches: bool = True) -> None:
         self.namespace = namespace
+        self._watching = watches
         self._actors = dict[str, Any]()
         self._groups = RayGroups(namespace)
         self._watches = dict[str, asyncio.Task[None]]()
-        self._events = dict[JobId, asyncio.Queue[RuntimeEvent]]()
+        self._events = dict[JobId, asyncio.Queue[RuntimeEvent | DeathsLost]]()
         self._threads = ThreadPoolExecutor(_BLOCKING_THREADS_MAX, thread_name_prefix="ray-launcher")
 
     @staticmethod
@@ -337,20 +339,26 @@ class RayLauncher:
         """See Launcher."""
         queue = self._queue(job)
         while True:
-            yield await queue.get()
+            event = await queue.get()
+            if isinstance(event, DeathsLost):
+                raise event
+            yield event
 
-    def _queue(self, job: JobId) -> asyncio.Queue[RuntimeEvent]:
+    def _queue(self, job: JobId) -> asyncio.Queue[RuntimeEvent | DeathsLost]:
         return self._events.setdefault(job, asyncio.Queue(_DEATHS_MAX))
 
     def _tell(self, job: JobId, event: RuntimeEvent) -> None:
-        """Keep an event for the consumer; where there is none the oldest is forgotten."""
+        """Keep an event for the consumer, who must not believe that it heard of all deaths when it did not."""
         queue = self._queue(job)
-        if queue.full():
+        if not queue.full():
+            queue.put_nowait(event)
+            return
+        while not queue.empty():
             queue.get_nowait()
-        queue.put_nowait(event)
+        queue.put_nowait(DeathsLost(f"{_DEATHS_MAX} deaths of {job} waited to be heard"))
 
     def _watch(self, handle: Handle) -> None:
-        if handle.name not in self._watches:
+        if self._watching and handle.name not in self._watches:
             task = asyncio.get_running_loop().create_task(self._until_end(handle), name=f"watch/{handle.name}")
             self._watches[handle.name] = task
             task.add_done_callback(lambda _: self._watches.pop(handle.name, None))

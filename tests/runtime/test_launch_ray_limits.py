@@ -1,0 +1,134 @@
+"""What the launcher on Ray and the gateway hold at most, and answers that come too late; over no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rota.runtime.launch import CallTimeout, DeathsLost, Handle, ProcessDied, instance_name
+from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
+
+pytestmark = pytest.mark.slow  # imports Ray
+JOB = JobId("a-1")
+
+
+def death(n: int) -> ProcessDied:
+    who = InstanceId(RoleName("w"), n)
+    return ProcessDied(name=instance_name(JOB, who, Epoch(1)), job=JOB, instance=who, epoch=Epoch(1), text="gone")
+
+
+class Ref:
+    """A reference of Ray as far as a waiter sees it."""
+
+    def __init__(self) -> None:
+        self.answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def future(self) -> concurrent.futures.Future[Any]:
+        return self.answer
+
+
+def test_who_did_not_hear_of_all_deaths_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rota.runtime import launch_ray
+
+    monkeypatch.setattr(launch_ray, "_DEATHS_MAX", 3)
+
+    async def main() -> None:
+        launcher = launch_ray.RayLauncher("rota/test")
+        for n in range(3):
+            launcher._tell(JOB, death(n))
+        events = launcher.events(JOB)
+        assert [(await anext(events)).instance.rank for _ in range(3)] == [0, 1, 2], "as many as fit are kept"
+        for n in range(5):
+            launcher._tell(JOB, death(n))
+        with pytest.raises(DeathsLost, match="3 deaths of a-1"):
+            await anext(events)
+        assert (await anext(launcher.events(JOB))).instance.rank == 4, "what comes after it is heard again"
+
+    asyncio.run(main())
+
+
+def test_a_launcher_that_watches_nobody_keeps_nothing_of_those_it_finds() -> None:
+    from rota.runtime.launch_ray import RayLauncher
+
+    async def main() -> None:
+        launcher = RayLauncher("rota/test", watches=False)
+        who = InstanceId(RoleName("w"), 0)
+        name = instance_name(JOB, who, Epoch(1))
+        launcher._watch(Handle(name=name, job=JOB, instance=who, epoch=Epoch(1), node=NodeId("n"), pid=1))
+        assert (launcher._watches, launcher._events) == ({}, {})
+
+    asyncio.run(main())
+
+
+def test_an_answer_after_the_limit_is_dropped_and_one_before_it_counts_though_it_is_read_late() -> None:
+    from rota.runtime.launch_ray import _answer
+
+    complaints: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        late, failed, held = Ref(), Ref(), Ref()
+        for ref in (late, failed):
+            with pytest.raises(CallTimeout):
+                await _answer(ref, 0.01)
+        late.answer.set_result("nobody waits")
+        failed.answer.set_exception(RuntimeError("nobody waits"))
+        waiting = asyncio.ensure_future(_answer(held, 0.05))
+        await asyncio.sleep(0)
+        held.answer.set_result(7)
+        time.sleep(0.1)  # the loop is held up until after the limit
+        assert await waiting == 7
+
+    asyncio.run(main())
+    after = Ref()
+
+    async def leaves_early() -> None:
+        with pytest.raises(CallTimeout):
+            await _answer(after, 0.01)
+
+    asyncio.run(leaves_early())
+    after.answer.set_result("the loop is closed")
+    assert complaints == []
+
+
+def test_masters_are_started_one_at_a_time_a_job_and_no_job_leaves_a_lock_behind() -> None:
+    from rota.runtime.gateway_ops import GatewayOps
+
+    open_now, most, starts = Counter[JobId](), Counter[JobId](), Counter[JobId]()
+
+    async def start_master(wanted: Any, *, timeout_s: float) -> SimpleNamespace:
+        open_now[wanted.job] += 1
+        most[wanted.job] = max(most[wanted.job], open_now[wanted.job])
+        await asyncio.sleep(0.001)
+        open_now[wanted.job] -= 1
+        starts[wanted.job] += 1
+        return SimpleNamespace(name="", pid=1, start_time=0.0)
+
+    async def nothing(*_: Any, **__: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def for_ever(_: str) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def main() -> None:
+        ops = GatewayOps("rota/test")
+        ops._launcher = SimpleNamespace(start_master=start_master, stop=nothing, wait_end=for_ever, close=nothing)
+        jobs = [JobId(f"j-{n}") for n in range(200)]
+        await asyncio.gather(*(ops.ensure_master(job, "t", {}, {}, "") for job in jobs for _ in range(3)))
+        assert set(most.values()) == {1} and set(starts.values()) == {3}
+        await asyncio.gather(*(ops.kill_master(job) for job in jobs[1:]))
+        asking = asyncio.ensure_future(ops.ensure_master(jobs[0], "t", {}, {}, ""))
+        await asyncio.sleep(0)
+        await ops.kill_master(jobs[0])  # while it is started
+        await asking
+        assert len(ops._locks) == 0
+        await ops.close()
+
+    asyncio.run(main())

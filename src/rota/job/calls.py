@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from rota.job import dispatch
 from rota.job.peers import Peer, PeerTable
 from rota.job.waiting import Waiting, size_of
 from rota.runtime.clock import Clock
-from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
+from rota.runtime.launch import Call, CallTimeout, Handle, Launcher, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard
 from rota.spec.errors import CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, InstanceId, JobId
@@ -48,15 +49,9 @@ class Request:
     report: bool = True
     """What the operation raises is a failure of the instance; False for an item, which may be to blame itself."""
 
-    def to_call(self, timeout_s: float | None) -> Call:
-        """As a call of ``Instance.call``; all but the user's is one list of plain values."""
-        weights = {edge: list(version) for edge, version in self.weights.items()}
-        head = [self.call_id, self.op, self.epoch, self.loop_epoch, weights, self.report]
-        return Call(method="call", head=(head,), args=self.args, kwargs=self.kwargs, timeout_s=timeout_s)
-
     @staticmethod
     def of_call(head: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
-        """Inverse of ``to_call``."""
+        """From the arguments of ``Instance.call``: all but the user's is one list of plain values."""
         call_id, op, epoch, loop_epoch, found, report = head
         return Request(
             call_id=call_id,
@@ -87,9 +82,8 @@ class Lost:
     traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """What is sent, under one call id, until when (on the clock), for the loop of which epoch."""
+class _Sending(NamedTuple):
+    """What is sent, under one call id, until when (on the clock), for the loop of which epoch; its size in bytes."""
 
     call_id: str
     op: OpSpec
@@ -97,7 +91,17 @@ class _Sending:
     kwargs: Mapping[str, Any]
     deadline_s: float | None
     loop_epoch: Epoch
+    size: int = 0
     report: bool = True
+
+
+class _Route(NamedTuple):
+    """What the calls to one member have in common until the table changes."""
+
+    peer: Peer
+    handle: Handle
+    target: str
+    weights: dict[str, list[int]]
 
 
 Home = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
@@ -131,6 +135,8 @@ class Courier:
         """Of the loop in this process; set by ``enter``."""
         self._home = home
         self._peers: dict[tuple[str, int], Peer] = {}
+        self._worlds: Counter[str] = Counter()
+        self._routes: dict[tuple[str, int], _Route] = {}
         self._job, self._spec, self._launcher, self._clock, self._caller = job, spec, launcher, clock, caller
         self._changed = asyncio.Event()
         self._numbers = itertools.count(1)
@@ -143,6 +149,8 @@ class Courier:
             return
         self.table = table
         self._peers = {(peer.role, peer.rank): peer for peer in table.peers}
+        self._worlds = Counter(peer.role for peer in table.peers)
+        self._routes = {}
         present = {(peer.id, peer.epoch) for peer in table.peers}
         self._down &= present
         self.wake()
@@ -172,13 +180,17 @@ class Courier:
         could take it before the deadline, CallLost, CallFailed, TimedOut, BadInput; RolledBack when the loop is over.
         """
         epoch, deadline_s = self._limits(op, loop_epoch)
-        world = sum(peer.role == role.name for peer in self.table.peers) or role.replicas_min
+        world = self._worlds[role.name] or role.replicas_min
         send, recv = op.send_rule, op.recv_rule
         parts = dispatch.split(args[0] if args else None, send, mesh=role.mesh, world=world)
         calls: dict[int, Coroutine[Any, Any, Any]] = {}
+        given, size, last = (), 0, None
         for rank, part in parts.items():
-            given = (part.value, *args[1:]) if args else ()
-            calls[rank] = self._member_call(role, rank, _Sending(self._call_id(), op, given, kwargs, deadline_s, epoch))
+            if part is not last:  # members that get the same share one part
+                given, last = (part.value, *args[1:]) if args else (), part
+                size = size_of(given)
+            sending = _Sending(self._call_id(), op, given, kwargs, deadline_s, epoch, size)
+            calls[rank] = self._member_call(role, rank, sending)
         if isinstance(recv, FirstRule):
             return await _first(list(calls.values()))
         answers = await all_results(list(calls.values()))
@@ -206,7 +218,8 @@ class Courier:
         async def take() -> None:
             try:
                 for index, item in waiting:
-                    sending = _Sending(self._call_id(), op, (item, *rest), kwargs, deadline_s, epoch)
+                    given = (item, *rest)
+                    sending = _Sending(self._call_id(), op, given, kwargs, deadline_s, epoch, size_of(given))
                     done.put_nowait((index, await self._item_call(role, sending)))
             except Exception as error:  # noqa: BLE001 - handed to the consumer below, which raises it
                 done.put_nowait(error)
@@ -238,14 +251,14 @@ class Courier:
         item. Returns the value, or how it was Lost: what the operation raised counts against the item, not the
         instance. Raises TimedOut, RolledBack.
         """
-        sending = _Sending(self._call_id(), op, (item,), {}, None, loop_epoch, report=False)
+        sending = _Sending(self._call_id(), op, (item,), {}, None, loop_epoch, size_of(item), report=False)
         peer = await self._ready(role, lambda: self._free(role, op, avoid), sending)
         if not began(peer):
             return Lost("")
         self._load[peer.id] = self._load.get(peer.id, 0) + 1
         _, deadline_s = self._limits(op, loop_epoch)
         try:
-            found = await self._attempt(peer, replace(sending, deadline_s=deadline_s))
+            found = await self._attempt(peer, sending._replace(deadline_s=deadline_s))
         finally:
             self._load[peer.id] -= 1
             self.wake()
@@ -297,25 +310,14 @@ class Courier:
 
     async def _attempt(self, peer: Peer, sending: _Sending) -> Any:
         """Send once, from any loop: the value, or how it was lost."""
-        op, known = sending.op, self.table.weights
-        request = Request(
-            call_id=sending.call_id,
-            op=op.name,
-            args=sending.args,
-            kwargs=sending.kwargs,
-            epoch=peer.epoch,
-            loop_epoch=sending.loop_epoch,
-            weights={
-                edge.name: known[edge.name]
-                for edge in self._spec.weights
-                if edge.target == peer.role and edge.name in known
-            },
-            report=sending.report,
-        )
-        wait = self.waiting.begin(str(peer.id), "call", op.name, call=sending.call_id)
-        answered, size = False, size_of(sending.args)
+        op, route = sending.op, self._route(peer)
+        head = [sending.call_id, op.name, peer.epoch, sending.loop_epoch, route.weights, sending.report]
+        left_s = self._left(sending.deadline_s)
+        call = Call(method="call", head=(head,), args=sending.args, kwargs=sending.kwargs, timeout_s=left_s)
+        wait = self.waiting.begin(route.target, "call", op.name, call=sending.call_id)
+        answered, size = False, sending.size
         try:
-            found = await self._launcher.call(peer.handle(self._job), request.to_call(self._left(sending.deadline_s)))
+            found = await self._launcher.call(route.handle, call)
             answered = not isinstance(found, Refusal)
             size += size_of(found)
         except ProcessGone as error:
@@ -332,6 +334,15 @@ class Courier:
         if isinstance(found, Refusal):
             return Lost(found.text if found.kind == "failed" else "", found.traceback)
         return found
+
+    def _route(self, peer: Peer) -> _Route:
+        known = self._routes.get((peer.role, peer.rank))
+        if known is None or known.peer is not peer:
+            due = self.table.weights
+            edges = [edge.name for edge in self._spec.weights if edge.target == peer.role and edge.name in due]
+            known = _Route(peer, peer.handle(self._job), str(peer.id), {edge: list(due[edge]) for edge in edges})
+            self._routes[peer.role, peer.rank] = known
+        return known
 
     def _set_aside(self, peer: Peer, *, refused: bool) -> None:
         """Nothing is sent to it until the table says that it is new, or, when it only refused, for some time."""

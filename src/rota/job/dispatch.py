@@ -58,7 +58,7 @@ def split(value: Any, rule: Send, *, mesh: Mesh, world: int) -> dict[int, Part]:
     match rule:
         case SameRule():
             size = _length_or(value, 1)
-            return {rank: Part(value=value, size=size, real=size) for rank in range(world)}
+            return dict.fromkeys(range(world), Part(value=value, size=size, real=size))
         case Rank(rank=rank):
             if not 0 <= rank < world:
                 raise BadInput(f"Rank({rank}): the role has {world} instances")

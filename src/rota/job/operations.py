@@ -129,14 +129,16 @@ class ClassBody:
         if op is None:
             formed.leave()
             return None
+        pulse = self._seat.pulse
+        begun = pulse.begin(op.name)
         try:
-            with self._seat.pulse.running(op.name, call=request.call_id):
-                value = await self._work(formed, op.name, request)
-            self._seat.pulse.mark()
+            value = await self._work(formed, op.name, request)
+            pulse.mark()
             return value
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is reported as a loss
             return self._failed(formed, error, report=request.report and op.retry != "never")
         finally:
+            pulse.end(begun, op.name, call=request.call_id)
             formed.leave()
 
     async def _work(self, formed: _Formed, name: str, request: Request) -> Any:

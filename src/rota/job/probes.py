@@ -163,23 +163,32 @@ class Pulse:
                 self._steps.append((now_s - self._step_at_s) / steps)
             self._step_at_s = now_s
 
-    @contextmanager
-    def running(self, name: str, *, call: str = "") -> Iterator[None]:
-        """Something runs that is expected to make progress; its start and its end are marks themselves."""
-        began_s = self._clock.monotonic_s()
+    def begin(self, name: str) -> tuple[int, float]:
+        """Something begins that is expected to make progress; its start and its ``end`` are marks themselves."""
         with self._lock:
+            now_s = self._clock.monotonic_s()
             self._tokens += 1
-            token = self._tokens
             if not self._running:
-                self._at_s = self._step_at_s = self._clock.monotonic_s()
-            self._running[token] = name
+                self._at_s = self._step_at_s = now_s
+            self._running[self._tokens] = name
+            return self._tokens, now_s
+
+    def end(self, begun: tuple[int, float], name: str, *, call: str = "") -> None:
+        """What ``begin`` told of is over."""
+        token, began_s = begun
+        took_s = self.waiting.spans.add("run", name, began_s, call=call)
+        with self._lock:
+            self._running.pop(token, None)
+            self._at_s = max(self._at_s, began_s + took_s)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        """``begin`` and ``end`` around a block."""
+        begun = self.begin(name)
         try:
             yield
         finally:
-            with self._lock:
-                self._running.pop(token, None)
-                self._at_s = self._clock.monotonic_s()
-            self.waiting.spans.add("run", name, began_s, call=call)
+            self.end(begun, name)
 
     @contextmanager
     def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> Iterator[None]:

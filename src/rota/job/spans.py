@@ -21,19 +21,21 @@ class Spans:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._new: deque[Span] = deque(maxlen=SPANS_MAX)
+        self._new: deque[tuple[str, str, float, float, str, str]] = deque(maxlen=SPANS_MAX)
 
-    def add(self, kind: str, name: str, since_s: float, *, target: str = "", call: str = "") -> None:
-        """Something ended now that began at ``since_s`` of the monotonic clock."""
+    def add(self, kind: str, name: str, since_s: float, *, target: str = "", call: str = "") -> float:
+        """Something ended now that began at ``since_s`` of the monotonic clock; the seconds that it took."""
         took_s = self._clock.monotonic_s() - since_s
-        at_s = self._clock.wall_s() - took_s
-        self._new.append(Span(kind=kind, name=name, at_s=round(at_s, 6), s=round(took_s, 6), target=target, call=call))
+        self._new.append((kind, name, self._clock.wall_s() - took_s, took_s, target, call))
+        return took_s
 
     def write(self, path: Path) -> None:
         """Append what is new. Blocks on the disk. Raises OSError."""
         lines: list[str] = []
         while self._new:
-            lines.append(json.dumps(codec.to_json_value(self._new.popleft()), separators=(",", ":")))
+            kind, name, at_s, took_s, target, call = self._new.popleft()
+            span = Span(kind=kind, name=name, at_s=round(at_s, 6), s=round(took_s, 6), target=target, call=call)
+            lines.append(json.dumps(codec.to_json_value(span), separators=(",", ":")))
         if not lines:
             return
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rota.job.core.waits import Wait, WaitKind
 from rota.job.spans import Spans
@@ -31,8 +31,7 @@ class Count:
     bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+class _Open(NamedTuple):
     target: str
     kind: WaitKind
     what: str
@@ -64,12 +63,13 @@ class Waiting:
         was = self._open.pop(token, None)
         if was is None:
             return
-        self.spans.add(was.kind, was.what, was.since_s, target=was.target, call=was.call)
+        took_s = self.spans.add(was.kind, was.what, was.since_s, target=was.target, call=was.call)
         what = was.what if was.kind in ("call", "weights", "stream") else ""
-        count = self.counts.setdefault((was.kind, was.target.partition("/")[0], what), Count())
+        key = (was.kind, was.target.partition("/")[0], what)
+        count = self.counts.get(key) or self.counts.setdefault(key, Count())
         count.n += 1
         count.failed += not ok
-        count.seconds += self._clock.monotonic_s() - was.since_s
+        count.seconds += took_s
         count.bytes += size
 
     @contextlib.contextmanager
@@ -93,12 +93,12 @@ class Waiting:
 
 def size_of(value: Any, depth: int = 0) -> int:
     """About how many bytes a value is: exact for arrays, tensors and texts, an estimate for what holds them."""
+    if isinstance(value, (bytes, str, bytearray)):
+        return len(value)
     found = getattr(value, "nbytes", None)
     if isinstance(found, int):
         return found
-    if isinstance(value, str | bytes | bytearray):
-        return len(value)
-    if depth == DEPTH_MAX or not isinstance(value, Mapping | Sequence):
+    if depth == DEPTH_MAX or not isinstance(value, (tuple, list, dict, Mapping, Sequence)):
         return 8
     some = list(itertools.islice(value.values() if isinstance(value, Mapping) else value, ITEMS_MAX))
     return sum(size_of(one, depth + 1) for one in some) * len(value) // len(some) if some else 0

@@ -88,6 +88,7 @@ class Host:
             "user": ThreadPoolExecutor(_USER_THREADS, thread_name_prefix="user"),
         }
         self._target: Any = None
+        self._methods: dict[str, tuple[Any, bool]] = {}
         self._failure: Raised | None = None
         try:
             prepare(boot)
@@ -145,8 +146,13 @@ class Host:
         if self._failure is not None:
             return self._failure
         try:
-            method, args = getattr(self._target, head[0]), (*head[1:], *args)
-            if inspect.iscoroutinefunction(method):
+            name = head[0]
+            if name not in self._methods:
+                method = getattr(self._target, name)
+                self._methods[name] = method, inspect.iscoroutinefunction(method)
+            method, is_async = self._methods[name]
+            args = (*head[1:], *args)
+            if is_async:
                 return await method(*args, **kwargs)
             loop = asyncio.get_running_loop()
             result = await loop.run_in_executor(self._threads[group], lambda: method(*args, **kwargs))

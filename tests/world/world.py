@@ -347,6 +347,8 @@ class World:
         for record in records:
             self.trace.update(f"{record.number} {record.job} {record.at:.6f} {record.event}".encode())
             self.checkers.see(record, snapshot=self.rng.random() < 0.01)
+            if isinstance(record.event, NodeMarked) and record.event.health is Health.SUSPECT:
+                self.own(self._look_at(record.event.node))
         return records
 
     def _write_nodes(self) -> None:
@@ -577,6 +579,15 @@ class World:
         """It comes back empty, and somebody says that it is fit."""
         await self.clock.sleep(self.rng.uniform(5.0, 60.0))
         self.engine.dead.discard(node)
+        self._call_fit(node)
+
+    async def _look_at(self, node: NodeId) -> None:
+        """A node that is there was reported as lost: somebody finds it fit."""
+        await self.clock.sleep(self.rng.uniform(5.0, 60.0))
+        if node not in self.engine.dead:
+            self._call_fit(node)
+
+    def _call_fit(self, node: NodeId) -> None:
         writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
         self.write([NodeMarked(node=node, health=Health.HEALTHY, by="admin")], writer=writer)
 

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import ray
 
 from rota.runtime.engine import EngineState
-from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, master_name
-from rota.runtime.launch_ray import MasterStart, RayLauncher, handle_of
+from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
+from rota.runtime.launch_ray import MasterStart, RayLauncher
 from rota.spec.ids import JobId
 
 _BACKOFF_S = (0.2, 5.0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.resources import Res
 
 _NO_NODE = NodeId("")
@@ -234,3 +234,29 @@ class Launcher(Protocol):
         more waited than are kept: then ``find`` tells who is alive.
         """
         ...
+
+
+def handle_of(name: str, *, pid: int, start_time: float, node: str) -> Handle:
+    """The handle of an instance or master from its name. Raises ValueError for any other name."""
+    job, _, rest = name.partition("/")
+    if rest == "master":
+        instance, epoch = InstanceId(RoleName("master"), 0), 0
+    else:
+        identity, _, number = rest.rpartition("/")
+        instance, epoch = InstanceId.parse(identity), int(number)
+    return Handle(
+        name=name,
+        job=JobId(job),
+        instance=instance,
+        epoch=Epoch(epoch),
+        node=NodeId(node),
+        pid=pid,
+        start_time=start_time,
+    )
+
+
+def reservation_of(name: str) -> Reservation:
+    """The reservation from its name. Raises ValueError for any other name."""
+    from_job, _, epoch = name.rpartition("/")
+    job, _, gang = from_job.partition("/")
+    return Reservation(job=JobId(job), gang=GangId(gang), epoch=Epoch(int(epoch)))

@@ -42,7 +42,9 @@ from rota.runtime.launch import (
     Reservation,
     ReserveFailed,
     RuntimeEvent,
+    handle_of,
     master_name,
+    reservation_of,
 )
 from rota.runtime.process import ExitWatch, ProcessId
 from rota.runtime.ray_groups import RayGroups, hosts
@@ -56,7 +58,7 @@ from rota.runtime.ray_host import (
     Raised,
 )
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.ids import JobId
 
 T = TypeVar("T")
 
@@ -158,7 +160,8 @@ class RayLauncher:
             if begins.done():
                 return self._handle(spec.name, begins.result())
         finally:
-            begins.cancel(), unplaced.cancel()
+            begins.cancel()
+            unplaced.cancel()
         raise ProcessGone(f"{spec.name}: its node in {spec.reservation} is gone", node_died=True)
 
     async def _until_unplaced(self, reservation: str, bundle: int) -> None:
@@ -222,7 +225,7 @@ class RayLauncher:
         names = [name for name in await self.list_names() if name.startswith(f"{job}/") and name != master_name(job)]
         handles = await asyncio.gather(*(self.find_one(name) for name in names))
         return Found(
-            reservations=tuple(_reservation_of(name) for name in groups),
+            reservations=tuple(reservation_of(name) for name in groups),
             instances=tuple(handle for handle in handles if handle is not None),
             hosts=await self._blocking(hosts),
         )
@@ -234,7 +237,7 @@ class RayLauncher:
 
     async def list_reservations(self) -> tuple[Reservation, ...]:
         """All reservations of the namespace, sorted by name."""
-        return tuple(_reservation_of(name) for name in (await self._blocking(lambda: self._groups.names(""))))
+        return tuple(reservation_of(name) for name in (await self._blocking(lambda: self._groups.names(""))))
 
     async def find_one(self, name: str) -> Handle | None:
         """The living process of that name, instance or master, or None. Raises Ray's error when the engine is away.
@@ -481,28 +484,3 @@ def death_text(text: str) -> str:
     if _UNEXPECTED.search(text):
         return "its process ended without a word"
     return " ".join(text.split())[:1000]
-
-
-def handle_of(name: str, *, pid: int, start_time: float, node: str) -> Handle:
-    """The handle of an instance or master from its name. Raises ValueError for any other name."""
-    job, _, rest = name.partition("/")
-    if rest == "master":
-        instance, epoch = InstanceId(RoleName("master"), 0), 0
-    else:
-        identity, _, number = rest.rpartition("/")
-        instance, epoch = InstanceId.parse(identity), int(number)
-    return Handle(
-        name=name,
-        job=JobId(job),
-        instance=instance,
-        epoch=Epoch(epoch),
-        node=NodeId(node),
-        pid=pid,
-        start_time=start_time,
-    )
-
-
-def _reservation_of(name: str) -> Reservation:
-    from_job, _, epoch = name.rpartition("/")
-    job, _, gang = from_job.partition("/")
-    return Reservation(job=JobId(job), gang=GangId(gang), epoch=Epoch(int(epoch)))

@@ -93,13 +93,6 @@ def test_importing_rota_loads_neither_torch_nor_ray() -> None:
     assert shown.stdout.strip() == "set()"
 
 
-def test_the_process_of_an_instance_loads_neither_numpy_nor_the_tensor_plane_before_it_needs_them() -> None:
-    heavy = "{'torch', 'ray', 'numpy', 'sqlalchemy', 'rota.tensors.plane'}"
-    code = f"import sys, rota.job.worker, rota.job.master; print({heavy} & set(sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert shown.stdout.strip() == "set()"
-
-
 def test_dir_lists_what_exists_and_a_wrong_name_is_an_attribute_error() -> None:
     assert {"Workload", "op", "Job", "spmd", "Res", "Fail", "Bound", "Shard", "Each"} <= set(dir(rota))
     with pytest.raises(AttributeError, match="no attribute 'Worklaod'"):

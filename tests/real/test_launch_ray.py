@@ -280,8 +280,7 @@ def test_bundles_run_on_the_host_they_are_granted_on_and_the_death_of_a_node_is_
 
 
 def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp_path) -> None:
-    from rota.runtime.launch import handle_of
-    from rota.runtime.launch_ray import MasterStart
+    from rota.runtime.launch_ray import MasterStart, handle_of
 
     async def body(launcher, job) -> None:
         code = {"folder": str(tmp_path)}

@@ -49,9 +49,15 @@ class Request:
     report: bool = True
     """What the operation raises is a failure of the instance; False for an item, which may be to blame itself."""
 
+    def to_call(self, timeout_s: float | None) -> Call:
+        """As a call of ``Instance.call``; all but the user's is one list of plain values."""
+        weights = {edge: list(version) for edge, version in self.weights.items()}
+        head = [self.call_id, self.op, self.epoch, self.loop_epoch, weights, self.report]
+        return Call(method="call", head=(head,), args=self.args, kwargs=self.kwargs, timeout_s=timeout_s)
+
     @staticmethod
     def of_call(head: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
-        """From the arguments of ``Instance.call``: all but the user's is one list of plain values."""
+        """Inverse of ``to_call``."""
         call_id, op, epoch, loop_epoch, found, report = head
         return Request(
             call_id=call_id,
@@ -101,7 +107,7 @@ class _Route(NamedTuple):
     peer: Peer
     handle: Handle
     target: str
-    weights: dict[str, list[int]]
+    weights: dict[str, tuple[int, int]]
 
 
 Home = Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
@@ -311,13 +317,20 @@ class Courier:
     async def _attempt(self, peer: Peer, sending: _Sending) -> Any:
         """Send once, from any loop: the value, or how it was lost."""
         op, route = sending.op, self._route(peer)
-        head = [sending.call_id, op.name, peer.epoch, sending.loop_epoch, route.weights, sending.report]
-        left_s = self._left(sending.deadline_s)
-        call = Call(method="call", head=(head,), args=sending.args, kwargs=sending.kwargs, timeout_s=left_s)
+        request = Request(
+            call_id=sending.call_id,
+            op=op.name,
+            args=sending.args,
+            kwargs=sending.kwargs,
+            epoch=peer.epoch,
+            loop_epoch=sending.loop_epoch,
+            weights=route.weights,
+            report=sending.report,
+        )
         wait = self.waiting.begin(route.target, "call", op.name, call=sending.call_id)
         answered, size = False, sending.size
         try:
-            found = await self._launcher.call(route.handle, call)
+            found = await self._launcher.call(route.handle, request.to_call(self._left(sending.deadline_s)))
             answered = not isinstance(found, Refusal)
             size += size_of(found)
         except ProcessGone as error:
@@ -340,7 +353,7 @@ class Courier:
         if known is None or known.peer is not peer:
             due = self.table.weights
             edges = [edge.name for edge in self._spec.weights if edge.target == peer.role and edge.name in due]
-            known = _Route(peer, peer.handle(self._job), str(peer.id), {edge: list(due[edge]) for edge in edges})
+            known = _Route(peer, peer.handle(self._job), str(peer.id), {edge: due[edge] for edge in edges})
             self._routes[peer.role, peer.rank] = known
         return known
 

@@ -112,3 +112,12 @@ def test_the_loop_of_a_newer_epoch_gives_back_what_older_ones_held(plane: Plane)
     payload.sweep(plane, JobId("j"), 2)
     assert [row.name for row in plane.ls("call/")] == ["call/j/2/w/0/1/0", "call/other/1/w/0/1/0"]
     assert np.array_equal(kept[1], ROWS) and np.array_equal(other, ROWS)
+
+
+def test_an_answer_that_the_plane_cannot_hold_travels_whole(plane: Plane) -> None:
+    plane.limit(1 << 20)
+    try:
+        many = np.zeros(4 << 20)
+        assert answer(plane, many) is not many and isinstance(answer(plane, many), np.ndarray)
+    finally:
+        plane.limit(0)

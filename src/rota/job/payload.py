@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from rota import tensors
+from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
 from rota.tensors.arrays import is_torch
 from rota.tensors.core.names import ITEM_BYTES
-from rota.tensors.errors import OutOfMemory, QuotaExceeded, RegistryUnavailable
+from rota.tensors.errors import OutOfMemory
 from rota.tensors.plane import Plane
 
 BYTES_MIN = 65_536
@@ -235,7 +236,7 @@ class Box:
         name = f"{self._prefix}/{self._count}"
         try:
             self._connect().put(name, array)
-        except (OutOfMemory, QuotaExceeded, RegistryUnavailable):
+        except (OutOfMemory, NotReachable):
             return array  # it travels in the answer
         self._count += 1
         return Ref((Piece(name, 0, array.shape[0]),), tuple(array.shape), dtype, is_torch(array))

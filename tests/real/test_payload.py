@@ -114,6 +114,11 @@ def test_the_loop_of_a_newer_epoch_gives_back_what_older_ones_held(plane: Plane)
     assert np.array_equal(kept[1], ROWS) and np.array_equal(other, ROWS)
 
 
+def test_a_role_may_keep_its_answers_whole(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(payload.REF_BYTES_MIN, "10_000_000")
+    assert isinstance(answer(plane, ROWS), np.ndarray)
+
+
 def test_an_answer_that_the_plane_cannot_hold_travels_whole(plane: Plane) -> None:
     plane.limit(1 << 20)
     try:

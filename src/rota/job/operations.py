@@ -15,7 +15,7 @@ from rota.job import checkpoint, shadow
 from rota.job.bodies import Forming, Seat, make_context
 from rota.job.calls import Refusal, Request
 from rota.job.inspect import import_target
-from rota.job.payload import BYTES_MIN, Box, prefix_of
+from rota.job.payload import Box, prefix_of
 from rota.job.peers import PeerTable
 from rota.job.rendezvous import Meeting
 from rota.job.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
@@ -146,7 +146,7 @@ class ClassBody:
         kwargs, job = dict(request.kwargs), self._seat.place.job
         phase = kwargs.pop(PHASE, None)
         prefix = prefix_of(job, request.loop_epoch, f"{self._seat.id}/{request.call_id}")
-        box = Box(partial(self._plane, formed), prefix, BYTES_MIN if phase is None else 1)
+        box = Box(partial(self._plane, formed), prefix, None if phase is None else 1)
         function, args = getattr(formed.object, name), box.open(request.args)
         if phase is not None:
             value = await formed.tape.run(phase, function, args)

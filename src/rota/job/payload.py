@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rota import tensors
+from rota.runtime import environ
 from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
 from rota.tensors.arrays import is_torch
@@ -28,8 +29,10 @@ from rota.tensors.core.names import ITEM_BYTES
 from rota.tensors.errors import OutOfMemory
 from rota.tensors.plane import Plane
 
+REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"
+"""Variable of a role: arrays of answers from so many bytes on stay where they were made."""
 BYTES_MIN = 65_536
-"""Arrays of fewer bytes travel in the answer: that is faster than a name."""
+"""Its default; fewer bytes are faster in the answer than behind a name."""
 LET_GO_MAX = 1_000_000
 """Names that wait to be given back; beyond it the oldest stay until the loop is entered again, or the job ends."""
 
@@ -209,8 +212,9 @@ def opened(value: Any, seen: dict[int, Ref] | None = None) -> Any:
 class Box:
     """One call in an instance: arrays for its arguments, Refs for its answer, whose names begin with ``prefix``."""
 
-    def __init__(self, connect: Callable[[], Plane], prefix: str, bytes_min: int = BYTES_MIN) -> None:
-        self._connect, self._prefix, self._bytes_min, self._count = connect, prefix, bytes_min, 0
+    def __init__(self, connect: Callable[[], Plane], prefix: str, bytes_min: int | None = None) -> None:
+        self._connect, self._prefix, self._count = connect, prefix, 0
+        self._bytes_min = int(environ.get(REF_BYTES_MIN) or BYTES_MIN) if bytes_min is None else bytes_min
         self._seen: dict[int, Ref] = {}
 
     def open(self, value: Any) -> Any:

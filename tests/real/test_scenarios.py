@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -16,9 +15,8 @@ from typing import Any
 import psutil
 import pytest
 from tests.examples.test_sft_stdlib import result, torchrun
-from tests.real.jobs import Run, run_job
+from tests.real.jobs import Run, example, run_job
 
-from rota.service.inspection import inspect_workloads
 from rota.service.jobfile import read_job
 from rota.spec.events import Committed
 from rota.spec.job import JobSpec
@@ -38,18 +36,15 @@ SFT = 2
 Rows = dict[int, dict[str, float]]
 
 
-def example(
+def scenario(
     name: str, file: str = "job.yaml", change: Callable[[JobSpec], JobSpec] | None = None, **env: Any
 ) -> JobSpec:
     """The job of an example; ``change`` and ``env`` shorten it."""
-    folder = EXAMPLES / name
-    spec = read_job((folder / file).read_text(), filename=file)
+    path = EXAMPLES / name / file
+    spec = read_job(path.read_text(), filename=file)
     spec = change(spec) if change is not None else spec
     words = tuple((key, str(value)) for key, value in env.items())
-    spec = dataclasses.replace(spec, env=(*spec.env, *words), workdir=str(folder))
-    found = asyncio.run(inspect_workloads(spec, str(folder)))
-    assert isinstance(found, JobSpec), found
-    return found
+    return example(path, roles=spec.roles, weights=spec.weights, streams=spec.streams, env=(*spec.env, *words))
 
 
 def reference(name: str, **env: Any) -> list[dict[str, Any]]:
@@ -88,7 +83,7 @@ def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_on
         assert right == pytest.approx(wanted[-1]["right"], abs=1e-9)
         assert not DEEP or right >= 0.95
 
-    run_job(engine, example("mm_digits", MM_STEPS=steps), body, 550)
+    run_job(engine, scenario("mm_digits", MM_STEPS=steps), body, 550)
 
 
 def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_three_are_killed(engine) -> None:
@@ -109,7 +104,7 @@ def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_three_
         assert commits[-1].metrics == wanted["last"], "bit for bit, to the last step"
         assert not DEEP or greedy >= 195
 
-    run_job(engine, example("ppo_cartpole", PPO_STEPS=steps), body, 550)
+    run_job(engine, scenario("ppo_cartpole", PPO_STEPS=steps), body, 550)
 
 
 @deep
@@ -130,7 +125,7 @@ def test_online_learning_killed_three_times_gives_the_figures_of_one_process_and
         versions = [int(found) for found in re.findall(r"version (\d+), ", served)]
         assert len(versions) >= 2 and versions == sorted(versions) and commits[-1].n - versions[-1] <= 10
 
-    run_job(engine, example("online_drift"), body)
+    run_job(engine, scenario("online_drift"), body)
 
 
 @deep
@@ -150,7 +145,7 @@ def test_an_unmodified_torchrun_script_killed_once_gives_the_curve_of_torchrun(e
         return dataclasses.replace(spec, roles=(dataclasses.replace(spec.roles[0], run=(line,)),))
 
     assert torchrun(tmp_path).wait(120) == 0
-    run_job(engine, example("sft_stdlib", change=shorter), body)
+    run_job(engine, scenario("sft_stdlib", change=shorter), body)
 
 
 def grpo(file: str, versions: int | None = None, steps: int = 10) -> JobSpec:
@@ -162,7 +157,7 @@ def grpo(file: str, versions: int | None = None, steps: int = 10) -> JobSpec:
         )
         return dataclasses.replace(spec, weights=weights, streams=streams)
 
-    return example("grpo_sums", file, shorter, SFT_STEPS=SFT, GRPO_STEPS=steps)
+    return scenario("grpo_sums", file, shorter, SFT_STEPS=SFT, GRPO_STEPS=steps)
 
 
 async def rows_of(run: Run) -> Rows:

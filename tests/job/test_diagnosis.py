@@ -190,3 +190,26 @@ def test_waits_and_steps_of_a_process_are_told_by_its_pulse() -> None:
     after = pulse.read(beat)
     assert (after.waits, after.steps, after.step_s) == ((), 5, 2.0)
     assert after.calls == (("call", "reward", "score", 1, 0, 13.0, 0),)
+
+
+def test_a_command_that_marks_no_progress_is_left_alone_unless_its_limit_was_given() -> None:
+    bench = Bench(command("train"))
+    bench.say("train/0", idle_s=4000.0, busy=("command",))
+    assert bench.told() == {}
+    assert bench.manager.suspects(bench.manager.graph(bench.ctx)) == ()
+    bench.say("train/0", idle_s=4000.0, busy=("command",), progress_n=3.0)
+    assert set(bench.told()) == {"train/0"}, "one that marked progress must go on with it"
+    given = Bench(command("train", fail=FAIL))
+    given.say("train/0", idle_s=12.0, busy=("command",))
+    assert set(given.told()) == {"train/0"}
+
+
+def test_a_loop_that_computes_may_be_silent_longer_than_one_that_rests() -> None:
+    bench = Bench()
+    bench.say("loop/0", idle_s=100.0, busy=("train",), cpus=1.0)
+    assert bench.told() == {}
+    bench.say("loop/0", idle_s=130.0, busy=("train",), cpus=1.0)
+    assert set(bench.told()) == {"loop/0"}
+    rests = Bench()
+    rests.say("loop/0", idle_s=12.0, busy=("train",), cpus=0.01)
+    assert set(rests.told()) == {"loop/0"}

@@ -368,9 +368,10 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
         assert [one["instance"] for one in placed["items"]] == ["main/0", "main/1", "one/0"]
         answers = [
             await service.http.post(f"/api/v1/jobs/{job}:scale", json={"role": role, "n": n})
-            for role, n in (("main", 1), ("one", 2), ("mian", 2), ("main", 0))
+            for role, n in (("main", 1), ("one", 2), ("mian", 2), ("main", 0), ("main", 3))
         ]
-        assert [one.status_code for one in answers] == [202, 422, 404, 422], [one.text for one in answers]
+        assert [one.status_code for one in answers] == [202, 422, 404, 422, 422], [one.text for one in answers]
+        assert "main=3: main has at most 2 instances (replicas.max)" in answers[4].text
         assert "one cannot change its size: it runs to its end" in answers[1].text
         assert "did you mean 'main'?" in answers[2].text
         assert service.doors.loop.installation.find(job).ctx.sizes == {"main": 1}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.makers import JOB, loop, op, placement, service, spec
 
@@ -10,12 +12,13 @@ from rota.service.views.story import begin_story
 from rota.service.views.trace import trace_document
 from rota.spec.events import Committed, Event, JobAdmitted, JobQueued, JobSubmitted, Record
 from rota.spec.ids import Epoch
+from rota.spec.job import Edge, JobSpec, StreamSpec
 
 T0 = 1000.0
 
 
-def played(*events: tuple[float, Event]):
-    job = spec(service("reward", 1, op("score")), loop())
+def played(*events: tuple[float, Event], job: JobSpec | None = None):
+    job = job or spec(service("reward", 1, op("score")), loop())
     given = [
         (T0, JobSubmitted(spec=job)),
         (T0, JobQueued()),
@@ -53,6 +56,23 @@ def test_a_trace_has_a_lane_per_instance_calls_as_flows_and_says_what_bounds_the
     start, finish = (next(one for one in events if one["ph"] == phase) for phase in "sf")
     assert (start["id"], start["ts"], finish["id"], finish["ts"]) == (1, 0, 1, 1_000_000)
     assert start["pid"] != finish["pid"], "the arrow goes from the caller's lane to the callee's"
+
+
+def test_items_that_go_through_operations_beside_the_loop_do_not_count_as_what_it_waits_for() -> None:
+    prompts, groups = StreamSpec(name="prompts", source="m:p"), StreamSpec(name="groups")
+    ways = (Edge(source="prompts", target="rollout.generate"), Edge(source="rollout.generate", target="groups"))
+    rollout = service("rollout", 1, op("generate", send="Each"))
+    job = spec(rollout, loop(), streams=(prompts, groups), edges=tuple(replace(one, kind="stream") for one in ways))
+    story, records = played((T0 + 10, Committed(n=1, loop_epoch=Epoch(1))), job=job)
+    spans = {
+        "loop/0": [
+            Span(kind="call", name="generate", at_s=T0, s=10.0, target="rollout/0", call="c1"),
+            Span(kind="stream", name="groups", at_s=T0, s=2.0, target="rollout/0"),
+        ],
+        "rollout/0": [Span(kind="run", name="generate", at_s=T0, s=10.0, call="c1")],
+    }
+    summary = trace_document(story, records, spans)["summary"]
+    assert summary["bound_by"] == {"loop": 0.8, "rollout": 0.2}
 
 
 def test_a_job_that_left_no_spans_has_an_empty_trace() -> None:

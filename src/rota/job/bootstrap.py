@@ -66,7 +66,8 @@ def write_error(path: Path, error: BaseException) -> None:
 def main() -> None:
     """Prepare this process, then become the script."""
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    stacks = get("ROTA_STACKS_FILE")
+    faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w") if stacks else sys.stderr)  # noqa: SIM115 - kept
     if progress := get("ROTA_PROGRESS_FILE"):
         threading.Thread(target=StepCounter(Path(progress)).work, name="rota-progress", daemon=True).start()
     if error_file := get("TORCHELASTIC_ERROR_FILE"):

@@ -15,6 +15,7 @@ from rota.runtime.clock import Clock
 from rota.spec import codec
 from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
 from rota.spec.ids import Epoch, InstanceId, RoleName
+from rota.spec.job import Fail
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
 
@@ -24,6 +25,9 @@ SILENT_S = (4 * BEAT_S, 30.0)
 """An instance counts as silent after half its limit on progress without a beat, but within these bounds."""
 SUSPECT_S = 2.0
 """Who has made no progress for so long is named by ``rota why`` before any limit is reached."""
+WORKING_CPUS, WORKING_FACTOR = 0.5, 12.0
+"""A loop that uses so much of a core computes, and may be silent so many times longer without saying ``f.quiet``."""
+MARKS_NOTHING = "its command has marked no progress yet"
 STILL_MIN_S = 1.5
 """A member of a process group waits in a collective when it has been still for so long."""
 STACKS_AT_ONCE_MAX = 4
@@ -170,8 +174,12 @@ class DiagnosisManager:
 
     def _standing(self, ctx: JobContext, one: Instance, waited_s: float | None) -> Standing:
         beat, limit_s, silent_s = self._beat(one), _limit_s(ctx, one), self._silent_s(one)
+        assert ctx.spec is not None, "only a job with a spec has instances"
+        role = ctx.spec.role(one.id.role)
         if beat is not None and self.rates[one.id].dropped:
             limit_s /= 2
+        elif beat is not None and role.is_loop and beat.cpus >= WORKING_CPUS:
+            limit_s *= WORKING_FACTOR
         still_s = excuse = doing = None
         if one.state is not InstanceState.READY:
             excuse = f"it is {one.state.value}"
@@ -180,6 +188,9 @@ class DiagnosisManager:
             still_s = 0.0 if waited_s is None else min(waited_s, silent_s)
         else:
             excuse, doing = beat.quiet, ", ".join(beat.busy)
+            unmarked = role.run is not None and beat.progress_n == 0 and role.fail.progress_s == Fail().progress_s
+            if unmarked and not self._is_silent(ctx, one):
+                excuse = excuse or MARKS_NOTHING
             extra_s = silent_s if self._is_silent(ctx, one) else 0.0
             if beat.busy:
                 still_s = beat.idle_s + extra_s

@@ -19,6 +19,7 @@ from rota.job.peers import NO_EPOCH
 from rota.job.rendezvous import meet, own_address
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
+from rota.runtime.node import asked_for_stacks, spied
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
@@ -148,6 +149,7 @@ def rank_environment(
         "OMP_NUM_THREADS": max(1, int(seat.role.res.cpus) // command.local),
         "ROTA_EPOCH": forming.epoch,
         "ROTA_PROGRESS_FILE": files / f"progress-{rank}",
+        "ROTA_STACKS_FILE": files / f"stacks-{rank}",
     }
     if address:
         given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -244,6 +246,14 @@ class CommandBody:
             if newest > seen:
                 seen = newest
                 self._seat.pulse.mark(newest, "steps")
+
+    def stacks(self) -> str:
+        """The stacks of the ranks. Blocks some seconds. One without py-spy that is no Python script tells nothing."""
+        assert self._forming is not None
+        first = self._forming.index * self._command.local
+        ranks = [(first + i, found) for i, one in enumerate(self._children) if (found := process.identify(one.pid))]
+        told = {rank: spied(which) or asked_for_stacks(which, self._files / f"stacks-{rank}") for rank, which in ranks}
+        return "\n\n".join(f"rank {rank}:\n{text}" for rank, text in told.items() if text)
 
     async def dissolve(self) -> None:
         """End the ranks of the present epoch and close its store."""

@@ -8,7 +8,6 @@ import contextlib
 import faulthandler
 import os
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from rota.job.operations import ClassBody
 from rota.job.peers import PeerTable, master_handle
 from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, Beat, BeatAnswer, Failure, Pulse
 from rota.job.spmd import CommandBody, run_setup
+from rota.job.stacks import own_stacks
 from rota.runtime import vault
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
@@ -150,11 +150,10 @@ class Instance:
         self._control.loop.call_soon_threadsafe(self._seat.courier.update, PeerTable.from_json(dict(table)))
 
     async def stacks(self) -> str:
-        """The stack of every thread."""
-        with tempfile.TemporaryFile("w+") as file:
-            faulthandler.dump_traceback(file=file, all_threads=True)
-            file.seek(0)
-            return file.read()
+        """The stacks of the code of the job: of the ranks of a command, else of threads and tasks of this process."""
+        if isinstance(self._body, CommandBody):
+            return await asyncio.to_thread(self._body.stacks)
+        return own_stacks(self._user.loop)
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Give everything back within ``grace_s``; the launcher ends the process after that."""

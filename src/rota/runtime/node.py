@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 
 from rota.runtime import process
-from rota.runtime.clock import Clock
+from rota.runtime.clock import Clock, blocking_sleep
 from rota.runtime.devices import DeviceSample, device_samples
 from rota.runtime.process import ProcessId, Usage
 
 _STACKS_S = 10.0
+_ASKED_S = 0.5
+"""A process writes its stacks within milliseconds; a busy machine takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +105,28 @@ def stacks_of(which: ProcessId) -> str:
     """
     if not process.is_alive(which):
         raise ProcessLookupError(f"process {which.pid} is gone")
-    spy = _py_spy()
-    if spy is not None:
-        text = process.output_of((spy, "dump", "--pid", str(which.pid)), timeout_s=_STACKS_S)
-        if text:
-            return text
+    if text := spied(which):
+        return text
     if not process.send_signal(which, signal.SIGUSR1):
         raise ProcessLookupError(f"process {which.pid} is gone")
     return f"process {which.pid} was asked to write its stacks to its log"
+
+
+def spied(which: ProcessId) -> str:
+    """Python stacks of a process, by py-spy; empty where it is not installed or may not look. Blocks up to 10 s."""
+    spy = _py_spy()
+    command = (spy, "dump", "--pid", str(which.pid)) if spy else ()
+    return (process.output_of(command, timeout_s=_STACKS_S) or "") if command else ""
+
+
+def asked_for_stacks(which: ProcessId, file: Path) -> str:
+    """Stacks that a process writes to ``file`` at SIGUSR1; empty when it does not listen to that. Blocks a second."""
+    if not file.exists():
+        return ""
+    before = file.stat().st_size
+    if process.send_signal(which, signal.SIGUSR1):
+        blocking_sleep(_ASKED_S)
+    return file.read_text()[before:]
 
 
 def seen_from_outside(which: ProcessId) -> str:

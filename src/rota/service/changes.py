@@ -78,6 +78,9 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
         names = {role.name for role in spec.roles}
         hint = did_you_mean(name, names) or ", ".join(sorted(names))
         raise UnknownName(f"{spec.name} has no role {name!r}", hint=hint)
+    if n > role.replicas_max > role.replicas_min:
+        hint = f"submit it with replicas: {{min: {role.replicas_min}, max: {n}}}"
+        raise BadInput(f"{name}={n}: {name} has at most {role.replicas_max} instances (replicas.max)", hint=hint)
     if is_world(role):
         if n < role.replicas_min or world_of(replace(role, replicas_max=max(n, role.replicas_max)), n) != n:
             rule = "a multiple of its fixed axes that divides the global batch"

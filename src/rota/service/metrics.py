@@ -18,6 +18,7 @@ from rota.service.views.installation import Installation
 from rota.service.views.streams import stream_rows
 from rota.spec import events as e
 from rota.spec.events import Record
+from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
 
 WAIT_BUCKETS_S = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
@@ -100,10 +101,12 @@ class Metrics(Collector):
                 self._decisions["preempt"] += 1
             case e.InstanceStarted(role=role, rank=rank) if (role, rank) in story.instances:
                 self._restarts[story.queue] += story.instances[(role, rank)].restarts > 0
-            case e.FailoverStarted(level=level, reason=reason):
+            case e.FailoverStarted(level=level, reason=reason) if reason is not Reason.RESIZED:
                 self._failovers[(level, reason)] += 1
-            case e.FailoverEnded(seconds=seconds) if story.failures:
-                self._failover[story.failures[-1].level].observe(seconds)
+            case e.FailoverEnded(failover=number, seconds=seconds):
+                for failure in story.failures:
+                    if failure.number == number and failure.attempt == story.ctx.attempt:
+                        self._failover[failure.level].observe(seconds)
             case e.Committed():
                 self._count_samples(story.id, record.event)
             case e.RolledBack(from_commit=old, to_commit=new):

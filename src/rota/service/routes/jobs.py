@@ -210,6 +210,8 @@ async def resume(job: str, doors: Parts, caller: Asker) -> Document:
 async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Document:
     """Another number of instances of a role, now and in later attempts. More of them start as devices become free."""
     story = doors.steered(caller, job)
+    if story.ended is not None:
+        raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
     role = checked_size(story.spec, body.role, body.n)
     await _append_live(doors, story, ScaleAsked(role=role.name, n=body.n, by=caller.user))
     return show_document(doors, caller, story)

@@ -34,7 +34,7 @@ def phase(story: JobStory) -> str:
             return "its workloads are being read"
         case JobState.ADMITTED:
             return "its devices are being reserved" if story.master_is_current else "its master is being started"
-        case JobState.STARTING:
+        case JobState.STARTING | JobState.RESIZING:
             return _readiness(story)
         case JobState.RECOVERING if story.failures:
             last = story.failures[-1]
@@ -68,6 +68,8 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
         return story.preempt.reason, INFO[story.preempt.reason].text
     if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
         return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
+    if story.state is JobState.RESIZING and story.ctx.failover is not None:
+        return Reason.RESIZED, story.ctx.failover.cause.text
     if story.state is JobState.RECOVERING and story.failures:
         cause = story.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text

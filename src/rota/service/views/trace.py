@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rota.job.core.paths import paths_of
 from rota.job.core.timeline import Piece, Span, critical_path, idle_shares, lanes, shares
 from rota.service.views.jobs import API
 from rota.service.views.story import JobStory
@@ -65,7 +66,14 @@ def _steps(story: JobStory, records: Iterable[Record], spans: Mapping[str, Seque
     """The loop's waits of each step: from one commit to the next, the first from the loop's first wait."""
     graph = story.ctx.graph
     loop = next((those for name, those in spans.items() if graph and name == f"{graph.loop}/0"), [])
-    waits = [one for one in loop if one.kind != "run"]
+    # Items of streams go through operations beside the loop, which waits for the stream alone.
+    stops = [stop for path in paths_of(story.spec) for stop in path.stops] if graph else []
+    beside = {(stop.role.name, stop.op.name) for stop in stops}
+    waits = [
+        one
+        for one in loop
+        if one.kind != "run" and not (one.kind == "call" and (one.target.partition("/")[0], one.name) in beside)
+    ]
     if not waits:
         return []
     commits = [record.at for record in records if isinstance(record.event, Committed)]

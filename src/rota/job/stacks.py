@@ -1,0 +1,61 @@
+"""Stacks as people need them: the threads and tasks of this process that run code of the job, not those of Rota."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import re
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
+_ROTA, _LIBRARY = str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib")
+TASKS_MAX = 20
+DEPTH_MAX = 50
+
+
+def is_of_the_job(path: str) -> bool:
+    """True for a file that is neither Rota's nor its engine's nor of Python's own library."""
+    if path.startswith((_ROTA, "<frozen")) or "/site-packages/ray/" in path:
+        return False
+    return "/site-packages/" in path or not path.startswith(_LIBRARY)
+
+
+def of_the_job(text: str) -> str:
+    """Of a dump of faulthandler the threads with code of the job on their stack; all of them where there is none."""
+    threads = text.split("\n\n")
+    mine = [thread for thread in threads if any(is_of_the_job(path) for path in _FILE.findall(thread))]
+    return "\n\n".join(mine or threads)
+
+
+def own_stacks(loop: asyncio.AbstractEventLoop | None) -> str:
+    """Threads of this process with code of the job, and what waits in its event loop ``loop``."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        threads = file.read()
+    waiting = list(_waiting(loop)) if loop is not None else []
+    mine = of_the_job(threads)
+    return "\n\n".join([*([mine] if mine != threads or not waiting else []), *waiting])
+
+
+def _waiting(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
+    for task in list(asyncio.all_tasks(loop))[:TASKS_MAX]:
+        frames = list(_frames(task.get_coro()))
+        if any(is_of_the_job(frame.f_code.co_filename) for frame in frames):
+            lines = (f'  File "{f.f_code.co_filename}", line {f.f_lineno} in {f.f_code.co_name}' for f in frames[::-1])
+            yield "\n".join(["Task that waits (most recent call first):", *lines])
+
+
+def _frames(coroutine: Any) -> Iterator[FrameType]:
+    """The frames of a coroutine that waits, outermost first."""
+    for _ in range(DEPTH_MAX):
+        frame = getattr(coroutine, "cr_frame", None)
+        if frame is None:
+            return
+        yield frame
+        coroutine = getattr(coroutine, "cr_await", None)

@@ -205,6 +205,9 @@ class SimInstance:
     async def stacks(self) -> str:
         return "a stack"
 
+    async def check(self) -> str:
+        return self._rng.choice(("", "its disk is full"))
+
     async def stop(self, *more: Any) -> None:
         if not self._script.ignores_stop:
             await self._work(0.1)

@@ -176,6 +176,10 @@ class Checkers:
                     stale = one.id.role == role and one.id.rank == rank and one.epoch != epoch
                     if stale and after.instances != before.instances:
                         raise Violation(f"{after.job}: readiness of {one.id} under {epoch} counted at {one.epoch}")
+                counted = after.instances != before.instances and role in after.plan.stateful
+                restored, committed = record.event.restored, before.committed
+                if counted and restored != committed:
+                    raise Violation(f"{after.job}: {role}/{rank} is ready with commit {restored} at {committed}")
             case _:
                 pass
 

@@ -24,6 +24,7 @@ from rota.runtime.launch import (
     NodeDied,
     ProcessDied,
     ProcessGone,
+    RemoteError,
     Reservation,
     ReserveFailed,
     instance_name,
@@ -34,6 +35,7 @@ from rota.runtime.process import signal_name
 from rota.spec import codec
 from rota.spec.commands import (
     Assemble,
+    CheckNode,
     Command,
     Emit,
     ReleaseGang,
@@ -53,6 +55,7 @@ from rota.spec.events import (
     InstanceStarted,
     InstanceStopped,
     JobEvent,
+    NodeChecked,
     TimerFired,
 )
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
@@ -65,6 +68,8 @@ RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
 GIVE_UP_S = 300.0
 """So long a command is tried; then its failure is an event. What gives back is tried for ever: it holds resources."""
+CHECK_ANSWER_S = 10.0
+"""A suspected node has so long to answer each of those who ask; a verdict waits for it."""
 UNSEEN_DEATH_S = 5.0
 """A call that found its process gone waits this long for the launcher's report of the death."""
 
@@ -172,6 +177,8 @@ class Executor:
                 return await self._run(command, ctx)
             case StopInstance():
                 return await self._stop(command)
+            case CheckNode():
+                return await self._check(command)
             case SetTimer(timer=timer, since_s=since_s, after_s=after_s):
                 await self.clock.sleep(max(0.0, since_s + after_s - self.clock.wall_s()))
                 return TimerFired(timer=timer)
@@ -261,6 +268,18 @@ class Executor:
         await self.launcher.stop(handle, grace_s=command.grace_s)
         self.handles.pop(handle.name, None)
         return InstanceStopped(role=command.instance.role, rank=command.instance.rank, epoch=command.started_epoch)
+
+    async def _check(self, command: CheckNode) -> JobEvent:
+        """Ask one after another of those that live on the node; the first answer decides."""
+        problems = "nobody who lives there answers"
+        for instance, started in command.processes:
+            call = Call(method="check", timeout_s=CHECK_ANSWER_S, control=True)
+            try:
+                problems = str(await self.launcher.call(self.handle(instance, started), call))
+                break
+            except (ProcessGone, CallTimeout, RemoteError):
+                continue
+        return NodeChecked(node=command.node, fit=not problems, text=problems)
 
     def handle(self, instance: InstanceId, started: Epoch) -> Handle:
         """Where to reach a process, known from its start or by its name alone."""

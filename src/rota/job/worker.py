@@ -155,6 +155,14 @@ class Instance:
             return await asyncio.to_thread(self._body.stacks)
         return own_stacks(self._user.loop)
 
+    async def check(self) -> str:
+        """Is this node fit still? What is wrong with it, empty when nothing is."""
+        try:
+            await self._find_unfit()
+        except NodeUnfit as error:
+            return str(error)
+        return ""
+
     async def stop(self, grace_s: float = 30.0) -> None:
         """Give everything back within ``grace_s``; the launcher ends the process after that."""
         await self._control.run(self._stop(grace_s))
@@ -221,9 +229,12 @@ class Instance:
 
     async def _check_node(self) -> None:
         """Once a process, before any user code. Raises NodeUnfit."""
+        if not self._checked and self._seat.role.fail.check != "none":
+            await self._find_unfit()
+            self._checked = True
+
+    async def _find_unfit(self) -> None:
         seat = self._seat
-        if self._checked or seat.role.fail.check == "none":
-            return
         dirs = Home.of(seat.place.home).job(seat.place.job)
         output = Path(seat.spec.output) if seat.spec.output else dirs.output
         folders = (dirs.work, output, Path(checkpoint_dir(seat.spec, seat.place)))
@@ -236,7 +247,6 @@ class Instance:
             raise NodeUnfit([Unfit(check="disk", reason=Reason.DATA_UNREACHABLE, text=text)]) from None
         if found:
             raise NodeUnfit(found)
-        self._checked = True
 
     async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> dict[str, Any]:
         if epoch != self._epoch or not self._ready:

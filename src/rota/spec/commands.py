@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rota.spec.events import JobEvent
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, GangId, InstanceId
+from rota.spec.ids import Epoch, GangId, InstanceId, NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +101,19 @@ class StopInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckNode:
+    """Let one of the processes on a node check it; ``failover`` is the verdict that waits. Outcome: NodeChecked."""
+
+    node: NodeId
+    failover: int
+    processes: tuple[tuple[InstanceId, Epoch], ...]
+
+    @property
+    def id(self) -> str:
+        return f"check/{self.failover}/{self.node}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer:
     """Fire TimerFired(timer) after ``after_s`` seconds, counted from ``since_s`` (event time)."""
 
@@ -125,4 +138,6 @@ class Emit:
         return f"emit/{self.key}"
 
 
-Command = ReserveGang | ReleaseGang | StartInstance | Assemble | RunInstance | StopInstance | SetTimer | Emit
+Command = (
+    ReserveGang | ReleaseGang | StartInstance | Assemble | RunInstance | StopInstance | CheckNode | SetTimer | Emit
+)

@@ -262,6 +262,18 @@ class ProgressStalled(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeChecked(JobEvent):
+    """A node that is suspected of a failure was checked by the members that live there; ``fit`` when nothing is wrong.
+
+    Nobody there to check it, or no answer, is not fit.
+    """
+
+    node: NodeId
+    fit: bool
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverStarted(JobEvent):
     """A recovery begins. ``scope`` lists (role, rank, new epoch) of every instance it touches.
 

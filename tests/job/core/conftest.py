@@ -6,7 +6,7 @@ import pytest
 from tests import makers
 
 from rota.job.core.intent import next_emit, wanted
-from rota.spec.commands import Assemble, Command, ReleaseGang, ReserveGang, StartInstance, StopInstance
+from rota.spec.commands import Assemble, CheckNode, Command, ReleaseGang, ReserveGang, StartInstance, StopInstance
 from rota.spec.events import (
     Event,
     GangGranted,
@@ -17,6 +17,7 @@ from rota.spec.events import (
     InstanceStarted,
     InstanceStopped,
     MasterStarted,
+    NodeChecked,
     Reattached,
 )
 from rota.spec.gang import BundleGrant
@@ -38,6 +39,7 @@ class Driven(makers.Log):
         self.alive: dict[tuple[str, int, int], int] = {}
         self.done: list[Command] = []
         self.free: list[str] | None = []
+        self.fit: bool | None = True
 
     def outcome(self, command: Command) -> Event | None:
         match command:
@@ -54,6 +56,8 @@ class Driven(makers.Log):
             case StopInstance(instance=one, started_epoch=epoch):
                 self.alive.pop((one.role, one.rank, epoch), None)
                 return InstanceStopped(role=one.role, rank=one.rank, epoch=epoch)
+            case CheckNode(node=node):
+                return None if self.fit is None else NodeChecked(node=node, fit=self.fit)
             case Assemble(instance=one, epoch=epoch, restore=restore):
                 return InstanceReady(role=one.role, rank=one.rank, epoch=epoch, restored=restore)
             case _:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.makers import admitted, at, command, fail, mesh, rl, service, spec
+from tests.makers import admitted, at, command, fail, loop, mesh, rl, service, spec
 
 from rota.job.core.context import Loss
 from rota.job.core.diagnosis import is_secondary, kind_of, root_cause
 from rota.job.core.intent import next_emit, wanted
-from rota.spec.commands import RunInstance, SetTimer, StartInstance
+from rota.job.core.machine import initial, replay
+from rota.spec.commands import Assemble, RunInstance, SetTimer, StartInstance
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -28,6 +29,7 @@ from rota.spec.events import (
     TimerFired,
 )
 from rota.spec.ids import Epoch, GangId, NodeId, RoleName
+from rota.spec.job import WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
 
@@ -285,3 +287,77 @@ def test_an_online_job_without_a_loop_re_forms_its_stateful_roles_alone(driven):
     driven.run(spec(mesh("train", 2), service("feat", 2), command("driver")))
     driven.feed(lost("train", 0, 1))
     assert {role for role, _, _ in verdict(driven).scope} == {"train"}
+
+
+# -- doubt about a node ------------------------------------------------------------------------------------------------
+
+
+def doubted(driven, *, fit: bool) -> list[FailoverStarted]:
+    """Two of three workers of one node die within a few seconds; the third one checks the node."""
+    driven.fit, driven.free = fit, ["h2"]
+    driven.run(spec(service("w", 4)), "h0", "h1", "h0", "h0")
+    for who in ("w/0", "w/2"):
+        driven.feed(lost_of(driven, who), after_s=2.0)
+        driven.settle()
+    return [record.event for record in driven.records if isinstance(record.event, FailoverStarted)]
+
+
+def lost_of(driven, who: str) -> InstanceLost:
+    one = driven.ctx.instances[at(who)]
+    return InstanceLost(role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.SIGNALLED)
+
+
+def test_two_deaths_on_one_node_of_several_have_it_checked_and_left_when_it_is_not_fit(driven):
+    first, second = doubted(driven, fit=False)
+    assert (first.level, first.move_reason) == (Level.PROCESS, None)
+    assert (second.level, second.moved_from, second.move_reason) == (Level.NODE, Level.PROCESS, Reason.NODE_SUSPECT)
+    assert {driven.ctx.bundle(at(who))[1].node for who in ("w/0", "w/2", "w/3")} == {"h2"}
+    assert driven.ctx.bundle(at("w/1"))[1].node == "h1"
+    assert replay(driven.ctx.job, tuple(driven.records), initial(driven.ctx.job)) == driven.ctx
+
+
+def test_a_node_that_is_fit_is_stayed_on(driven):
+    _, second = doubted(driven, fit=True)
+    assert (second.level, second.moved_from, second.move_reason) == (Level.PROCESS, Level.NODE, Reason.NODE_HEALTHY)
+    assert driven.ctx.bundle(at("w/2"))[1].node == "h0"
+
+
+def test_one_reservation_that_the_engine_forgot_does_not_cost_the_others(driven):
+    driven.free = ["h3"]
+    job = spec(service("a", 1), service("b", 1), gang="subgraph")
+    driven.run(job)
+    (gone,) = [gang for gang in driven.ctx.gangs if gang.id == driven.ctx.bound[at("b/0")][0]]
+    kept = driven.ctx.instances[at("a/0")]
+    driven.alive.pop(("b", 0, 1))
+    alive = (("a", 0, 1),)
+    gangs = tuple((gang.id, gang.epoch) for gang in driven.ctx.gangs if gang != gone)
+    driven.feed(
+        MasterStarted(master_epoch=Epoch(2), pid=2), Reattached(master_epoch=Epoch(2), alive=alive, gangs=gangs)
+    )
+    driven.settle()
+    (verdict,) = [record.event for record in driven.records if isinstance(record.event, FailoverStarted)]
+    assert (verdict.level, verdict.moved_from, verdict.move_reason) == (Level.PROCESS, Level.JOB, Reason.SCOPE_NARROW)
+    assert driven.ctx.state is JobState.RUNNING
+    assert driven.ctx.instances[at("a/0")] == kept
+    assert driven.ctx.bundle(at("b/0"))[1].node == "h3"
+
+
+# -- commits that are given up -----------------------------------------------------------------------------------------
+
+
+def test_readers_of_weights_and_everybody_with_state_go_back_with_a_commit_whose_state_is_lost(driven):
+    edge = WeightsEdge(source=RoleName("actor"), target=RoleName("rollout"))
+    driven.free = ["h3"]
+    roles = (mesh("actor", 2, fail=fail(restart="process")), service("rollout", 1), loop())
+    driven.run(spec(*roles, weights=(edge,)), "h0", "h1", "h1", "h1")
+    for n in (1, 2):
+        driven.feed(Committed(n=n, loop_epoch=driven.ctx.loop_epoch))
+    one = driven.ctx.instances[at("actor/0")]
+    driven.feed(InstanceLost(role=one.id.role, rank=0, epoch=one.epoch, reason=Reason.NODE_LOST))
+    driven.settle()
+    (verdict,) = [record.event for record in driven.records if isinstance(record.event, FailoverStarted)]
+    assert (verdict.restore, verdict.move_reason) == (0, Reason.STATE_LOST)
+    assert {role for role, _, _ in verdict.scope} == {"actor", "rollout", "loop"}
+    again = [command for command in driven.done if isinstance(command, Assemble) and command.epoch > 1]
+    assert {command.restore for command in again} == {0}
+    assert driven.ctx.state is JobState.RUNNING

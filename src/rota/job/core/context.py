@@ -194,7 +194,8 @@ class JobContext:
     ``graph`` and ``bound`` follow from spec and placement. ``attached``: the present master has compared the log with
     what is alive; before that nothing is asked for. ``epoch_max`` is the highest epoch of an instance or gang ever
     seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed`` though all look like consequences;
-    ``escalated`` is the level that was just found impossible. ``retries`` counts restarts of the whole job,
+    ``escalated`` is the level that was just found impossible, ``checked`` a suspected node and whether it is fit.
+    ``retries`` counts restarts of the whole job,
     ``free_requeues`` those that were no fault of it. ``starting_s`` is when the present start or recovery began,
     ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must go back to first.
     ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside those of the
@@ -233,6 +234,7 @@ class JobContext:
     checkpoint_cursor: Mapping[str, Any] = field(default_factory=dict[str, Any])
     losses: tuple[Loss, ...] = ()
     diagnosed: bool = False
+    checked: tuple[NodeId, bool] | None = None
     escalated: Level | None = None
     failovers: tuple[Failover, ...] = ()
     failover_count: int = 0
@@ -386,6 +388,7 @@ class Snapshot:
     sizes: dict[str, int] = field(default_factory=dict[str, int])
     resized_s: float = 0.0
     boundary: bool = False
+    checked: tuple[NodeId, bool] | None = None
 
 
 _SNAPSHOT_FIELDS: tuple[str, ...] = tuple(Snapshot.__dataclass_fields__)

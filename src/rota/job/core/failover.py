@@ -20,7 +20,7 @@ from rota.job.core.diagnosis import is_secondary, root_cause
 from rota.job.core.graph import recovery_scope, replaced
 from rota.job.core.sizing import OF_THE_NODE, is_fit, is_world, leaving, world_of
 from rota.spec.events import FailoverStarted
-from rota.spec.ids import Epoch, InstanceId, RoleName
+from rota.spec.ids import Epoch, InstanceId, NodeId, RoleName
 from rota.spec.job import Restart, RoleSpec
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import InstanceState, JobState, Level
@@ -31,6 +31,8 @@ NO_FAULT = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT}
 """Causes that are no fault of the job: a restart of the whole job for one of them costs no retry at first."""
 NODE_MOVES_MAX = 2
 """Replacements of a node for one role within its window; the next one widens to the job."""
+SUSPECT_S = 30.0
+"""Two units of one node that die within so long, while nobody dies elsewhere, cast doubt on the node."""
 LOST, READY = InstanceState.LOST, InstanceState.READY
 _LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
 
@@ -56,6 +58,9 @@ class FailoverCoordinator:
         if not ctx.losses or ctx.ending is not None or not self.judged:
             return None
         cause = root_cause(ctx.losses)
+        suspect = self.suspect(cause)
+        if suspect is not None and (ctx.checked is None or ctx.checked[0] != suspect):
+            return None
         move = self.move(cause)
         leave, restore = self.leaving(move, cause), self.restore(move.level, cause)
         if restore < ctx.committed:
@@ -64,7 +69,7 @@ class FailoverCoordinator:
         return FailoverStarted(
             failover=ctx.failover_count + 1,
             level=move.level,
-            scope=tuple((member.role, member.rank, epoch) for member in self.scope(move.level, cause)),
+            scope=tuple((member.role, member.rank, epoch) for member in self.scope(move.level, cause, restore)),
             restore=restore,
             reason=cause.reason,
             role=cause.instance.role,
@@ -87,12 +92,47 @@ class FailoverCoordinator:
         if self.ctx.escalated is Level.NODE:
             fit = may_move(cause) and is_fit(self.ctx, cause)
             return Move(Level.PROCESS if fit else Level.JOB, Level.NODE, Reason.NO_NODE)
+        if cause.reason is Reason.ENGINE_LOST and self.is_part(cause):
+            return Move(Level.PROCESS, Level.JOB, Reason.SCOPE_NARROW)
+        if (suspect := self.suspect(cause)) is not None and self.ctx.checked is not None:
+            if self.ctx.checked == (suspect, False):
+                return Move(Level.NODE, ladder[0], Reason.NODE_SUSPECT)
+            if self.budget_left(cause, ladder[0]) > 0:
+                return Move(ladder[0], Level.NODE, Reason.NODE_HEALTHY)
         for level in ladder:
             if self.budget_left(cause, level) > 0:
                 if level is ladder[0]:
                     return self._first(cause, level)
                 return self._wider(cause, ladder[0], level)
         return Move(Level.JOB, ladder[0], Reason.BUDGET_PROCESS)
+
+    def suspect(self, cause: Loss) -> NodeId | None:
+        """The node to be checked before the verdict: its device failed, or units died there one after another.
+
+        A job that is on one node says nothing about it, and a fault of the code comes along to any other.
+        """
+        ctx = self.ctx
+        level = next(self.ladder(cause))
+        if level not in (Level.PROCESS, Level.ROLE) or ctx.escalated is not None or cause.instance not in ctx.bound:
+            return None
+        nodes = {bundle.node for _, bundle in ctx.bound.values()}
+        if len(nodes) < 2 or not may_move(cause) or self.budget_left(cause, Level.NODE) <= 0:
+            return None
+        here = ctx.bundle(cause.instance)[1].node
+        if cause.reason in OF_THE_NODE:
+            return here
+        past = [one.cause for one in ctx.failovers if one.cause.reason is not Reason.RESIZED]
+        died = [one for one in (*past, *ctx.losses) if cause.at_s - one.at_s <= SUSPECT_S and may_move(one)]
+        bound = [one.instance for one in died if one.instance in ctx.bound]
+        placed = [(ctx.bundle(one)[1].node, ctx.plan.unit(one)) for one in bound]
+        units = {unit for node, unit in placed if node == here}
+        return here if len(units) > 1 and all(node == here for node, _ in placed) else None
+
+    def is_part(self, cause: Loss) -> bool:
+        """True when everything that was lost is one reservation of several, and somebody outside of it goes on."""
+        touched = frozenset(self.scope(Level.PROCESS, cause))
+        others = [one for one in self.ctx.instances.values() if one.id not in touched and one.active]
+        return any(one.state is READY for one in others) and any(gang.state == "reserved" for gang in self.ctx.gangs)
 
     def _wider(self, cause: Loss, start: Level, level: Level) -> Move:
         """A wider level, unless the role may go on with the instances that it still has."""
@@ -188,8 +228,11 @@ class FailoverCoordinator:
         )
         return limit_n - used
 
-    def scope(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
-        """Every instance that the recovery touches, those of an open recovery that it joins included."""
+    def scope(self, level: Level, cause: Loss, restore: int | None = None) -> tuple[InstanceId, ...]:
+        """Every instance that the recovery touches, those of an open recovery that it joins included.
+
+        Where commits after ``restore`` are given up, readers of weights must not keep those of a later one.
+        """
         graph, ctx = self.ctx.plan, self.ctx
         if level is Level.JOB:
             return graph.instances
@@ -197,7 +240,10 @@ class FailoverCoordinator:
         before = ctx.failover.scope if ctx.failover else ()
         joined = [one for one in before if not ctx.instances[one].retired]
         # What stands by is in nobody's world: its loss touches it alone.
+        edges = ctx.spec.weights if ctx.spec is not None and restore is not None and restore < ctx.committed else ()
+        readers = {edge.target for edge in edges}
         seeds = [one for one in (*lost, *joined) if ctx.instances[one].active]
+        seeds += [one for one in graph.instances if one.role in readers and ctx.instances[one].active]
         touched = recovery_scope(graph, seeds, self.whole_roles(level, cause.instance.role)) if seeds else ()
         return tuple(one for one in graph.instances if (one in touched and ctx.instances[one].active) or one in lost)
 
@@ -356,6 +402,7 @@ def _restart_job(ctx: JobContext, cause: Loss) -> JobContext:
         losses=(),
         escalated=None,
         diagnosed=False,
+        checked=None,
         open_failover=None,
     )
 
@@ -394,6 +441,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         losses=(),
         escalated=None,
         diagnosed=False,
+        checked=None,
     )
 
 

@@ -22,9 +22,11 @@ from rota.job.core.context import (
     Instance,
     JobContext,
 )
+from rota.job.core.diagnosis import root_cause
 from rota.job.core.failover import FailoverCoordinator
 from rota.spec.commands import (
     Assemble,
+    CheckNode,
     Command,
     Emit,
     ReleaseGang,
@@ -44,7 +46,7 @@ def wanted(ctx: JobContext) -> tuple[Command, ...]:
     """Every command that should be under way now; none before the master has compared the log with what is alive."""
     if not ctx.attached or ctx.state.terminal or ctx.graph is None:
         return ()
-    return (*emits(ctx), *_of_gangs(ctx), *_of_instances(ctx), *timers(ctx))
+    return (*emits(ctx), *_checks(ctx), *_of_gangs(ctx), *_of_instances(ctx), *timers(ctx))
 
 
 def next_emit(ctx: JobContext) -> Emit | None:
@@ -93,6 +95,19 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
         delay_s = failover.delay_s if failover else 0.0
         timer = f"start/{ctx.attempt}/{ctx.failover_count}/{ctx.starting_s:.3f}"
         yield SetTimer(timer=timer, since_s=ctx.starting_s, after_s=START_TIMEOUT_S + delay_s)
+
+
+def _checks(ctx: JobContext) -> Iterator[CheckNode]:
+    """The check that a verdict waits for, by those of the node that are alive."""
+    coordinator = FailoverCoordinator(ctx)
+    if not ctx.losses or ctx.ending is not None or not coordinator.judged:
+        return
+    node = coordinator.suspect(root_cause(ctx.losses))
+    if node is None or (ctx.checked is not None and ctx.checked[0] == node):
+        return
+    there = [one for one in ctx.instances.values() if one.id in ctx.bound and ctx.bundle(one.id)[1].node == node]
+    alive = tuple((one.id, one.process.epoch) for one in there if one.state is InstanceState.READY and one.process)
+    yield CheckNode(node=node, failover=ctx.failover_count + 1, processes=alive)
 
 
 def _comes_up(ctx: JobContext, one: Instance) -> bool:
@@ -164,6 +179,8 @@ def _of_instance(ctx: JobContext, one: Instance, started: Epoch, gangs: dict[Gan
             gang, bundle = ctx.bundle(one.id)
             return StartInstance(instance=one.id, epoch=started, gang=gang, gang_epoch=gangs[gang], bundle=bundle)
         case InstanceState.STALE:
+            if (failover := ctx.failover) and not failover.rolled_back and one.id in failover.scope:
+                return None  # the commit to go back to is not the last one yet
             peers = tuple(peer for peer in ctx.plan.mesh_peers(one.id) if ctx.instances[peer].active)
             if len(ctx.plan.mesh_peers(one.id)) == 1:
                 peers = (one.id,)  # one that stands by alone gets ready too

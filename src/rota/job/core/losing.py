@@ -117,6 +117,8 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
     if ctx.ending is not None or ctx.placement is None:
         return ctx
     missing = _missing_gang(ctx, event.gangs)
+    if missing is not None and any(gang.state == "reserved" and gang != missing for gang in ctx.gangs):
+        ctx = replace(ctx, gangs=tuple(gang for gang in ctx.gangs if gang != missing))
     for one in ctx.instances.values():
         gone = one.alive and one.process is not None and one.process.epoch not in alive.get(one.id, set())
         if gone and (one.ended or one.state is InstanceState.LOST):
@@ -124,7 +126,8 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
         elif gone:
             # Known to be absent: the one case in which no stop is needed before the next start.
             away = event.hosts and one.id in ctx.bound and ctx.bundle(one.id)[1].host not in event.hosts
-            reason = Reason.ENGINE_LOST if missing else Reason.NODE_LOST if away else Reason.SIGNALLED
+            unplaced = missing is not None and one.id in ctx.bound and ctx.bundle(one.id)[0] == missing.id
+            reason = Reason.NODE_LOST if away else Reason.ENGINE_LOST if unplaced else Reason.SIGNALLED
             loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
             ctx = _lost(ctx, [replace(one, process=None)], loss)
     if missing is not None and not ctx.losses:

@@ -45,6 +45,7 @@ from rota.spec.events import (
     JobRequeued,
     JobSubmitted,
     MasterStarted,
+    NodeChecked,
     PreemptAsked,
     ProgressStalled,
     Reattached,
@@ -145,6 +146,8 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
             return losing.stall(ctx, event)
         case _, GangReserveFailed():
             return winding.reservation_failed(ctx, event)
+        case _, NodeChecked(node=node, fit=fit) if ctx.losses:
+            return replace(ctx, checked=(node, fit))
         case _, FailoverStarted():
             return open_failover(ctx, event)
         case ((JobState.RECOVERING | JobState.RESIZING), FailoverEnded()):

@@ -56,6 +56,7 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         bound={},
         losses=(),
         diagnosed=False,
+        checked=None,
         escalated=None,
         charges=(),
         open_failover=None,

@@ -37,7 +37,7 @@ class ClusterEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted(JobEvent):
-    """A job is durable: SUBMITTED. ``source`` is the text of the job file as given."""
+    """A job is durable: SUBMITTED. ``source`` is the text of the job file; ``uid`` a ULID that is never used again."""
 
     spec: JobSpec
     user: str = "local"
@@ -46,7 +46,6 @@ class JobSubmitted(JobEvent):
     workdir: str = ""
     idempotency_key: str = ""
     uid: str = ""
-    """A ULID; the id is for people, the uid is never used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +140,7 @@ class MasterStarted(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reattached(JobEvent):
-    """The master compared the log with what is alive: ``alive`` lists (role, rank, epoch); the rest is lost.
-
-    ``hosts`` are those of the engine, none when it did not tell: who was on another one went with its node.
-    """
+    """What is alive, as (role, rank, epoch); the rest is lost, with its node if that is none of ``hosts`` (if told)."""
 
     master_epoch: Epoch
     alive: tuple[tuple[RoleName, int, Epoch], ...] = ()
@@ -180,10 +176,9 @@ class GangReleased(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangAsked(JobEvent):
-    """Devices beside those of the admission are wanted: for members to join, or in place of a node that is given up.
+    """More devices are wanted, but not on nodes of ``avoid`` or ``apart``. Answers: GangGranted, GangWaits.
 
-    It must not be on nodes of ``avoid``, which its members leave (``lost``: they are gone), nor on those of ``apart``,
-    where others of the job are. Answers: GangGranted, GangWaits.
+    Its members leave those of ``avoid`` (``lost``: they are gone); on those of ``apart`` are others of the job.
     """
 
     request: GangRequest
@@ -249,7 +244,7 @@ class InstanceStopped(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressStalled(JobEvent):
-    """No progress was marked for ``idle_s``, longer than the contract allows."""
+    """No progress for ``idle_s``. ``text``: who others wait for, or the cycle of those who wait (reason HANG)."""
 
     role: RoleName
     rank: int
@@ -258,15 +253,11 @@ class ProgressStalled(JobEvent):
     stacks: str = ""
     reason: Reason = Reason.NO_PROGRESS
     text: str = ""
-    """Who it is that others wait for, or the cycle of those that wait for each other (then the reason is HANG)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChecked(JobEvent):
-    """A node that is suspected of a failure was checked by the members that live there; ``fit`` when nothing is wrong.
-
-    Nobody there to check it, or no answer, is not fit.
-    """
+    """A suspected node was checked by a member that lives there; without an answer it is not fit."""
 
     node: NodeId
     fit: bool
@@ -353,12 +344,11 @@ class TimerFired(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequeued(JobEvent):
-    """The attempt is over without an end of the job: QUEUED again (preempted, or a retry of the whole job)."""
+    """The attempt is over, the job QUEUED again: preempted, or a retry of the whole job, which alone ``counts``."""
 
     attempt: int
     reason: Reason
     counts: bool = True
-    """False for preemption: it uses up no retry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,8 +482,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 def event_from_json(raw: dict[str, Any]) -> Event:
     """Inverse of ``event_to_json``; fields that are unknown here are ignored. Raises ValueError for an unknown kind."""
-    kind = raw.get("kind", "")
-    cls = KINDS.get(kind)
+    cls = KINDS.get(kind := raw.get("kind", ""))
     if cls is None:
         raise ValueError(f"unknown event kind {kind!r}")
     return codec.from_json_value(cls, {key: value for key, value in raw.items() if key != "kind"})

@@ -8,9 +8,11 @@ import os
 import pytest
 from tests.real.jobs import Run, deep, job, role, run_job
 
-from rota.spec.events import Committed, InstanceLost, ProgressStalled
-from rota.spec.job import Fail
+from rota.spec.events import Committed, FailoverStarted, InstanceLost, ProgressStalled
+from rota.spec.ids import RoleName
+from rota.spec.job import Fail, RoleSpec
 from rota.spec.reasons import Reason
+from rota.spec.resources import Res
 from rota.spec.states import JobState
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -19,6 +21,7 @@ LIMIT_S = 5.0
 TOLD_MAX_S = 2 * LIMIT_S if os.environ.get("ROTA_DEEP") else 4 * LIMIT_S
 """Twice the limit where the machine has nothing else to do; else its load counts too."""
 FAIL = Fail(progress_s=LIMIT_S)
+LEGAL_S = float(os.environ.get("ROTA_LEGAL_S", "300"))
 
 
 def told(run: Run) -> dict[str, ProgressStalled]:
@@ -83,6 +86,21 @@ def test_a_loop_that_hangs_between_two_calls_is_told_and_entered_again(engine) -
     run_job(
         engine, job(role("slow", "hangs:Slow", fail=FAIL), role("loop", "hangs:stuck_between_calls", fail=FAIL)), body
     )
+
+
+@deep
+@pytest.mark.timeout(500)
+def test_five_minutes_of_long_and_legal_steps_accuse_nobody(engine) -> None:
+    async def body(run: Run) -> None:
+        ended = await run.end(limit_s=450.0)
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        assert run.events(ProgressStalled, InstanceLost, FailoverStarted) == []
+        assert run.context().metrics == {"found": ["legal", "waited"]}
+
+    silent = RoleSpec(name=RoleName("silent"), run=(f"sleep {LEGAL_S + 20}",), shell=True, res=Res(cpus=0.5))
+    roles = [role(name, "hangs:Legal", fail=FAIL) for name in ("legal", "other", "idle")]
+    spec = job(*roles, silent, role("loop", "hangs:legally", fail=FAIL), LEGAL_S=str(LEGAL_S))
+    run_job(engine, spec, body, limit_s=480.0)
 
 
 def test_a_loss_that_is_not_finite_is_not_committed_and_the_loop_goes_on_from_the_commit_before(engine) -> None:

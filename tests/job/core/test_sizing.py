@@ -11,6 +11,8 @@ from rota.job.core.context import JobContext
 from rota.job.core.intent import wanted
 from rota.job.core.machine import initial, replay
 from rota.job.core.sizing import world_of
+from rota.service.views.failures import failure_list
+from rota.service.views.story import begin_story
 from rota.spec.commands import Assemble, SetTimer
 from rota.spec.events import (
     CheckpointSaved,
@@ -330,3 +332,20 @@ def test_who_moves_keeps_away_from_those_it_must_be_apart_from(driven):
     driven.settle()
     asked = next(record.event for record in driven.records if isinstance(record.event, GangAsked))
     assert (asked.avoid, asked.apart) == (("h0",), ("h1",))
+
+
+def test_a_size_that_somebody_wanted_is_no_failure_in_the_story(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 3)))
+    driven.feed(ScaleAsked(role=RoleName("train"), n=1))
+    driven.settle()
+    assert [one.reason for one in verdicts(driven)] == [Reason.RESIZED]
+    story = begin_story(driven.records[0])
+    for record in driven.records[1:]:
+        story.apply(record)
+    assert failure_list(story)["items"] == []
+    driven.feed(lost(driven, "train/0"))
+    driven.settle()
+    for record in driven.records:
+        story.apply(record)
+    assert [one["instance"] for one in failure_list(story)["items"]] == ["train/0"]

@@ -141,3 +141,41 @@ class Ranks(rota.Workload):
 async def in_step(f) -> None:
     for n in range(f.committed + 1, 6):
         await f.commit({"sum": await f.roles.ranks.step(n)})
+
+
+class Legal(rota.Workload):
+    """Goes on for ``LEGAL_S`` seconds in steps that are nearly as long as the limit, and rests with notice."""
+
+    def setup(self, ctx) -> None:
+        self.ctx = ctx
+
+    @rota.op
+    def work(self) -> str:
+        until_s, step = time.monotonic() + float(os.environ["LEGAL_S"]), 0
+        while time.monotonic() < until_s:
+            step += 1
+            time.sleep(3.5)
+            self.ctx.progress(step)
+            if step % 4 == 0:
+                with self.ctx.quiet("evaluation", max_s=60):
+                    time.sleep(12)
+        return "legal"
+
+    @rota.op
+    async def wait(self) -> str:
+        """Waits for another one over a channel that Rota does not see, and says so."""
+        with self.ctx.waiting("legal/0", "its own socket"):
+            await asyncio.sleep(float(os.environ["LEGAL_S"]))
+        return "waited"
+
+
+async def legally(f) -> None:
+    """Computes between two calls, for longer than the limit, without a word."""
+    work = asyncio.gather(f.roles.legal.work(), f.roles.other.wait())
+    until_s = time.monotonic() + float(os.environ["LEGAL_S"])
+    while time.monotonic() < until_s:
+        burnt_s = time.monotonic() + 9.0
+        while time.monotonic() < burnt_s:
+            sum(range(10_000))
+        await asyncio.sleep(2.0)
+    await f.commit({"found": await work})

@@ -329,7 +329,7 @@ def test_one_reservation_that_the_engine_forgot_does_not_cost_the_others(driven)
     (gone,) = [gang for gang in driven.ctx.gangs if gang.id == driven.ctx.bound[at("b/0")][0]]
     kept = driven.ctx.instances[at("a/0")]
     driven.alive.pop(("b", 0, 1))
-    alive = (("a", 0, 1),)
+    alive = ((RoleName("a"), 0, Epoch(1)),)
     gangs = tuple((gang.id, gang.epoch) for gang in driven.ctx.gangs if gang != gone)
     driven.feed(
         MasterStarted(master_epoch=Epoch(2), pid=2), Reattached(master_epoch=Epoch(2), alive=alive, gangs=gangs)

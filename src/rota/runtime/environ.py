@@ -14,6 +14,7 @@ SERVER = "ROTA_SERVER"
 TOKEN = "ROTA_TOKEN"  # the name of the variable, no secret
 DB_URL = "ROTA_DB_URL"
 REDIS_URL = "ROTA_REDIS_URL"
+REDIS_SERVER = "ROTA_REDIS_SERVER"
 RAY_ADDRESS = "ROTA_RAY_ADDRESS"
 LOG_LEVEL = "ROTA_LOG_LEVEL"
 # set for every instance of a job

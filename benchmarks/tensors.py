@@ -271,7 +271,8 @@ def bench_recover(rounds: int) -> dict[str, Any]:
             timed.samples["kill to first get"].append(time.perf_counter() - began)
             assert (len(plane.ls()), plane.stats()["leases"]) == (1000, 201)
             plane.release("x/999")
-        assert plane.fsck()["violations"] == []
+        broken = plane.fsck()["violations"]
+        assert broken == [], broken
         assert all(view[0] == index for index, view in enumerate(held))
         del held
     rota.tensors.down(home)

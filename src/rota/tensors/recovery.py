@@ -206,7 +206,7 @@ class _Plan:
         """Leases of the living; a version that is no longer current stays, doomed, for them."""
         for client, versions in live.items():
             kept = self._leases.setdefault(client, [])
-            for version in versions:
+            for version in dict.fromkeys(versions):  # noted twice: ended, not told yet, and leased again meanwhile
                 if version not in self._versions:
                     found = self._found.get(version)
                     if found is None or found.header is None:

@@ -125,6 +125,8 @@ class Session:
         self._sweeper_fd = _open_lock(folder / "sweeper.lock")
         self._recover_fd = _open_lock(folder / "recover.lock")
         self._recover_gate = threading.Lock()
+        self._release_gate = threading.Lock()
+        self._unsent: list[tuple[int, int, int]] = []
         self._gone = threading.Event()
         self._thread: threading.Thread | None = None
         self._forks = 0
@@ -195,21 +197,24 @@ class Session:
         self.space.retry(lambda: sweep_client(self.space, holder))
 
     def release_ended(self) -> int:
-        """Tell the registry of leases whose views died; how many."""
-        ended, devices = self.space.leases.drain(), self.space.devices
-        if devices is not None:
-            ended = devices.settle(ended)
-        if ended:
-            faults.point("releasing")
-            try:
-                pairs = [(version, seq) for version, seq, _ in ended]
-                self.space.registry.release(self.space.client, pairs)
-            except Refused:  # a new epoch: joining again states the leases that are left
-                self.rejoin()
-            faults.point("released")
-            for *_, place in ended:
-                self.space.file.clear(place)
-        return len(ended)
+        """Tell the registry of leases whose views died; how many. What it could not be told now it is told next time:
+        a lease that stays noted in the client's file comes back with a rebuilt registry, and nobody would end it.
+        """
+        with self._release_gate:
+            ended, devices = self.space.leases.drain(), self.space.devices
+            self._unsent += devices.settle(ended) if devices is not None else ended
+            sent = self._unsent
+            if sent:
+                faults.point("releasing")
+                try:
+                    self.space.registry.release(self.space.client, [(version, seq) for version, seq, _ in sent])
+                except Refused:  # a new epoch: joining again states the leases that are left
+                    self.rejoin()
+                faults.point("released")
+                self._unsent = []
+                for *_, place in sent:
+                    self.space.file.clear(place)
+            return len(sent)
 
     def sweep(self) -> list[str]:
         """Undo what dead clients had, if nobody else is at it; the clients swept."""

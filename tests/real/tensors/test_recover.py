@@ -117,6 +117,27 @@ def test_a_registry_killed_under_publishers_and_readers_is_rebuilt_by_them(
     assert stats["clients"] == 1
 
 
+def test_a_lease_that_ended_while_the_registry_was_away_does_not_come_back(own_home: Path, lone: Plane) -> None:
+    lone.put("w", np.zeros(4))
+    lone._session._gone.set()
+    lone._session._thread.join()
+    for _ in range(2):
+        lone.get("w", as_="numpy")
+        kill_server(own_home)
+        lone.release("w")
+        with pytest.raises(RegistryUnavailable):
+            lone._session.release_ended()
+    lone.get("w", as_="numpy")
+    assert lone.fsck()["violations"] == []
+    lone.release("w")
+    assert lone._session.release_ended() >= 1
+    assert lone._space.file.noted() == []
+    lone.recover()
+    assert lone.stats()["leases"] == 0
+    assert lone.fsck()["violations"] == []
+    lone._session._gone.clear()
+
+
 def test_fences_and_pins_survive_the_registry(own_home: Path, lone: Plane) -> None:
     lone.put("w", np.arange(3), label="job", epoch=1)
     pin = lone.pin("w", label="job")

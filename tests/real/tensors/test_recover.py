@@ -237,6 +237,7 @@ def test_without_any_server_program_the_error_names_all_that_was_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("ROTA_REDIS_SERVER", raising=False)
     monkeypatch.setattr(redis_server.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RegistryUnavailable) as caught:
         redis_server.find_or_start(environ.Home.of(tmp_path))

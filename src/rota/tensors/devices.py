@@ -92,12 +92,8 @@ class Devices:
     """The devices of one plane; ``uuid`` is the one that ``put`` goes to."""
 
     def __init__(self, folder: Path, home: environ.Home, url: str, device: str, clock: Clock) -> None:
-        name, self.ordinal = parse(device)
-        self.driver: Driver = load(name)
-        uuids = self.driver.uuids()
-        if self.ordinal >= len(uuids):
-            raise errors.WrongDevice(f"{device}: this process sees {len(uuids)} devices ({', '.join(uuids)})")
-        self.uuid = uuids[self.ordinal]
+        self.driver: Driver = load(parse(device)[0])
+        self.use(device)
         self.folder = folder / "k"
         self.folder.mkdir(mode=environ.PRIVATE_DIR, exist_ok=True)
         self._clients, self._home, self._url, self._namespace = folder / "c", home, url, folder.name
@@ -106,6 +102,16 @@ class Devices:
         self._leaving: list[tuple[tuple[int, int, int], str, list[Any]]] = []
         self._lock = threading.RLock()
         self._sockets: dict[str, Any] = {}
+
+    def use(self, device: str) -> None:
+        """Let puts go to another device of the same driver from now on. Raises WrongDevice, BadInput."""
+        name, ordinal = parse(device)
+        uuids = self.driver.uuids()
+        if name != self.driver.name:
+            raise BadInput(f"device {device!r}: this plane uses {self.driver.name} already")
+        if ordinal >= len(uuids):
+            raise errors.WrongDevice(f"{device}: this process sees {len(uuids)} devices ({', '.join(uuids)})")
+        self.ordinal, self.uuid = ordinal, uuids[ordinal]
 
     def take(self, version: int, size: int) -> Place:
         """Device memory for a version that the registry knows. Raises OutOfMemory, IpcUnavailable."""

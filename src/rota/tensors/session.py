@@ -160,9 +160,9 @@ class Session:
 
     def use_device(self, device: str) -> None:
         """Let tensors go to and come from devices; ``device`` is where puts go from now on."""
-        space = self.space
-        if space.devices is None or f"{space.devices.driver.name}:{space.devices.ordinal}" != device:
-            space.devices = Devices(space.folder, self.home, self._url, device, self.clock)
+        if self.space.devices is None:
+            self.space.devices = Devices(self.space.folder, self.home, self._url, device, self.clock)
+        self.space.devices.use(device)
 
     def recover(self) -> Recovered:
         """Rebuild the registry now, lost or not."""

@@ -202,6 +202,14 @@ def test_a_device_that_a_process_does_not_see_is_named_and_another_order_is_foun
     assert crew.run(without) == 0
     with pytest.raises(errors.WrongDevice, match="sees 2 devices"):
         plane._session.use_device("fakecuda:5")
+    with pytest.raises(BadInput, match="uses fakecuda already"):
+        plane._session.use_device("cuda:0")
+    plane._session.use_device("fakecuda:1")
+    plane.put("second", torch.ones(2))
+    assert plane.info("second").desc.endswith('"device": "FAKE-1"}')
+    assert plane.get("w").tolist() == [0, 1, 2, 3], "what lies on another device is read as before"
+    assert plane.get("second").tolist() == [1, 1]
+    plane._session.use_device(FAKE)
     with pytest.raises(BadInput, match="cuda:N"):
         plane._session.use_device("gpu0")
 

@@ -119,6 +119,7 @@ def test_a_registry_killed_under_publishers_and_readers_is_rebuilt_by_them(
 
 def test_a_lease_that_ended_while_the_registry_was_away_does_not_come_back(own_home: Path, lone: Plane) -> None:
     lone.put("w", np.zeros(4))
+    assert lone._session._thread is not None
     lone._session._gone.set()
     lone._session._thread.join()
     for _ in range(2):

@@ -50,6 +50,7 @@ class Cuda:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._devices: dict[int, int] = {}
+        self._contexts: dict[int, ctypes.c_void_p] = {}
 
     @cached_property
     def _library(self) -> ctypes.CDLL:
@@ -145,11 +146,13 @@ class Cuda:
 
     def _enter(self, ordinal: int) -> None:
         """Make the primary context of a device current: the one torch works in."""
-        self.uuids()
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self._call("cuCtxSetCurrent", context)
+        if ordinal not in self._contexts:
+            self.uuids()
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            self._call("cuDeviceGet", ctypes.byref(device), ordinal)
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self._contexts[ordinal] = context
+        self._call("cuCtxSetCurrent", self._contexts[ordinal])
 
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._library, name)(*args)

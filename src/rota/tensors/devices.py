@@ -39,6 +39,7 @@ _START_S: Final = 30.0
 _ANSWER_S: Final = 30.0
 _UNUSED_S: Final = 60.0
 _DIAL_S: Final = 0.01
+_SWEEP_S: Final = 0.05
 _ASK_TRIES: Final = 6
 
 
@@ -128,10 +129,9 @@ class Devices:
         """Torch tensors over a version's memory; the last of them ends ``lease``. Raises OwnerLost, WrongDevice."""
         device = self._ordinal(name, uuid)
         if not is_alive(self._clients, place.keeper):
-            text = f"{name}: the keeper of device {uuid} died, and the memory with it"
-            raise errors.OwnerLost(text, hint="publish it again", name=name, device=uuid)
+            raise _lost(name, uuid)
         with self._lock:
-            start = self._opened(name, place, device) + place.offset
+            start = self._opened(name, uuid, place, device) + place.offset
             if lease is not None:  # without one a writer looks, who waits for his stream himself
                 use = self._uses.setdefault(version, _Use(name, start, start + place.bytes, place.slab))
                 self._note(use, self.driver.stream(device))
@@ -220,21 +220,26 @@ class Devices:
             raise errors.WrongDevice(text, name=name, wanted=uuid, visible=uuids)
         return uuids.index(uuid)
 
-    def _opened(self, name: str, place: Place, device: int) -> int:
+    def _opened(self, name: str, uuid: str, place: Place, device: int) -> int:
         with _open_lock:
             found = _open.get(place.slab)
             if found is None:
                 try:
                     fd = os.open(self.folder / place.slab, os.O_RDWR | os.O_CLOEXEC)
                 except FileNotFoundError:
-                    text = f"{name}: slab {place.slab} of keeper {place.keeper} is gone"
-                    raise errors.OwnerLost(text, hint="publish it again", name=name) from None
+                    raise _lost(name, uuid) from None
                 fcntl.lockf(fd, fcntl.LOCK_SH)
                 facts = json.loads(os.pread(fd, 4096, 0))
                 try:
                     found = _open[place.slab] = _Slab(
                         self.driver.open(device, bytes.fromhex(facts["handle"])), fd, self._clock.monotonic_s()
                     )
+                except errors.IpcUnavailable:
+                    os.close(fd)
+                    blocking_sleep(_SWEEP_S)  # who sweeps a dead keeper holds its lock for a moment
+                    if not is_alive(self._clients, place.keeper):
+                        raise _lost(name, uuid) from None
+                    raise
                 except BaseException:
                     os.close(fd)
                     raise
@@ -277,6 +282,11 @@ class Devices:
             stream = dial.makefile("rwb")
             dial.close()
             return stream
+
+
+def _lost(name: str, uuid: str) -> errors.OwnerLost:
+    text = f"{name}: the keeper of device {uuid} died, and the memory with it"
+    return errors.OwnerLost(text, hint="publish it again", name=name, device=uuid)
 
 
 @contextlib.contextmanager

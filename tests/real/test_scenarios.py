@@ -22,12 +22,8 @@ from rota.spec.events import Committed
 from rota.spec.job import JobSpec
 from rota.spec.states import JobState
 
-pytestmark = [
-    pytest.mark.usefixtures("registry"),
-    pytest.mark.real,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+shares_tensors = pytest.mark.usefixtures("registry")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEEP = bool(os.environ.get("ROTA_DEEP"))
 deep = pytest.mark.skipif(not DEEP, reason="ROTA_DEEP is not set")
@@ -64,6 +60,7 @@ def reference(name: str, **env: Any) -> list[dict[str, Any]]:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@shares_tensors
 def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_one_is_killed(engine) -> None:
     pytest.importorskip("sklearn")
     steps = 300 if DEEP else 8
@@ -86,6 +83,7 @@ def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_on
     run_job(engine, scenario("mm_digits", MM_STEPS=steps), body, 550)
 
 
+@shares_tensors
 def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_three_are_killed(engine) -> None:
     pytest.importorskip("gymnasium")
     steps = 100 if DEEP else 6
@@ -108,6 +106,7 @@ def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_three_
 
 
 @deep
+@shares_tensors
 def test_online_learning_killed_three_times_gives_the_figures_of_one_process_and_servers_keep_up(engine) -> None:
     pytest.importorskip("river")
 
@@ -168,6 +167,7 @@ async def rows_of(run: Run) -> Rows:
 
 
 @deep
+@shares_tensors
 def test_in_step_the_streams_of_grpo_give_the_synchronous_run_bit_for_bit(engine) -> None:
     found: list[Rows] = []
 
@@ -183,6 +183,7 @@ def test_in_step_the_streams_of_grpo_give_the_synchronous_run_bit_for_bit(engine
 
 
 @deep
+@shares_tensors
 def test_five_kills_of_grpo_never_let_a_sample_get_too_old(engine) -> None:
     async def body(run: Run) -> None:
         for n, victim in enumerate(("rollout/0", "actor/1", "reward/0", "loop/0", "rollout/1")):

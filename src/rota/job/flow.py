@@ -232,7 +232,7 @@ class Flow:
 
     async def begin(self, *, keeps: bool) -> None:
         """In the control lane: streams go on from the cut; it ``keeps`` items that no source gives again."""
-        if self._epoch > 1:
+        if self._epoch > 1 and shadow.in_use(self._seat.place.home):
             await asyncio.to_thread(payload.sweep, self.plane, self._seat.place.job, self._epoch)
         if keeps:
             place, who, n = self._seat.place, self._seat.id, self.committed

@@ -47,11 +47,15 @@ def drop(job: JobId, home: str) -> None:
     tensors.connect(home=home, keep=True).drop_label(job)
 
 
+def in_use(home: str) -> bool:
+    """True when processes of this home may share tensors: there is memory of a registry, or one was named."""
+    socket = redis_server.Address(path=str(redis_server.socket_path(Home.of(home))))
+    return bool(environ.get(environ.REDIS_URL)) or shm_root(socket.url).exists()
+
+
 def give_back(job: JobId, home: str) -> None:
     """``drop`` at the end of a job: a registry that is gone, or was never there, has nothing left of it."""
-    where = Home.of(home)
-    socket = redis_server.Address(path=str(redis_server.socket_path(where)))
-    if not environ.get(environ.REDIS_URL) and not shm_root(socket.url).exists():
+    if not in_use(home):
         return
     try:
         drop(job, home)

@@ -54,7 +54,7 @@ class Forecast:
         self._blind = not known and bool(state.holding())
         self._mean = sum(known) / len(known) if known else 0.0
         self._basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
-        self._forks = () if self._blind else (fork_of(state), fork_of(state))
+        self._forks = () if self._blind else (state.copy(), state.copy())
 
     def estimate(self, clock: Clock) -> Estimate:
         """Play the copies: once with the durations as they are, once with longer ones."""
@@ -78,21 +78,10 @@ class Forecast:
         return run.run().runs[self._job].first_start_s
 
 
-def fork_of(state: State) -> State:
-    """A copy of the live state that a simulation may change."""
-    fork = state.with_cluster(state.nodes, state.queues.rows)
-    for node, health in zip(state.nodes, state.node_health):
-        fork.node_health[fork.node_row[node.id]] = health
-    fork.dev_health[:] = state.dev_health
-    for row in range(len(fork.nodes)):
-        fork.recount(row)
-    return fork
-
-
 def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, Any]:
     """What becomes of the live jobs under each profile, if nobody else comes: starts and ends in seconds from now.
 
-    ``forks`` has for each profile a copy of the same state (``fork_of``), which is used up. A job without an estimate
+    ``forks`` has for each profile a copy of the same state (``State.copy``), which is used up. A job without an estimate
     or time limit takes the mean of those that have one, or ``UNKNOWN_S``. Raises UnknownName for a profile that does
     not exist.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -263,10 +264,6 @@ class State:
         whole = (self.dev_milli[rows] == 1000) & (self.dev_health[rows] == 0)
         return np.bincount(self.dev_type[rows][whole], minlength=len(self.types)).astype(np.int32)
 
-    def recount(self, node: int) -> None:
-        """Count the free devices of a node anew, after its health was copied from elsewhere."""
-        self.free[node] = self._count_free(node)
-
     def mark(self, txn: Txn, node: NodeId, health: Health | None, devices: Sequence[int] = ()) -> None:
         """Change the fitness of a node, or of the devices with these indices; None = it left."""
         row = self.node_row.get(node)
@@ -439,6 +436,20 @@ class State:
         if len(nodes) == 1:
             return "device" if sum(len(slot.devices) for slot in held) <= 1 else "node"
         return "rack" if len({int(self.domain[node]) for node in nodes}) == 1 else "cluster"
+
+    def copy(self) -> State:
+        """The same state in arrays and rows of its own; books of policies are made anew when they are asked for."""
+        new = copy(self)
+        new.free, new.cpu, new.mem = self.free.copy(), self.cpu.copy(), self.mem.copy()
+        new.node_health, new.dev_health = self.node_health.copy(), self.dev_health.copy()
+        new.dev_milli, new.used = self.dev_milli.copy(), self.used.copy()
+        new.queues = copy(self.queues)
+        new.queues.limit = self.queues.limit.copy()
+        new.jobs, new.fresh, new.stopping = dict(self.jobs), dict(self.fresh), dict(self.stopping)
+        new.lines = {key: list(line) for key, line in self.lines.items()}
+        new.running = {group: dict(jobs) for group, jobs in self.running.items()}
+        new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None
+        return new
 
     def with_cluster(self, nodes: Sequence[Node], queues: Sequence[Queue]) -> State:
         """The same jobs on another set of nodes and queues; holdings follow node ids and device indices.

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.cluster.forecast import fork_of, outlook
+from rota.cluster.forecast import outlook
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.service.routes.doors import Asker, Document, Parts
 from rota.service.starters import about, template_files, template_names
@@ -54,7 +54,7 @@ async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Document:
             hint="play a part of them from a trace: rota sim compare --trace FILE",
         )
     async with doors.playing:
-        forks = {name: fork_of(state) for name in dict.fromkeys(body.profiles)}
+        forks = {name: state.copy() for name in dict.fromkeys(body.profiles)}
         found = await asyncio.to_thread(outlook, forks, doors.clock.wall_s(), doors.clock)
     return doors.veiled(caller, {"api": API, "kind": "Outlook", **found})
 

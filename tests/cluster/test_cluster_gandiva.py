@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -22,6 +23,7 @@ from rota.runtime.clock import VirtualClock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
 
+DEEP = os.environ.get("ROTA_DEEP") == "1"
 ROUND_S = 60.0
 
 
@@ -186,3 +188,39 @@ def test_jobs_that_may_not_be_stopped_neither_move_nor_take_turns() -> None:
     assert not any(isinstance(d, Preempt) for d in decisions)
     apply(s, JobGone(job=JobId("fixed")), 80.0)
     assert [d.job for d in step(s, Tick(), get_profile("gandiva"), 80.0) if isinstance(d, Admit)] == ["next"]
+
+
+def elastic(name: str, most: int, work_s: float, at: float = 0.0) -> SimJob:
+    return SimJob(ask=ask(name, slot(1), at=at, slots_max=most), submit_s=at, work_s=work_s)
+
+
+def test_a_job_grows_into_idle_devices_and_gives_them_back_before_another_waits() -> None:
+    result = played([elastic("wide", 4, 400.0), sim("two", 2, 50.0, at=30.0)], 4)
+    wide, two = (result.runs[JobId(name)] for name in ("wide", "two"))
+    assert (two.first_start_s, two.end_s) == (30.0, 80.0)
+    assert wide.end_s == 80.0 + (400 - 4 * 30 - 2 * 50) / 4
+    assert (result.preemptions, result.resizes, wide.used_gpu_s) == (0, 4, 400.0)
+
+
+def test_two_that_grow_share_what_is_idle_evenly() -> None:
+    result = played([elastic("a", 8, 40.0), elastic("b", 8, 40.0)], 8)
+    assert [run.end_s for run in result.runs.values()] == [10.0, 10.0]
+
+
+@settings(max_examples=300 if DEEP else 25, deadline=None)
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, 2, 8]), st.integers(0, 90)), min_size=2, max_size=7)
+)
+def test_nobody_waits_while_what_it_asks_is_idle_or_lent(jobs: list[tuple[int, int, int]]) -> None:
+    s, profile = state(node("n0", 4), node("n1", 4)), get_profile("gandiva")
+    for now, (gpus, most, leaves) in enumerate(jobs):
+        asked = ask(f"j{now}", slot(gpus), at=float(now), slots_max=most // gpus)
+        for decision in step(s, JobArrived(ask=asked), profile, float(now)):
+            assert not isinstance(decision, Preempt), "in their first round jobs are neither moved nor stopped"
+        check(s)
+        rows = s.jobs.values()
+        free = [4 - sum(len(h.devices) for r in rows for h in r.held[:1] if h.node == i) for i in range(2)]
+        assert all(row.ask.shape.gpus > max(free) for row in s.waiting()), "it would fit without what others were lent"
+        if f"j{leaves // 13}" in s.jobs:
+            apply(s, JobGone(job=JobId(f"j{leaves // 13}")), float(now))
+            check(s)

@@ -81,9 +81,8 @@ class Forecast:
 def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, Any]:
     """What becomes of the live jobs under each profile, if nobody else comes: starts and ends in seconds from now.
 
-    ``forks`` has for each profile a copy of the same state (``State.copy``), which is used up. A job without an estimate
-    or time limit takes the mean of those that have one, or ``UNKNOWN_S``. Raises UnknownName for a profile that does
-    not exist.
+    ``forks`` has for each profile a copy of the same state, which is used up. A job without an estimate or time limit
+    takes the mean of those that have one, or ``UNKNOWN_S``. Raises UnknownName for a profile that does not exist.
     """
     rows = [row for _, row in sorted(next(iter(forks.values())).jobs.items())]
     known = [row.ask.est_s for row in rows if row.ask.est_s is not None]

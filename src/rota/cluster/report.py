@@ -74,6 +74,7 @@ class RunFigures:
     preemptions: int
     migrations: int
     turns: int
+    resizes: int
     decisions: int
     violations: int
     wall_s: float
@@ -123,6 +124,7 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
         "preemptions": run.preemptions,
         "migrations": run.migrations,
         "turns": run.turns,
+        "resizes": run.resizes,
         "lost_gpu_s": sum(job.lost_gpu_s for job in jobs),
         "deadline_hit": sum(job.end_s is not None and job.end_s <= (job.deadline_s or 0) for job in deadlines)
         / len(deadlines)

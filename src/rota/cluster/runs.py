@@ -85,6 +85,7 @@ def _sim_job(job: TraceJob, queue: str, shapes: dict[tuple[object, ...], Shape])
         queued_at=job.submit_s,
         est_s=job.est_s,
         preemptible=job.preemptible,
+        slots_max=job.max_gpus // job.gang[1] if job.gang[1] else 0,
     )
     return SimJob(
         ask=ask,
@@ -146,6 +147,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
         preemptions=result.preemptions,
         migrations=result.migrations,
         turns=result.turns,
+        resizes=result.resizes,
         decisions=result.decisions,
         violations=result.violations,
         wall_s=result.wall_s,

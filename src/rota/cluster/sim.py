@@ -12,7 +12,7 @@ from rota.cluster.core import cycle, facts
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.binding import unusable_share
 from rota.cluster.core.check import InvariantBroken, violations
-from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn, WakeAt
+from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, line_key
 from rota.runtime.clock import Clock
@@ -78,6 +78,9 @@ class JobRun:
     started_s: float = 0.0
     work_from_s: float = 0.0
     rate: float = 1.0
+    plan: int = 0
+    """Grows with every start and every change of the rate; an expected end of an older plan is void."""
+    slots: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class SimResult:
     preemptions: int = 0
     migrations: int = 0
     turns: int = 0
+    resizes: int = 0
     decisions: int = 0
     violations: int = 0
     wall_s: float = 0.0
@@ -173,7 +177,8 @@ class Simulation:
         run.attempts, run.state = 1, "RUNNING"
         run.first_start_s = run.started_s = self.now
         run.work_from_s = self.state.jobs[job.ask.id].started_at
-        heappush(self.heap, (max(self.now, run.work_from_s + job.work_s), END, job.ask.id, 1, None))
+        run.slots = len(self.state.jobs[job.ask.id].held)
+        heappush(self.heap, (max(self.now, run.work_from_s + job.work_s), END, job.ask.id, run.plan, None))
         if self.state.jobs[job.ask.id].phase == "stopping":
             heappush(self.heap, (self.now + job.ask.grace_s, RELEASE, job.ask.id, 1, None))
 
@@ -193,7 +198,7 @@ class Simulation:
         elif kind in (END, RELEASE):
             # A job that was stopped meanwhile neither ends nor lets go by what was expected of its last attempt.
             run = self.runs[JobId(name)]
-            if run.attempts == attempt and run.state == "RUNNING":
+            if attempt == (run.plan if kind == END else run.attempts) and run.state == "RUNNING":
                 if kind == END:
                     self._end(JobId(name))
                 else:
@@ -245,9 +250,21 @@ class Simulation:
         cycle.apply(self.state, facts.JobReleased(job=job, back_at=self.now + self.profile.cool_down_s), self.now)
 
     def _account(self, run: JobRun) -> None:
-        used = (self.now - run.started_s) * run.job.ask.shape.gpu_milli / 1000
+        asked = run.job.ask.shape
+        used = (self.now - run.started_s) * asked.gpu_milli / 1000 * run.slots / len(asked.slots)
         run.used_gpu_s += used
         self.result.used_gpu_s += used
+
+    def _resize(self, job: JobId, slots: int) -> None:
+        """A job goes on with more or fewer slots, as fast as it has of them; that is done between two of its steps."""
+        run = self.runs[job]
+        self._account(run)
+        run.done_s += max(0.0, self.now - run.work_from_s) * run.rate
+        run.started_s, run.work_from_s = self.now, max(self.now, run.work_from_s)
+        run.rate *= slots / run.slots
+        run.slots = slots
+        self.result.resizes += 1
+        self._expect_end(run)
 
     def _fail(self, node: NodeId, health: Health | None) -> None:
         """A node goes (None) or comes back; gangs on it stop and wait again."""
@@ -271,6 +288,8 @@ class Simulation:
                     self._start(job, held)
                 case Preempt(job=job, reason=reason):
                     self._stop(job, reason)
+                case Resize(job=job, held=held):
+                    self._resize(job, len(held))
                 case WakeAt(at=at):
                     self._wake(at)
                 case WaitOn():
@@ -308,7 +327,12 @@ class Simulation:
         run.rate = speed * costs.locality.get(run.level, 1.0)
         delay = costs.start_s + (costs.restore_s if run.attempts > 1 else 0.0)
         run.work_from_s = self.now + delay
+        run.slots = len(held)
+        self._expect_end(run)
+
+    def _expect_end(self, run: JobRun) -> None:
+        run.plan += 1
         left = (run.job.work_s - run.done_s) / run.rate
         every = run.job.checkpoint_every_s
-        saves = (left // every) * costs.checkpoint_s if every else 0.0
-        heappush(self.heap, (run.work_from_s + left + saves, END, job, run.attempts, None))
+        saves = (left // every) * self.overheads.checkpoint_s if every else 0.0
+        heappush(self.heap, (run.work_from_s + left + saves, END, run.job.ask.id, run.plan, None))

@@ -42,6 +42,7 @@ class TraceJob:
     deadline_s: float | None = None
     checkpoint_every_s: float | None = None
     job_class: str = ""
+    max_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +172,7 @@ def _trace_job(place: str, row: dict[str, str], per_node: int) -> TraceJob:
     for name in ("est_s", "deadline_s", "checkpoint_every_s"):
         if row.get(name):
             optional[name] = _number(place, row, name, float)
-    for name in ("milli_gpu", "cpu_milli", "mem_mib", "priority"):
+    for name in ("milli_gpu", "cpu_milli", "mem_mib", "priority", "max_gpus"):
         if row.get(name):
             optional[name] = _number(place, row, name, int)
     if row.get("preemptible"):

@@ -15,7 +15,8 @@ def violations(state: State) -> list[str]:
     """Every broken rule in words; empty when all is well.
 
     Rules: no device, core or byte is given twice; what is free plus what is held is what there is; free counts equal
-    the devices; a job that waits holds nothing, one that runs its whole gang; queue use is the sum of its jobs.
+    the devices; a job that waits holds nothing, one that runs its whole gang, and no
+    more than it can use; queue use is the sum of its jobs.
     """
     broken: list[str] = []
     milli = np.full_like(state.dev_milli, 1000)
@@ -33,7 +34,8 @@ def violations(state: State) -> list[str]:
                 used[queue] += state.queues.need(row.ask.shape)
         if row.phase in ("queued", "paused") and row.held:
             broken.append(f"{row.ask.id} is {row.phase} but holds {len(row.held)} slots")
-        if row.phase == "running" and len(row.held) != len(row.ask.shape.slots):
+        asked = len(row.ask.shape.slots)
+        if row.phase == "running" and not asked <= len(row.held) <= max(asked, row.ask.slots_max):
             broken.append(f"{row.ask.id} runs with {len(row.held)} of {len(row.ask.shape.slots)} slots")
     for name, expected, found in (
         ("device", milli, state.dev_milli),

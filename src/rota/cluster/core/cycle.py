@@ -15,13 +15,15 @@ from rota.cluster.core.facts import (
     JobHolds,
     JobPaused,
     JobReleased,
+    JobResized,
     JobSaved,
     JobStopping,
     JobWaits,
     NodeChanged,
     Tick,
 )
-from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, WaitOn, WakeAt
+from rota.cluster.core.growth import grown, shrunk_for
+from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.reserve import Reservation, earliest_start
 from rota.cluster.core.snapshot import LOST, Held, JobRow, LineKey, State, Wait, line_key
 from rota.cluster.core.txn import Txn
@@ -48,6 +50,8 @@ def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
             state.mark(txn, node, health, devices)
         case JobHolds(job=job, held=held) if row is not None and not row.held:
             state.hold(txn, job, held, now=now)
+        case JobResized(job=job, held=held) if row is not None and row.phase == "running":
+            state.resize(txn, job, held)
         case JobStopping(for_job=for_job) if row is not None and row.held:
             state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
         case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
@@ -90,6 +94,8 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
                 apply(state, JobHolds(job=job, held=held), now)
             case Preempt(job=job, for_job=for_job):
                 apply(state, JobStopping(job=job, for_job=for_job), now)
+            case Resize(job=job, held=held):
+                apply(state, JobResized(job=job, held=held), now)
             case WaitOn(job=job, wait=wait):
                 apply(state, JobWaits(job=job, wait=wait), now)
             case WakeAt():
@@ -149,7 +155,10 @@ class _Pass:
             row = self.state.jobs[job]
             if (wait := self.verdicts.get(line_key(row)) or self._gate_order(row)) is not None:
                 self._tell(row, wait)
-        # 4. wake up when time alone will change something
+        # 4. lend what is idle when nobody waits for it
+        if self.profile.grows and not self.state.lines:
+            self._resize(grown(self.state, self.txn, self.profile.placer))
+        # 5. wake up when time alone will change something
         if (round_s := self.profile.round_s) and self._somebody_waits_beside_others():
             self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
@@ -280,7 +289,19 @@ class _Pass:
         return wait
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:
-        return self.profile.placer.place(self.state, self.txn, row) if self.profile.starts else None
+        """Where the job fits now, or once others have given back what they were lent."""
+        if not self.profile.starts:
+            return None
+        held = self.profile.placer.place(self.state, self.txn, row)
+        if held is None and self.profile.grows:
+            self._resize(shrunk_for(self.state, self.txn, row, self.profile.placer))
+            held = self.profile.placer.place(self.state, self.txn, row)
+        return held
+
+    def _resize(self, changes: dict[JobId, tuple[Held, ...]]) -> None:
+        for job, held in changes.items():
+            self.state.resize(self.txn, job, held)
+            self.decisions.append(Resize(job=job, held=held))
 
     def _place_beside_reservations(self, row: JobRow) -> tuple[Held, ...] | None:
         """Place the job where it is out of the way of every reservation that it would outlive."""

@@ -26,6 +26,14 @@ class JobHolds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobResized:
+    """A running job has these devices now, at least those that it asked for."""
+
+    job: JobId
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStopping:
     """A job was asked for its devices; it holds them until it lets go."""
 
@@ -86,5 +94,15 @@ class Tick:
 
 
 Fact = (
-    JobArrived | JobHolds | JobStopping | JobReleased | JobSaved | JobPaused | JobWaits | JobGone | NodeChanged | Tick
+    JobArrived
+    | JobHolds
+    | JobResized
+    | JobStopping
+    | JobReleased
+    | JobSaved
+    | JobPaused
+    | JobWaits
+    | JobGone
+    | NodeChanged
+    | Tick
 )

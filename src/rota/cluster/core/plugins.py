@@ -34,6 +34,14 @@ class Preempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resize:
+    """Let a running job use these slots from now on, without a stop: its own, and idle ones that nobody waits for."""
+
+    job: JobId
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WaitOn:
     """The job was tried and cannot start now."""
 
@@ -49,7 +57,7 @@ class WakeAt:
     kind: str
 
 
-Decision = Admit | Preempt | WaitOn | WakeAt
+Decision = Admit | Preempt | Resize | WaitOn | WakeAt
 
 
 class Order(Protocol):
@@ -128,6 +136,8 @@ class Profile:
     """Called before every pass, for policies that keep books of their own."""
     round_s: float = 0.0
     """With it a pass is made at every multiple as long as jobs wait beside running ones."""
+    grows: bool = False
+    """Jobs that can use more get idle devices while nobody waits, and give them back before anybody would."""
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""
     remember: bool = True

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.cells import Cells, forest_of, in_cell_order
+from rota.cluster.core.memory import Memory
 from rota.cluster.core.quota import QueueTree
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
@@ -118,50 +119,6 @@ class Book(Protocol):
     def claim(self, txn: Txn, state: State, row: JobRow) -> None:
         """A job waits for devices that others are giving back: nobody else may be promised them."""
         ...
-
-
-class Memory:
-    """Verdicts of "no" that hold as long as nothing was given back since they were reached.
-
-    For the cluster (empty name) and for each queue it keeps what was taken since the last time that something was
-    given back. A verdict is good on every continuation of the takings under which it was reached.
-    """
-
-    def __init__(self) -> None:
-        self._takings: dict[str, tuple[int, list[int]]] = {}
-        self._verdicts: dict[tuple[str, LineKey], tuple[int, int, int, Wait]] = {}
-        self._count = 0
-
-    def took(self, txn: Txn, row: JobRow) -> None:
-        """A job was given devices."""
-        for name in ("", row.ask.queue):
-            _, steps = self._of(name)
-            steps.append(hash((steps[-1] if steps else 0, row.ask.id, row.held)))
-            txn.did(steps.pop)
-
-    def gave(self, txn: Txn, queue: str | None) -> None:
-        """Devices of a queue, or anything at all (None), came back."""
-        self._count += 1
-        for name in ("", queue) if queue is not None else tuple(self._takings):
-            txn.put(self._takings, name, (self._count, []))
-
-    def _of(self, name: str) -> tuple[int, list[int]]:
-        return self._takings.setdefault(name, (0, []))
-
-    def learn(self, profile: str, key: LineKey, wait: Wait, *, local: bool) -> None:
-        """Remember why a line could not start."""
-        epoch, steps = self._of(key.queue if local else "")
-        self._verdicts[profile, key] = (epoch, len(steps), steps[-1] if steps else 0, wait)
-
-    def recall(self, profile: str, key: LineKey, *, local: bool) -> Wait | None:
-        """Why a line could not start, if that still holds. With ``local`` only its own queue matters."""
-        known = self._verdicts.get((profile, key))
-        if known is None:
-            return None
-        now, steps = self._of(key.queue if local else "")
-        epoch, length, last, wait = known
-        holds = epoch == now and len(steps) >= length and (length == 0 or steps[length - 1] == last)
-        return wait if holds else None
 
 
 class _StateScope:
@@ -395,6 +352,17 @@ class State:
         for book in self.books:
             for row in rows:
                 book.release(txn, self, row)
+
+    def resize(self, txn: Txn, job: JobId, held: tuple[Held, ...]) -> None:
+        """A running job has these slots from now on, more than it asked for; its queue is charged what it asked."""
+        row = self.jobs[job]
+        for slot in row.held:
+            self.take(txn, slot, -1)
+        for slot in held:
+            self.take(txn, slot, 1)
+        if len(held) < len(row.held):
+            self.memory.gave(txn, None)
+        self.put(txn, replace(row, held=held))
 
     def drop(self, txn: Txn, job: JobId) -> None:
         """Forget a job that ended, releasing what it held."""

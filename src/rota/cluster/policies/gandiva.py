@@ -153,4 +153,5 @@ def gandiva(round_s: float = 60.0) -> Profile:
         victims=MoveThenTurns(round_s),
         remember=False,
         round_s=round_s,
+        grows=True,
     )

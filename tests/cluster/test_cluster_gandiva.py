@@ -141,9 +141,11 @@ def test_the_published_move_is_one_that_lowers_the_potential(held: list[int], gp
         assert potential(list(after.values())) < potential(list(before.values()))
 
 
-def played(jobs: list[SimJob], *nodes: int, overheads: Overheads | None = None) -> SimResult:
+def played(
+    jobs: list[SimJob], *nodes: int, overheads: Overheads | None = None, pack_gain: float | None = None
+) -> SimResult:
     s = state(*(node(f"n{i}", gpus) for i, gpus in enumerate(nodes)))
-    result = Simulation(s, gandiva(ROUND_S), jobs, VirtualClock(), overheads=overheads).run()
+    result = Simulation(s, gandiva(ROUND_S, pack_gain), jobs, VirtualClock(), overheads=overheads).run()
     assert result.violations == 0 and all(run.state == "SUCCEEDED" for run in result.runs.values())
     return result
 
@@ -224,3 +226,29 @@ def test_nobody_waits_while_what_it_asks_is_idle_or_lent(jobs: list[tuple[int, i
         if f"j{leaves // 13}" in s.jobs:
             apply(s, JobGone(job=JobId(f"j{leaves // 13}")), float(now))
             check(s)
+
+
+@pytest.mark.parametrize(("speed", "stays"), [(0.8, True), (0.4, False), (0.52, False)])
+def test_two_jobs_share_devices_only_as_long_as_that_was_measured_to_gain(speed: float, stays: bool) -> None:
+    jobs = [sim("old", 2, 200.0), sim("new", 2, 200.0, at=1.0)]
+    result = played(jobs, 2, overheads=Overheads(sharing={("", ""): speed}), pack_gain=0.05)
+    old, new = (result.runs[JobId(name)] for name in ("old", "new"))
+    assert (old.first_start_s, new.first_start_s) == (0.0, 1.0), "nobody waits to begin with"
+    if stays:
+        assert (result.preemptions, old.end_s) == (0, 1 + (200 - 1) / speed)
+        assert new.end_s == pytest.approx(1 + (200 - 1) / speed + 1)
+    else:
+        assert (result.resizes, result.turns >= 1) == (2, True), "shared once, whole again, never tried again"
+        assert max(old.end_s or 0, new.end_s or 0) == pytest.approx(400 + 59 * (1 - 2 * speed))
+    assert sum(run.lost_gpu_s for run in result.runs.values()) == 0
+
+
+def test_sharing_gains_over_turns_where_jobs_leave_each_other_room_and_costs_little_where_not() -> None:
+    jobs = [sim(f"j{i}", 1, 300.0, at=float(i)) for i in range(6)]
+
+    def last(speed: float, pack_gain: float | None) -> float:
+        result = played(jobs, 2, overheads=Overheads(sharing={("", ""): speed}), pack_gain=pack_gain)
+        return max(run.end_s or 0.0 for run in result.runs.values())
+
+    assert last(0.75, 0.05) < 0.8 * last(0.75, None)
+    assert last(0.5, 0.05) <= 1.05 * last(0.5, None)

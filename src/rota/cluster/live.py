@@ -79,7 +79,8 @@ class Scheduler:
     """
 
     def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
-        self.profile = profile
+        # The runtime gives a device to one job; which two gain by sharing is tried in simulations.
+        self.profile = replace(profile, pack_gain=None)
         self._state = State(())
         self._laid_out_at: float | None = None
         self._requests_of = requests_of

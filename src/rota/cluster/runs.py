@@ -85,6 +85,7 @@ def _sim_job(job: TraceJob, queue: str, shapes: dict[tuple[object, ...], Shape])
         queued_at=job.submit_s,
         est_s=job.est_s,
         preemptible=job.preemptible,
+        labels={"class": job.job_class} if job.job_class else {},
         slots_max=job.max_gpus // job.gang[1] if job.gang[1] else 0,
     )
     return SimJob(

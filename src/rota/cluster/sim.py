@@ -12,6 +12,7 @@ from rota.cluster.core import cycle, facts
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.binding import unusable_share
 from rota.cluster.core.check import InvariantBroken, violations
+from rota.cluster.core.packing import HALF, pair_of, partners
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, line_key
@@ -59,6 +60,9 @@ class Overheads:
     preempt_delay_s: float = 0.0
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])
     locality: Mapping[str, float] = field(default_factory=dict[str, float])
+    sharing: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """How fast each of two jobs on the same devices runs, by their kinds in order; else ``sharing_speed``."""
+    sharing_speed: float = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +84,8 @@ class JobRun:
     rate: float = 1.0
     plan: int = 0
     """Grows with every start and every change of the rate; an expected end of an older plan is void."""
-    slots: int = 0
+    gpus: float = 0.0
+    """Devices that it has now; half of each where two share them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,6 +134,7 @@ class Simulation:
         self.runs: dict[JobId, JobRun] = {job.ask.id: JobRun(job=job) for job in jobs}
         self.heap: list[tuple[float, int, str, int, object]] = []
         self.wakes: set[float] = set()
+        self.measured: dict[JobId, float] = {}
         self._empty: State | None = None
         self._feasible: dict[LineKey, bool] = {}
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
@@ -177,7 +183,7 @@ class Simulation:
         run.attempts, run.state = 1, "RUNNING"
         run.first_start_s = run.started_s = self.now
         run.work_from_s = self.state.jobs[job.ask.id].started_at
-        run.slots = len(self.state.jobs[job.ask.id].held)
+        run.gpus = job.ask.shape.gpu_milli / 1000
         heappush(self.heap, (max(self.now, run.work_from_s + job.work_s), END, job.ask.id, run.plan, None))
         if self.state.jobs[job.ask.id].phase == "stopping":
             heappush(self.heap, (self.now + job.ask.grace_s, RELEASE, job.ask.id, 1, None))
@@ -250,21 +256,32 @@ class Simulation:
         cycle.apply(self.state, facts.JobReleased(job=job, back_at=self.now + self.profile.cool_down_s), self.now)
 
     def _account(self, run: JobRun) -> None:
-        asked = run.job.ask.shape
-        used = (self.now - run.started_s) * asked.gpu_milli / 1000 * run.slots / len(asked.slots)
+        used = (self.now - run.started_s) * run.gpus
         run.used_gpu_s += used
         self.result.used_gpu_s += used
 
-    def _resize(self, job: JobId, slots: int) -> None:
-        """A job goes on with more or fewer slots, as fast as it has of them; that is done between two of its steps."""
+    def _resize(self, job: JobId, held: tuple[Held, ...]) -> None:
+        """A job goes on with other devices, or with others beside it; that is done between two of its steps."""
         run = self.runs[job]
         self._account(run)
         run.done_s += max(0.0, self.now - run.work_from_s) * run.rate
         run.started_s, run.work_from_s = self.now, max(self.now, run.work_from_s)
-        run.rate *= slots / run.slots
-        run.slots = slots
         self.result.resizes += 1
-        self._expect_end(run)
+        self._expect_end(run, held)
+
+    def _rate(self, run: JobRun, held: tuple[Held, ...]) -> float:
+        """Speed of a job on these devices: by their type, how close they are, how many, and who is there as well."""
+        costs, row = self.overheads, self.state.jobs[run.job.ask.id]
+        kinds = {self.state.types[int(self.state.dev_type[d])] for slot in held for d in slot.devices}
+        speed = min((costs.speeds.get(kind, 1.0) for kind in kinds), default=1.0)
+        rate = speed * costs.locality.get(run.level, 1.0) * len(held) / len(row.ask.shape.slots)
+        if held[0].milli != HALF or not row.ask.shape.slots[0].gpus:
+            return rate
+        others = [r for pair in partners(self.state) for r in pair if r and r.held[0].devices == held[0].devices]
+        other = next((r for r in others if r.ask.id != row.ask.id), None)
+        shared = 1.0 if other is None else costs.sharing.get(pair_of(row, other), costs.sharing_speed)
+        self.measured[row.ask.id] = shared
+        return rate * shared
 
     def _fail(self, node: NodeId, health: Health | None) -> None:
         """A node goes (None) or comes back; gangs on it stop and wait again."""
@@ -278,6 +295,9 @@ class Simulation:
     # -- deciding ----------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
+        for job, rate in self.measured.items():
+            cycle.apply(self.state, facts.JobMeasured(job=job, rate=rate), self.now)
+        self.measured.clear()
         began = self.clock.monotonic_s()
         decisions = cycle.step(self.state, facts.Tick(), self.profile, self.now)
         self.result.decision_s.append(self.clock.monotonic_s() - began)
@@ -289,7 +309,7 @@ class Simulation:
                 case Preempt(job=job, reason=reason):
                     self._stop(job, reason)
                 case Resize(job=job, held=held):
-                    self._resize(job, len(held))
+                    self._resize(job, held)
                 case WakeAt(at=at):
                     self._wake(at)
                 case WaitOn():
@@ -322,16 +342,14 @@ class Simulation:
         run.level = self.state.level_of(held)
         if run.first_start_s is None:
             run.first_start_s = self.now
-        kinds = {self.state.types[int(self.state.dev_type[d])] for slot in held for d in slot.devices}
-        speed = min((costs.speeds.get(kind, 1.0) for kind in kinds), default=1.0)
-        run.rate = speed * costs.locality.get(run.level, 1.0)
         delay = costs.start_s + (costs.restore_s if run.attempts > 1 else 0.0)
         run.work_from_s = self.now + delay
-        run.slots = len(held)
-        self._expect_end(run)
+        self._expect_end(run, held)
 
-    def _expect_end(self, run: JobRun) -> None:
+    def _expect_end(self, run: JobRun, held: tuple[Held, ...]) -> None:
         run.plan += 1
+        run.rate = self._rate(run, held)
+        run.gpus = sum(len(slot.devices) * (slot.milli or 1000) for slot in held) / 1000
         left = (run.job.work_s - run.done_s) / run.rate
         every = run.job.checkpoint_every_s
         saves = (left // every) * self.overheads.checkpoint_s if every else 0.0

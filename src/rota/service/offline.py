@@ -87,12 +87,13 @@ def sim_run(
     all_jobs: bool,
     checkpoint_s: float = 0.0,
     restore_s: float = 0.0,
+    sharing_speed: float = 0.5,
 ) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
     from rota.cluster.runs import run_sim
     from rota.cluster.sim import Overheads
 
-    costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s)
+    costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s, sharing_speed=sharing_speed)
     given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs, overheads=costs)
     return {"api": "rota/v1", "kind": "SimRun", **given}
 

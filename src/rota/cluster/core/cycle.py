@@ -13,6 +13,7 @@ from rota.cluster.core.facts import (
     JobArrived,
     JobGone,
     JobHolds,
+    JobMeasured,
     JobPaused,
     JobReleased,
     JobResized,
@@ -20,9 +21,11 @@ from rota.cluster.core.facts import (
     JobStopping,
     JobWaits,
     NodeChanged,
+    PairUndone,
     Tick,
 )
 from rota.cluster.core.growth import grown, shrunk_for
+from rota.cluster.core.packing import pair_of, partners, share_with, too_slow
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.reserve import Reservation, earliest_start
 from rota.cluster.core.snapshot import LOST, Held, JobRow, LineKey, State, Wait, line_key
@@ -52,6 +55,10 @@ def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
             state.hold(txn, job, held, now=now)
         case JobResized(job=job, held=held) if row is not None and row.phase == "running":
             state.resize(txn, job, held)
+        case JobMeasured(rate=rate) if row is not None and row.held:
+            state.put(txn, replace(row, rate=rate))
+        case PairUndone(pair=pair):
+            txn.put(state.undone, pair, None)
         case JobStopping(for_job=for_job) if row is not None and row.held:
             state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
         case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
@@ -92,8 +99,10 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
         match decision:
             case Admit(job=job, held=held):
                 apply(state, JobHolds(job=job, held=held), now)
-            case Preempt(job=job, for_job=for_job):
+            case Preempt(job=job, for_job=for_job, undone=undone):
                 apply(state, JobStopping(job=job, for_job=for_job), now)
+                if undone is not None:
+                    apply(state, PairUndone(job=job, pair=undone), now)
             case Resize(job=job, held=held):
                 apply(state, JobResized(job=job, held=held), now)
             case WaitOn(job=job, wait=wait):
@@ -128,9 +137,13 @@ class _Pass:
         self.first: dict[str, JobRow | None] = {}
         self.claims: list[tuple[Held, Held]] = []
         self.started = 0
+        self.shared = False
         self.tried = 0
 
     def run(self) -> list[Decision]:
+        # 0. who shares devices without gain, or with nobody any more
+        if self.profile.pack_gain is not None:
+            self._unpack(self.profile.pack_gain)
         # 1. the first job of every line of equal jobs, in the order of the policy
         heap = [entry for key in self.state.lines for entry in self._heads(key)]
         heapify(heap)
@@ -159,7 +172,7 @@ class _Pass:
         if self.profile.grows and not self.state.lines:
             self._resize(grown(self.state, self.txn, self.profile.placer))
         # 5. wake up when time alone will change something
-        if (round_s := self.profile.round_s) and self._somebody_waits_beside_others():
+        if (round_s := self.profile.round_s) and (self.shared or self._somebody_waits_beside_others()):
             self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
             self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
@@ -261,6 +274,7 @@ class _Pass:
             if (wait := self._gate_order(row)) is not None:
                 return wait
         held = fits if fits is None or not self._outlived(row) else self._place_beside_reservations(row)
+        held = held or self._pack(row)
         if held is not None:
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
             why = {"profile": self.profile.name, "order": self.started, "nodes": len({h.node for h in held})}
@@ -297,6 +311,36 @@ class _Pass:
             self._resize(shrunk_for(self.state, self.txn, row, self.profile.placer))
             held = self.profile.placer.place(self.state, self.txn, row)
         return held
+
+    def _pack(self, row: JobRow) -> tuple[Held, ...] | None:
+        """Half of the devices of a running job, which keeps the other half."""
+        shared = share_with(self.state, row, self.state.undone) if self.profile.pack_gain is not None else None
+        if shared is None:
+            return None
+        self.shared = True
+        other, keeps, held = shared
+        self._resize({other: keeps})
+        return held
+
+    def _unpack(self, gain: float) -> None:
+        """The younger of two that gain too little saves and waits again; who is alone gets its devices whole."""
+        for one, other in list(partners(self.state)):
+            self.shared = self.shared or other is not None
+            if other is None:
+                self._resize({one.ask.id: (replace(one.held[0], milli=0),)})
+            elif too_slow(one, other, gain, self.now, self.profile.round_s):
+                pair = pair_of(one, other)
+                self.decisions.append(
+                    Preempt(
+                        job=other.ask.id,
+                        for_job=one.ask.id,
+                        reason=Reason.TIME_SLICE,
+                        grace_s=other.ask.grace_s,
+                        undone=pair,
+                    )
+                )
+                self.state.put(self.txn, replace(other, phase="stopping", stopping_for=one.ask.id))
+                self.txn.put(self.state.undone, pair, None)
 
     def _resize(self, changes: dict[JobId, tuple[Held, ...]]) -> None:
         for job, held in changes.items():

@@ -34,6 +34,22 @@ class JobResized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobMeasured:
+    """How fast a job runs on the devices that it shares, 1 = as fast as alone."""
+
+    job: JobId
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairUndone:
+    """Jobs of these kinds did not gain by sharing devices and are not to be tried again."""
+
+    job: JobId
+    pair: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobStopping:
     """A job was asked for its devices; it holds them until it lets go."""
 
@@ -97,6 +113,8 @@ Fact = (
     JobArrived
     | JobHolds
     | JobResized
+    | JobMeasured
+    | PairUndone
     | JobStopping
     | JobReleased
     | JobSaved

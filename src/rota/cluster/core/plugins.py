@@ -31,6 +31,8 @@ class Preempt:
     grace_s: float
     lost_gpu_s: float = 0.0
     to: tuple[Held, ...] = ()
+    undone: tuple[str, str] | None = None
+    """Kinds of jobs that are not to share devices again, as they did not gain by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +140,8 @@ class Profile:
     """With it a pass is made at every multiple as long as jobs wait beside running ones."""
     grows: bool = False
     """Jobs that can use more get idle devices while nobody waits, and give them back before anybody would."""
+    pack_gain: float | None = None
+    """With it a job that would wait shares the devices of another, as long as both gain more than this in all."""
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""
     remember: bool = True

@@ -68,6 +68,8 @@ class JobRow:
     stopping_for: JobId | None = None
     back_at: float = 0.0
     left_at: float = 0.0
+    rate: float | None = None
+    """Measured speed beside another job on the same devices, 1 = alone."""
 
     def served_by(self, now: float) -> float:
         """Seconds on devices until now, over all attempts."""
@@ -144,7 +146,8 @@ class _StateScope:
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
-    ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first.
+    ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
+    ``undone`` the kinds of jobs that did not gain by sharing devices.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
@@ -162,6 +165,7 @@ class State:
         self.stopping: dict[JobId, None] = {}
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
         self.ends: list[tuple[float, JobId]] = []
+        self.undone: dict[tuple[str, str], None] = {}
         self.books: list[Book] = []
         self.memory = Memory()
         self.version = 0
@@ -311,7 +315,8 @@ class State:
         for slot in held:
             self.take(txn, slot, 1)
         self.charge(txn, row, 1)
-        row = replace(row, phase="running", held=held, attempt=row.attempt + 1, started_at=now, saved_at=now, wait=None)
+        row = replace(row, phase="running", held=held, attempt=row.attempt + 1, wait=None, rate=None)
+        row = replace(row, started_at=now, saved_at=now)
         self.put(txn, row)
         self.memory.took(txn, row)
         for book in self.books:
@@ -416,6 +421,7 @@ class State:
         new.jobs, new.fresh, new.stopping = dict(self.jobs), dict(self.fresh), dict(self.stopping)
         new.lines = {key: list(line) for key, line in self.lines.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
+        new.undone = dict(self.undone)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None
         return new
 

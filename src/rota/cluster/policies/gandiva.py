@@ -20,6 +20,8 @@ from rota.cluster.policies.fifo import LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
+PACK_GAIN = 0.05
+"""What two jobs on the same devices must run more than one alone."""
 LEVELS = ("device", "node", "rack", "cluster")
 """From close to far."""
 SETS_MAX = 64
@@ -143,10 +145,10 @@ def _distance(state: State, held: Sequence[Held]) -> int:
     return LEVELS.index(state.level_of(held))
 
 
-def gandiva(round_s: float = 60.0) -> Profile:
+def gandiva(round_s: float = 60.0, pack_gain: float | None = None) -> Profile:
     """Nodes by size of job; waiting jobs make running ones move, or take turns with them in rounds."""
     return Profile(
-        name="gandiva",
+        name="gandiva" if pack_gain is None else "gandiva-pack",
         order=LongestWithout(),
         division=LimitsOnly(),
         placer=ByAffinity(),
@@ -154,4 +156,10 @@ def gandiva(round_s: float = 60.0) -> Profile:
         remember=False,
         round_s=round_s,
         grows=True,
+        pack_gain=pack_gain,
     )
+
+
+def gandiva_pack() -> Profile:
+    """The same, with two jobs on the same devices while both together gain by it."""
+    return gandiva(pack_gain=PACK_GAIN)

@@ -12,7 +12,7 @@ from rota.cluster.policies.drf import drf
 from rota.cluster.policies.fairshare import kueue
 from rota.cluster.policies.fgd import fgd
 from rota.cluster.policies.fifo import fifo
-from rota.cluster.policies.gandiva import gandiva
+from rota.cluster.policies.gandiva import gandiva, gandiva_pack
 from rota.cluster.policies.hived import hived
 from rota.cluster.policies.kai import kai
 from rota.cluster.policies.las import las
@@ -32,6 +32,7 @@ PROFILES: dict[str, Callable[[], Profile]] = {
     "srtf": srtf,
     "fgd": fgd,
     "gandiva": gandiva,
+    "gandiva-pack": gandiva_pack,
     "private": private,
     "pool": pool,
     "pool-spread": pool_spread,

@@ -31,6 +31,7 @@ def run(
     jobs: Annotated[bool, Parameter(help="Show every job, however many.")] = False,
     checkpoint_s: Annotated[float, Parameter(help="Seconds that saving takes a job.")] = 0.0,
     restore_s: Annotated[float, Parameter(help="Seconds that a job takes to go on after a stop.")] = 0.0,
+    sharing_speed: Annotated[float, Parameter(help="Speed of each of two jobs on one device, 1 = alone.")] = 0.5,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Play a trace of jobs under a scheduling profile, or compare the decisions of a recorded log; 1 if some differ.
@@ -56,6 +57,8 @@ def run(
     for flag, seconds in (("--checkpoint-s", checkpoint_s), ("--restore-s", restore_s)):
         if not 0 <= seconds < float("inf"):
             raise BadInput(f"{flag} {seconds:g}: a number of seconds, 0 or more")
+    if not 0 < sharing_speed <= 1:
+        raise BadInput(f"--sharing-speed {sharing_speed:g}: above 0, at most 1")
     document = sim_run(
         trace,
         vcs,
@@ -66,6 +69,7 @@ def run(
         all_jobs=jobs,
         checkpoint_s=checkpoint_s,
         restore_s=restore_s,
+        sharing_speed=sharing_speed,
     )
     terminal.show(document, lambda term: _run(term, document))
     return 0
@@ -158,6 +162,7 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("preemptions", summary["preemptions"]),
             ("  to move", summary["migrations"]),
             ("  to take turns", summary["turns"]),
+            ("resizes", summary["resizes"]),
             ("broken rules", summary["invariant_violations"]),
             ("took", f"{summary['wall_s']:.2f} s"),
         ]

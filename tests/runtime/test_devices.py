@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def test_the_local_node_has_cores_for_a_handful_of_roles_and_all_memory() -> Non
     node = local_node("here")
     assert (node.id, node.host) == ("here", "here")
     assert node.cpus >= CPUS_MIN
+    cores = float(os.cpu_count() or 1)
+    assert dict(node.labels).get("cores") == (f"{cores:g}" if cores < CPUS_MIN else None), "it says what it really has"
     assert node.memory_bytes > 2**28
 
 

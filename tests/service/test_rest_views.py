@@ -107,7 +107,7 @@ def test_the_jobs_of_now_are_played_under_two_policies_and_stay_as_they_are(tmp_
         starts = {row["job"]: row["starts_s"] for row in played["items"]}
         assert starts["big-1"] == {"fifo": 0.0, "srtf": 0.0}
         assert abs(starts["long-1"]["fifo"] - 100) < 2 and abs(starts["short-1"]["fifo"] - 1100) < 2
-        assert abs(starts["short-1"]["srtf"] - 100) < 2 and abs(starts["long-1"]["srtf"] - 110) < 2
+        assert starts["short-1"]["srtf"] < 2 and abs(starts["long-1"]["srtf"] - 110) < 2, "it takes the place of big"
         waits = {name: figures["wait_s"]["max"] for name, figures in played["summary"].items()}
         assert waits["fifo"] > waits["srtf"]
         assert "3 of 3 jobs" in played["basis"]
@@ -138,7 +138,7 @@ def test_a_template_is_a_job_file_that_a_dry_run_takes(tmp_path: Path) -> None:
 def test_a_node_that_left_the_installation_is_used_again_when_it_is_back(tmp_path: Path) -> None:
     async def alone(service: Standing) -> None:
         states = {row["id"]: row["state"] for row in (await service.get("/nodes"))["items"]}
-        assert states["r0n0"] == "healthy" and states.get("r0n1") in (None, "lost")
+        assert states["r0n0"] == "healthy" and "r0n1" not in states
 
     async def both(service: Standing) -> None:
         await service.submit(HELLO.replace("gpus: 2", "gpus: 4"))

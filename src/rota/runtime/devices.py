@@ -14,7 +14,7 @@ import psutil
 
 from rota.runtime import process
 from rota.spec.ids import NodeId
-from rota.spec.resources import Device, Node, parse_size
+from rota.spec.resources import CORES_LABEL, Device, Node, parse_size
 
 LOCAL_HOST = "local"
 CPUS_MIN = 16.0
@@ -39,13 +39,15 @@ class DeviceSample:
 
 def local_node(host: str = LOCAL_HOST) -> Node:
     """This machine; ``host`` is its label in the engine."""
+    cores = float(os.cpu_count() or 1)
+    shared = ((CORES_LABEL, f"{cores:g}"),) if cores < CPUS_MIN else ()
     return Node(
         id=NodeId(host),
         host=host,
-        cpus=max(CPUS_MIN, float(os.cpu_count() or 1)),
+        cpus=max(CPUS_MIN, cores),
         memory_bytes=psutil.virtual_memory().total,
         devices=local_devices(),
-        labels=(("arch", platform.machine()),),
+        labels=(("arch", platform.machine()), *shared),
     )
 
 

@@ -97,6 +97,10 @@ class Device:
     health: Health = Health.HEALTHY
 
 
+CORES_LABEL = "cores"
+"""Node label: how many cores there are, where more than that may be asked because they are shared in time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """One machine as the scheduler sees it.

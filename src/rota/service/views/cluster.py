@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rota.service.views.explain import used_gpus
@@ -10,15 +11,20 @@ from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when
 from rota.spec import codec
 from rota.spec.ids import NodeId
-from rota.spec.resources import Health
+from rota.spec.resources import CORES_LABEL, Health, Node
 from rota.spec.states import JobState
 
 
 def node_list(installation: Installation) -> dict[str, Any]:
     """Every node with its devices, who holds them, and its fitness."""
     held = _holders(installation)
-    items = [_node(story, held[story.node.id]) for story in installation.nodes.values()]
+    items = [_node(story, held[story.node.id]) for story in _there(installation, held)]
     return {"api": API, "kind": "NodeList", "items": items, "next": None}
+
+
+def _there(installation: Installation, held: Mapping[NodeId, object]) -> Iterator[NodeStory]:
+    """The nodes, and of those that left the installation the ones on which a job still counts."""
+    return (story for story in installation.nodes.values() if not story.lost or held[story.node.id])
 
 
 def _holders(installation: Installation) -> dict[NodeId, list[tuple[str, tuple[int, ...], float]]]:
@@ -59,8 +65,14 @@ def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> d
         "joined_at": when(story.joined_at),
         "marked_at": when(story.marked_at) if story.marked_at else None,
         "marked_by": story.marked_by,
-        "text": story.text,
+        "text": story.text or _time_shared(node),
     }
+
+
+def _time_shared(node: Node) -> str:
+    """Why there are more cores to ask for than the machine has, if so."""
+    cores = dict(node.labels).get(CORES_LABEL, "")
+    return f"{cores} cores, shared in time by up to {node.cpus:g} that are asked" if cores else ""
 
 
 def heat_document(installation: Installation) -> dict[str, Any]:
@@ -71,7 +83,7 @@ def heat_document(installation: Installation) -> dict[str, Any]:
     held = _holders(installation)
     places: dict[str, int] = {}
     items: list[dict[str, Any]] = []
-    for story in installation.nodes.values():
+    for story in _there(installation, held):
         node = story.node
         owner = {device: job for job, devices, _ in held[node.id] for device in devices}
         items.append(
@@ -130,8 +142,7 @@ def cluster_totals(installation: Installation) -> dict[str, Any]:
         jobs[story.state.value] += 1
     return {
         "nodes": len(nodes),
-        "nodes_bad": sum(story.node.health is not Health.HEALTHY for story in nodes)
-        + sum(story.lost for story in installation.nodes.values()),
+        "nodes_bad": sum(story.node.health is not Health.HEALTHY for story in nodes),
         "gpus": sum(len(story.node.devices) for story in nodes),
         "gpus_used": sum(
             len(bundle.devices)

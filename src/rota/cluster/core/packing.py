@@ -45,8 +45,8 @@ def share_with(
 
     Only jobs of one slot of equally many whole devices share, two at most, and no pair of kinds that was undone.
     """
-    slots = row.ask.shape.slots
-    if len(slots) > 1 or not slots[0].gpus or not row.ask.preemptible:
+    slot = row.ask.shape.slots[0]
+    if not slot.gpus or row.ask.shape.gpu_milli != slot.gpus * 1000 or not row.ask.preemptible:
         return None
     able = [
         other
@@ -55,18 +55,18 @@ def share_with(
         if len(other.held) == 1
         and not other.held[0].milli
         and other.ask.preemptible
-        and other.ask.shape.slots[0].gpus == slots[0].gpus
-        and slots[0].type in (None, state.types[int(state.dev_type[other.held[0].devices[0]])])
+        and other.ask.shape.slots[0].gpus == slot.gpus
+        and slot.type in (None, state.types[int(state.dev_type[other.held[0].devices[0]])])
         and pair_of(row, other) not in undone
-        and state.cpu[other.held[0].node] >= slots[0].cpu_milli
-        and state.mem[other.held[0].node] >= slots[0].mem
+        and state.cpu[other.held[0].node] >= slot.cpu_milli
+        and state.mem[other.held[0].node] >= slot.mem
         and state.usable[other.held[0].node]
     ]
     if not able:
         return None
     other = min(able, key=lambda other: (other.started_at, other.ask.id))
     held = other.held[0]
-    mine = Held(held.node, held.devices, HALF, slots[0].cpu_milli, slots[0].mem)
+    mine = Held(held.node, held.devices, HALF, slot.cpu_milli, slot.mem)
     return other.ask.id, (replace(held, milli=HALF),), (mine,)
 
 

@@ -84,6 +84,7 @@ def example_of(kind: type) -> events.Event:
         "changes": {"priority": 3},
         "queues": ({"path": "a"},),
         "counts": True,
+        "grants": (("team/a", "user"),),
     }
     from rota.spec.resources import Health, Node
 

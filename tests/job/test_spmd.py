@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from rota.job.bootstrap import write_error
 from rota.job.spmd import first_error, parse_command
+from rota.runtime import process
+from rota.runtime.node import asked_for_stacks
 from rota.spec.errors import BadInput
 from rota.spec.ids import RoleName
 from rota.spec.job import RoleSpec
@@ -75,3 +80,24 @@ def test_the_error_written_first_is_told_and_not_its_consequences(tmp_path: Path
     assert found is not None
     assert found[0] == "rank 1: ValueError: the cause"
     assert "test_spmd.py" in found[1]
+
+
+def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_left_alone(tmp_path: Path) -> None:
+    script, stacks = tmp_path / "stuck.py", tmp_path / "stacks-0"
+    script.write_text("import time\ndef stuck_here():\n    time.sleep(60)\nstuck_here()\n")
+    env = {**os.environ, "ROTA_STACKS_FILE": str(stacks)}
+    rank = subprocess.Popen([sys.executable, "-m", "rota.job.bootstrap", str(script)], env=env)
+    deaf = subprocess.Popen(["sleep", "60"])
+    try:
+        which, other = process.identify(rank.pid), process.identify(deaf.pid)
+        assert which is not None and other is not None
+        until_s = time.monotonic() + 20.0
+        while "stuck_here" not in (found := asked_for_stacks(which, stacks)) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert "stuck_here" in found
+        assert asked_for_stacks(other, tmp_path / "stacks-1") == ""
+        assert (rank.poll(), deaf.poll()) == (None, None), "nobody dies of being asked"
+    finally:
+        for child in (rank, deaf):
+            child.kill()
+            child.wait()

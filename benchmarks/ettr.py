@@ -96,25 +96,29 @@ def measure(home: Home, minutes: float, every_s: float, seed: int) -> dict[str, 
             raise RuntimeError(f"{job} is {shown['state']} and never ran: {shown['text']}")
         time.sleep(0.2)
     began = time.time()
-    while time.time() - began < minutes * 60 and not ended(log, job):
-        time.sleep(every_s)
+    while time.time() - began < minutes * 60 and ended_at(log, job, every_s) is None:
         kills += [name for name in [kill_one(log, job, rng)] if name]
-    time.sleep(every_s)
-    over = time.time()
-    daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
-    until_s = time.monotonic() + LIMIT_S
-    while not ended(log, job):
-        if time.monotonic() > until_s:
+    over = ended_at(log, job, every_s)
+    if over is None:
+        over = time.time()
+        daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
+        if ended_at(log, job, LIMIT_S) is None:
             raise SystemExit(f"{job} does not end within {LIMIT_S:.0f} s of its stop")
-        time.sleep(0.2)
     rows = [json.loads(line)["n"] for path in home.job(job).output.glob("*.jsonl") for line in path.open()]
     found = accounted(log.read(job=JobId(job)), rows, began, over)
     return {**found, "kills": len(kills), "victims": kills}
 
 
-def ended(log: EventLog, job: str) -> bool:
-    """True when the job is over."""
-    return any(isinstance(record.event, JobEnded) for record in log.read(job=JobId(job)))
+def ended_at(log: EventLog, job: str, wait_s: float) -> float | None:
+    """When the job ended; None if it has not after ``wait_s`` seconds."""
+    until_s = time.monotonic() + wait_s
+    while True:
+        for record in log.read(job=JobId(job))[-3:]:
+            if isinstance(record.event, JobEnded):
+                return record.at
+        if time.monotonic() > until_s:
+            return None
+        time.sleep(0.2)
 
 
 def main() -> None:

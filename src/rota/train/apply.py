@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -192,6 +194,7 @@ class Parallel:
             self._accumulate(inputs, targets)
         else:
             self._run_pipeline(inputs, targets)
+        settle(self._parameters)
         loss, norm = self._finish()
         skipped = not _finite(loss) or (norm is not None and not _finite(norm))
         if not skipped:
@@ -241,7 +244,7 @@ class Parallel:
         model, many = self._wrapped[0], self.plan.micro_batches
         for index, (x, y) in enumerate(zip(inputs.tensor_split(many), targets.tensor_split(many), strict=True)):
             last = index == many - 1
-            sync_gradients(model, last=last)
+            sync_gradients(model, self._parts, self.plan, last=last)
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with self._autocast():
                     output = model(x)
@@ -280,6 +283,15 @@ class Parallel:
                 dist.all_reduce(norms, group=self.mesh.group("data"))
                 norm = float(norms) / self._replicas
         return float(self._loss_sum) / self._replicas, norm
+
+
+def settle(parameters: Iterable[torch.Tensor]) -> None:
+    """Give gradients the layout of their parameters: parts on tensor ranks are summed once, not in every use of them,
+    and nobody keeps rows that another rank steps."""
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _finite(number: float) -> bool:

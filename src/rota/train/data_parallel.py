@@ -75,8 +75,19 @@ def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, axes: DeviceMesh) 
         fully_shard(module, mesh=axes, reshard_after_forward=kind.zero == 3, **given)
 
 
-def sync_gradients(model: nn.Module, *, last: bool) -> None:
-    """Whether the coming backward of this FSDP model is the last of the step and reduces gradients."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: bool) -> None:
+    """What the coming backward of this FSDP model does beside gradients; ``last`` is that of the last micro-batch.
+
+    ZeRO 2 and 3 scatter gradients in every micro-batch, so that no rank ever holds all of them; 2 keeps the gathered
+    weights from one micro-batch to the next. Replicas, of the whole model or of groups of shards, reduce once.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(last)
+    wrapped = [(layer, parts.kind(plan, index)) for index, layer in parts.layers(model)]
+    wrapped += [(experts, kind) for layer, kind in wrapped for experts in find_experts(layer)]
+    for module, kind in (*wrapped, (model, plan.embed)):
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last or kind.zero >= 2, recurse=False)
+            module.set_requires_all_reduce(last, recurse=False)
+            module.set_reshard_after_backward(last or kind.zero != 2, recurse=False)

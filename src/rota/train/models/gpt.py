@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -116,7 +118,7 @@ class Gpt(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape = replace(shape, positions=True, tied=False)
         self.embed = Embed(shape)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.head = Head(shape)

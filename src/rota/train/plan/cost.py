@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from rota.train.plan.comm import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
 from rota.train.plan.hardware import DeviceSpec, Hardware
-from rota.train.plan.layers import ModelShape, embedding_params
+from rota.train.plan.layers import ModelShape, head_params
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank, state_bytes
 from rota.train.plan.model import Layer, ParallelPlan, Stage
 from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
@@ -219,7 +219,7 @@ def held_params(plan: ParallelPlan, model: ModelShape) -> float:
         layers = [per_layer[i] for chunk in chunks for i in range(*chunk.layers)]
         held = sum(layer_params_per_rank(model, layer.tp) for layer in layers)
         if any(chunk.embed or chunk.head for chunk in chunks):
-            held += embedding_params(model) // plan.embed.tp
+            held += head_params(model, plan.head.tp)
         most = max(most, float(held))
     return most
 
@@ -227,8 +227,8 @@ def held_params(plan: ParallelPlan, model: ModelShape) -> float:
 def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
     """Exposed time of what the data-parallel ranks exchange, over the slowest level that they span.
 
-    ZeRO 0 and 1 reduce gradients once a step; 2 scatters them each micro-batch and gathers parameters once; 3 gathers
-    parameters in both passes of each micro-batch and scatters gradients.
+    ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and
+    gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients.
     """
     dp = plan.mesh.dp
     if dp == 1:
@@ -240,6 +240,8 @@ def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s
     zero, micro = max((layer.zero for layer in plan.layers), default=0), plan.micro_batches
     if zero < 2:
         total_s = all_reduce_s(dp, gradients, link)
+        if zero == 1:
+            total_s += all_gather_s(dp, held * NUMBER_BYTES[plan.dtype.master], link)
     elif zero == 2:
         total_s = micro * scatter_s + gather_s
     else:

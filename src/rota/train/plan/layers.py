@@ -10,7 +10,8 @@ from typing import Literal
 class ModelShape:
     """A transformer as the planner sees it. ``ffn`` is the inner width of the MLP; ``gated`` = three MLP matrices.
 
-    ``kv_heads`` < ``heads`` is grouped-query attention. ``tied`` shares the embedding with the head.
+    ``kv_heads`` < ``heads`` is grouped-query attention. ``tied`` shares the embedding with the head;
+    ``positions`` adds a learned row for each of ``seq`` places.
     """
 
     layers: int
@@ -28,6 +29,7 @@ class ModelShape:
     experts: int = 0
     top_k: int = 1
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    positions: bool = False
 
     @property
     def key_heads(self) -> int:
@@ -66,12 +68,17 @@ def layer_params(model: ModelShape) -> int:
     return attention_params(model) + mlp_params(model) + 4 * model.hidden
 
 
-def embedding_params(model: ModelShape) -> int:
-    """The token embedding."""
-    return model.vocab * model.hidden
+def embed_params(model: ModelShape, tp: int = 1) -> int:
+    """The rows of the vocabulary that one of ``tp`` ranks holds, and those of the places."""
+    return model.vocab * model.hidden // tp + (model.seq * model.hidden if model.positions else 0)
+
+
+def head_params(model: ModelShape, tp: int = 1) -> int:
+    """The last norm, and the rows of the vocabulary that one of ``tp`` ranks holds."""
+    return model.vocab * model.hidden // tp + 2 * model.hidden
 
 
 def total_params(model: ModelShape) -> int:
-    """The whole model: a tied embedding counts once; the last norm is included."""
-    embeddings = embedding_params(model) * (1 if model.tied else 2)
-    return embeddings + model.layers * layer_params(model) + 2 * model.hidden
+    """The whole model: a tied embedding counts once."""
+    shared = model.vocab * model.hidden if model.tied else 0
+    return embed_params(model) + model.layers * layer_params(model) + head_params(model) - shared

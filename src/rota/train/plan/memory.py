@@ -4,7 +4,8 @@ Symbols of the formulas, as in the literature: ``s`` sequence length, ``b`` micr
 width, ``a`` attention heads, ``t`` tensor degree, ``L`` layers, ``p`` pipeline stages, ``v`` chunks a stage, ``m``
 micro-batches. Activation bytes of a layer are those of Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (2022), Table 2, for 16-bit activations with dropout masks; flash attention has no ``5as/h`` term.
-State bytes are those of Rajbhandari et al., "ZeRO" (2020), section 3: ``2 + 2 + 12`` bytes a parameter for mixed Adam.
+State is that of Rajbhandari et al., "ZeRO" (2020), section 3, as this runtime holds it: weights, gradients and both
+moments in the master format, ``4 + 4 + 8`` bytes a parameter, and in ``buffers`` the 16-bit copy that computes.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rota.train.plan.layers import ModelShape, embedding_params
+from rota.train.plan.layers import ModelShape, embed_params, head_params
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Schedule, Stage
 
 GIB = 2**30
 NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-ADAM_MOMENTS_BYTES = 8
-"""Two fp32 moments a parameter."""
+ADAM_MOMENTS = 2
 LOGIT_BYTES = 4
 """The loss is computed in fp32."""
 UNSHARDED_LAYERS = 2
@@ -40,11 +40,9 @@ class StateBytes:
 
 
 def state_bytes(plan: ParallelPlan) -> StateBytes:
-    """Mixed precision: ``2 + 2`` (4 with fp32 main gradients) ``+ 12``; full precision: ``4 + 4 + 8``."""
-    param = NUMBER_BYTES[plan.dtype.param]
-    grad = NUMBER_BYTES[plan.dtype.reduce]
-    master = NUMBER_BYTES[plan.dtype.master] if plan.dtype.param != plan.dtype.master else 0
-    return StateBytes(param=param, grad=grad, optimizer=ADAM_MOMENTS_BYTES + master)
+    """Everything in the master format: ``4 + 4 + 8`` with Adam in fp32."""
+    master = NUMBER_BYTES[plan.dtype.master]
+    return StateBytes(param=master, grad=master, optimizer=ADAM_MOMENTS * master)
 
 
 def layer_params_per_rank(model: ModelShape, tp: int) -> int:
@@ -139,25 +137,42 @@ def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequ
     costs, chunks, pp = state_bytes(plan), _chunks(plan, rank), plan.mesh.pp
     in_flight = layers_in_flight(plan.schedule, stage=rank, p=pp, m=_live(plan), v=len(chunks))
     held = [(float(layer_params_per_rank(model, layer.tp)), layer) for layer in layers]
-    held += _embeddings(plan, model, chunks)
+    held += _ends(plan, model, chunks)
     has_head = any(chunk.head for chunk in chunks)
-    whole = layer_params_per_rank(model, plan.layers[0].tp) if plan.layers[0].zero == 3 else 0
     return StageMemory(
         params=sum(params * costs.param / _shares(layer, plan.mesh)[0] for params, layer in held),
         grads=sum(params * costs.grad / _shares(layer, plan.mesh)[1] for params, layer in held),
         optimizer=sum(params * costs.optimizer / _shares(layer, plan.mesh)[2] for params, layer in held),
         activations=sum(activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight for layer in layers),
         logits=model.seq * plan.micro_batch * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
-        buffers=UNSHARDED_LAYERS * whole * costs.param,
+        buffers=_copies(plan, model, held),
     )
 
 
-def _embeddings(plan: ParallelPlan, model: ModelShape, chunks: tuple[Stage, ...]) -> list[tuple[float, Layer]]:
-    """Parameters of the embedding and of the head on this stage; a tied head beside its embedding costs nothing."""
+def _copies(plan: ParallelPlan, model: ModelShape, held: Sequence[tuple[float, Layer]]) -> float:
+    """Bytes of weights in the format that computes, beside their shards or master copies.
+
+    Under ZeRO 3 only the layers in use are whole; with a pipeline each stays whole from its backward pass to its next
+    forward pass.
+    """
+    number, mixed = NUMBER_BYTES[plan.dtype.param], plan.dtype.param != plan.dtype.master
+    first = plan.layers[0]
+    passing = plan.mesh.pp == 1
+    kept = sum(p for p, kind in held if kind.zero == 2 or (kind.zero < 2 and mixed) or (kind.zero == 3 and not passing))
+    moving = UNSHARDED_LAYERS * layer_params_per_rank(model, first.tp) if first.zero == 3 and passing else 0
+    return (kept + moving) * number
+
+
+def _ends(plan: ParallelPlan, model: ModelShape, chunks: tuple[Stage, ...]) -> list[tuple[float, Layer]]:
+    """Parameters of the embedding and of the head on this stage; a tied head beside its embedding has its norm only."""
+    held: list[tuple[float, Layer]] = []
     embed = any(chunk.embed for chunk in chunks)
-    head = any(chunk.head for chunk in chunks) and not (model.tied and embed)
-    wanted = [layer for layer, here in ((plan.embed, embed), (plan.head, head)) if here]
-    return [(embedding_params(model) / layer.tp, layer) for layer in wanted]
+    if embed:
+        held.append((embed_params(model, plan.embed.tp), plan.embed))
+    if any(chunk.head for chunk in chunks):
+        rows = model.vocab * model.hidden // plan.head.tp if model.tied and embed else 0
+        held.append((head_params(model, plan.head.tp) - rows, plan.embed))  # wrapped together, by one ZeRO stage
+    return held
 
 
 def _live(plan: ParallelPlan) -> int:
@@ -166,10 +181,13 @@ def _live(plan: ParallelPlan) -> int:
 
 
 def _shares(layer: Layer, mesh: Mesh) -> tuple[int, int, int]:
-    """By how many ranks parameters, gradients and optimizer of a layer are divided under its ZeRO stage."""
+    """By how many ranks parameters, gradients and optimizer of a layer are divided under its ZeRO stage.
+
+    The stages of a pipeline scatter their gradients with the last micro-batch only.
+    """
     shards = mesh.dp_shard * mesh.cp if layer.zero >= 2 else mesh.dp * mesh.cp
     return (
-        shards if layer.zero == 3 else 1,
         shards if layer.zero >= 2 else 1,
+        shards if layer.zero >= 2 and mesh.pp == 1 else 1,
         shards if layer.zero >= 1 else 1,
     )

@@ -67,13 +67,6 @@ def test_an_error_in_training_is_told_after_the_save_that_runs(
     assert [path.name for path in candidates(tmp_path)] == ["step-00000001.1"]
 
 
-@pytest.mark.parametrize("sync", [Sync(mode="local_sgd", H=2), Sync(compression="topk")])
-def test_a_sync_whose_state_would_be_lost_is_refused(alone: None, tmp_path: Path, sync: Sync) -> None:
-    with pytest.raises(BadInput, match="state beside weights and optimizer that checkpoints do not hold"):
-        train(plan=replace(ALONE, sync=sync), checkpoint=tmp_path)
-    assert train(plan=replace(ALONE, sync=sync)) == 2
-
-
 def both(folder: Path, do: Callable[[int], None]) -> list[int]:
     """Run ``do(rank)`` on two ranks, each a child of this process; returns their exit statuses."""
     children: list[int] = []
@@ -117,6 +110,49 @@ def give_groups_back(folder: Path, rank: int) -> None:
         assert len(groups) == before + 2
     agree.close()
     assert len(groups) == before
+
+
+ADAM, MOMENTUM = partial(torch.optim.Adam, lr=0.01), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+OWN_STATE: dict[str, tuple[Sync, Any]] = {
+    "rounds": (Sync(mode="local_sgd", H=4), MOMENTUM),
+    "residues": (Sync(compression="topk"), ADAM),
+    "factors": (Sync(compression="powersgd"), ADAM),
+    "servers": (Sync(mode="ps_sync", servers=2), ADAM),
+}
+
+
+def interrupt(folder: Path, name: str, rank: int) -> None:
+    """Six steps without a stop have the losses of three, and of a new model that goes on for three from disk."""
+    sync, optimizer = OWN_STATE[name]
+    plan = replace(data_parallel(layers=SHAPE.layers, dp=2, micro_batch=2), sync=sync)
+    told: list[list[float]] = []
+
+    def run(steps: int, where: Path | None) -> None:
+        told.append([])
+        fit(
+            partial(Gpt, SHAPE), data, optimizer=optimizer, batch=BATCH, plan=plan, steps=steps, checkpoint=where,
+            save_every_s=1e9, on_step=lambda _, result: told[-1].append(result.loss),
+        )  # fmt: skip
+
+    run(6, None)
+    run(3, folder / "saved")
+    run(6, folder / "saved")
+    whole, first, rest = told
+    assert len(rest) == 3
+    assert max(abs(one - other) for one, other in zip(whole, first + rest, strict=True)) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN_STATE)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_each_replica_keeps_of_its_own_is_in_a_checkpoint(tmp_path: Path, name: str) -> None:
+    assert both(tmp_path, partial(interrupt, tmp_path, name)) == [0, 0]
+
+
+def test_state_of_another_number_of_replicas_is_refused(alone: None, tmp_path: Path) -> None:
+    assert train(checkpoint=tmp_path) == 2
+    with pytest.raises(BadInput, match=r"state of none for sync\.mode local_sgd"):
+        train(plan=replace(ALONE, sync=Sync(mode="local_sgd", H=2)), checkpoint=tmp_path, steps=3)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -153,13 +153,26 @@ class Checkpoints:
         with _as_os_error(f"checkpoint {found.path.name}"):
             load(dict(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
 
+    def find_bytes(self, found: Found, name: str) -> torch.Tensor | None:
+        """The flat tensor of bytes that was saved as ``name``, of any length; None without one. Not collective."""
+        reader = FileSystemReader(found.path)
+        kept: Any = reader.read_metadata().state_dict_metadata.get(name)
+        if kept is None:
+            return None
+        wanted = torch.empty(kept.size, dtype=torch.uint8)
+        with _as_os_error(f"checkpoint {found.path.name}"):
+            load({name: wanted}, storage_reader=reader, no_dist=True)
+        return wanted
+
     @property
     def _size(self) -> int:
         return self._group.size() if self._group else 1
 
     def _stage(self, tensors: Tensors) -> None:
         """Copy into buffers that are kept from save to save."""
-        if self._staged.keys() != tensors.keys():
+        if {name: one.shape for name, one in self._staged.items()} != {
+            name: one.shape for name, one in tensors.items()
+        }:
             self._staged = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             local(self._staged[name]).copy_(local(tensor.detach()))

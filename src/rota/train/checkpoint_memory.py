@@ -67,6 +67,12 @@ class MemoryCheckpoints:
             for name, tensor in tensors.items():
                 local(tensor).copy_(found[f"{self._rank}/{name}"])
 
+    def find_tensor(self, held: Held, name: str) -> torch.Tensor | None:
+        """What this rank kept as ``name``; None without it. Raises TensorError when the step is gone."""
+        found = self._plane.get_group(self._group, step=held.step)
+        full = f"{self._rank}/{name}"
+        return found[full].clone() if full in found else None
+
     def drop(self) -> None:
         """Forget everything: the run goes on from an older step."""
         self._plane.delete(self._group, missing_ok=True)

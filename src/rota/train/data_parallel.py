@@ -79,7 +79,7 @@ def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: 
     """What the coming backward of this FSDP model does beside gradients; ``last`` is that of the last micro-batch.
 
     ZeRO 2 and 3 scatter gradients in every micro-batch, so that no rank ever holds all of them; 2 keeps the gathered
-    weights from one micro-batch to the next. Replicas, of the whole model or of groups of shards, reduce once.
+    weights from one micro-batch to the next. Replicas reduce once; replicas of groups of shards with every scatter.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -89,5 +89,4 @@ def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: 
     for module, kind in (*wrapped, (model, plan.embed)):
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(last or kind.zero >= 2, recurse=False)
-            module.set_requires_all_reduce(last, recurse=False)
             module.set_reshard_after_backward(last or kind.zero != 2, recurse=False)

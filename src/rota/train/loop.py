@@ -27,6 +27,7 @@ from rota.train.optimizers import MakeOptimizer
 from rota.train.parts import Parts
 from rota.train.pipeline import Loss
 from rota.train.plan.model import ParallelPlan
+from rota.train.replicas import own_name, own_state, restore_own
 from rota.train.state import restore_settings, settings
 
 log = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ def fit(
     one, under whatever plan it was written; SIGTERM saves and ends. ``memory`` names the run in the tensor plane of
     this machine: state copied there survives the processes and is preferred when it is no older and of the same plan.
     ``rate(step)`` gives the learning rate.
-    Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state that
-    checkpoints do not hold; RotaError when the loss stays not finite.
+    Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
+    number of replicas; RotaError when the loss stays not finite.
     """
     with world(plan), ExitStack() as ends:
         torch.manual_seed(seed)
@@ -72,8 +73,6 @@ def fit(
         plan = plan or plan_for_world(model, batch)
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
-        if checkpoint or memory:
-            refuse_lost_state(plan)
         trained = parallelize(
             model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=checkpoint
         )
@@ -116,23 +115,12 @@ def _run(
                 save(saves, trained, step)
                 saved_s = clock.monotonic_s()
             if copies is not None and step % trained.plan.checkpoint.memory_every == 0:
-                copies.save(trained.tensors(), step=step, extra=extra_of(trained))
+                copies.save(kept_tensors(trained), step=step, extra=extra_of(trained))
             if stop:
                 break
     if saves is not None:
         saves.wait()
     return step
-
-
-def refuse_lost_state(plan: ParallelPlan) -> None:
-    """Raises BadInput for a ``sync`` whose residues, rounds or servers' moments a checkpoint would lose."""
-    sync = plan.sync
-    if sync.mode != "allreduce" or sync.compression != "none":
-        raise BadInput(
-            f"plan: sync.mode {sync.mode} with compression {sync.compression} keeps state beside weights and optimizer "
-            "that checkpoints do not hold, so training would go on from another state",
-            hint="use mode allreduce with compression none, or fit without checkpoint and memory",
-        )
 
 
 def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
@@ -141,7 +129,12 @@ def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
         saves.wait()
     except OSError as error:
         log.error("the last checkpoint was not written, the one before stays: %s", error)
-    saves.save(trained.tensors(), step=step, extra=extra_of(trained))
+    saves.save(kept_tensors(trained), step=step, extra=extra_of(trained))
+
+
+def kept_tensors(trained: Parallel) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state, and what this replica alone has."""
+    return {**trained.tensors(), **own_state(trained)}
 
 
 def extra_of(trained: Parallel) -> dict[str, Any]:
@@ -166,6 +159,7 @@ def resume(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained:
     newer = held is not None and (found is None or held.step >= found.step)
     if copies is not None and same_everywhere(held.step if held and newer else -1) and held and newer:
         copies.load(held, trained.tensors())
+        restore_own(trained, copies.find_tensor(held, own_name()))
         restore_settings(trained.optimizer, held.extra["optimizer"])
         return held.step
     if copies is not None:
@@ -173,6 +167,7 @@ def resume(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained:
     if saves is None or found is None:
         return 0
     saves.load(found, trained.tensors())
+    restore_own(trained, saves.find_bytes(found, own_name()))
     restore_settings(trained.optimizer, found.extra["optimizer"])
     return found.step
 

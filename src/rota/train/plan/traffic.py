@@ -97,7 +97,7 @@ def _unit(plan: ParallelPlan, params: int, kind: Layer) -> Iterator[Sent]:
     yield "all_gather", "fsdp", 2 * micro if kind.zero == 3 else 1, weights
     yield "reduce_scatter", "fsdp", micro, gradients
     if mesh.dp_replicate > 1:
-        yield "all_reduce", "dp_replicate", 1, gradients // (mesh.dp_shard * mesh.cp)
+        yield "all_reduce", "dp_replicate", micro, gradients // (mesh.dp_shard * mesh.cp)
 
 
 def _activations(plan: ParallelPlan, model: ModelShape) -> Iterator[Sent]:

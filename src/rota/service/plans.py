@@ -14,8 +14,10 @@ from rota.spec.errors import BadInput
 from rota.train.plan.exchange import model_from_json
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
+from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ParallelPlan
+from rota.train.plan.profiles import from_galvatron, hardware_from_any
 from rota.train.plan.search import Found, Scored, found_to_json, score, search
 from rota.train.plan.space import Question
 from rota.train.plan.validate import Calibration, validate
@@ -36,13 +38,22 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def find_hardware(name_or_path: str) -> Hardware:
-    """A shipped description by name, or one from a file. Raises BadInput naming the known ones."""
+    """A shipped description by name, or a file: ours or a Calculon system. Raises BadInput naming the known ones."""
     if name_or_path in SHIPPED:
         return SHIPPED[name_or_path]
     path = Path(name_or_path)
     if not path.exists():
         raise BadInput(f"hardware: {name_or_path!r} is no file and not shipped", hint=f"shipped: {', '.join(SHIPPED)}")
-    return hardware_from_json(read_json(path, "hardware"))
+    return hardware_from_any(read_json(path, "hardware"))
+
+
+def measured(name_or_path: str, model: ModelShape) -> tuple[Hardware, ModelShape]:
+    """As ``find_hardware``; a folder of Galvatron profiles also tells the memory of the model that was profiled."""
+    path = Path(name_or_path)
+    if not path.is_dir():
+        return find_hardware(name_or_path), model
+    files = {one.name: read_json(one, "profile") for one in sorted(path.glob("*.json"))}
+    return from_galvatron({name: one for name, one in files.items() if isinstance(one, Mapping)}, model)
 
 
 def search_document(
@@ -58,9 +69,10 @@ def search_document(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The ``PlanSearch`` document and warnings. ``plan`` is None when nothing fits."""
     shape, warnings = model_from_json(read_json(model, "model"))
+    described, shape = measured(hardware, shape)
     question = Question(
         model=shape,
-        hardware=find_hardware(hardware),
+        hardware=described,
         gpus=gpus,
         memory_gib=memory_gib,
         batch=batch,

@@ -109,6 +109,13 @@ def layer_time(model: ModelShape, layer: Layer, micro_batch: int, hardware: Hard
     return LayerTime(forward_s=dense_s + core_s + light_s, core_s=core_s, comm_s=comm_s, host_s=host_s)
 
 
+def layer_flops(model: ModelShape, micro_batch: int) -> float:
+    """Floating-point operations of the products of one layer's forward pass."""
+    tokens, h, kv = float(micro_batch * model.seq), model.hidden, model.key_heads * model.head_dim
+    wide = (3 if model.gated else 2) * model.inner * (model.top_k if model.experts else 1)
+    return 2 * tokens * h * (2 * h + 2 * kv + wide) + 4 * tokens * model.seq * h
+
+
 def _attention_core_s(model: ModelShape, micro_batch: int, t: int, device: DeviceSpec, dtype: str) -> float:
     heads, d, s = micro_batch * model.heads / t, model.head_dim, model.seq
     products_s = gemm_s(device, dtype, s, s, d, batch=heads) + gemm_s(device, dtype, s, d, s, batch=heads)

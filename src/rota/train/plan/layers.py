@@ -11,7 +11,8 @@ class ModelShape:
     """A transformer as the planner sees it. ``ffn`` is the inner width of the MLP; ``gated`` = three MLP matrices.
 
     ``kv_heads`` < ``heads`` is grouped-query attention. ``tied`` shares the embedding with the head;
-    ``positions`` adds a learned row for each of ``seq`` places.
+    ``positions`` adds a learned row for each of ``seq`` places. ``kept_mib`` is what the forward pass of a layer was
+    measured to keep for one sequence without recompute; it takes the place of the formula.
     """
 
     layers: int
@@ -30,6 +31,7 @@ class ModelShape:
     top_k: int = 1
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     positions: bool = False
+    kept_mib: float = 0.0
 
     @property
     def key_heads(self) -> int:

@@ -65,6 +65,8 @@ def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int
     s, b, h, t = model.seq, micro_batch, model.hidden, layer.tp
     if layer.recompute == "full":
         return 2.0 * s * b * h / (t if layer.sp else 1)
+    if model.kept_mib:
+        return model.kept_mib * 2**20 * b / t
     keeps_scores = model.attention == "plain" and layer.recompute == "none"
     scores = 5.0 * model.heads * s / (h * t) if keeps_scores else 0.0
     fixed, split = (0.0, 34.0 / t) if layer.sp else (10.0, 24.0 / t)

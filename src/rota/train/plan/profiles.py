@@ -1,0 +1,137 @@
+"""Hardware from the files of others: Calculon systems, Galvatron profiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from rota.spec.errors import BadInput
+from rota.train.plan.cost import layer_flops
+from rota.train.plan.hardware import A100_80G_DGX, DeviceSpec, Hardware, LevelSpec, Overlap, hardware_from_json
+from rota.train.plan.layers import ModelShape
+
+Json = Mapping[str, Any]
+_LAYER = re.compile(r"^layertype_0_bsz(\d+)_seq(\d+)$")
+_RING = re.compile(r"^allreduce_size_(\d+)_consec_1$")
+FREE_GB_S = 1e6
+"""Measured layers hold their element-wise kernels already, so these cost nothing more."""
+
+
+def hardware_from_any(raw: Any) -> Hardware:
+    """A hardware file of this project, or a Calculon system file. Raises BadInput that names the field."""
+    if not isinstance(raw, Mapping):
+        raise BadInput(f"hardware: expected an object, got {type(raw).__name__}")
+    fields = cast("Json", raw)
+    return _from_calculon(fields) if "matrix" in fields and "mem1" in fields else hardware_from_json(fields)
+
+
+def _from_calculon(raw: Json) -> Hardware:
+    try:
+        matrix, memory = raw["matrix"]["float16"], raw["mem1"]
+        points = sorted((float(gflops) * 1e9, float(share)) for gflops, share in matrix["gflops_efficiency"])
+        peak = float(matrix.get("tflops") or matrix["gflops"] / 1e3)
+        shares = [float(share) for _, share in memory["MB_efficiency"]]
+        levels = _levels_of_calculon(raw["networks"])
+        gib, gb_s = float(memory["GiB"]), float(memory["GBps"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"hardware: the Calculon system lacks or has a malformed {error}") from error
+    return Hardware(
+        name="calculon-system",
+        provenance="a Calculon system file: matrix units at float16, first memory, networks from the inside out",
+        device=DeviceSpec(
+            memory_gib=gib,
+            memory_gb_s=gb_s,
+            memory_efficiency=max(shares),
+            peak_tflops=dict.fromkeys(("bf16", "fp16", "fp32"), peak),
+            launch_us=0.0,
+            gemm_efficiency=tuple((max(flops, 1.0), share) for flops, share in points),
+        ),
+        levels=levels,
+        overlap=Overlap(dp=0.0),
+    )
+
+
+def _levels_of_calculon(networks: Any) -> tuple[LevelSpec, ...]:
+    levels: list[LevelSpec] = []
+    held = 1
+    for index, network in enumerate(networks):
+        size = int(network["size"])
+        last = index == len(networks) - 1
+        levels.append(
+            LevelSpec(
+                name=f"network {index}",
+                size=None if last else max(size // held, 1),
+                gb_s=float(network["bandwidth"]) * float(network.get("efficiency", 1.0)),
+                latency_us=float(network.get("latency", 0.0)) * 1e6,
+            )
+        )
+        held = size
+    return tuple(levels)
+
+
+def from_galvatron(files: Mapping[str, Json], model: ModelShape) -> tuple[Hardware, ModelShape]:
+    """A Galvatron profile folder, file name to content, as hardware, and the model that was profiled as measured there.
+
+    The measured forward milliseconds of a layer a sample become the efficiency curve, the bandwidths of its all-reduces
+    the levels (Galvatron gives the bus bandwidth of a ring), its activation memory that of the model. Raises BadInput
+    for what is missing.
+    """
+    times = _matching(files, "computation_profiling_bf16", _LAYER)
+    rings = {ranks: gb_s for (ranks,), gb_s in _matching(files, "allreduce_bandwidth_1nodes", _RING).items()}
+    wide = {ranks: gb_s for (ranks,), gb_s in _matching(files, "allreduce_bandwidth_2nodes", _RING).items()}
+    at = {batch: ms for (batch, seq), ms in times.items() if seq == model.seq}
+    if not at or not rings:
+        missing = f"layer times at seq {model.seq}" if rings else "all-reduce bandwidths of one node"
+        raise BadInput(f"hardware: the Galvatron profile has no {missing}")
+    device = A100_80G_DGX.device
+    peak = device.peak_tflops["bf16"] * 1e12
+    curve = tuple(
+        sorted(
+            (layer_flops(model, batch) / 4, min(1.0, layer_flops(model, batch) / (batch * ms * 1e-3 * peak)))
+            for batch, ms in at.items()
+        )
+    )
+    size = max(rings)
+    outer = wide.get(2 * size)
+    levels = [LevelSpec(name="node", size=size, gb_s=rings[size], latency_us=0.0)]
+    if outer:
+        levels.append(LevelSpec(name="cluster", gb_s=outer / size))
+    hardware = Hardware(
+        name="galvatron-profile",
+        provenance="a Galvatron profile: measured layers, all-reduces of neighbours; overlap from its coefficient",
+        device=replace(
+            device, memory_gb_s=FREE_GB_S, memory_efficiency=1.0, launch_us=0.0, dispatch_us=0.0, gemm_efficiency=curve
+        ),
+        levels=tuple(levels),
+        overlap=Overlap(dp=_hidden(files)),
+    )
+    return hardware, replace(model, kept_mib=_kept_mib(files, model.seq))
+
+
+def _kept_mib(files: Mapping[str, Json], seq: int) -> float:
+    """MiB that a layer keeps for one sequence on one rank, 0 when the profile does not say."""
+    for name in sorted(files):
+        kept: Any = files[name].get("layertype_0_sp", {}) if name.startswith("memory_profiling_bf16") else {}
+        found = kept.get(str(seq), {}).get("tp_activation_per_bsz_dict", {}).get("1")
+        if isinstance(found, int | float):
+            return float(found)
+    return 0.0
+
+
+def _matching(files: Mapping[str, Json], prefix: str, pattern: re.Pattern[str]) -> dict[tuple[int, ...], float]:
+    """Numbers by the integers in their key, of all files whose name begins so."""
+    return {
+        tuple(int(part) for part in match.groups()): float(value)
+        for name in sorted(files)
+        if name.startswith(prefix)
+        for key, value in files[name].items()
+        if (match := pattern.match(key)) and isinstance(value, int | float)
+    }
+
+
+def _hidden(files: Mapping[str, Json]) -> float:
+    """Share of gradient exchange that hides: what overlapping does not add to the slower of both."""
+    slower = float(files.get("overlap_coefficient.json", {}).get("overlap_coe", 2.0))
+    return max(0.0, min(1.0, 2.0 - slower))

@@ -88,3 +88,24 @@ def test_a_missing_file_an_unknown_table_and_unknown_hardware_are_exit_2(
     assert call(search_words(tmp_path / "none.json")) == 2
     assert call(["plan", "validate", str(DATA / "planner_time_tables.json"), "--table", "x"]) == 2
     assert call([*search_words(model), "--hardware", "abacus"]) == 2
+
+
+@pytest.mark.slow
+def test_a_calibration_is_a_hardware_file_that_the_search_reads(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    out = tmp_path / "here.json"
+    assert call(["plan", "calibrate", str(out), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["hardware"]["device"]["memory_gb_s"] > 0.1
+    assert all(0 < one["low"] <= one["value"] <= one["high"] for one in document["measured"])
+    assert call([*search_words(model, gpus=1, memory=40), "--hardware", str(out)]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["iteration_s"] > 0
+
+
+def test_a_calibration_without_ranks_or_with_nowhere_to_write_is_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["plan", "calibrate", str(tmp_path / "x.json"), "--ranks", "0"]) == 2
+    assert "--ranks: 0 is below 1" in capsys.readouterr().err

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rota.runtime.clock import SystemClock
+from rota.runtime.process import output_of
 from rota.spec import codec
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, RotaError
 from rota.train.plan.exchange import model_from_json
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
@@ -23,6 +25,7 @@ from rota.train.plan.space import Question
 from rota.train.plan.validate import Calibration, validate
 
 GPUS_TRIED_MAX = 65_536
+CALIBRATE_S = 300.0
 
 
 def read_json(path: Path, what: str) -> Any:
@@ -124,6 +127,25 @@ def validate_document(
         hardware=find_hardware(hardware) if hardware else None,
         calibration=Calibration(points=calibrate, seed=seed) if calibrate else None,
     )
+
+
+def calibrate_document(out: Path, *, ranks: int) -> dict[str, Any]:
+    """The ``PlanCalibration`` document; the hardware file that the search reads is written to ``out``."""
+    if ranks < 1:
+        raise BadInput(f"--ranks: {ranks} is below 1")
+    words = [sys.executable, "-m", "rota.train.measure", str(ranks)]  # a process of its own: torch stays out of here
+    told = output_of(words, timeout_s=CALIBRATE_S)
+    if told is None:
+        raise RotaError(
+            f"calibrate: {' '.join(words)} failed, or took more than {CALIBRATE_S:g} s",
+            hint="run it by itself to see why; it needs torch",
+        )
+    found = json.loads(told)
+    try:
+        out.write_text(json.dumps(found["hardware"], indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{out}: {error.strerror or error}", hint="give a path that can be written") from error
+    return {"api": "rota/v1", "kind": "PlanCalibration", **found, "file": str(out)}
 
 
 def load_plan(path: Path) -> tuple[ParallelPlan, Mapping[str, Any]]:

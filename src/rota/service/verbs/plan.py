@@ -133,6 +133,28 @@ def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.table(["part", "multiplier", "over fits without one group"], rows)
 
 
+def calibrate(
+    out: Annotated[Path, Parameter(help="Hardware file to write.")],
+    *,
+    ranks: Annotated[int, Parameter(help="Processes for the all-reduce; 1: none.")] = 1,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Measure this machine and write the hardware file that plan search reads. Needs torch.
+
+    Examples
+    --------
+    rota plan calibrate here.json --ranks 2
+    """
+    from rota.service.plans import calibrate_document
+
+    document = calibrate_document(out, ranks=ranks)
+    rows = [
+        (one["name"], f"{one['value']:.4g}", f"{one['low']:.4g} to {one['high']:.4g}") for one in document["measured"]
+    ]
+    flags.terminal().show(document, lambda term: term.table(["measured", "median", "quartiles"], rows))
+    return 0
+
+
 def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
     """Print a plan: mesh, stages, runs of layers. With --json the canonical plan.
 

@@ -220,11 +220,12 @@ def transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> flo
 def held_params(plan: ParallelPlan, model: ModelShape) -> float:
     """Parameters of the fullest rank: its layers and one embedding."""
     per_layer = expand_layers(plan)
+    each = {tp: layer_params_per_rank(model, tp) for tp in {layer.tp for layer in plan.layers}}
     most = 0.0
     for rank in range(plan.mesh.pp):
         chunks = plan.stages[rank :: plan.mesh.pp]
         layers = [per_layer[i] for chunk in chunks for i in range(*chunk.layers)]
-        held = sum(layer_params_per_rank(model, layer.tp) for layer in layers)
+        held = sum(each[layer.tp] for layer in layers)
         if any(chunk.embed or chunk.head for chunk in chunks):
             held += head_params(model, plan.head.tp)
         most = max(most, float(held))

@@ -10,6 +10,7 @@ moments in the master format, ``4 + 4 + 8`` bytes a parameter, and in ``buffers`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -138,14 +139,17 @@ def _chunks(plan: ParallelPlan, rank: int) -> tuple[Stage, ...]:
 def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequence[Layer]) -> StageMemory:
     costs, chunks, pp = state_bytes(plan), _chunks(plan, rank), plan.mesh.pp
     in_flight = layers_in_flight(plan.schedule, stage=rank, p=pp, m=_live(plan), v=len(chunks))
-    held = [(float(layer_params_per_rank(model, layer.tp)), layer) for layer in layers]
+    held = [(float(count * layer_params_per_rank(model, layer.tp)), layer) for layer, count in Counter(layers).items()]
     held += _ends(plan, model, chunks)
     has_head = any(chunk.head for chunk in chunks)
     return StageMemory(
         params=sum(params * costs.param / _shares(layer, plan.mesh)[0] for params, layer in held),
         grads=sum(params * costs.grad / _shares(layer, plan.mesh)[1] for params, layer in held),
         optimizer=sum(params * costs.optimizer / _shares(layer, plan.mesh)[2] for params, layer in held),
-        activations=sum(activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight for layer in layers),
+        activations=sum(
+            count * activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight
+            for layer, count in Counter(layers).items()
+        ),
         logits=model.seq * plan.micro_batch * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
         buffers=_copies(plan, model, held),
     )

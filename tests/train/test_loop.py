@@ -118,6 +118,7 @@ OWN_STATE: dict[str, tuple[Sync, Any]] = {
     "residues": (Sync(compression="topk"), ADAM),
     "factors": (Sync(compression="powersgd"), ADAM),
     "servers": (Sync(mode="ps_sync", servers=2), ADAM),
+    "one server for both": (Sync(mode="ps_sync", servers=1), ADAM),
 }
 
 

@@ -23,7 +23,8 @@ def own_state(trained: Parallel) -> dict[str, torch.Tensor]:
 
     Where gradients are not reduced, replicas differ between rounds or pushes, so their weights and moments are in it.
     """
-    if trained.agree is None or not (state := trained.agree.state_dict()):
+    state = {} if trained.agree is None else trained.agree.state_dict()
+    if trained.agree is None or (trained.agree.reduces and not state):
         return {}
     tensors = {} if trained.agree.reduces else {name: local(one) for name, one in trained.tensors().items()}
     file = io.BytesIO()
@@ -36,7 +37,7 @@ def restore_own(trained: Parallel, found: torch.Tensor | None) -> None:
 
     None = the checkpoint has no such part, which is right for a plan whose replicas are equal.
     """
-    if trained.agree is None:
+    if trained.agree is None or (trained.agree.reduces and not trained.agree.state_dict()):
         return
     kept: dict[str, Any] | None = None
     if found is not None:

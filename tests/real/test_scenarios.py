@@ -141,7 +141,8 @@ def test_an_unmodified_torchrun_script_killed_once_gives_the_curve_of_torchrun(e
 
     def shorter(spec: JobSpec) -> JobSpec:
         line = "python train.py --steps 60 --save-every 20 --bytes 2000000 --pause-at 50"
-        return dataclasses.replace(spec, roles=(dataclasses.replace(spec.roles[0], run=(line,), replicas_min=2),))
+        role = dataclasses.replace(spec.roles[0], run=(line,), replicas_min=2, mesh=(("dp", 2),))
+        return dataclasses.replace(spec, roles=(role,))
 
     assert torchrun(tmp_path).wait(120) == 0
     run_job(engine, scenario("sft_stdlib", change=shorter), body)

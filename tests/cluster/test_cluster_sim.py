@@ -49,6 +49,14 @@ def test_a_private_run_has_the_times_that_follow_by_hand(tmp_path: Path) -> None
     assert figures["invariant_violations"] == 0
 
 
+def test_the_gap_of_dominant_shares_is_that_between_who_has_most_and_the_one_that_waits(tmp_path: Path) -> None:
+    trace = "job_id,submit_s,duration_s,gpus,vc\nmost,0,100,16,a\nwaits,0,10,8,b\n"
+    shown = run_sim(*files(tmp_path, trace, "vc,nodes\na,1\nb,1\n"), "fifo")
+    assert shown["summary"]["dominant_share_gap"] == pytest.approx(2.0), "a uses twice its part, b nothing, for 100 s"
+    alone = run_sim(*files(tmp_path, trace.replace(",16,", ",8,"), "vc,nodes\na,1\nb,1\n"), "fifo")
+    assert alone["summary"]["dominant_share_gap"] == 0.0, "nobody waits"
+
+
 def test_the_same_input_gives_the_same_output(tmp_path: Path) -> None:
     one, two = (run_sim(*files(tmp_path), "hived") for _ in range(2))
     for shown in (one, two):

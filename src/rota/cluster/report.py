@@ -71,6 +71,7 @@ class RunFigures:
     last_s: float
     used_gpu_s: float
     fragmentation: float
+    share_gap: float
     preemptions: int
     migrations: int
     turns: int
@@ -121,6 +122,7 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
         "utilisation": run.used_gpu_s / (run.gpus * span) if span and run.gpus else None,
         "fragmentation": run.fragmentation,
         "fairness_jain": jain([used[vc] / entitled[vc] for vc in entitled if entitled[vc] > 0]),
+        "dominant_share_gap": run.share_gap,
         "preemptions": run.preemptions,
         "migrations": run.migrations,
         "turns": run.turns,

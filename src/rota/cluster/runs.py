@@ -145,6 +145,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
         last_s=result.last_s,
         used_gpu_s=result.used_gpu_s,
         fragmentation=result.fragmentation,
+        share_gap=result.share_gap,
         preemptions=result.preemptions,
         migrations=result.migrations,
         turns=result.turns,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rota.cluster.core import cycle, facts
 from rota.cluster.core.asks import JobAsk
@@ -99,6 +100,7 @@ class SimResult:
     used_gpu_s: float = 0.0
     borrowed_gpu_s: dict[str, float] = field(default_factory=dict[str, float])
     fragmentation: float = 0.0
+    share_gap: float = 0.0
     preemptions: int = 0
     migrations: int = 0
     turns: int = 0
@@ -143,6 +145,8 @@ class Simulation:
         promised = state.queues.guaranteed[:, GPU]
         self._promised = np.where(promised > 0, promised, UNLIMITED)
         self._samples: list[float] = []
+        self._whole, self._part = _shares_of(state)
+        self._gap_s = self._waiting_s = 0.0
         self.now = first
         for job in jobs:
             if job.ask.id in state.jobs and state.jobs[job.ask.id].held:
@@ -174,6 +178,7 @@ class Simulation:
             queue.path: float(seconds) for queue, seconds in zip(self.state.queues.rows, self._borrowed)
         }
         result.fragmentation = float(np.mean(self._samples)) if self._samples else 0.0
+        result.share_gap = self._gap_s / self._waiting_s if self._waiting_s else 0.0
         result.violations += len(violations(self.state))
         result.wall_s = self.clock.monotonic_s() - began
         return result
@@ -194,7 +199,16 @@ class Simulation:
             over = self.state.used[:, GPU] - self._promised
             if (over > 0).any():
                 self._borrowed += np.maximum(over, 0) * (seconds / 1000)
+            if self.state.lines:
+                self._gap_s += seconds * self._share_gap()
+                self._waiting_s += seconds
         self.now = to
+
+    def _share_gap(self) -> float:
+        """How much more of its part the best served queue uses than the worst served of those that wait."""
+        shares = (self.state.used[:, : len(self._whole)] / self._whole).max(axis=1) / self._part
+        rows = {self.state.queues.row.get(key.queue, -1) for key in self.state.lines}
+        return float(shares.max() - min(shares[row] for row in rows))
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -354,3 +368,15 @@ class Simulation:
         every = run.job.checkpoint_every_s
         saves = (left // every) * self.overheads.checkpoint_s if every else 0.0
         heappush(self.heap, (run.work_from_s + left + saves, END, run.job.ask.id, run.plan, None))
+
+
+def _shares_of(state: State) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """What there is of devices, cores and memory, and per queue the part of the devices that it is promised, else all.
+
+    A dominant share (DRF, NSDI'11) is the largest part of a resource that a queue uses; over what it is promised it is
+    1 where it uses just that.
+    """
+    cores, memory = sum(node.cpus for node in state.nodes), sum(node.memory_bytes for node in state.nodes)
+    whole = np.maximum(np.array([1000 * len(state.dev_milli), 1000 * cores, memory], dtype=np.float64), 1.0)
+    promised = state.queues.guaranteed[:, GPU] / whole[0]
+    return whole, np.where(promised > 0, promised, 1.0)

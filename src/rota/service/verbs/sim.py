@@ -40,7 +40,7 @@ def run(
     --------
     rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
     rota sim run --trace jobs.csv --vcs tenants.csv --profile gandiva --checkpoint-s 5 --restore-s 25
-    rota sim run --log ~/.rota/rota.db --profile default
+    rota sim run --log ~/.local/state/rota/rota.db --profile default
     """
     from rota.service.offline import sim_replay, sim_run
 

@@ -118,7 +118,10 @@ def _records(log: Path) -> Iterator[Record]:
     from rota.spec.ids import JobId
 
     if not log.is_file():
-        raise BadInput(f"--log {log}: no such file", hint="the log of an installation is rota.db in its home; rota status shows that")
+        raise BadInput(
+            f"--log {log}: no such file",
+            hint="the log of an installation is rota.db in its home; rota status shows that",
+        )
     if log.suffix != ".json":
         stored = SqlLog(f"sqlite:///{log.absolute()}")
         try:

@@ -139,14 +139,22 @@ def _fits(state: State, ask: JobAsk, placer: Placer) -> bool:
 def _free_of_types(state: State, shape: Shape) -> int:
     """Free thousandths on usable nodes, of the asked types if every device slot names one."""
     wanted = {slot.type for slot in shape.slots if slot.gpus or slot.milli}
+    if None in wanted and _all_well(state):
+        return int(state.dev_milli.sum())
     able = (state.dev_health == 0) & state.usable[state.dev_node]
     if None not in wanted:
         able &= np.isin(state.dev_type, [i for i, t in enumerate(state.types) if t in wanted])
     return int(state.dev_milli[able].sum())
 
 
+def _all_well(state: State) -> bool:
+    return not state.node_health.any() and not state.dev_health.any()
+
+
 def _out_of_order(state: State) -> int:
     """Idle devices that only their health, or that of their node, keeps from being used."""
+    if _all_well(state):
+        return 0
     present = state.node_health[state.dev_node] != LOST
     sick = (state.dev_health != 0) | ~state.usable[state.dev_node]
     return int((present & sick & (state.dev_milli == 1000)).sum())

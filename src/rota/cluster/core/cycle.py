@@ -464,8 +464,8 @@ _Entry = tuple[tuple[Any, ...], LineKey, int]
 
 
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
-    """Where a waiting job stands: the rank of the policy, then queue time, then id (the last element)."""
-    return (*profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
+    """Where a waiting job stands: opportunistic ones last, the rank of the policy, queue time, id (the last element)."""
+    return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
 
 def _awaiting(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:

@@ -68,8 +68,8 @@ class LeastCost:
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         if row.ask.opportunistic:
             return None
-        over = self._spare(state)
         entitled = self._inside_guarantee(state, row)
+        over = self._spare(state) if entitled else {}
         found: list[tuple[tuple[Any, ...], JobRow, Reason]] = []
         for (queue, priority), jobs in state.running.items():
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)

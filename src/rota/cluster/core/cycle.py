@@ -464,7 +464,7 @@ _Entry = tuple[tuple[Any, ...], LineKey, int]
 
 
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
-    """Where a waiting job stands: opportunistic ones last, the rank of the policy, queue time, id (the last element)."""
+    """Where a waiting job stands: opportunistic ones last, then the rank, queue time, and id (the last element)."""
     return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
 

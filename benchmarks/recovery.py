@@ -1,9 +1,10 @@
 """kill -9 of a stateless instance, again and again: how fast it is back, and whether anybody else noticed.
 
-``python benchmarks/recovery.py [--kills N]`` prints one JSON document. Ours: from the signal to ``InstanceReady`` in
-the log. Bare Ray: from the signal to the first answer of an actor with ``max_restarts`` whose constructor imports the
-same modules, on the same engine, in turn with ours. ``beat_gap_s`` is the longest silence of any other instance as
-its master hears it, without faults and with them.
+``python benchmarks/recovery.py [--kills N] [--records N]`` prints one JSON document. Ours: from the signal to
+``InstanceReady`` in the log. Bare Ray: from the signal to the first answer of an actor with ``max_restarts`` whose
+constructor imports the same modules, on the same engine, in turn with ours. ``beat_gap_s`` is the longest silence of
+any other instance as its master hears it, without faults and with them. ``master``: kill -9 of the master of a job of
+many records, until the next one knows what is alive, with the kept context and with a replay of everything, in turn.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from sqlalchemy import create_engine, text
+
 from calls import LIMIT_S, Bare, free_port, role, submit
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.log import EventLog
+from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.sql_log import SqlLog
 from rota.service import daemon
 from rota.service.config import load_settings
-from rota.spec.events import InstanceReady, InstanceStarted
-from rota.spec.ids import JobId
+from rota.spec.events import Committed, InstanceReady, InstanceStarted, MasterStarted, Reattached
+from rota.spec.ids import Epoch, JobId
 
 VICTIM = ("one", 0)
 QUIET_S = 12.0
@@ -89,7 +92,44 @@ def pids(home: Home, job: str) -> dict[str, int]:
     return {one["instance"]: one["pid"] for one in shown["instances"]}
 
 
-def measure(home: Home, kills: int) -> dict[str, Any]:
+def take_over(log: EventLog, job: str) -> float:
+    """Kill the master and wait until the next one knows what is alive; the seconds between."""
+    records = log.read(job=JobId(job), limit=10**6)
+    started = [record.event for record in records if isinstance(record.event, MasterStarted)]
+    master = process.identify(started[-1].pid)
+    assert master is not None
+    began = time.time()
+    assert process.send_signal(master, signal.SIGKILL)
+    while not any(isinstance(one.event, Reattached) for one in log.read(job=JobId(job), after=records[-1].number)):
+        if time.time() - began > LIMIT_S:
+            raise RuntimeError("no master came")
+        time.sleep(0.01)
+    return time.time() - began
+
+
+def measure_take_over(home: Home, job: str, records: int, rounds: int) -> dict[str, float]:
+    """Take-overs of a job with many records: with the kept context, and with a replay from the first record."""
+    log, engine = SqlLog(home.db_url), create_engine(home.db_url)
+    writer = Writer(scope=INSTALL_SCOPE, epoch=log.fence(INSTALL_SCOPE))
+    refused = Committed(n=1, loop_epoch=Epoch(0), metrics={"loss": 0.25}, cursor={"cut": {"streams": {}}})
+    for _ in range(0, records, 100):
+        log.append([refused] * 100, writer=writer, job=JobId(job))
+    while not log.contexts(JobId(job)):
+        time.sleep(0.1)
+    seconds: dict[str, list[float]] = {"kept_s": [], "replayed_s": []}
+    for _ in range(rounds):
+        seconds["kept_s"].append(take_over(log, job))
+        time.sleep(2.0)
+        with engine.begin() as connection:
+            connection.execute(text("DELETE FROM contexts"))
+        seconds["replayed_s"].append(take_over(log, job))
+        time.sleep(2.0)
+    engine.dispose()
+    log.close()
+    return {"records": float(records)} | {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def measure(home: Home, kills: int, records: int) -> dict[str, Any]:
     """A job that waits for its rounds, killed and watched."""
     roles = {"one": {**role("echo:Echo"), "fail": {"limit": f"{kills + 1}/1h"}}}
     roles |= {"eight": role("echo:Echo", 2), "loop": role("echo:measure")}
@@ -112,6 +152,7 @@ def measure(home: Home, kills: int) -> dict[str, Any]:
     watch.over.set()
     watch.join()
     bare.close()
+    taken_over = measure_take_over(home, job, records, 3) if records else {}
     daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
     worst = {phase: max(gaps.values()) for phase, gaps in watch.gaps.items()}
     return {
@@ -123,6 +164,7 @@ def measure(home: Home, kills: int) -> dict[str, Any]:
         "changed": sorted(name for name in after if after[name] != before[name]),
         "beat_gap_s": worst,
         "beat_gap_more_s": worst["with_kills"] - worst["fault_free"],
+        "master": taken_over,
     }
 
 
@@ -130,12 +172,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--records", type=int, default=10_000)
     given = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     settings = load_settings({"home": str(root), "port": free_port(), "pretend": "1x2x0"}, environ={})
     daemon.up(settings)
     try:
-        found = measure(Home.of(settings.home), given.kills)
+        found = measure(Home.of(settings.home), given.kills, given.records)
     finally:
         daemon.down(settings, force=True)
         shutil.rmtree(root, ignore_errors=True)

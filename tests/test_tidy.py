@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ SOURCES = sorted((ROOT / "src" / "rota").rglob("*.py"))
 LINES_MAX = 500
 FUNCTION_LINES_MAX = 60
 TEST_LINES_MAX = 800
+FOLDERS = ("src", "tests", "benchmarks", "examples", "docs")
 BANNED_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
@@ -22,6 +24,7 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -64,24 +67,23 @@ def test_public_functions_and_classes_are_documented_and_typed(path: Path) -> No
     assert not missing, f"{_name(path)}: {'; '.join(missing)}"
 
 
+def _dots(word: str) -> list[int]:
+    return [found.start() for found in re.finditer(r"\.", word)]
+
+
 def test_no_source_file_is_dead() -> None:
     """Every module is imported by another one, is an entry point, or is named as an import path."""
     words: dict[str, set[str]] = {}
-    for folder in ("src", "tests", "benchmarks", "examples", "docs"):
-        for path in (ROOT / folder).rglob("*.py"):
-            words[str(path)] = set(re.findall(r"[\w.]+", path.read_text(encoding="utf-8")))
-    words["pyproject"] = set(re.findall(r"[\w.]+", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    for path in (ROOT / "pyproject.toml", *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))):
+        found = set(re.findall(r"[\w.]+", path.read_text(encoding="utf-8")))
+        words[str(path)] = found | {word[:end] for word in found for end in _dots(word)}
     dead: list[str] = []
     for path in SOURCES:
         if path.name in ("__init__.py", "__main__.py") or "migrations" in path.parts:
             continue  # entry points, and what Alembic loads by folder
         dotted = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
         package, _, stem = dotted.rpartition(".")
-        used = any(
-            dotted in found or any(word.startswith(f"{dotted}.") for word in found) or {package, stem} <= found
-            for name, found in words.items()
-            if name != str(path)
-        )
+        used = any(dotted in found or {package, stem} <= found for name, found in words.items() if name != str(path))
         if not used:
             dead.append(_name(path))
     assert not dead

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.cluster.core.cells import CellSpec
@@ -110,7 +110,6 @@ OPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(OPS)
 def test_guarantees_stay_safe_and_every_change_can_be_undone(
     ops: list[tuple[str, int, str, int, tuple[int, ...], bool]],

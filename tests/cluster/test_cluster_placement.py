@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from cluster_makers import node, shape, slot, state
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.cluster.core.asks import Shape, Slot
@@ -69,7 +69,6 @@ def gangs(draw: st.DrawFn) -> Shape:
     return shape(*slots, together=tuple(together), apart=tuple(apart))
 
 
-@settings(max_examples=300, deadline=None)
 @given(gangs(), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0, 500])), max_size=4))
 def test_a_gang_fits_exactly_when_brute_force_says_so(gang: Shape, taken: list[tuple[int, int, int]]) -> None:
     s = state(node("a", 3, rack="r0", cpus=6), node("b", 2, rack="r0", cpus=6), node("c", 2, rack="r1", cpus=4))

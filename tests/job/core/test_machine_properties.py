@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.job.core.conftest import Driven
 from tests.makers import JOB, Log, admitted, command, fail, loop, mesh, rl, service, spec, submitted
@@ -141,7 +141,6 @@ def check(before: JobContext, driven: Driven) -> None:
         assert wanted(ctx) == ()
 
 
-@settings(max_examples=100)
 @given(st.integers(0, len(SPECS) - 1), st.lists(ACT, max_size=60))
 def test_any_events_in_any_order_keep_to_the_declared_transitions(job, acts):
     driven = play(SPECS[job], acts)
@@ -150,7 +149,6 @@ def test_any_events_in_any_order_keep_to_the_declared_transitions(job, acts):
     assert replay(JOB, tuple(driven.records)) == driven.ctx
 
 
-@settings(max_examples=60)
 @given(st.integers(0, len(SPECS) - 1), st.lists(ACT, max_size=40))
 def test_after_any_events_a_master_that_carries_out_its_commands_brings_the_job_to_rest(job, acts):
     driven = play(SPECS[job], acts)

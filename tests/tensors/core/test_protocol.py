@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.tensors.core.calls import Driver, broken_rules, call
 
@@ -38,7 +38,6 @@ def registry() -> Registry:
     return made
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(call, max_size=40))
 def test_no_sequence_of_calls_breaks_an_invariant(calls: list[tuple[object, ...]]) -> None:
     machine = ProtocolMachine()
@@ -55,7 +54,6 @@ def test_no_sequence_of_calls_breaks_an_invariant(calls: list[tuple[object, ...]
         order = {name: seen for name, seen in order.items() if name in machine.names and machine.names[name].v}
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(call, max_size=40))
 def test_when_all_clients_are_swept_and_all_names_deleted_no_block_is_in_use(calls: list[tuple[object, ...]]) -> None:
     machine = ProtocolMachine()

@@ -63,12 +63,10 @@ class BeatWatch(threading.Thread):
 
 def newest(log: EventLog, job: str, kind: type) -> tuple[Any, float] | None:
     """The last event of a kind about the victim, and its time."""
-    found = [
-        (record.event, record.at)
-        for record in log.read(job=JobId(job))
-        if isinstance(record.event, kind) and (record.event.role, record.event.rank) == VICTIM
+    found: list[tuple[Any, float]] = [
+        (record.event, record.at) for record in log.read(job=JobId(job)) if isinstance(record.event, kind)
     ]
-    return found[-1] if found else None
+    return next((one for one in reversed(found) if (one[0].role, one[0].rank) == VICTIM), None)
 
 
 def one_kill(log: EventLog, job: str) -> float:

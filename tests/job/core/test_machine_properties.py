@@ -153,7 +153,7 @@ def test_any_events_in_any_order_keep_to_the_declared_transitions(job, acts):
 def test_after_any_events_a_master_that_carries_out_its_commands_brings_the_job_to_rest(job, acts):
     driven = play(SPECS[job], acts)
     driven.feed(MasterStarted(master_epoch=Epoch(99), pid=1))
-    alive = tuple((role, rank, Epoch(epoch)) for role, rank, epoch in driven.alive)
+    alive = tuple((RoleName(role), rank, Epoch(epoch)) for role, rank, epoch in driven.alive)
     gangs = tuple((gang.id, gang.epoch) for gang in driven.ctx.gangs if gang.state == "reserved")
     driven.feed(Reattached(master_epoch=Epoch(99), alive=alive, gangs=gangs))
     driven.settle()

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,12 +20,12 @@ DEEP = os.environ.get("ROTA_DEEP") == "1"
 Step = Callable[[Registry], object]
 
 
-def ask(name: str = "w", **how: object) -> Ask:
+def ask(name: str = "w", **how: Any) -> Ask:
     plain = {"kind": "t", "epoch": 0, "step": None, "label": "", "block": 1024, "count": 2, "file": 2048}
     return Ask(name=name, payload=10, desc="", **{**plain, **how})  # type: ignore[arg-type]
 
 
-def publish(registry: Registry, client: str = "w1", request: str = "r", **how: object) -> int:
+def publish(registry: Registry, client: str = "w1", request: str = "r", **how: Any) -> int:
     version = registry.reserve(client, f"{request}{how}", ask(**how)).version
     registry.commit(client, version)
     return version
@@ -76,7 +77,8 @@ def writer(client: str) -> list[Step]:
         version[id(registry)] = registry.reserve(client, "r", ask()).version
 
     def commit(registry: Registry) -> None:
-        own = registry.machine.clients[client].own
+        machine: Any = registry.machine
+        own = machine.clients[client].own
         for v in list(own):
             registry.commit(client, v)
 
@@ -88,7 +90,8 @@ def reader(client: str) -> list[Step]:
         registry.get(client, 1, [("w", "")])
 
     def release(registry: Registry) -> None:
-        leases = registry.machine.clients[client].leases
+        machine: Any = registry.machine
+        leases = machine.clients[client].leases
         registry.release(client, list(leases.items()))
 
     return [get, release]

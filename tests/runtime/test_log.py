@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from log_contract import LogContract, kept, service, tick
 from sqlalchemy import create_engine, text
+from tests import postgres
 
 from rota.runtime.clock import VirtualClock
 from rota.runtime.log import EventLog, MemoryLog
 from rota.runtime.sql_log import SqlLog
 from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnavailable
 from rota.spec.ids import JobId
-
-POSTGRES_URL = os.environ.get("ROTA_TEST_POSTGRES_URL", "")
 
 
 class TestMemoryLog(LogContract):
@@ -37,15 +36,12 @@ class TestSqliteLog(LogContract):
         log.close()
 
 
-@pytest.mark.skipif(not POSTGRES_URL, reason="ROTA_TEST_POSTGRES_URL is not set")
+@pytest.mark.slow
+@pytest.mark.skipif(bool(postgres.why_not()), reason=postgres.why_not())
 class TestPostgresLog(LogContract):
     @pytest.fixture
-    def log(self) -> Iterator[EventLog]:
-        engine = create_engine(POSTGRES_URL)
-        with engine.begin() as connection:
-            connection.execute(text("DROP TABLE IF EXISTS events, fences, contexts, alembic_version"))
-        engine.dispose()
-        log = SqlLog(POSTGRES_URL, migrate=True)
+    def log(self, tmp_path: Path) -> Iterator[EventLog]:
+        log = SqlLog(postgres.database(tmp_path), migrate=True)
         yield log
         log.close()
 

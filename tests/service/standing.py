@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 import uvicorn
+from tests import postgres
 
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.sql_log import SqlLog
@@ -143,7 +144,10 @@ async def standing(
 ) -> AsyncIterator[Standing]:
     """Start a service over ``home``; a second one over the same home finds what the first left."""
     played = engine or PlayedEngine()
-    settings = replace(load_settings({"home": str(home), "pretend": pretend}, environ={}), poll_s=0.01)
+    db_url = postgres.database(home) if postgres.WANTED else ""
+    settings = replace(
+        load_settings({"home": str(home), "pretend": pretend, "db_url": db_url}, environ={}), poll_s=0.01
+    )
     log = SqlLog(assembly.db_url(settings), migrate=True)
     doors = assemble(settings, log, engine=played)
     await doors.loop.replay()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from standing import HELLO, Standing, listening, with_service
 
 from rota.service import cli
 from rota.spec.events import InstanceLost, InstanceStarted, JobEnded
-from rota.spec.ids import Epoch, NodeId, RoleName
+from rota.spec.ids import Epoch, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -528,5 +528,39 @@ def test_logs_of_nothing_say_why_and_events_without_a_job_are_those_of_everythin
         assert {"ServiceStarted", "NodeJoined", "JobSubmitted", "JobEnded"} <= set(kinds)
         lines = (await ask("events", "--type", "JobEnded")).out.splitlines()
         assert len(lines) == 1 and lines[0].startswith("last-1 ")
+
+    with_cli(tmp_path / "served", test)
+
+
+def test_the_settings_are_those_of_the_service_and_hide_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        hidden = "postgresql://rota:s3cret-word@db/rota"
+        service.doors.settings = replace(service.doors.settings, db_url=hidden)
+        done = await ask("status", "--settings")
+        assert "s3cret-word" not in done.out and "postgresql://rota:***@db/rota" in done.out
+        rows = {one["name"]: one["value"] for one in (await ask("status", "--settings", "--json")).document["items"]}
+        assert (rows["pretend"], rows["home"]) == ("1x2x4", str(tmp_path / "served"))
+
+    with_cli(tmp_path / "served", test)
+    monkeypatch.setenv("ROTA_PORT", NO_SERVICE.rpartition(":")[2])
+    alone = rota("status", "--settings")
+    assert alone.status == 0 and "no service answers; it would start with these" in alone.err
+
+
+def test_a_report_adds_up_what_jobs_held(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        await reached(service, "hello-1", JobState.ADMITTED)
+        story = service.doors.loop.installation.jobs[JobId("hello-1")]
+        story.attempts[0].admitted_at -= 3600 * 5
+        [row] = (await ask("report", "--by", "queue", "--since", "3h", "--json")).document["items"]
+        assert (row["queue"], row["jobs"], round(row["gpu_hours"], 2)) == ("default", 1, 6.0)
+        [row] = (await ask("report", "--by", "gpu_type", "--json")).document["items"]
+        assert row["gpu_type"] == "PRETEND" and round(row["gpu_hours"], 2) == 10.0
+        lines = (await ask("report", "--csv")).out.splitlines()
+        assert lines[0].startswith("user,jobs,succeeded") and lines[1].startswith("local,1,0,0,0,10.0")
+        assert (await ask("report", "--by", "moon")).status == 2
 
     with_cli(tmp_path / "served", test)

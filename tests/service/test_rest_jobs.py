@@ -377,3 +377,32 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
         assert service.doors.loop.installation.find(job).ctx.sizes == {"main": 1}
 
     with_service(tmp_path, test)
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30)) + "name: x\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        (BOMB, 422, "job.yaml:13:12: more than 20000 values, aliases written out"),
+        ("name: ../../etc\nroles: {main: {run: hi}}\n", 422, "is not a name"),
+        ("name: x\nroles: {../up: {run: hi}}\n", 422, "is not a name"),
+        ("name: jöb\nroles: {main: {run: hi}}\n", 422, "is not a name"),
+        ("name: x\u202e\nroles: {main: {run: hi}}\n", 422, "job.yaml:1:7: name:"),
+        ("name: x\nqueue: ../default\nroles: {main: {run: hi}}\n", 422, "is not a queue"),
+        ("name: x\nroles: {main: {run: hi}}\n#" + "x" * 10 * 2**20, 422, "at most 1048576 characters"),
+        ("[" * 100_000, 422, "job.yaml"),
+    ],
+    ids=["bomb", "name-up", "role-up", "unicode", "right-to-left", "queue-up", "10MB", "deep"],
+)  # fmt: skip
+def test_a_hostile_job_file_gets_a_named_error_and_leaves_nothing(
+    tmp_path: Path, source: str, status: int, said: str
+) -> None:
+    async def test(service: Standing) -> None:
+        before = service.log.last_number()
+        answer = await service.http.post("/api/v1/jobs", json={"source": source})
+        assert answer.status_code == status and said in answer.json()["detail"], answer.text[:500]
+        assert service.log.last_number() == before and not list((tmp_path / "jobs").iterdir())
+
+    with_service(tmp_path, test)

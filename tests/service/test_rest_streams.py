@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from standing import HELLO, Standing, listening, stream, with_service
 
 from rota.job.probes import Beat
 from rota.runtime.logs import format_line, log_name
+from rota.service.client import Client
 from rota.spec.events import (
     Committed,
     FailoverEnded,
@@ -334,5 +336,61 @@ def test_what_streams_have_seen_is_shown_counted_and_measured_at_each_commit(tmp
             'rota_stale_versions{job="hello-1",stream="groups"} 2.0',
         ):
             assert line in metrics, metrics
+
+    with_service(tmp_path, test)
+
+
+def test_a_log_longer_than_a_page_is_given_whole(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        for start in range(0, 12_000, 4000):
+            write_log(service, "hello-1", start // 4000 % 2, *(f"n{start + j}" for j in range(4000)), at=start)
+        async with listening(service) as http:
+            given = {"server": str(http.base_url), "token": http.headers["authorization"].split()[1]}
+
+            def asked(**filters: Any) -> list[str]:
+                with Client(**given) as client:
+                    return [line["text"] for line in client.logs("hello-1", **filters)]
+
+            assert sorted(await asyncio.to_thread(asked), key=lambda text: int(text[1:])) == [
+                f"n{i}" for i in range(12_000)
+            ]
+            assert await asyncio.to_thread(lambda: asked(grep="n11999")) == ["n11999"]
+            assert await asyncio.to_thread(lambda: asked(tail=3)) == ["n11997", "n11998", "n11999"]
+
+    with_service(tmp_path, test)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
+@pytest.mark.timeout(600)
+def test_a_gigabyte_is_followed_over_cut_connections_without_loss(tmp_path: Path) -> None:
+    pad, total, block = "x" * 16_000, 65_536, 512
+
+    async def write_all(service: Standing) -> None:
+        for i in range(0, total, block):
+            lines = [f"n{i + j} {pad}" for j in range(block)]
+            await asyncio.to_thread(write_log, service, "hello-1", i // block % 2, *lines, at=i)
+        await service.seen(service.as_master("hello-1", InstanceEnded(role=MAIN, rank=0, epoch=Epoch(1)), ENDED))
+
+    async def test(service: Standing) -> None:
+        await run_job(service)
+        writing = asyncio.create_task(write_all(service))
+        seen: set[tuple[str, int]] = set()
+        numbers: set[str] = set()
+        last, cuts, over = "", 0, False
+        async with listening(service) as http:
+            while not over:
+                async for event in take(stream(http, "/jobs/hello-1/logs", last_id=last), 9_000):
+                    over = event["event"] == "end"
+                    if not over:
+                        seen.add((event["data"]["instance"], event["data"]["offset"]))
+                        numbers.add(event["data"]["text"].partition(" ")[0])
+                        last = event.get("id", last)
+                cuts += not over
+        await writing
+        size = sum(path.stat().st_size for path in service.doors.home.job("hello-1").logs.iterdir())
+        assert size > 10**9 and cuts >= 7
+        assert len(seen) == len(numbers) == total
 
     with_service(tmp_path, test)

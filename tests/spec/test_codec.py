@@ -83,6 +83,7 @@ def example_of(kind: type) -> events.Event:
         "health": "bad",
         "changes": {"priority": 3},
         "queues": ({"path": "a"},),
+        "grants": (("research", "user"), ("", "viewer")),
         "counts": True,
         "grants": (("team/a", "user"),),
     }

@@ -17,6 +17,8 @@ REDIS_URL = "ROTA_REDIS_URL"
 REDIS_SERVER = "ROTA_REDIS_SERVER"
 RAY_ADDRESS = "ROTA_RAY_ADDRESS"
 LOG_LEVEL = "ROTA_LOG_LEVEL"
+PRIVATE = (DB_URL, TOKEN)
+"""What is the service's own; they may hold a password."""
 # set for every instance of a job
 JOB = "ROTA_JOB"
 ROLE = "ROTA_ROLE"
@@ -41,8 +43,14 @@ def export(name: str, value: str) -> None:
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the whole environment, to be changed and given to a child."""
-    return dict(os.environ)
+    """A copy of the environment without ``PRIVATE``, to be changed and given to a child that runs users' code."""
+    return {name: value for name, value in os.environ.items() if name not in PRIVATE}
+
+
+def forget_private() -> None:
+    """Take ``PRIVATE`` out of this process's environment: users' code will run in it."""
+    for name in PRIVATE:
+        os.environ.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 import ray
 
-from rota.runtime import log_pump, process, vault
+from rota.runtime import environ, log_pump, process, vault
 from rota.runtime.launch import RemoteError
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
@@ -169,6 +169,7 @@ def prepare(boot: Boot) -> None:
     opened = vault.open_told(boot.env)
     if boot.log_path:
         redirect_output(Path(boot.log_path), boot.label, hide=tuple(opened.values()))
+    environ.forget_private()
     os.environ.update({**boot.env, **opened})
     os.environ[NAMESPACE_VARIABLE] = boot.namespace
     if "OMP_NUM_THREADS" not in boot.env:

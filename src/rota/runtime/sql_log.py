@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from rota.spec.errors import SeqConflict, StoreCorrupt
 from rota.spec.events import Event, Record, event_from_json, event_to_json
 from rota.spec.ids import Epoch, JobId
 
+_FENCES = text("SELECT scope, epoch FROM fences")
+_ROWS = 1000
 _FENCE = text("SELECT epoch FROM fences WHERE scope = :scope")
 _RAISE = text(
     "INSERT INTO fences (scope, epoch) VALUES (:scope, :epoch) ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch"
@@ -130,6 +133,41 @@ class SqlLog:
         if job is not None and records:
             _check_complete([record.seq for record in records], records[0].seq)
         return records
+
+    def rows(self, last: int) -> Iterator[dict[str, Any]]:
+        """Every record up to ``last`` as it is stored, checked; for a back-up."""
+        after = 0
+        while after < last:
+            with self._db.reading() as connection:
+                found = connection.execute(_READ["all"], {"after": after, "limit": _ROWS}).all()
+            _check_complete([row.number for row in found], after + 1)
+            for row in found:
+                if row.number <= last:
+                    _record(row)
+                    yield dict(row._mapping)
+            after = found[-1].number
+
+    def fences(self) -> dict[str, int]:
+        """The newest epoch of every scope."""
+        with self._db.reading() as connection:
+            return {row.scope: row.epoch for row in connection.execute(_FENCES)}
+
+    def load(self, rows: Iterable[dict[str, Any]], fences: Mapping[str, int]) -> int:
+        """Fill an empty log with what ``rows`` and ``fences`` gave, all or nothing; the last number.
+
+        Raises StoreCorrupt for rows that are damaged or have a gap.
+        """
+        source, last = iter(rows), 0
+        with self._db.writing() as connection:
+            while batch := list(islice(source, _ROWS)):
+                connection.execute(_INSERT, batch)
+                found = connection.execute(_READ["all"], {"after": last, "limit": _ROWS}).all()
+                _check_complete([_record(row).number for row in found], last + 1)
+                last = found[-1].number
+            for scope, epoch in fences.items():
+                connection.execute(_RAISE, {"scope": scope, "epoch": epoch})
+        self._mark.advance(last)
+        return last
 
     def last_number(self) -> int:
         with self._db.reading() as connection:

@@ -68,7 +68,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     auth = Auth.of(ensure_token(home.token), clock=clock, hosts=_names(settings))
     for listener in (metrics.apply, auth.accounts.apply):
         loop.listen(listener)
-    return Doors(
+    doors = Doors(
         settings=settings,
         home=home,
         clock=clock,
@@ -83,6 +83,16 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         pid=os.getpid(),
         started_at=clock.wall_s(),
     )
+    loop.timed = metrics.timed
+    metrics.sse_clients.set_function(lambda: doors.streams)
+    metrics.loop_age.set_function(lambda: clock.monotonic_s() - loop.turned_s)
+    metrics.store_stale.set_function(lambda: _stale_s(doors))
+    return doors
+
+
+def _stale_s(doors: Doors) -> float:
+    since = doors.loop.stale_since
+    return 0.0 if since is None else doors.clock.monotonic_s() - since
 
 
 def _names(settings: Settings) -> frozenset[str]:
@@ -93,7 +103,8 @@ def _names(settings: Settings) -> frozenset[str]:
 
 def make_engine(settings: Settings, home: Home) -> Engine:
     """The gateway to Ray, or its stand-in where Ray is not installed. Imports nothing of Ray."""
-    if importlib.util.find_spec("ray") is None:
+    found = importlib.util.find_spec("ray")
+    if found is None or found.origin is None:  # a mere folder of that name, as Ray leaves one in /tmp, is no package
         return NoEngine("Ray is not installed")
     cpus = sum(node.cpus for node in wanted_nodes(settings))
     return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(host=LOCAL_HOST, cpus=cpus))

@@ -189,11 +189,21 @@ class AsyncClient(Wire):
             if not cursor:
                 return
 
+    async def log_pages(self, job: str, **filters: Any) -> AsyncIterator[Document]:
+        """See ``Client.log_pages``."""
+        page = await self.log_page(job, **filters)
+        yield page
+        while filters.get("tail") is None and page["next"] != filters.get("cursor", ""):
+            filters["cursor"] = page["next"]
+            page = await self.log_page(job, **filters)
+            yield page
+
     async def logs(self, job: str, *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
         """See ``Client.logs``."""
         if not follow:
-            for line in (await self.log_page(job, **filters)).get("items", []):
-                yield line
+            async for page in self.log_pages(job, **filters):
+                for line in page["items"]:
+                    yield line
             return
         seen: dict[str, int] = {}
         async for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):

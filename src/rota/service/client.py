@@ -199,10 +199,20 @@ class Client(Wire):
         """``EventList``: a page of events, of a job or of everything. Filters: after, type, limit."""
         return self.ask(calls.get(calls.events_path(job), **filters))
 
+    def log_pages(self, job: str, **filters: Any) -> Iterator[Document]:
+        """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""
+        page = self.log_page(job, **filters)
+        yield page
+        while filters.get("tail") is None and page["next"] != filters.get("cursor", ""):
+            filters["cursor"] = page["next"]
+            page = self.log_page(job, **filters)
+            yield page
+
     def logs(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Log lines in the order of time; with ``follow`` until the job has ended."""
         if not follow:
-            yield from self.log_page(job, **filters).get("items", [])
+            for page in self.log_pages(job, **filters):
+                yield from page["items"]
             return
         seen: dict[str, int] = {}
         for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -45,6 +46,20 @@ class Settings:
     @property
     def root(self) -> Path:
         return Path(self.home)
+
+    def document(self) -> dict[str, Any]:
+        """``SettingList``: every setting with its origin, without tokens and passwords."""
+        items = [
+            {"name": name, "value": _without_password(name, getattr(self, name)), "origin": origin}
+            for name, origin in sorted(self.origins.items())
+        ]
+        return {"kind": "SettingList", "items": items, "next": None}
+
+
+def _without_password(name: str, value: Any) -> Any:
+    if name == "token" and value:
+        return "(set)"
+    return re.sub(r"(//[^:/@]*:)[^@]*@", r"\1***@", value) if name.endswith("_url") else value
 
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")

@@ -26,6 +26,7 @@ REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LOG_SHOWN_LINES = 20
 SERVE_MODULE = "rota.service.serve"
+PRIVATE = ("db_url", "redis_url", "token")
 
 
 def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
@@ -129,8 +130,10 @@ def ask(home: Home, method: str, path: str, body: Mapping[str, Any] | None = Non
 def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
     seen = home.service_log.stat().st_size if home.service_log.exists() else 0
     flags = {name: getattr(settings, name) for name, origin in settings.origins.items() if origin == "flag"}
+    # what may hold a password goes by the environment: arguments stand in the list of processes
+    private: dict[str, str | None] = {f"ROTA_{name.upper()}": flags.pop(name) for name in PRIVATE if name in flags}
     command = (sys.executable, "-m", SERVE_MODULE, json.dumps(flags | {"home": str(home.root)}))
-    child = process.spawn(Spawn(command=command, env={}, log=home.service_log), name="service")
+    child = process.spawn(Spawn(command=command, env=private, log=home.service_log), name="service")
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + timeout_s
     while clock.monotonic_s() < until_s:

@@ -30,7 +30,7 @@ SHM_FREE_MIN_BYTES = 256 * 2**20
 DISK_FREE_MIN_BYTES = 2**30
 OPEN_FILES_MIN = 4096
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "lustre", "ceph", "glusterfs", "9p"})
-ENGINE_HINT = "pip install './[engine]'"
+ENGINE_HINT = "in the source folder: pip install './[engine]'"
 
 Mark = Literal["ok", "warn", "fail"]
 

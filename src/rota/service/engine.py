@@ -66,7 +66,9 @@ class NoEngine:
         return 0
 
     async def ensure_master(self, job: JobId) -> None:
-        raise EngineUnavailable(f"{job} cannot start: {self._why}", hint="pip install 'rota[engine]'")
+        raise EngineUnavailable(
+            f"{job} cannot start: {self._why}", hint="in the source folder: pip install './[engine]'"
+        )
 
     async def sweep(self, job: JobId) -> None:
         """Nothing runs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from rota.cluster.live import Scheduler
@@ -53,6 +53,10 @@ class ServiceLoop:
         self.scheduler, self.engine = scheduler, engine
         self.installation = Installation()
         self.stale_since: float | None = None
+        self.turned_s = clock.monotonic_s()
+        """When the last round was over; it grows old when the loop is stuck."""
+        self.timed: Callable[[str, float], None] = lambda what, seconds: None
+        """Told how long each ``read`` and ``append`` of the log and each ``decide`` took."""
         self._listeners: list[Listener] = []
         self._poll_s = poll_s
         self._wake = asyncio.Event()
@@ -77,14 +81,22 @@ class ServiceLoop:
     ) -> tuple[Record, ...]:
         """Append and wait until the read side shows it. Raises what the log raises."""
         try:
-            written = await asyncio.to_thread(
-                self.log.append, events, writer=self.writer, job=job, expected_seq=expected_seq
-            )
+            written = await self._write(events, job=job, expected_seq=expected_seq)
         except Fenced as fenced:
             self._replaced(fenced)
             raise
         self._wake.set()
         await self.wait_for(written[-1].number)
+        return written
+
+    async def _write(
+        self, events: Sequence[Event], *, job: JobId | None = None, expected_seq: int | None = None
+    ) -> tuple[Record, ...]:
+        began_s = self.clock.monotonic_s()
+        written = await asyncio.to_thread(
+            self.log.append, events, writer=self.writer, job=job, expected_seq=expected_seq
+        )
+        self.timed("append", self.clock.monotonic_s() - began_s)
         return written
 
     async def wait_for(self, number: int) -> None:
@@ -114,6 +126,7 @@ class ServiceLoop:
                 while await self._turn():
                     pass
                 failures, self.stale_since = 0, None
+                self.turned_s = self.clock.monotonic_s()
                 pause_s = self._poll_s
             except StoreUnavailable as error:
                 self.stale_since = self.stale_since or self.clock.monotonic_s()
@@ -149,12 +162,14 @@ class ServiceLoop:
         # 3. decide, when something changed or a time has come
         now = self.clock.wall_s()
         if moved or (self._due_at is not None and now >= self._due_at):
+            began_s = self.clock.monotonic_s()
             outcome = self.scheduler.decide(now)
+            self.timed("decide", self.clock.monotonic_s() - began_s)
             self._due_at = outcome.wake_at
             # 4. append what was decided; what conflicts is decided anew on the newer state
             wrote = await self._append_all(outcome.events) or wrote
             if outcome.marks:
-                await asyncio.to_thread(self.log.append, outcome.marks, writer=self.writer)
+                await self._write(list(outcome.marks))
                 wrote = True
         # 5. act: whatever the state asks for and is not under way
         for story in tuple(self.installation.live.values()):
@@ -162,7 +177,9 @@ class ServiceLoop:
         return wrote
 
     async def _read(self) -> bool:
+        began_s = self.clock.monotonic_s()
         records = await asyncio.to_thread(self.log.read, after=self.installation.number, limit=PAGE)
+        self.timed("read", self.clock.monotonic_s() - began_s)
         if not records:
             return False
         for record in records:
@@ -187,7 +204,7 @@ class ServiceLoop:
 
     async def _append_if_current(self, story: JobStory, event: Event) -> bool:
         try:
-            await asyncio.to_thread(self.log.append, [event], writer=self.writer, job=story.id, expected_seq=story.seq)
+            await self._write([event], job=story.id, expected_seq=story.seq)
         except SeqConflict:
             self._due_at = 0.0  # the job moved on: read, then decide again
         return True
@@ -289,7 +306,7 @@ class ServiceLoop:
             events.append(EngineStateVolatile(text=f"{name} keeps its state in memory"))
         self._engine_name = name
         if events:
-            await asyncio.to_thread(self.log.append, events, writer=self.writer)
+            await self._write(events)
 
     # -- collecting ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -75,9 +75,28 @@ class Metrics(Collector):
             registry=self._registry,
         )
 
+        self._store = Histogram(
+            "rota_store_op_seconds", "Time of a read or append of the event log.", ("op",), registry=self._registry
+        )
+        self._decide = Histogram(
+            "rota_decision_seconds", "Time of one round of the scheduler.", registry=self._registry
+        )
+        self.sse_clients, self.loop_age, self.store_stale = (
+            Gauge(name, text, registry=self._registry)
+            for name, text in (
+                ("rota_sse_clients", "Streams of events and logs that are open."),
+                ("rota_loop_age_seconds", "Since the last round of the service's loop."),
+                ("rota_store_stale_seconds", "So long the store does not answer; 0 when it does."),
+            )
+        )
+
     def families(self) -> list[Metric]:
         """Every family, the time of requests among them."""
         return list(self._registry.collect())
+
+    def timed(self, what: str, seconds: float) -> None:
+        """A ``read`` or ``append`` of the log, or a ``decide`` of the scheduler, is over."""
+        (self._decide if what == "decide" else self._store.labels(what)).observe(seconds)
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""

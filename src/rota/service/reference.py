@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rota.runtime.clock import VirtualClock
@@ -14,6 +15,7 @@ from rota.service.config import Settings
 from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
 from rota.service.jobschema import JOB, json_schema
 from rota.service.metrics import Metrics
+from rota.service.rest import make_app
 from rota.service.scripts import SBATCH, SHORT
 from rota.service.verbs.flags import Flags
 from rota.service.views.installation import Installation
@@ -219,6 +221,40 @@ def page_of_metrics() -> str:
     return "\n".join([*lines, ""])
 
 
+def page_of_rest() -> str:
+    """docs/reference/rest.md: every route with its parameters, body and rule, from the OpenAPI document."""
+    parts: Any = SimpleNamespace(version="")
+    document = make_app(parts).openapi()
+    lines = [
+        "# REST",
+        "",
+        "Below `/api/v1`, JSON, with `Authorization: Bearer TOKEN` (`rota token`). `/openapi.json` says the same in",
+        "OpenAPI 3.1. Errors are `application/problem+json`: `code`, `detail`, `hint`, `request_id`",
+        "([codes](errors.md)). `POST /jobs` takes an `Idempotency-Key`: asked again under it, also after a",
+        "crash, it is still one job. Lists go on at `cursor=<next>`; events and logs are a page, or with",
+        "`Accept: text/event-stream` a stream that resumes by `Last-Event-ID`. Who may ask what: [share one",
+        "installation](../how-to/users-and-secrets.md).",
+        "",
+        "| route | parameters | body | what |",
+        "|---|---|---|---|",
+    ]
+    for path, item in document["paths"].items():
+        for method, operation in item.items():
+            lines.append(_route(document, f"{method.upper()} {path}", operation))
+    return "\n".join([*lines, ""])
+
+
+def _route(document: Mapping[str, Any], name: str, operation: Mapping[str, Any]) -> str:
+    asked = [one for one in operation.get("parameters", ()) if one["in"] in ("query", "header")]
+    shown = ", ".join(f"`{one['name']}`" for one in asked if one["name"] not in ("accept", "last-event-id"))
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    refs = [one["$ref"] for one in (content, *content.get("anyOf", ())) if "$ref" in one]
+    fields_of = document["components"]["schemas"][refs[0].rpartition("/")[2]]["properties"] if refs else {}
+    body = ", ".join(f"`{name}`" for name in fields_of)
+    words = " ".join(operation.get("description", "").split("\n\n")[0].split()).replace("``", "`")
+    return f"| `{name}` | {shown} | {body} | {words} |"
+
+
 def schema_of_job_file() -> str:
     """docs/reference/job.schema.json: JSON Schema for editors; the reader itself knows more rules."""
     return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
@@ -230,5 +266,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/exit-codes.md": page_of_exits,
     "docs/reference/settings.md": page_of_settings,
     "docs/reference/metrics.md": page_of_metrics,
+    "docs/reference/rest.md": page_of_rest,
     "docs/reference/job.schema.json": schema_of_job_file,
 }

@@ -15,6 +15,7 @@ from rota.service.queuefile import read_queues
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
 from rota.service.views.jobs import API
+from rota.service.views.usage import usage_report
 from rota.spec import codec
 from rota.spec.errors import BadInput, EngineUnavailable, UnknownName
 from rota.spec.events import NodeMarked, QueuesChanged
@@ -220,6 +221,27 @@ def _given_tree(doors: Doors, body: QueuesBody) -> tuple[Queue, ...]:
     except (KeyError, ValueError, AssertionError) as error:
         raise BadInput(f"queues: the scheduler refuses this tree: {error}") from error
     return given
+
+
+@router.get("/report")
+async def report(
+    doors: Parts,
+    caller: Asker,
+    by: str = "user",
+    since_s: Annotated[float, Query(gt=0, le=1e10)] = 30 * 86400.0,
+) -> Document:
+    """Who used what in the last ``since_s`` seconds, by user, queue, job or gpu_type; of the jobs that one may see."""
+    now, installation = doors.clock.wall_s(), doors.loop.installation
+    seen = (story for story in installation.jobs.values() if caller.sees(story))
+    nodes = (story.node for story in installation.nodes.values())
+    return usage_report(seen, nodes, by=by, since=now - since_s, now=now)
+
+
+@router.get("/settings")
+async def settings(doors: Parts, caller: Asker) -> Document:
+    """The settings that the service runs with, and where each came from; for admins. No password is shown."""
+    caller.need(Role.ADMIN)
+    return {"api": API, **doors.settings.document()}
 
 
 @router.get("/reasons")

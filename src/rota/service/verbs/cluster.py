@@ -1,8 +1,9 @@
-"""rota nodes and queues: what there is, who holds it, and how to change it."""
+"""rota nodes, queues and report: what there is, who holds and used it, and how to change it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from csv import writer as csv_writer
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
-from rota.service.verbs.words import age, amount, shortened, size
+from rota.service.verbs.words import age, ago_s, amount, shortened, size
 from rota.spec.errors import BadInput
 
 ACTIONS = ("drain", "cordon", "undrain", "uncordon")
@@ -133,3 +134,45 @@ def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
         ],
         empty="no queues",
     )
+
+
+def report(
+    *,
+    by: Annotated[str, Parameter(help="user, queue, job or gpu_type.")] = "user",
+    since: Annotated[str, Parameter(help="So far back.")] = "30d",
+    csv: Annotated[bool, Parameter(help="Comma-separated, for a spreadsheet.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show who used what: device and core hours, jobs and their ends, waiting, restarts.
+
+    Examples
+    --------
+    rota report --by queue --since 7d --csv > usage.csv
+    """
+    from rota.service.calls import get
+
+    with flags.client() as client:
+        document = client.ask(get("/report", by=by, since_s=ago_s(since)))
+    columns = [
+        by,
+        "jobs",
+        "succeeded",
+        "failed",
+        "cancelled",
+        "gpu_hours",
+        "cpu_hours",
+        "wait p50",
+        "wait p95",
+        "restarts",
+    ]
+    rows = [
+        (*(one[name] for name in columns[:7]), one["wait_s"]["p50"], one["wait_s"]["p95"], one["restarts"])
+        for one in document["items"]
+    ]
+    terminal = flags.terminal()
+    if csv and not terminal.json:
+        writer = csv_writer(terminal.out)
+        writer.writerows([columns, *rows])
+        return 0
+    terminal.show(document, lambda term: term.table([name.upper() for name in columns], rows, empty="nothing ran"))
+    return 0

@@ -57,8 +57,8 @@ def logs(
     with flags.client() as client:
         lines = client.logs(job, follow=follow, **filters)
         if terminal.json and not follow:
-            page = client.log_page(job, **filters)
-            terminal.show(page, lambda _: None)
+            pages = list(client.log_pages(job, **filters))
+            terminal.show({**pages[-1], "items": [line for page in pages for line in page["items"]]}, lambda _: None)
             return 0
         shown = False
         for line in lines:

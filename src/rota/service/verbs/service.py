@@ -1,9 +1,9 @@
-"""rota up, down, status, doctor: the service of this machine."""
+"""rota up, down, status, backup, restore, doctor: the service of this machine."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import age
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, NotReachable
 
 DOWN = 3
 """Exit status of ``status`` when nobody answers."""
@@ -94,7 +94,7 @@ def status(
     terminal = flags.terminal()
     known = flags.settings()
     if settings:
-        document = _settings_document(known)
+        document = _settings(flags, terminal)
         terminal.show(document, lambda term: _settings_table(term, document))
         return 0
     from rota.service.connect import find_service
@@ -113,19 +113,16 @@ def status(
     return 0
 
 
-def _settings_document(known: Any) -> dict[str, Any]:
-    items = [
-        {"name": name, "value": _shown(name, getattr(known, name)), "origin": origin}
-        for name, origin in sorted(known.origins.items())
-    ]
-    return {"kind": "SettingList", "items": items, "next": None}
+def _settings(flags: Flags, terminal: Terminal) -> dict[str, Any]:
+    """Those of the service that runs, else those that one would start with."""
+    from rota.service.calls import get
 
-
-def _shown(name: str, value: Any) -> Any:
-    """A setting without the token or password in it."""
-    if name == "token" and value:
-        return "(set)"
-    return re.sub(r"(//[^:/@]*:)[^@]*@", r"\1***@", value) if name.endswith("_url") else value
+    with flags.client() as client:
+        try:
+            return client.ask(get("/settings"))
+        except NotReachable:
+            terminal.note("no service answers; it would start with these")
+    return flags.settings().document()
 
 
 def _settings_table(term: Terminal, document: Mapping[str, Any]) -> None:
@@ -160,6 +157,48 @@ def _nodes(doc: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
         return ""
     pretend = f", pretend {doc['pretend']}" if doc.get("pretend") else ""
     return f"{cluster['nodes']}, {cluster['gpus_used']}/{cluster['gpus']} devices used{pretend}"
+
+
+def backup(
+    out: Annotated[Path, Parameter(help="The file to write, for example rota.tar.gz.")],
+    *,
+    no_jobs: Annotated[bool, Parameter(help="Without logs and output of jobs.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Write everything that this installation knows into one file; the service may run meanwhile.
+
+    It holds the token and the key of the secrets: keep it as safe as the installation itself.
+
+    Examples
+    --------
+    rota backup rota-2026-01-31.tar.gz
+    """
+    from rota.service.backup import back_up
+
+    document = back_up(flags.settings(), out, jobs=not no_jobs)
+    text = f"{document['file']}: {document['records']} records, {document['files']} files"
+    flags.terminal().show(document, lambda term: term.line(text))
+    return 0
+
+
+def restore(
+    source: Annotated[Path, Parameter(help="A file of 'rota backup'.")],
+    *,
+    db: Annotated[str, Parameter(help="Database URL; default: SQLite in $ROTA_HOME.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Fill an empty installation from a back-up, on the same kind of database or the other one.
+
+    Examples
+    --------
+    ROTA_HOME=/srv/rota rota restore rota-2026-01-31.tar.gz
+    """
+    from rota.service.backup import restore as fill
+
+    document = fill(flags.settings(db_url=db), source)
+    text = f"{document['home']}: {document['records']} records, {document['files']} files; start it: rota up"
+    flags.terminal().show(document, lambda term: term.line(text))
+    return 0
 
 
 def doctor(

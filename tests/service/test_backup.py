@@ -1,0 +1,138 @@
+"""A back-up restores into another home, on either kind of store; a damaged one is refused and leaves an empty store."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sqlite3
+import tarfile
+from pathlib import Path
+
+import pytest
+from standing import Standing, standing
+from tests import postgres
+
+from rota.runtime.sql_log import SqlLog
+from rota.runtime.vault import Vault
+from rota.service.backup import back_up, restore
+from rota.service.config import Settings, load_settings
+from rota.spec.errors import BadInput, Conflict, StoreCorrupt
+from rota.spec.states import JobState
+
+_NO_SERVER = pytest.mark.skipif(bool(postgres.why_not()), reason=postgres.why_not())
+STORES = ["sqlite", pytest.param("postgres", marks=[pytest.mark.slow, _NO_SERVER])]
+
+
+def made(tmp_path: Path) -> tuple[Settings, Path]:
+    """An installation with a user, a secret, a job that ended and one that waits; and its back-up."""
+
+    async def live() -> None:
+        async with standing(tmp_path / "old") as service:
+            await fill(service)
+
+    async def fill(service: Standing) -> None:
+        await service.http.put("/api/v1/users/ann", json={"grants": [{"queue": "default", "role": "user"}]})
+        await service.http.put("/api/v1/secrets/KEY", json={"value": "a-secret-value"})
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        (service.doors.home.job("hello-1").logs / "main-0.log").write_text("said\n")
+
+    asyncio.run(live())
+    db_url = postgres.database(tmp_path / "old") if postgres.WANTED else ""
+    old = load_settings({"home": str(tmp_path / "old"), "db_url": db_url}, environ={})
+    out = tmp_path / "b.tar.gz"
+    back_up(old, out)
+    return old, out
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: str) -> None:
+    old, out = made(tmp_path)
+    assert oct(out.stat().st_mode & 0o777) == "0o600"
+    home = tmp_path / "new"
+    db_url = "" if store == "sqlite" else postgres.database(home)
+    new = load_settings({"home": str(home), "db_url": db_url}, environ={})
+    done = restore(new, out)
+    before, after = SqlLog(old.db_url or f"sqlite:///{old.home}/rota.db"), SqlLog(db_url or f"sqlite:///{home}/rota.db")
+    assert after.read() == before.read() and after.last_number() == done["records"] > 4
+    assert after.fence("install") == before.fence("install") == 1
+    before.close()
+    after.close()
+    assert Vault(home=_home(home)).open("local", ["KEY"]) == {"KEY": "a-secret-value"}
+    assert (home / "token").read_text() == (tmp_path / "old" / "token").read_text()
+    assert (home / "jobs" / "hello-1" / "logs" / "main-0.log").read_text() == "said\n"
+    assert oct((home / "secret.key").stat().st_mode & 0o777) == "0o600"
+    with pytest.raises(Conflict, match="is not empty"):
+        restore(new, out)
+
+
+def _home(root: Path):
+    from rota.runtime.environ import Home
+
+    return Home.of(root)
+
+
+@pytest.mark.parametrize("damage", ["crc", "gap", "cut", "outside", "other"])
+def test_a_damaged_back_up_is_refused_and_the_store_stays_empty(tmp_path: Path, damage: str) -> None:
+    _, out = made(tmp_path)
+    bad = tmp_path / "bad.tar.gz"
+    if damage == "cut":
+        bad.write_bytes(out.read_bytes()[:-200])
+    elif damage == "other":
+        bad.write_text("hello")
+    else:
+        _rewrite(out, bad, damage)
+    new = load_settings({"home": str(tmp_path / "new")}, environ={})
+    with pytest.raises((BadInput, StoreCorrupt)):
+        restore(new, bad)
+    if (tmp_path / "new" / "rota.db").exists() and damage != "outside":
+        log = SqlLog(f"sqlite:///{tmp_path}/new/rota.db")
+        assert log.last_number() == 0
+        log.close()
+    assert not (tmp_path / "escaped").exists()
+
+
+def _rewrite(source: Path, target: Path, damage: str) -> None:
+    with tarfile.open(source) as old, tarfile.open(target, "w:gz") as new:
+        for member in old.getmembers():
+            raw = old.extractfile(member).read()  # type: ignore[union-attr]
+            if member.name == "events.jsonl":
+                rows = [json.loads(line) for line in raw.splitlines()]
+                if damage == "crc":
+                    rows[2]["body"] = rows[2]["body"].replace("local", "mallory")
+                    rows[2]["at"] += 1
+                elif damage == "gap":
+                    del rows[2]
+                raw = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            if damage == "outside" and member.name == "home/token":
+                member.name = "home/../../escaped"
+            member.size = len(raw)
+            new.addfile(member, io.BytesIO(raw))
+
+
+def test_a_database_of_the_first_release_is_taken_over_whole(tmp_path: Path) -> None:
+    sql = (Path(__file__).resolve().parents[1] / "data" / "service" / "first_release.sql").read_text(encoding="utf-8")
+    with sqlite3.connect(tmp_path / "rota.db") as database:
+        database.executescript(sql)
+    database.close()
+
+    async def test() -> None:
+        async with standing(tmp_path) as service:
+            rows = {row["id"]: row for row in (await service.get("/jobs", all=True))["items"]}
+            states = {job: (row["state"], row["priority"], row["queue"]) for job, row in rows.items()}
+            assert states == {
+                "hello-1": ("SUCCEEDED", 50, "default"),
+                "grpo-1": ("ADMITTED", 50, "research/rl"),
+                "waits-1": ("QUEUED", 70, "research/rl"),
+            }
+            assert rows["waits-1"]["labels"] == {"team": "a"}
+            nodes = {row["id"]: row["state"] for row in (await service.get("/nodes"))["items"]}
+            assert nodes == {"r0n0": "healthy", "r0n1": "drained"}
+            again = await service.submit(key="k1")
+            assert again["id"] == "hello-1"
+            grants = {"grants": [{"queue": "research", "role": "user"}]}
+            assert (await service.http.put("/api/v1/users/ann", json=grants)).status_code == 200
+            assert (await service.submit())["id"] == "hello-2"
+
+    asyncio.run(test())

@@ -346,10 +346,10 @@ def test_a_log_longer_than_a_page_is_given_whole(tmp_path: Path) -> None:
         for start in range(0, 12_000, 4000):
             write_log(service, "hello-1", start // 4000 % 2, *(f"n{start + j}" for j in range(4000)), at=start)
         async with listening(service) as http:
-            given = {"server": str(http.base_url), "token": http.headers["authorization"].split()[1]}
+            server, token = str(http.base_url), http.headers["authorization"].split()[1]
 
             def asked(**filters: Any) -> list[str]:
-                with Client(**given) as client:
+                with Client(server, token) as client:
                     return [line["text"] for line in client.logs("hello-1", **filters)]
 
             assert sorted(await asyncio.to_thread(asked), key=lambda text: int(text[1:])) == [

@@ -452,25 +452,6 @@ class SecretChanged(ClusterEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WebhookSet(ClusterEvent):
-    """From now on ``url`` is told what happens: kinds of notices (none: all), of jobs of a queue (none: of all)."""
-
-    id: str
-    url: str
-    on: tuple[str, ...] = ()
-    queue: str = ""
-    by: str = "local"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WebhookRemoved(ClusterEvent):
-    """A webhook is told nothing any more."""
-
-    id: str
-    by: str = "local"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStateVolatile(ClusterEvent):
     """The engine runs without durable state: if its control store dies, jobs restart from their last commit."""
 

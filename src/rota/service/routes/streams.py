@@ -25,21 +25,11 @@ from rota.service.follow import (
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName
-from rota.spec.events import (
-    Record,
-    SecretChanged,
-    TokenMade,
-    TokenRevoked,
-    UserChanged,
-    WebhookRemoved,
-    WebhookSet,
-)
+from rota.spec.events import Record, SecretChanged, TokenMade, TokenRevoked, UserChanged
 from rota.spec.ids import InstanceId, JobId
 
 EVENT_STREAM = "text/event-stream"
 TAIL_MAX = 100_000
-PRIVATE = UserChanged | TokenMade | TokenRevoked | SecretChanged | WebhookSet | WebhookRemoved
-"""Events for admins alone."""
 NUMBER_MAX = 2**62
 """Above every number of a record; what a store takes as a number at all."""
 
@@ -105,7 +95,7 @@ async def _events(
 def _shown(doors: Doors, caller: Caller, record: Record) -> Document | None:
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
-        private = isinstance(record.event, PRIVATE)
+        private = isinstance(record.event, UserChanged | TokenMade | TokenRevoked | SecretChanged)
         return None if private and not caller.has(Role.ADMIN) else record_document(record)
     story = doors.loop.installation.jobs.get(record.job)
     if caller.has(Role.QUEUE_ADMIN) or (story is not None and caller.reads(story)):

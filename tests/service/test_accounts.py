@@ -78,6 +78,9 @@ RIGHTS = {
     "GET /api/v1/users": ADMIN,
     "PUT /api/v1/users/{name}": ADMIN,
     "DELETE /api/v1/users/{name}": ADMIN,
+    "GET /api/v1/webhooks": ADMIN,
+    "POST /api/v1/webhooks": ADMIN,
+    "DELETE /api/v1/webhooks/{webhook}": ADMIN,
     "GET /api/v1/audit": ADMIN,
 }
 OPEN = {"GET /healthz", "GET /readyz", "GET /login"}
@@ -91,6 +94,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "PUT /api/v1/queues": {"queues": [{"path": "default"}, {"path": "prod"}], "dry_run": True},
     "PUT /api/v1/users/{name}": {"grants": [{"queue": "prod", "role": "user"}]},
     "POST /api/v1/tokens": {},
+    "POST /api/v1/webhooks": {"url": "ftp://nowhere"},
 }
 
 

@@ -1,4 +1,4 @@
-"""Users, tokens, secrets and the audit in Python: one set of calls for both clients."""
+"""Users, tokens, secrets, webhooks and the audit in Python: one set of calls for both clients."""
 
 from __future__ import annotations
 
@@ -59,6 +59,19 @@ class AccountCalls(Generic[T]):
     def remove_secret(self, name: str) -> T:
         """Forget a value."""
         return self._ask(_change("DELETE", "secrets", name))
+
+    def webhooks(self) -> T:
+        """``WebhookList``; for admins."""
+        return self._ask(calls.get("/webhooks"))
+
+    def make_webhook(self, url: str, *, on: Iterable[str] = (), queue: str = "") -> T:
+        """``Webhook``, the only answer with the secret its notices are signed with."""
+        body = {"url": url, "on": list(on), "queue": queue}
+        return self._ask(Ask(method="POST", path=f"{API_PATH}/webhooks", body=body, safe=False))
+
+    def remove_webhook(self, webhook: str) -> T:
+        """Tell it nothing any more."""
+        return self._ask(_change("DELETE", "webhooks", webhook))
 
     def audit(self, *, user: str = "", limit: int = 100) -> T:
         """``AuditList``: who asked for which change, the newest first; for admins."""

@@ -26,6 +26,7 @@ from rota.service.engine import Engine, GatewayEngine, NoEngine
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
+from rota.service.notify import Notifier
 from rota.service.routes.doors import Doors
 from rota.spec.events import Event, NodeJoined, NodeLost, ServiceStarted
 from rota.spec.resources import Node, pretend_nodes
@@ -66,7 +67,9 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     )
     metrics = Metrics(loop.installation, clock=clock, version=rota_version())
     auth = Auth.of(ensure_token(home.token), clock=clock, hosts=_names(settings))
-    for listener in (metrics.apply, auth.accounts.apply):
+    vault = Vault(home)
+    notifier = Notifier(loop, home=home, vault=vault, clock=clock, url=settings.url, allowed=settings.webhook_hosts)
+    for listener in (metrics.apply, auth.accounts.apply, notifier.apply):
         loop.listen(listener)
     doors = Doors(
         settings=settings,
@@ -75,7 +78,8 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         loop=loop,
         intake=Intake(loop, home=home, clock=clock, chance=chance),
         auth=auth,
-        vault=Vault(home),
+        vault=vault,
+        notifier=notifier,
         audit=Audit(home.root / "audit.jsonl"),
         engine=engine,
         metrics=metrics,

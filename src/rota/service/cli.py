@@ -52,6 +52,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "user": ("Cluster", "rota.service.verbs.accounts:user", "Who you are; let users do things."),
     "token": ("Cluster", "rota.service.verbs.accounts:token", "Print the token in use; make and revoke others."),
     "secret": ("Cluster", "rota.service.verbs.accounts:secret", "Values for jobs that nobody can read back."),
+    "webhook": ("Cluster", "rota.service.verbs.accounts:webhook", "Tell other programs what happens."),
     "audit": ("Cluster", "rota.service.verbs.accounts:audit", "Who asked for which change."),
     "plan search": ("Tools", "rota.service.verbs.plan:search", "Find the best parallel plan, with a proof."),
     "plan show": ("Tools", "rota.service.verbs.plan:show", "Print a plan."),

@@ -34,6 +34,9 @@ class Settings:
     pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES`."] = ""
     profile: Annotated[str, "Scheduling profile, as `rota sim compare` names them."] = "default"
     log_level: Annotated[str, "What the service logs: DEBUG, INFO, WARNING or ERROR."] = "INFO"
+    webhook_hosts: Annotated[
+        str, "Hosts inside that webhooks may go to, with commas between; others must be outside."
+    ] = ""
     poll_s: Annotated[float, "Seconds between two looks of the service at the log and at the engine."] = 0.08
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 

@@ -112,6 +112,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     # 2. the loop over the log, and the doors
     turning = asyncio.create_task(doors.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")
+    telling = asyncio.create_task(doors.notifier.run(), name="webhooks")
     # 3. what this machine has
     if changes := node_changes(doors, wanted_nodes(settings)):
         await doors.loop.append(changes)
@@ -128,6 +129,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         server.should_exit = True
         await doors.loop.stop()
         waiting.cancel()
+        telling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await telling
         ends = await asyncio.gather(turning, answering, return_exceptions=True)
         await doors.engine.close(stop_engine=False)
         log.close()

@@ -13,6 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.spec import codec
+from rota.spec.account_events import (
+    SecretChanged,
+    TokenMade,
+    TokenRevoked,
+    UserChanged,
+    WebhookRemoved,
+    WebhookSet,
+)
+from rota.spec.event_roots import ClusterEvent, JobEvent
 from rota.spec.gang import BundleGrant, GangRequest
 from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
@@ -20,17 +29,6 @@ from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node
 from rota.spec.states import JobState, Level
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEvent:
-    """A fact about one job; the log record names the job."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterEvent:
-    """A fact about nodes, queues or the installation."""
-
 
 # -- submission and scheduling (S) ------------------------------------------------------------------------------------
 
@@ -410,48 +408,6 @@ class QueuesChanged(ClusterEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserChanged(ClusterEvent):
-    """What a user may do: a role on each of some queues and all below them (``""`` is the root). No grant: removed."""
-
-    name: str
-    grants: tuple[tuple[str, str], ...]
-    """Pairs of queue path and role: viewer, user, queue-admin, admin."""
-    by: str = "local"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMade(ClusterEvent):
-    """A token of a user exists. Only its SHA-256 is kept; ``role`` and ``queue`` narrow what its user may do."""
-
-    id: str
-    user: str
-    digest: str
-    name: str = ""
-    role: str = "admin"
-    queue: str = ""
-    expires_at: float | None = None
-    by: str = "local"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRevoked(ClusterEvent):
-    """A token is worth nothing from now on."""
-
-    id: str
-    by: str = "local"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SecretChanged(ClusterEvent):
-    """A user's secret was set or removed; its value is in no event."""
-
-    owner: str
-    name: str
-    removed: bool = False
-    by: str = "local"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStateVolatile(ClusterEvent):
     """The engine runs without durable state: if its control store dies, jobs restart from their last commit."""
 
@@ -464,6 +420,9 @@ class EngineLost(ClusterEvent):
 
     text: str = ""
 
+
+ACCOUNT_EVENTS = (UserChanged, TokenMade, TokenRevoked, SecretChanged, WebhookSet, WebhookRemoved)
+"""What is told to admins alone; defined in ``account_events``."""
 
 Event = JobEvent | ClusterEvent
 

@@ -1,4 +1,4 @@
-"""Routes of users, tokens and secrets, and of who asked for what."""
+"""Routes of users, tokens, secrets and webhooks, and of who asked for what."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.runtime.clock import iso
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
+from rota.service.notify import OWNER
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API, when
 from rota.spec.errors import BadInput, NotAllowed, UnknownName
-from rota.spec.events import SecretChanged, TokenRevoked, UserChanged
+from rota.spec.events import SecretChanged, TokenRevoked, UserChanged, WebhookRemoved, WebhookSet
 from rota.spec.ids import NAME_PATTERN
 
 TTL_MAX_S = 10 * 365 * 86400.0
@@ -62,6 +63,16 @@ class SecretBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     value: str
+
+
+class WebhookBody(BaseModel):
+    """Where to, which notices (none: all), and of which queue's jobs (none: of all, and of nodes)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Annotated[str, Field(max_length=2000)]
+    on: list[str] = []
+    queue: Annotated[str, Field(max_length=500)] = ""
 
 
 @router.get("/whoami")
@@ -164,6 +175,35 @@ async def remove_secret(name: Name, doors: Parts, caller: Asker) -> Document:
     return {"api": API, "kind": "Secret", "name": name, "removed": True}
 
 
+@router.get("/webhooks")
+async def webhooks(doors: Parts, caller: Asker) -> Document:
+    """Who is told what; for admins."""
+    caller.need(Role.ADMIN)
+    items = [_webhook(made) for made, _ in doors.notifier.targets.values()]
+    return {"api": API, "kind": "WebhookList", "items": items, "next": None}
+
+
+@router.post("/webhooks", status_code=201)
+async def make_webhook(body: WebhookBody, doors: Parts, caller: Asker) -> Document:
+    """Tell an address what happens from now on; this answer alone holds the secret that notices are signed with."""
+    caller.need(Role.ADMIN)
+    made, secret = await asyncio.to_thread(doors.notifier.make, body.url, body.on, body.queue, caller.user)
+    await doors.loop.append([made])
+    return {"api": API, "kind": "Webhook", **_webhook(made), "secret": secret}
+
+
+@router.delete("/webhooks/{webhook}")
+async def remove_webhook(webhook: Name, doors: Parts, caller: Asker) -> Document:
+    """Tell it nothing any more."""
+    caller.need(Role.ADMIN)
+    if webhook not in doors.notifier.targets:
+        raise UnknownName(f"no webhook {webhook!r}", hint="see: rota webhook ls")
+    made, _ = doors.notifier.targets[webhook]
+    await doors.loop.append([WebhookRemoved(id=webhook, by=caller.user)])
+    await asyncio.to_thread(doors.vault.remove, OWNER, webhook)
+    return {"api": API, "kind": "Webhook", **_webhook(made)}
+
+
 @router.get("/audit")
 async def audit(
     doors: Parts, caller: Asker, user: str = "", limit: Annotated[int, Query(ge=1, le=AUDIT_MAX)] = 100
@@ -189,6 +229,10 @@ def _valid(doors: Doors) -> list[Token]:
 def _user(name: str, grants: dict[str, Role]) -> dict[str, Any]:
     rows = [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]
     return {"name": name, "grants": rows}
+
+
+def _webhook(made: WebhookSet) -> dict[str, Any]:
+    return {"id": made.id, "url": made.url, "on": list(made.on), "queue": made.queue, "by": made.by}
 
 
 def _token(one: Token) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rota.service.engine import Engine
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
+from rota.service.notify import Notifier
 from rota.service.views.story import JobStory
 from rota.spec.errors import LimitExceeded, NotAllowed
 
@@ -40,6 +41,7 @@ class Doors:
     auth: Auth
     vault: Vault
     audit: Audit
+    notifier: Notifier
     engine: Engine
     metrics: Metrics
     version: str

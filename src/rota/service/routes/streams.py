@@ -25,7 +25,7 @@ from rota.service.follow import (
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName
-from rota.spec.events import Record, SecretChanged, TokenMade, TokenRevoked, UserChanged
+from rota.spec.events import ACCOUNT_EVENTS, Record
 from rota.spec.ids import InstanceId, JobId
 
 EVENT_STREAM = "text/event-stream"
@@ -95,7 +95,7 @@ async def _events(
 def _shown(doors: Doors, caller: Caller, record: Record) -> Document | None:
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
-        private = isinstance(record.event, UserChanged | TokenMade | TokenRevoked | SecretChanged)
+        private = isinstance(record.event, ACCOUNT_EVENTS)
         return None if private and not caller.has(Role.ADMIN) else record_document(record)
     story = doors.loop.installation.jobs.get(record.job)
     if caller.has(Role.QUEUE_ADMIN) or (story is not None and caller.reads(story)):

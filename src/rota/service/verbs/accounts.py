@@ -1,4 +1,4 @@
-"""rota user, token, secret, login, logout, audit: who may do what, and the values that nobody may read back."""
+"""rota user, token, secret, webhook, login, logout, audit: who may do what, and values nobody may read back."""
 
 from __future__ import annotations
 
@@ -196,6 +196,37 @@ def logout(*, flags: Flags = DEFAULT_FLAGS) -> int:
     url = forget_login()
     terminal = flags.terminal()
     terminal.show({"kind": "Login", "url": url}, lambda term: term.line(f"logged out of {url}" if url else "no login"))
+    return 0
+
+
+def webhook(
+    action: Annotated[str, Parameter(help="add, ls or rm; default: ls.")] = "ls",
+    what: Annotated[str, Parameter(help="The address for add, the id for rm.")] = "",
+    *,
+    on: Annotated[
+        list[str] | None, Parameter(help="started, healed, preempted, failed, finished, drained, lost.")
+    ] = None,
+    queue: Annotated[str, Parameter(help="Only of jobs of this queue and those below.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Tell other programs what happens, by signed POSTs; for admins.
+
+    Examples
+    --------
+    rota webhook add https://chat.example.org/hook --on failed --on healed
+    """
+    terminal = flags.terminal()
+    if action not in ("add", "ls", "rm") or (action != "ls" and not what):
+        raise BadInput(f"rota webhook {action} {what}".rstrip() + ": not understood", hint="rota webhook add URL")
+    with flags.client() as client:
+        if action == "add":
+            made = client.accounts.make_webhook(what, on=on or (), queue=queue)
+            terminal.show(made, lambda term: term.pairs([("id", made["id"]), ("secret", made["secret"])]))
+            terminal.note("notices are signed with this secret; it is not shown again")
+            return 0
+        done = client.accounts.webhooks() if action == "ls" else client.accounts.remove_webhook(what)
+    rows = [(one["id"], one["url"], ", ".join(one["on"]) or "all", one["queue"]) for one in done.get("items", [done])]
+    terminal.show(done, lambda term: term.table(["ID", "URL", "TOLD OF", "QUEUE"], rows, empty="nobody is told"))
     return 0
 
 

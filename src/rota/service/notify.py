@@ -1,0 +1,202 @@
+"""Tell other programs what happened: webhooks, signed, at least once, in order, from a cursor in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from rota.runtime.chance import SystemChance, secret_token
+from rota.runtime.clock import Clock, iso
+from rota.runtime.environ import Home
+from rota.runtime.process import write_private
+from rota.runtime.vault import Vault
+from rota.service.loop import ServiceLoop
+from rota.spec import events as e
+from rota.spec.errors import BadInput, NotAllowed, RotaError
+from rota.spec.events import Record, WebhookRemoved, WebhookSet
+from rota.spec.resources import Health
+from rota.spec.states import JobState
+
+KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "lost")
+"""What a webhook can be told of; the last two are of nodes."""
+WEBHOOKS_MAX = 50
+OWNER = "webhooks"
+"""Whose secrets the signing keys are."""
+PAGE = 500
+POLL_S = 1.0
+ANSWER_S = 10.0
+RETRY_S = (1.0, 3600.0)
+GIVE_UP_S = 86_400.0
+"""A notice that nobody takes for so long is dropped, so that the next ones can go out."""
+
+_log = logging.getLogger("rota.service")
+
+
+def notice_of(record: Record) -> str:
+    """Which of ``KINDS`` a record is; empty for none."""
+    match record.event:
+        case e.JobAdmitted(attempt=1):
+            return "started"
+        case e.FailoverEnded():
+            return "healed"
+        case e.PreemptAsked():
+            return "preempted"
+        case e.JobEnded(state=state):
+            return "failed" if state is JobState.FAILED else "finished"
+        case e.NodeMarked(health=Health.DRAINED):
+            return "drained"
+        case e.NodeLost():
+            return "lost"
+        case _:
+            return ""
+
+
+def signature(secret: str, at: int, body: bytes) -> str:
+    """``t=<unix seconds>,v1=<hex HMAC-SHA256 of "t.body">``: the header ``Rota-Signature``."""
+    return f"t={at},v1={hmac.new(secret.encode(), f'{at}.'.encode() + body, hashlib.sha256).hexdigest()}"
+
+
+def check_url(url: str, allowed: frozenset[str]) -> None:
+    """Raises BadInput for no http address, NotAllowed for one inside that is not among the ``allowed`` hosts."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadInput(f"{url!r} is not an http address")
+    if parts.hostname in allowed:
+        return
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(parts.hostname, parts.port or 80)}
+    except OSError as error:
+        raise BadInput(f"{parts.hostname} has no address: {error}") from error
+    inside = [one for one in found if not ipaddress.ip_address(str(one).partition("%")[0]).is_global]
+    if inside:
+        hint = f"allow it: webhook_hosts = '{parts.hostname}' in config.toml"
+        raise NotAllowed(f"{parts.hostname} is {inside[0]}, an address inside", hint=hint)
+
+
+class Notifier:
+    """One task a webhook; each reads the log for itself and keeps its place in ``run/webhooks/<id>``."""
+
+    def __init__(self, loop: ServiceLoop, *, home: Home, vault: Vault, clock: Clock, url: str, allowed: str) -> None:
+        self.targets: dict[str, tuple[WebhookSet, int]] = {}
+        self.allowed = frozenset(one.strip() for one in allowed.split(",") if one.strip())
+        self._loop, self._vault, self._clock, self._url = loop, vault, clock, url
+        self._folder = home.run / "webhooks"
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def apply(self, record: Record) -> None:
+        """Take in one record, in order; a listener of the loop."""
+        match record.event:
+            case WebhookSet(id=one):
+                self.targets[one] = (record.event, record.number)
+            case WebhookRemoved(id=one):
+                self.targets.pop(one, None)
+            case _:
+                pass
+
+    def make(self, url: str, on: list[str], queue: str, by: str) -> tuple[WebhookSet, str]:
+        """A new webhook, not appended yet, and the secret its notices are signed with. Raises BadInput, NotAllowed."""
+        unknown = sorted(set(on) - set(KINDS))
+        if unknown:
+            raise BadInput(f"no notice {unknown[0]!r}", hint=f"notices: {', '.join(KINDS)}")
+        if len(self.targets) >= WEBHOOKS_MAX:
+            raise BadInput(f"there are {WEBHOOKS_MAX} webhooks", hint="remove one: rota webhook rm ID")
+        check_url(url, self.allowed)
+        made = WebhookSet(id=f"w{SystemChance().fresh(40).lower()}", url=url, on=tuple(on), queue=queue, by=by)
+        secret = secret_token()
+        self._vault.put(OWNER, made.id, secret)
+        return made, secret
+
+    async def run(self) -> None:
+        """Until cancelled: keep a task for each webhook, and none for one that was removed."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            while True:
+                for one in self._tasks.keys() - self.targets.keys():
+                    await self._end(one)
+                    (self._folder / one).unlink(missing_ok=True)
+                for one in self.targets.keys() - self._tasks.keys():
+                    self._tasks[one] = asyncio.create_task(self._serve(one), name=f"webhook/{one}")
+                await self._clock.sleep(POLL_S)
+        finally:
+            for one in tuple(self._tasks):
+                await self._end(one)
+
+    async def _end(self, one: str) -> None:
+        task = self._tasks.pop(one)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, RotaError, OSError):
+            await task
+
+    async def _serve(self, one: str) -> None:
+        target, since = self.targets[one]
+        secret = self._vault.open(OWNER, [one])[one]
+        cursor = self._place(one, since)
+        async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=False, trust_env=False) as http:
+            while True:
+                try:
+                    records = await asyncio.to_thread(self._loop.log.read, after=cursor, limit=PAGE)
+                except RotaError as error:
+                    _log.warning("webhook %s: %s", one, error)
+                    records = ()
+                for record in records:
+                    if (body := self._body(target, record)) is not None:
+                        await self._deliver(http, target, record.number, body, secret)
+                    cursor = record.number
+                if records:
+                    write_private(self._folder / one, str(cursor))
+                else:
+                    await self._clock.sleep(POLL_S)
+
+    def _place(self, one: str, since: int) -> int:
+        try:
+            return int((self._folder / one).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return since
+
+    def _body(self, target: WebhookSet, record: Record) -> bytes | None:
+        kind = notice_of(record)
+        story = self._loop.installation.jobs.get(record.job) if record.job is not None else None
+        if not kind or (target.on and kind not in target.on):
+            return None
+        if target.queue and (story is None or f"{story.queue}/".find(f"{target.queue}/") != 0):
+            return None
+        event = record.event
+        document: dict[str, Any] = {"api": "rota/v1", "kind": "Notice", "event": kind, "number": record.number}
+        document |= {"at": iso(record.at), "job": record.job, "node": getattr(event, "node", None)}
+        document |= {"reason": getattr(event, "reason", None), "text": getattr(event, "text", "")}
+        if story is not None:
+            document |= {"name": story.spec.name, "user": story.submitted.user, "queue": story.queue}
+            document |= {"state": story.state.value, "url": f"{self._url}/jobs/{story.id}"}
+        return json.dumps(document, ensure_ascii=False, default=str).encode()
+
+    async def _deliver(self, http: httpx.AsyncClient, to: WebhookSet, number: int, body: bytes, secret: str) -> None:
+        """Until it is taken (2xx), at most ``GIVE_UP_S``; the same ``Rota-Event-Id`` each time."""
+        pause_s, longest_s = RETRY_S
+        until_s = self._clock.monotonic_s() + GIVE_UP_S
+        while True:
+            headers = {"Content-Type": "application/json", "Rota-Event-Id": str(number)}
+            headers["Rota-Signature"] = signature(secret, int(self._clock.wall_s()), body)
+            try:
+                await asyncio.to_thread(check_url, to.url, self.allowed)  # its name may point elsewhere by now
+                answer = await http.post(to.url, content=body, headers=headers)
+                cause = "" if answer.is_success else f"it answered {answer.status_code}"
+            except (httpx.HTTPError, RotaError) as error:
+                cause = str(error) or type(error).__name__
+            if not cause:
+                return
+            if self._clock.monotonic_s() > until_s:
+                _log.error("webhook %s: notice %s is given up: %s", to.id, number, cause)
+                return
+            _log.warning("webhook %s: notice %s waits %.0f s: %s", to.id, number, pause_s, cause)
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)

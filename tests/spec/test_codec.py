@@ -83,7 +83,6 @@ def example_of(kind: type) -> events.Event:
         "health": "bad",
         "changes": {"priority": 3},
         "queues": ({"path": "a"},),
-        "grants": (("research", "user"), ("", "viewer")),
         "counts": True,
         "grants": (("team/a", "user"),),
     }

@@ -29,6 +29,10 @@ QUEUES = (
 )
 
 
+MAY_TAKE_TURNS = ("default", "kueue", "yarn")
+"""Here gangs that are larger than the guarantee of their queue may stop each other: docs/explanation/sharing.md."""
+
+
 def cluster() -> State:
     nodes = (replace(node(f"n-{tenant}", 8), labels=((TENANT_LABEL, tenant),)) for tenant in "ab")
     return state(*nodes, queues=QUEUES)
@@ -74,6 +78,15 @@ def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_t
         check(s)
     for row in s.jobs.values():
         assert len(row.held) in (0, len(row.ask.shape.slots))
+    stops = 0
+    for idle in range(30):
+        for decision in step(s, Tick(), profile, float(len(asks))):
+            if isinstance(decision, Preempt):
+                apply(s, JobReleased(job=decision.job), float(len(asks)))
+                stops += 1
+                assert idle < 10 or name in MAY_TAKE_TURNS, "jobs are stopped though nobody asked for anything new"
+    check(s)
+    assert stops <= len(asks) or name in MAY_TAKE_TURNS
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))

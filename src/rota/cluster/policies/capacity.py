@@ -39,6 +39,8 @@ class Proportional:
     rules: ReclaimRules = field(default_factory=ReclaimRules)
 
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        if row.ask.opportunistic:
+            return None
         giving = reclaim(queue_uses(state), self.rules)
         candidates = [
             other

@@ -37,13 +37,17 @@ class Outranked:
 
     order: Order
 
+    def _place(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        """Opportunistic work comes last here as it does in the queue: else it would stop who then stops it."""
+        return (row.ask.opportunistic, *self.order.rank(state, row, now))
+
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
-        mine = self.order.rank(state, row, now)
+        mine = self._place(state, row, now)
         behind = [
-            (self.order.rank(state, other, now), other.started_at, job)
+            (place, other.started_at, job)
             for group in state.running.values()
             for job in group
-            if (other := state.jobs[job]).ask.preemptible and self.order.rank(state, other, now) > mine
+            if (other := state.jobs[job]).ask.preemptible and (place := self._place(state, other, now)) > mine
         ]
         chosen = enough_of(state, txn, row, placer, [job for *_, job in sorted(behind, reverse=True)])
         return tuple(

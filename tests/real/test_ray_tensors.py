@@ -54,9 +54,8 @@ def test_a_tensor_goes_from_actor_to_actor_and_driver_without_the_object_store_a
         def pid(self) -> int:
             return os.getpid()
 
-    remote: Any = ray.remote(
-        enable_tensor_transport=True, num_cpus=0.01, runtime_env={"env_vars": {"ROTA_HOME": str(plane.home)}}
-    )(Actor)
+    where = {"ROTA_HOME": str(plane.home), "ROTA_SHM_DIR": ""}  # the engine may have begun under another test's
+    remote: Any = ray.remote(enable_tensor_transport=True, num_cpus=0.01, runtime_env={"env_vars": where})(Actor)
     maker, reader = remote.remote(), remote.remote()
     ref = maker.make.remote(2.0)
     assert ray.get(reader.total.remote(ref)) == 2.0 * ELEMENTS

@@ -34,9 +34,9 @@ SHOTS = Path(os.environ.get("ROTA_UI_SHOTS", "")) if os.environ.get("ROTA_UI_SHO
 """Where screenshots go; none are made without it."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A Chromium with a fresh profile, closed at the end."""
+    """A Chromium with a fresh profile, closed at the end of a file: until then this thread counts as an event loop."""
     if not CHROMIUM:
         pytest.skip("no Chromium on PATH: the UI is not driven")
     playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")

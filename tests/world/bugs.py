@@ -192,7 +192,7 @@ BUGS = (
     Bug("no_fence_in_the_log", no_fence_in_the_log, replace(MASTERS, second_master_s=2.0), ValueError),
     Bug("answered_before_it_is_durable", answered_before_it_is_durable, replace(SHORT, crash_before_append_p=0.1)),
     Bug("snapshot_without_budget", snapshot_without_budget, KILLS),
-    Bug("kept_context_ahead_of_itself", kept_context_ahead_of_itself, MASTERS),
+    Bug("kept_context_ahead_of_itself", kept_context_ahead_of_itself, MASTERS, ValueError),
     Bug("no_start_limit", no_start_limit, replace(SHORT, engine=SimFaults(hang_p=0.1))),
     Bug("one_failure_too_many", one_failure_too_many, KILLS),
     Bug("failover_without_end", failover_without_end, KILLS),

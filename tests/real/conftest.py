@@ -78,15 +78,20 @@ def made_short_home() -> Iterator[Path]:
 
 
 def processes_of(home: Path) -> list[str]:
-    """Command lines of the running processes that were started with this home in their environment or arguments."""
+    """Command lines of the running processes that were started with this home in their environment or arguments.
+
+    What a client of the engine hands down to everything it starts says nothing: other tests' servers have it too.
+    """
     found, wanted = [], str(home).encode()
+    handed_down = tuple(f"{name}=".encode() for name in client_environment("", ""))
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and int(entry.name) != os.getpid() and process.identify(int(entry.name)):
                 command = (entry / "cmdline").read_bytes()
                 if any(word in command for word in OWN):
                     continue
-                if wanted in command or wanted in (entry / "environ").read_bytes():
+                own = [at for at in (entry / "environ").read_bytes().split(b"\0") if not at.startswith(handed_down)]
+                if any(wanted in at for at in (command, *own)):
                     found.append(command.replace(b"\0", b" ").decode())
     return found
 

@@ -93,13 +93,17 @@ def test_notices_are_signed_in_order_and_survive_failures_and_a_restart(
                     await service.submit(HELLO.replace("hello", name).replace("gpus: 2", "gpus: 4"))
                 await service.http.post("/api/v1/jobs/c-1:stop")
                 await service.until("c-1", JobState.CANCELLED)
-                await until(lambda: len(receiver.got) >= 3)
+                await until(lambda: len({headers["rota-event-id"] for headers, _ in receiver.got}) >= 3)
                 assert (await service.http.delete(f"/api/v1/webhooks/{made['id']}")).status_code == 200
                 assert (await service.get("/webhooks"))["items"] == []
         told = [json.loads(body) for _, body in receiver.got]
         assert [(one["event"], one["job"]) for one in told if one["job"] != "a-1"][:1] == [("started", "hello-1")]
-        numbers = [one["number"] for one in told]
-        assert numbers == sorted(set(numbers)) and ("finished", "c-1") in {(one["event"], one["job"]) for one in told}
+        numbers = [one["number"] for one in told]  # one that was under way when the service ended may come twice
+        assert (
+            numbers == sorted(numbers)
+            and len(numbers) - len(set(numbers)) <= 1
+            and ("finished", "c-1") in {(one["event"], one["job"]) for one in told}
+        )
         for headers, raw in receiver.got:
             at, _, given = headers["rota-signature"].removeprefix("t=").partition(",v1=")
             wanted = hmac.new(made["secret"].encode(), f"{at}.".encode() + raw, hashlib.sha256).hexdigest()

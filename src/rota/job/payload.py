@@ -115,7 +115,7 @@ class Ref:
         if isinstance(index, slice) and index.step in (None, 1):
             start, stop, _ = index.indices(self.shape[0])
             return self._rows([(start, max(start, stop))])
-        if isinstance(index, list) and all(isinstance(row, int) and 0 <= row < self.shape[0] for row in index):
+        if isinstance(index, list) and all(type(row) is int and 0 <= row < self.shape[0] for row in index):
             return self._rows([(row, row + 1) for row in index])
         return self.value()[opened(index)]
 
@@ -227,7 +227,7 @@ class Box:
             return self._put(value) if value.ndim > 0 and value.nbytes >= self._bytes_min else value
         if isinstance(value, dict):
             return {key: self.close(one) for key, one in value.items()}
-        if isinstance(value, list | tuple) and value and not isinstance(value[0], str | int | float):
+        if isinstance(value, list | tuple) and not all(isinstance(one, str | int | float) for one in value):
             return _like(value, [self.close(one) for one in value])
         return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -31,6 +30,7 @@ KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "los
 """What a webhook can be told of; the last two are of nodes."""
 WEBHOOKS_MAX = 50
 OWNER = "webhooks"
+"""Under which the vault keeps the keys; no user may have this name."""
 """Whose secrets the signing keys are."""
 PAGE = 500
 POLL_S = 1.0
@@ -68,14 +68,19 @@ def signature(secret: str, at: int, body: bytes) -> str:
 
 def check_url(url: str, allowed: frozenset[str]) -> None:
     """Raises BadInput for no http address, NotAllowed for one inside that is not among the ``allowed`` hosts."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 80
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise BadInput(f"{url!r} is not an http address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadInput(f"{url!r} is not an http address")
     if parts.hostname in allowed:
         return
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(parts.hostname, parts.port or 80)}
-    except OSError as error:
+        found = {info[4][0] for info in socket.getaddrinfo(parts.hostname, port)}
+    except (OSError, UnicodeError) as error:
         raise BadInput(f"{parts.hostname} has no address: {error}") from error
     inside = [one for one in found if not ipaddress.ip_address(str(one).partition("%")[0]).is_global]
     if inside:
@@ -124,6 +129,8 @@ class Notifier:
                 for one in self._tasks.keys() - self.targets.keys():
                     await self._end(one)
                     (self._folder / one).unlink(missing_ok=True)
+                for one in [one for one, task in self._tasks.items() if task.done()]:
+                    await self._end(one)  # it failed unforeseen; it is begun again where it was
                 for one in self.targets.keys() - self._tasks.keys():
                     self._tasks[one] = asyncio.create_task(self._serve(one), name=f"webhook/{one}")
                 await self._clock.sleep(POLL_S)
@@ -134,8 +141,9 @@ class Notifier:
     async def _end(self, one: str) -> None:
         task = self._tasks.pop(one)
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, RotaError, OSError):
-            await task
+        (failed,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(failed, Exception):
+            _log.error("webhook %s failed: %r", one, failed)
 
     async def _serve(self, one: str) -> None:
         target, since = self.targets[one]
@@ -190,7 +198,7 @@ class Notifier:
                 await asyncio.to_thread(check_url, to.url, self.allowed)  # its name may point elsewhere by now
                 answer = await http.post(to.url, content=body, headers=headers)
                 cause = "" if answer.is_success else f"it answered {answer.status_code}"
-            except (httpx.HTTPError, RotaError) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, RotaError, ValueError, OSError) as error:
                 cause = str(error) or type(error).__name__
             if not cause:
                 return

@@ -21,6 +21,8 @@ from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaErro
 
 BODY_BYTES_MAX = 16 * 2**20
 PROBLEM = "application/problem+json"
+AUDITED_PATH_MAX = 200
+"""Characters of a path that the audit keeps: a stranger may send any."""
 RETRY_AFTER_S = 1
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 """Named in the metrics; a stranger may send any word as a method, and each would be one more row for ever."""
@@ -112,7 +114,7 @@ class Guard:
                 "by": caller.by if caller else "",
                 "address": (scope.get("client") or ("",))[0],
                 "method": scope["method"],
-                "path": scope["path"],
+                "path": scope["path"][:AUDITED_PATH_MAX],
                 "status": status,
                 "request_id": request_id,
             }

@@ -66,11 +66,16 @@ class Place:
 
 @dataclass(slots=True)
 class _Slab:
-    """A slab this process has open; the descriptor holds a shared lock that keeps the keeper from freeing it."""
+    """A slab this process has open; the descriptor holds a shared lock that keeps the keeper from freeing it.
 
+    ``uses`` counts the versions in it that any plane of this process maps or has not let go yet.
+    """
+
+    folder: Path
     address: int
     fd: int
     used_s: float
+    uses: int = 0
 
 
 @dataclass(slots=True)
@@ -133,7 +138,11 @@ class Devices:
         with self._lock:
             start = self._opened(name, uuid, place, device) + place.offset
             if lease is not None:  # without one a writer looks, who waits for his stream himself
-                use = self._uses.setdefault(version, _Use(name, start, start + place.bytes, place.slab))
+                use = self._uses.get(version)
+                if use is None:
+                    use = self._uses[version] = _Use(name, start, start + place.bytes, place.slab)
+                    with _open_lock:
+                        _open[place.slab].uses += 1
                 self._note(use, self.driver.stream(device))
         memory = self.driver.memory(start, place.bytes)
         memory.lease = lease
@@ -173,16 +182,17 @@ class Devices:
                 if all(self.driver.is_done(event) for event in events):
                     self._leaving.remove(item)
                     done.append(lease)
-                    if slab in _open:
-                        _open[slab].used_s = self._clock.monotonic_s()
+                    with _open_lock:
+                        if slab in _open:
+                            _open[slab].uses -= 1
+                            _open[slab].used_s = self._clock.monotonic_s()
         return done
 
     def close_unused(self, unused_s: float = _UNUSED_S) -> int:
         """Close slabs that no version of this process lies in for so long; how many."""
         closed = 0
         with self._lock, _open_lock:
-            busy = {use.slab for use in self._uses.values()} | {slab for _, slab, _ in self._leaving}
-            for slab in [s for s in _open if s not in busy and (self.folder / s).parent == self.folder]:
+            for slab in [name for name, one in _open.items() if not one.uses and one.folder == self.folder]:
                 if self._clock.monotonic_s() - _open[slab].used_s >= unused_s:
                     with contextlib.suppress(errors.ProtocolBreach):
                         self.driver.close(_open[slab].address)
@@ -231,9 +241,8 @@ class Devices:
                 fcntl.lockf(fd, fcntl.LOCK_SH)
                 facts = json.loads(os.pread(fd, 4096, 0))
                 try:
-                    found = _open[place.slab] = _Slab(
-                        self.driver.open(device, bytes.fromhex(facts["handle"])), fd, self._clock.monotonic_s()
-                    )
+                    address = self.driver.open(device, bytes.fromhex(facts["handle"]))
+                    found = _open[place.slab] = _Slab(self.folder, address, fd, 0.0)
                 except errors.IpcUnavailable:
                     os.close(fd)
                     blocking_sleep(_SWEEP_S)  # who sweeps a dead keeper holds its lock for a moment
@@ -243,6 +252,7 @@ class Devices:
                 except BaseException:
                     os.close(fd)
                     raise
+            found.used_s = self._clock.monotonic_s()
             return found.address
 
     def _note(self, use: _Use, stream: Any) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rota.runtime import environ
+from rota.runtime.clock import SystemClock
 from rota.tensors import errors
 from rota.tensors.handle import Snapshot
 from rota.tensors.plane import Plane
@@ -45,15 +46,18 @@ def pull(
     key = hashlib.sha256(group.encode()).hexdigest()[:16]
     fd = os.open(plane.folder / f"pull-{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
     try:
-        left_s = wait_s
+        clock = SystemClock()
+        until_s = clock.monotonic_s() + wait_s
         while True:
+            left_s = until_s - clock.monotonic_s()
             try:
-                return plane.get_group(group, min_step=min_step, wait_s=min(_TURN_S, left_s), as_=as_)
+                return plane.get_group(group, min_step=min_step, wait_s=max(0.0, min(_TURN_S, left_s)), as_=as_)
             except (errors.NotFound, errors.WaitTimeout):
-                left_s -= _TURN_S
+                pass
             if _try_lock(fd):
                 try:
-                    _fetch_once(plane, group, fetch, min_step, retain)
+                    if _fetch_once(plane, group, fetch, min_step, retain):
+                        continue  # it is there now, whatever the time
                 finally:
                     fcntl.flock(fd, fcntl.LOCK_UN)
             if left_s <= 0:
@@ -62,15 +66,18 @@ def pull(
         os.close(fd)
 
 
-def _fetch_once(plane: Plane, group: str, fetch: Callable[[], Pulled | None], min_step: int, retain: int) -> None:
+def _fetch_once(plane: Plane, group: str, fetch: Callable[[], Pulled | None], min_step: int, retain: int) -> bool:
+    """Whether the step is here now."""
     try:
         if plane.info(group).step >= min_step and plane.info(group).version:
-            return  # it came between the last look and the lock
+            return True  # it came between the last look and the lock
     except errors.NotFound:
         pass
     found = fetch()
-    if found is not None:
-        plane.publish_group(group, found.tensors, step=found.step, epoch=found.epoch, meta=found.meta, retain=retain)
+    if found is None:
+        return False
+    plane.publish_group(group, found.tensors, step=found.step, epoch=found.epoch, meta=found.meta, retain=retain)
+    return found.step >= min_step
 
 
 def _try_lock(fd: int) -> bool:

@@ -21,6 +21,7 @@ import rota.tensors
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.backends.fakecuda import FakeCuda
+from rota.tensors.devices import Devices
 from rota.tensors.plane import Plane
 
 torch = pytest.importorskip("torch")
@@ -156,6 +157,16 @@ def test_publishes_and_deletes_leave_no_byte(plane: Plane, device: str) -> None:
     after = ask(plane, "stat")
     assert after["bytes"] - after["free_bytes"] == 0
     assert after["slabs"] <= before["slabs"] + 1
+
+
+def test_a_slab_stays_open_while_any_plane_of_the_process_has_a_view_in_it(plane: Plane, device: str) -> None:
+    session = plane._session
+    other = Devices(session.space.folder, session.home, session._url, device, session.clock)
+    plane.put("w", torch.full((1000,), 3.0))
+    view = plane.get("w")
+    assert other.close_unused(0.0) == 0 and float(view.sum()) == 3000.0
+    del view
+    wait_until(lambda: other.close_unused(0.0) >= 1)  # what nobody uses is closed, by whichever plane
 
 
 def test_memory_is_not_reused_before_the_work_on_it_is_done(plane: Plane, device: str) -> None:

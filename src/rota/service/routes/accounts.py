@@ -93,8 +93,9 @@ async def users(doors: Parts, caller: Asker) -> Document:
 async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> Document:
     """Let a user do this and no more, also through tokens that were made before; a new name makes a new user."""
     caller.need(Role.ADMIN)
-    if not NAME_PATTERN.match(name) or name == LOCAL:
-        raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {LOCAL} is taken")
+    if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
+        taken = f"{LOCAL} and {OWNER} are taken"
+        raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {taken}")
     paths = {queue.path for queue in doors.loop.installation.queues}
     grants = {one.queue: Role.of(one.role) for one in body.grants}
     for queue, role in grants.items():
@@ -109,13 +110,15 @@ async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> D
 
 @router.delete("/users/{name}")
 async def remove_user(name: Name, doors: Parts, caller: Asker) -> Document:
-    """Take every role and every token from a user; the jobs stay, and belong to that name."""
+    """Take every role, every token and every secret from a user; the jobs stay, and belong to that name."""
     caller.need(Role.ADMIN)
     if name not in doors.auth.accounts.users:
         raise UnknownName(f"no user {name!r}", hint="see: rota user ls")
     mine = [one.made.id for one in _valid(doors) if one.made.user == name]
     revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
     await doors.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
+    for secret in await asyncio.to_thread(doors.vault.names, name):
+        await asyncio.to_thread(doors.vault.remove, name, secret)
     return {"api": API, "kind": "User", **_user(name, {})}
 
 

@@ -112,6 +112,12 @@ class Installation:
     def events(self, job: str) -> list[str]:
         return [event["kind"] for event in self.ask(f"/jobs/{job}/events")["items"]]
 
+    def idle(self) -> set[int]:
+        """Processes of the engine that wait for an actor."""
+        raylet = self.ask("/status")["parts"]["engine"]["raylet_pid"]
+        found = process.children_of(raylet)
+        return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::IDLE")}
+
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Installation]:
@@ -126,6 +132,20 @@ def site() -> Iterator[Installation]:
         shutil.rmtree(home, ignore_errors=True)
         assert document["state"] == "down"
         assert left == []
+
+
+def test_a_master_and_an_instance_take_processes_that_were_started_ahead(site: Installation) -> None:
+    site.finish(first := site.submit_counter("ahead"))
+    site.ended(first)
+    until = time.monotonic() + LIMIT_S
+    while len(ahead := site.idle()) < 2:
+        assert time.monotonic() < until, f"only {ahead} wait"
+        time.sleep(0.1)
+    job = site.submit_counter("taken", replicas=1)
+    shown = site.running(job)
+    site.finish(job)
+    site.ended(job)
+    assert {shown["master"]["pid"], shown["instances"][0]["pid"]} <= ahead
 
 
 def test_a_job_runs_to_its_end_and_is_shown_with_pids_lines_and_attempt(site: Installation) -> None:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -59,7 +59,8 @@ class EngineSettings:
     """How to start an engine: label and logical cores of its first node, storage of the GCS, object store, health.
 
     ``cpus`` are logical: a pretend cluster gives more than the machine has. ``storage`` is what is tried first;
-    RocksDB falls back to memory, which ``EngineState.storage`` tells.
+    RocksDB falls back to memory, which ``EngineState.storage`` tells. ``warm`` idle processes are kept ready, each with
+    the modules ``preload`` imported.
     """
 
     host: str = "local"
@@ -67,6 +68,8 @@ class EngineSettings:
     storage: Storage = "rocksdb"
     health: Health = "normal"
     object_store_bytes: int = 512 * 2**20
+    warm: int = 0
+    preload: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +199,9 @@ def node_environment(state_folder: Path, settings: EngineSettings, engine: str) 
         # Logical cores may be hundreds: never start a worker for each of them ahead of need.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
+        # But the few that are kept ready stay, also while all cores are given away.
+        "RAY_num_workers_soft_limit": str(settings.warm) if settings.warm else None,
+        "RAY_preload_python_modules": ",".join(settings.preload) or None,
         "RAY_worker_maximum_startup_concurrency": str(max(2, os.cpu_count() or 1)),
         # A killed instance takes the processes with it that it started.
         "RAY_process_group_cleanup_enabled": "1",

@@ -148,6 +148,7 @@ class Gateway:
                 os.environ[name] = value
         module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
         ops: GatewayOps = await asyncio.to_thread(module.connect, state, self._namespace)
+        ops.keep_warm(state, self._settings.warm)
         self._ops, self._engine, self._raylet = ops, state.engine, state.raylet
         return ops
 

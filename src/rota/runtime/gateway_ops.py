@@ -15,6 +15,7 @@ import ray
 from rota.runtime.engine import EngineState
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.launch_ray import MasterStart, RayLauncher
+from rota.runtime.warm import keep_warm
 from rota.spec.ids import JobId
 
 _BACKOFF_S = (0.2, 5.0)
@@ -35,9 +36,14 @@ class GatewayOps:
 
     def __init__(self, namespace: str) -> None:
         self._launcher = RayLauncher(namespace, watches=False)
+        self._warm: asyncio.Task[None] | None = None
         self._kept = dict[JobId, asyncio.Task[None]]()
         self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
         """One start of a master at a time; a lock is gone with the last who uses it."""
+
+    def keep_warm(self, state: EngineState, count: int) -> None:
+        """Keep idle processes ready for masters and instances from now on."""
+        self._warm = asyncio.get_running_loop().create_task(keep_warm(state, count))
 
     async def ensure_master(
         self, job: str, target: str, args: Mapping[str, Any], env: Mapping[str, str], log_path: str
@@ -110,6 +116,9 @@ class GatewayOps:
 
     async def close(self) -> None:
         """Keep no master any more; everything in the engine stays."""
+        if self._warm is not None:
+            self._warm.cancel()
+            await asyncio.gather(self._warm, return_exceptions=True)
         for job in tuple(self._kept):
             await self._let_go(job)
         await self._launcher.close()

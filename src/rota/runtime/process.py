@@ -125,7 +125,7 @@ def become_subreaper() -> None:
 def reap_adopted(mine: Iterable[int] = ()) -> list[int]:
     """Reap dead children that nobody else waits for; ``mine`` are left to their ``Popen``. Returns the pids reaped."""
     kept, reaped = set(mine), list[int]()
-    for child in _children_of(os.getpid()):
+    for child in children_of(os.getpid()):
         if child in kept:
             continue
         with contextlib.suppress(ChildProcessError):
@@ -135,7 +135,8 @@ def reap_adopted(mine: Iterable[int] = ()) -> list[int]:
     return reaped
 
 
-def _children_of(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """The direct children of a process, those of all its threads; empty when it is gone."""
     found = list[int]()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -196,7 +197,7 @@ def descendants(process: ProcessId) -> tuple[ProcessId, ...]:
     found = dict[int, ProcessId]()
     pending = [process.pid]
     while pending:
-        for child in _children_of(pending.pop()):
+        for child in children_of(pending.pop()):
             identity = identify(child)
             if identity is not None and child not in found:
                 found[child] = identity
@@ -441,4 +442,4 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 def is_child(pid: int) -> bool:
     """True when ``pid`` is a child of the caller (only a parent can reap it)."""
-    return pid in _children_of(os.getpid())
+    return pid in children_of(os.getpid())

@@ -31,6 +31,11 @@ from rota.service.routes.doors import Doors
 from rota.spec.events import Event, NodeJoined, NodeLost, ServiceStarted
 from rota.spec.resources import Node, pretend_nodes
 
+WARM = 2
+"""Processes that the engine keeps ready: one for the master of a job and one for its first instance."""
+PRELOAD = ("rota.runtime.launch_ray", "rota.runtime.sql_log", "rota.job.executor", "rota.job.probes")
+"""What a process that is kept ready has imported; nothing with numpy, which settles its threads when it is imported."""
+
 
 def rota_version() -> str:
     """Version of the installed package."""
@@ -111,7 +116,8 @@ def make_engine(settings: Settings, home: Home) -> Engine:
     if found is None or found.origin is None:  # a mere folder of that name, as Ray leaves one in /tmp, is no package
         return NoEngine("Ray is not installed")
     cpus = sum(node.cpus for node in wanted_nodes(settings))
-    return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(host=LOCAL_HOST, cpus=cpus))
+    engine = EngineSettings(host=LOCAL_HOST, cpus=cpus, warm=WARM, preload=PRELOAD)
+    return GatewayEngine(home, db_url=db_url(settings), settings=engine)
 
 
 def wanted_nodes(settings: Settings) -> tuple[Node, ...]:

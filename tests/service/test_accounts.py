@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from standing import Standing, standing, with_service
+from standing import Standing, listening, standing, with_service
 
+from rota.runtime.clock import VirtualClock
 from rota.runtime.vault import Vault, masked
+from rota.service.accounts import SOMEBODY, Caller, Role, Veil
+from rota.service.audit import Audit
 from rota.spec.states import JobState
 
 QUEUES = [{"path": "default"}, {"path": "research"}, {"path": "research/rl"}, {"path": "prod"}]
@@ -241,10 +245,13 @@ def test_tokens_expire_are_revoked_and_are_never_worth_more_than_what_made_them(
             "api": "rota/v1", "kind": "User", "by": "", "name": "bob", "grants": [{"queue": "prod", "role": "user"}]
         }  # fmt: skip
         assert (await town.who["ann"].delete(f"/api/v1/tokens/{made['id']}")).status_code == 404
+        refused = await weak.delete(f"/api/v1/tokens/{made['id']}")
+        assert refused.status_code == 403 and "may do more" in refused.json()["detail"]
+        assert (await weak.delete(f"/api/v1/tokens/{child['id']}")).json()["revoked"]
         assert (await laptop.delete(f"/api/v1/tokens/{made['id']}")).json()["revoked"]
         assert [(await one.get("/api/v1/jobs")).status_code for one in (laptop, browser)] == [401, 401]
         kept = "".join(str(record.event) for record in town.service.log.read(limit=1000))
-        assert made["token"].rpartition("_")[2] not in kept and made["id"] in kept
+        assert made["token"].split("_", 2)[2] not in kept and made["id"] in kept
 
     with_town(tmp_path, test)
 
@@ -292,6 +299,103 @@ def test_every_change_and_every_refusal_of_one_is_in_the_audit_with_user_token_a
         assert before["token"] and before["address"] == "127.0.0.1" and before["request_id"]
         of_bob = (await town.service.get("/audit", user="bob"))["items"]
         assert [(one["method"], one["path"], one["status"]) for one in of_bob] == [("POST", "/api/v1/jobs", 201)]
+
+    with_town(tmp_path, test)
+
+
+def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full")  # a disk without space
+
+    async def test(service: Standing) -> None:
+        audit, submit = service.doors.audit, service.doors.intake.submit
+        kept = audit._path
+
+        async def fills_the_disk(*given: Any, **named: Any) -> Any:
+            done = await submit(*given, **named)
+            audit._path = full
+            return done
+
+        monkeypatch.setattr(service.doors.intake, "submit", fills_the_disk)
+        assert (await service.submit())["id"] == "hello-1"
+        refused = await service.http.post("/api/v1/jobs/hello-1:stop")
+        assert refused.status_code == 503 and "nothing was done" in refused.json()["detail"]
+        assert (await service.get("/jobs/hello-1"))["state"] != JobState.CANCELLED
+        assert (await service.http.post("/api/v1/jobs", headers={"Authorization": "Bearer x"})).status_code == 401
+        audit._path = kept
+        assert [(one["path"], one["status"]) for one in audit.newest(9)] == [("/api/v1/jobs", None)]
+
+    with_service(tmp_path, test)
+
+
+def test_a_bug_has_an_answer_with_an_id_and_a_line_in_the_audit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing) -> None:
+        async def breaks(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(service.doors.intake, "submit", breaks)
+        answer = await service.http.post("/api/v1/jobs", json={"source": JOB})
+        assert answer.status_code == 500 and answer.json()["code"] == "INTERNAL"
+        (line,) = service.doors.audit.newest(1)
+        assert (line["status"], line["user"]) == (500, "local")
+        assert line["request_id"] == answer.headers["rota-request-id"] == answer.json()["request_id"]
+
+    with_service(tmp_path, test)
+
+
+def test_a_flood_of_strangers_leaves_a_count_and_not_a_full_disk(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    audit = Audit(tmp_path / "audit.jsonl", clock)
+    audit.begin({"user": "ann", "request_id": "r1"})
+    for _ in range(1000):
+        audit.stranger({"user": "", "status": 401})
+    audit.end("r1", 201)
+    clock.advance(61)
+    audit.stranger({"user": "", "status": 401})
+    newest = audit.newest(1000)
+    assert len(newest) == 62 and newest[0]["left_out"] == 940 and newest[-1]["status"] == 201
+
+
+def test_what_another_tenant_may_not_know_is_gathered_once_for_a_page(tmp_path: Path) -> None:
+    looks = []
+
+    class Jobs(dict[str, Any]):
+        def values(self) -> Any:
+            looks.append(1)
+            return super().values()
+
+    story = SimpleNamespace(queue="prod", submitted=SimpleNamespace(user="bob"))
+    veil = Veil(Jobs({"zebra-1": story}), Caller(user="ann", by="token", grants=(("research", Role.USER),)))
+    shown = [veil.over({"by": "bob", "text": f"zebra-1 holds {i}"}) for i in range(1000)]
+    assert len(looks) == 1 and shown[7] == {"by": SOMEBODY, "text": f"{SOMEBODY} holds 7"}
+
+
+def test_a_stream_ends_when_the_token_of_its_reader_is_revoked_or_the_right_is_taken(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        async with listening(town.service) as http:
+            for path, taken in (
+                ("/events", "token"),
+                ("/jobs/zebra-1/logs", "token"),
+                ("/jobs/zebra-1/events", "right"),
+            ):
+                user = "quinn" if taken == "right" else "bob"
+                made = (await town.service.http.post("/api/v1/tokens", json={"user": user})).json()
+                headers = {"Authorization": f"Bearer {made['token']}"}
+                async with http.stream("GET", f"/api/v1{path}", params={"follow": True}, headers=headers) as answer:
+                    frames = answer.aiter_bytes()
+                    assert answer.status_code == 200 and await anext(frames)
+                    if taken == "token":
+                        await town.service.http.delete(f"/api/v1/tokens/{made['id']}")
+                    else:
+                        await town.service.http.put("/api/v1/users/quinn", json={"grants": [{"role": "viewer"}]})
+                    async with asyncio.timeout(5):
+                        rest = b"".join([frame async for frame in frames])
+                assert b"event: end" not in rest, "it did not end with the job"
+                again = await http.get(f"/api/v1{path}", params={"follow": True}, headers=headers)
+                assert again.status_code == (401 if taken == "token" else 403)
 
     with_town(tmp_path, test)
 

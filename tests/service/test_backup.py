@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import sqlite3
 import tarfile
 from pathlib import Path
@@ -17,6 +18,7 @@ from rota.runtime.sql_log import SqlLog
 from rota.runtime.vault import Vault
 from rota.service.backup import back_up, restore
 from rota.service.config import Settings, load_settings
+from rota.service.serve import only_one
 from rota.spec.errors import BadInput, Conflict, StoreCorrupt
 from rota.spec.states import JobState
 
@@ -37,6 +39,8 @@ def made(tmp_path: Path) -> tuple[Settings, Path]:
         await service.submit()
         await service.until("hello-1", JobState.ADMITTED)
         (service.doors.home.job("hello-1").logs / "main-0.log").write_text("said\n")
+        service.doors.home.webhooks.mkdir()
+        (service.doors.home.webhooks / "w1").write_text("3")
 
     asyncio.run(live())
     db_url = postgres.database(tmp_path / "old") if postgres.WANTED else ""
@@ -62,6 +66,7 @@ def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: s
     assert Vault(home=_home(home)).open("local", ["KEY"]) == {"KEY": "a-secret-value"}
     assert (home / "token").read_text() == (tmp_path / "old" / "token").read_text()
     assert (home / "jobs" / "hello-1" / "logs" / "main-0.log").read_text() == "said\n"
+    assert (home / "run" / "webhooks" / "w1").read_text() == "3"
     assert oct((home / "secret.key").stat().st_mode & 0o777) == "0o600"
     with pytest.raises(Conflict, match="is not empty"):
         restore(new, out)
@@ -73,24 +78,52 @@ def _home(root: Path):
     return Home.of(root)
 
 
-@pytest.mark.parametrize("damage", ["crc", "gap", "cut", "outside", "other"])
-def test_a_damaged_back_up_is_refused_and_the_store_stays_empty(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("target", ["absent", "empty", "with settings"])
+def test_a_damaged_back_up_is_refused_and_leaves_nothing(tmp_path: Path, target: str) -> None:
     _, out = made(tmp_path)
-    bad = tmp_path / "bad.tar.gz"
-    if damage == "cut":
-        bad.write_bytes(out.read_bytes()[:-200])
-    elif damage == "other":
-        bad.write_text("hello")
-    else:
-        _rewrite(out, bad, damage)
-    new = load_settings({"home": str(tmp_path / "new")}, environ={})
-    with pytest.raises((BadInput, StoreCorrupt)):
-        restore(new, bad)
-    if (tmp_path / "new" / "rota.db").exists() and damage != "outside":
-        log = SqlLog(f"sqlite:///{tmp_path}/new/rota.db")
-        assert log.last_number() == 0
-        log.close()
-    assert not (tmp_path / "escaped").exists()
+    home, bad = tmp_path / "new", tmp_path / "bad.tar.gz"
+    for damage in ("crc", "gap", "cut", "outside", "other"):
+        if damage == "cut":
+            bad.write_bytes(out.read_bytes()[:-200])
+        elif damage == "other":
+            bad.write_text("hello")
+        else:
+            _rewrite(out, bad, damage)
+        if target != "absent":
+            home.mkdir(exist_ok=True)
+        if target == "with settings":
+            (home / "config.toml").write_text("port = 7800")
+        with pytest.raises((BadInput, StoreCorrupt)):
+            restore(load_settings({"home": str(home)}, environ={}), bad)
+        left = {path.name for path in home.rglob("*") if path.is_file()} if home.exists() else set()
+        assert left == ({"config.toml"} if target == "with settings" else set()), damage
+        assert home.exists() == (target != "absent") and not (tmp_path / "escaped").exists()
+    assert restore(load_settings({"home": str(home)}, environ={}), out)["records"] > 4
+
+
+def test_a_restore_that_was_killed_keeps_the_service_away_until_it_is_done_again(tmp_path: Path) -> None:
+    _, out = made(tmp_path)
+    new, home = load_settings({"home": str(tmp_path / "new")}, environ={}), _home(tmp_path / "new")
+    for points in ("load", "close"):  # before the store is filled, and after
+        child = os.fork()
+        if child == 0:
+            setattr(SqlLog, points, lambda *given, **named: os._exit(9))
+            restore(new, out)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+        with pytest.raises(Conflict, match="did not end"), only_one(home):
+            pass
+    assert restore(new, out)["files"] >= 5
+    with only_one(home):
+        assert (home.root / "token").read_text() == (tmp_path / "old" / "token").read_text()
+
+
+def test_a_back_up_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    old, out = made(tmp_path)
+    with pytest.raises(BadInput, match="cannot be written"):
+        back_up(old, tmp_path / "absent" / "b.tar.gz")
+    named = [path.name for path in tmp_path.iterdir()]
+    assert out.name in named and not [name for name in named if "partial" in name]
 
 
 def _rewrite(source: Path, target: Path, damage: str) -> None:

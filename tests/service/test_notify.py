@@ -6,15 +6,25 @@ import asyncio
 import hashlib
 import hmac
 import json
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import anyio
+import httpx
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from standing import HELLO, Standing, standing
 
 from rota.service import notify
-from rota.service.notify import check_url
+from rota.service.notify import addresses_of, post
 from rota.spec.errors import BadInput, NotAllowed
 from rota.spec.states import JobState
 
@@ -117,11 +127,111 @@ def test_notices_are_signed_in_order_and_survive_failures_and_a_restart(
 )
 def test_an_address_inside_needs_to_be_allowed(url: str) -> None:
     with pytest.raises(NotAllowed, match="an address inside"):
-        check_url(url, frozenset())
-    check_url(url, frozenset({"127.0.0.1", "169.254.169.254", "10.1.2.3", "::1"}))
+        addresses_of(url, frozenset())
+    host = url.partition("//")[2].partition("/")[0].removesuffix(":9").strip("[]")
+    assert addresses_of(url, frozenset({host})) == (host,)
+
+
+@pytest.mark.parametrize("host", ["::ffff:7f00:1", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1", "224.0.0.1"])
+def test_an_address_inside_is_known_in_any_clothes(host: str) -> None:
+    with pytest.raises(NotAllowed, match="an address inside"):
+        addresses_of(f"http://[{host}]/" if ":" in host else f"http://{host}/", frozenset())
+
+
+class Names:
+    """A resolver that gives ``hooks.test`` the next of some addresses at each look, and counts the looks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+        self.looks, self._addresses, self._really = 0, addresses, socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self)
+
+    def __call__(self, host: Any, port: Any, *given: Any, **named: Any) -> Any:
+        if host not in ("hooks.test", b"hooks.test"):
+            return self._really(host, port, *given, **named)
+        self.looks += 1
+        address = self._addresses[min(self.looks, len(self._addresses)) - 1]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
+
+
+def test_a_name_that_moves_inside_after_it_was_checked_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "RETRY_S", (0.01, 0.02))
+    monkeypatch.setattr(notify, "POLL_S", 0.01)
+
+    async def test() -> None:
+        async with receiving() as receiver, telling(tmp_path) as service:
+            # one look when it is made, one at each post: were the connection to look again, it would arrive
+            names = Names(monkeypatch, "192.0.9.1", "192.0.9.1", "127.0.0.1")
+            url = receiver.url.replace("127.0.0.1", "hooks.test")
+            connecting = monkeypatch_connect(monkeypatch)
+            assert (await service.http.post("/api/v1/webhooks", json={"url": url})).status_code == 201
+            await service.submit()
+            await until(lambda: names.looks >= 4)
+            assert receiver.posts == 0 and set(connecting) == {"192.0.9.1"}, "only what was checked is connected to"
+            service.doors.notifier.allowed = frozenset({"hooks.test"})
+            await until(lambda: bool(receiver.got))
+            assert receiver.got[0][0]["host"] == url.partition("//")[2].partition("/")[0]
+
+    asyncio.run(test())
+
+
+def monkeypatch_connect(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes where connections go; those to the address outside end as if nobody listened there."""
+    seen: list[str] = []
+    really = anyio.connect_tcp
+
+    async def connect(remote_host: str, *given: Any, **named: Any) -> Any:
+        seen.append(remote_host)
+        if remote_host == "192.0.9.1":
+            raise ConnectionRefusedError(remote_host)
+        return await really(remote_host, *given, **named)
+
+    monkeypatch.setattr(anyio, "connect_tcp", connect)
+    return seen
+
+
+def test_a_certificate_must_be_that_of_the_name_though_the_connection_goes_to_an_address(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "hooks.pem", tmp_path / "hooks.key"
+    made_certificate("hooks.test", certificate, key)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(certificate, key)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+
+    async def test() -> None:
+        receiver = Receiver()
+        server = await asyncio.start_server(receiver.answer, "127.0.0.1", 0, ssl=serving)
+        port = server.sockets[0].getsockname()[1]
+        trusts = httpx.AsyncClient(verify=trusting)
+        async with httpx.AsyncClient(verify=trusting) as http, trusts, httpx.AsyncClient() as strict:
+            answer = await post(http, f"https://hooks.test:{port}/hook", "127.0.0.1", body=b"{}", headers={})
+            assert answer.status_code == 204 and receiver.got[0][0]["host"] == f"hooks.test:{port}"
+            for client, name in ((trusts, "other.test"), (strict, "hooks.test")):
+                with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await post(client, f"https://{name}:{port}/hook", "127.0.0.1", body=b"{}", headers={})
+        server.close()
+
+    asyncio.run(test())
+
+
+def made_certificate(name: str, certificate: Path, key: Path) -> None:
+    """A certificate of that name, signed by itself."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    named = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    built = x509.CertificateBuilder(named, named, private.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    built = built.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+    signed = built.sign(private, hashes.SHA256())
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
 
 
 @pytest.mark.parametrize("url", ["ftp://example.org", "http://", "file:///etc/passwd", "x"])
 def test_what_is_no_http_address_is_refused(url: str) -> None:
     with pytest.raises(BadInput):
-        check_url(url, frozenset())
+        addresses_of(url, frozenset())

@@ -148,6 +148,16 @@ class Home:
         return self.run / "service.json"
 
     @property
+    def restoring(self) -> Path:
+        """What a back-up holds, on its way to its place; there only while a restore runs, or when one was killed."""
+        return self.root / ".restoring"
+
+    @property
+    def webhooks(self) -> Path:
+        """How far in the log each webhook has been told."""
+        return self.run / "webhooks"
+
+    @property
     def service_log(self) -> Path:
         return self.run / "service.log"
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 from rota.service.views.story import JobStory
@@ -139,27 +140,40 @@ _WORD = re.compile(r"[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
 _NAMED = frozenset({"user", "by", "marked_by"})
 
 
-def veiled(document: Any, jobs: Mapping[Any, JobStory], caller: Caller) -> Any:
-    """The document without the names of jobs that the caller may not see, wherever they stand, and their owners.
+class Veil:
+    """Takes from documents the names of jobs that the caller may not see, wherever they stand, and their owners.
 
-    Numbers stay: how much is ahead is everybody's business, whose it is is not.
+    Numbers stay: how much is ahead is everybody's business, whose it is is not. Made once for an answer: whom the
+    caller may know of is gathered when it is first asked for.
     """
-    if caller.has(Role.VIEWER):
-        return document
-    hidden = {one.id for one in jobs.values() if not caller.sees(one)}
-    return _veil(document, hidden, {caller.user, *(one.submitted.user for one in jobs.values() if caller.sees(one))})
 
+    def __init__(self, jobs: Mapping[Any, JobStory], caller: Caller) -> None:
+        self._jobs, self._caller = jobs, caller
+        self._sees_all = caller.has(Role.VIEWER)
 
-def _veil(value: Any, hidden: set[Any], known: set[str]) -> Any:
-    if isinstance(value, str):
-        return _WORD.sub(lambda found: SOMEBODY if found[0] in hidden else found[0], value)
-    if isinstance(value, dict):
-        return {
-            _veil(key, hidden, known): SOMEBODY
-            if key in _NAMED and isinstance(one, str) and one and one not in known
-            else _veil(one, hidden, known)
-            for key, one in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_veil(one, hidden, known) for one in value]
-    return value
+    def over(self, document: Any) -> Any:
+        """The document as the caller may see it."""
+        return document if self._sees_all else self._cover(document)
+
+    @cached_property
+    def _known(self) -> set[str]:
+        visible = (one.submitted.user for one in self._jobs.values() if self._caller.sees(one))
+        return {self._caller.user, *visible}
+
+    def _word(self, found: re.Match[str]) -> str:
+        story = self._jobs.get(found[0])
+        return found[0] if story is None or self._caller.sees(story) else SOMEBODY
+
+    def _cover(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return _WORD.sub(self._word, value)
+        if isinstance(value, dict):
+            return {
+                self._cover(key): SOMEBODY
+                if key in _NAMED and isinstance(one, str) and one and one not in self._known
+                else self._cover(one)
+                for key, one in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._cover(one) for one in value]
+        return value

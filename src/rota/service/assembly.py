@@ -71,21 +71,30 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         poll_s=settings.poll_s,
     )
     metrics = Metrics(loop.installation, clock=clock, version=rota_version())
-    auth = Auth.of(ensure_token(home.token), clock=clock, hosts=_names(settings))
+    auth = Auth.of(ensure_token(home.token, chance), clock=clock, chance=chance, hosts=_names(settings))
     vault = Vault(home)
-    notifier = Notifier(loop, home=home, vault=vault, clock=clock, url=settings.url, allowed=settings.webhook_hosts)
+    notifier = Notifier(
+        loop,
+        home=home,
+        vault=vault,
+        clock=clock,
+        chance=chance,
+        url=settings.url,
+        allowed=settings.webhook_hosts,
+    )
     for listener in (metrics.apply, auth.accounts.apply, notifier.apply):
         loop.listen(listener)
     doors = Doors(
         settings=settings,
         home=home,
         clock=clock,
+        chance=chance,
         loop=loop,
         intake=Intake(loop, home=home, clock=clock, chance=chance),
         auth=auth,
         vault=vault,
         notifier=notifier,
-        audit=Audit(home.root / "audit.jsonl"),
+        audit=Audit(home.root / "audit.jsonl", clock),
         engine=engine,
         metrics=metrics,
         version=rota_version(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rota.runtime.chance import SystemChance, secret_token
+from rota.runtime.chance import Chance, secret_token
 from rota.runtime.clock import Clock
 from rota.runtime.process import write_private
 from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
@@ -38,19 +38,19 @@ class Asked:
     address: str = ""
 
 
-def ensure_token(path: Path) -> str:
+def ensure_token(path: Path, chance: Chance) -> str:
     """The admin token of the installation, made at the first start; its file can be read by its owner alone."""
     if path.exists():
         path.chmod(0o600)
         return path.read_text(encoding="utf-8").strip()
-    _, token = fresh_token()
+    _, token = fresh_token(chance)
     write_private(path, token + "\n")
     return token
 
 
-def fresh_token() -> tuple[str, str]:
+def fresh_token(chance: Chance) -> tuple[str, str]:
     """The id of a new token, and the whole of it: ``rota_<id>_<secret>``."""
-    found = SystemChance().fresh(40).lower()
+    found = chance.fresh(40).lower()
     return found, f"rota_{found}_{secret_token()}"
 
 
@@ -68,6 +68,7 @@ class Auth:
     """
 
     clock: Clock
+    chance: Chance
     own: TokenMade
     hosts: frozenset[str]
     accounts: Accounts = field(default_factory=Accounts)
@@ -75,10 +76,10 @@ class Auth:
     _failures: dict[str, deque[float]] = field(default_factory=dict)
 
     @staticmethod
-    def of(token: str, *, clock: Clock, hosts: frozenset[str]) -> Auth:
+    def of(token: str, *, clock: Clock, chance: Chance, hosts: frozenset[str]) -> Auth:
         """``token`` is that of the installation; ``hosts`` are the names under which it is asked, without port."""
         own = TokenMade(id=_id_of(token), user=LOCAL, digest=digest_of(token))
-        return Auth(clock=clock, own=own, hosts=hosts)
+        return Auth(clock=clock, chance=chance, own=own, hosts=hosts)
 
     def check(self, asked: Asked) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""
@@ -103,6 +104,21 @@ class Auth:
             return self.own
         known = self.accounts.tokens.get(token_id)
         return known.made if known is not None and known.valid(self.clock.wall_s()) else None
+
+    def again(self, caller: Caller) -> Caller:
+        """The same caller with what it may do by now. Raises NoToken once its token is worth nothing."""
+        if (made := self._find(caller.token)) is None:
+            raise NoToken("the token was revoked, or it has expired", hint="ask an admin for a new one")
+        return self.accounts.caller(made, by=caller.by)
+
+    def may_revoke(self, caller: Caller, made: TokenMade) -> bool:
+        """An admin any token; others their own ones, but none that is worth more than what they ask with."""
+        mine = self._find(caller.token)
+        if caller.has(Role.ADMIN) or mine is None:
+            return caller.has(Role.ADMIN)
+        return (
+            made.user == caller.user and Role.of(made.role) <= Role.of(mine.role) and is_below(made.queue, mine.queue)
+        )
 
     def check_host(self, asked: Asked) -> None:
         """Refuse names that are not ours: a page elsewhere may have pointed its own name at this address."""
@@ -158,7 +174,7 @@ class Auth:
             queue = queue or parent.made.queue
             if not is_below(queue, parent.made.queue):
                 raise NotAllowed(f"queue {queue!r} is not below {parent.made.queue!r}, all that your token is for")
-        found, whole = fresh_token()
+        found, whole = fresh_token(self.chance)
         expires = None if ttl_s is None else now + ttl_s
         if parent is not None and user == caller.user and parent.made.expires_at is not None:
             expires = min(expires or parent.made.expires_at, parent.made.expires_at)

@@ -15,10 +15,12 @@ from rota.runtime.clock import iso
 from rota.runtime.logs import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
 from rota.service.loop import ServiceLoop
 from rota.service.views.story import JobStory
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, NotAllowed, NoToken, UnknownName
 from rota.spec.events import JobEnded, Record, event_to_json
 from rota.spec.ids import JobId
 
+REFUSALS = (NotAllowed, NoToken, UnknownName)
+"""What tells a stream under way that its reader may not go on."""
 KEEP_ALIVE_S = 15.0
 LOG_POLL_S = 0.15
 BEHIND_MAX = 10_000
@@ -60,7 +62,7 @@ def frame(data: Any, *, event: str | None = None, id: str | None = None) -> byte
 
 async def follow_events(
     loop: ServiceLoop,
-    shown: Callable[[Record], dict[str, Any] | None],
+    view: Callable[[], Callable[[Record], dict[str, Any] | None]],
     *,
     job: JobId | None,
     after: int,
@@ -68,7 +70,9 @@ async def follow_events(
 ) -> AsyncIterator[bytes]:
     """Every record after ``after``, then each new one, of all kinds or of one; of one job until it ended.
 
-    ``shown`` makes the document of a record, or None for one that this reader may not see.
+    ``view`` is asked at each batch and each sign of life for what makes the document of a record, or None of one that
+    this reader may not see; when it raises NotAllowed, NoToken or UnknownName the stream ends, and a reader that comes
+    back is told why.
 
     A reader that is more than ``BEHIND_MAX`` records behind gets ``reset`` with the newest number and goes on there.
     """
@@ -78,6 +82,10 @@ async def follow_events(
         yield frame({"number": cursor}, event="reset", id=str(cursor))
     while not loop.stopping:
         records = await asyncio.to_thread(loop.log.read, after=cursor, job=job, limit=1000)
+        try:
+            shown = view()
+        except REFUSALS:
+            return
         for record in records:
             cursor = record.number
             document = shown(record)
@@ -174,11 +182,13 @@ def _ends(lines: Sequence[LogLine], start: dict[str, int]) -> dict[str, int]:
     return ends
 
 
-async def follow_logs(loop: ServiceLoop, story: JobStory, folder: Path, query: LogQuery) -> AsyncIterator[bytes]:
+async def follow_logs(
+    loop: ServiceLoop, story: JobStory, folder: Path, query: LogQuery, check: Callable[[], None]
+) -> AsyncIterator[bytes]:
     """The page of ``query``, then every new line until the job ended and its files are still.
 
     The id of every ``MARK_EVERY``-th event names every offset: a reader that comes back with it misses nothing, and
-    drops the few lines it saw already by ``(instance, offset)``.
+    drops the few lines it saw already by ``(instance, offset)``. ``check`` is as ``view`` of ``follow_events``.
     """
     lines, offsets = await asyncio.to_thread(read_page, folder, query)
     for chunk in _frames(lines, offsets):
@@ -188,6 +198,10 @@ async def follow_logs(loop: ServiceLoop, story: JobStory, folder: Path, query: L
         over = story.ended is not None
         files = await asyncio.to_thread(log_files, folder, role=query.role, rank=query.rank)
         lines = await asyncio.to_thread(follow_batch, files, offsets)
+        try:
+            check()
+        except REFUSALS:
+            return
         now = loop.clock.monotonic_s()
         if lines:
             quiet_since = last_sent = now

@@ -9,12 +9,14 @@ import ipaddress
 import json
 import logging
 import socket
+from collections.abc import Mapping
+from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from rota.runtime.chance import SystemChance, secret_token
+from rota.runtime.chance import Chance, secret_token
 from rota.runtime.clock import Clock, iso
 from rota.runtime.environ import Home
 from rota.runtime.process import write_private
@@ -32,6 +34,7 @@ WEBHOOKS_MAX = 50
 OWNER = "webhooks"
 """Under which the vault keeps the keys; no user may have this name."""
 """Whose secrets the signing keys are."""
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 PAGE = 500
 POLL_S = 1.0
 ANSWER_S = 10.0
@@ -66,36 +69,68 @@ def signature(secret: str, at: int, body: bytes) -> str:
     return f"t={at},v1={hmac.new(secret.encode(), f'{at}.'.encode() + body, hashlib.sha256).hexdigest()}"
 
 
-def check_url(url: str, allowed: frozenset[str]) -> None:
-    """Raises BadInput for no http address, NotAllowed for one inside that is not among the ``allowed`` hosts."""
+def addresses_of(url: str, allowed: frozenset[str]) -> tuple[str, ...]:
+    """The IP addresses behind a URL, each outside or of one of the ``allowed`` hosts: what may be connected to.
+
+    Raises BadInput for no http address and for a name without address, NotAllowed when any address is inside.
+    """
     try:
         parts = urlsplit(url)
-        port = parts.port or 80
         httpx.URL(url)
     except (ValueError, httpx.InvalidURL) as error:
         raise BadInput(f"{url!r} is not an http address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadInput(f"{url!r} is not an http address")
-    if parts.hostname in allowed:
-        return
     try:
-        found = {info[4][0] for info in socket.getaddrinfo(parts.hostname, port)}
+        answers = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise BadInput(f"{parts.hostname} has no address: {error}") from error
-    inside = [one for one in found if not ipaddress.ip_address(str(one).partition("%")[0]).is_global]
+    found = tuple(dict.fromkeys(str(info[4][0]) for info in answers))
+    inside = [] if parts.hostname in allowed else [one for one in found if not _is_outside(one)]
     if inside:
         hint = f"allow it: webhook_hosts = '{parts.hostname}' in config.toml"
         raise NotAllowed(f"{parts.hostname} is {inside[0]}, an address inside", hint=hint)
+    return found
+
+
+def _is_outside(address: str) -> bool:
+    """Also of an IPv4 address that an IPv6 one carries (mapped, 6to4, NAT64 of RFC 6052)."""
+    one = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(one, ipaddress.IPv6Address):
+        carried = one.ipv4_mapped or one.sixtofour
+        if carried is None and one in _NAT64:
+            carried = ipaddress.IPv4Address(int(one) & 0xFFFFFFFF)
+        one = carried or one
+    return one.is_global and not one.is_multicast
+
+
+async def post(
+    http: httpx.AsyncClient, url: str, address: str, *, body: bytes, headers: Mapping[str, str]
+) -> httpx.Response:
+    """Post to a URL at this address of its host and no other; the certificate must still be that of the name.
+
+    Looking the name up once more would let whoever owns it give an outside address to the check and an inside one to
+    the connection.
+    """
+    named = httpx.URL(url)
+    return await http.post(
+        named.copy_with(host=address),
+        content=body,
+        headers={**headers, "Host": named.netloc.decode()},
+        extensions={"sni_hostname": named.host},
+    )
 
 
 class Notifier:
     """One task a webhook; each reads the log for itself and keeps its place in ``run/webhooks/<id>``."""
 
-    def __init__(self, loop: ServiceLoop, *, home: Home, vault: Vault, clock: Clock, url: str, allowed: str) -> None:
+    def __init__(
+        self, loop: ServiceLoop, *, home: Home, vault: Vault, clock: Clock, chance: Chance, url: str, allowed: str
+    ) -> None:
         self.targets: dict[str, tuple[WebhookSet, int]] = {}
         self.allowed = frozenset(one.strip() for one in allowed.split(",") if one.strip())
-        self._loop, self._vault, self._clock, self._url = loop, vault, clock, url
-        self._folder = home.run / "webhooks"
+        self._loop, self._vault, self._clock, self._chance, self._url = loop, vault, clock, chance, url
+        self._folder = home.webhooks
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def apply(self, record: Record) -> None:
@@ -115,8 +150,8 @@ class Notifier:
             raise BadInput(f"no notice {unknown[0]!r}", hint=f"notices: {', '.join(KINDS)}")
         if len(self.targets) >= WEBHOOKS_MAX:
             raise BadInput(f"there are {WEBHOOKS_MAX} webhooks", hint="remove one: rota webhook rm ID")
-        check_url(url, self.allowed)
-        made = WebhookSet(id=f"w{SystemChance().fresh(40).lower()}", url=url, on=tuple(on), queue=queue, by=by)
+        addresses_of(url, self.allowed)
+        made = WebhookSet(id=f"w{self._chance.fresh(40).lower()}", url=url, on=tuple(on), queue=queue, by=by)
         secret = secret_token()
         self._vault.put(OWNER, made.id, secret)
         return made, secret
@@ -191,12 +226,12 @@ class Notifier:
         """Until it is taken (2xx), at most ``GIVE_UP_S``; the same ``Rota-Event-Id`` each time."""
         pause_s, longest_s = RETRY_S
         until_s = self._clock.monotonic_s() + GIVE_UP_S
-        while True:
+        for attempt in count():
             headers = {"Content-Type": "application/json", "Rota-Event-Id": str(number)}
             headers["Rota-Signature"] = signature(secret, int(self._clock.wall_s()), body)
             try:
-                await asyncio.to_thread(check_url, to.url, self.allowed)  # its name may point elsewhere by now
-                answer = await http.post(to.url, content=body, headers=headers)
+                found = await asyncio.to_thread(addresses_of, to.url, self.allowed)  # elsewhere by now, perhaps
+                answer = await post(http, to.url, found[attempt % len(found)], body=body, headers=headers)
                 cause = "" if answer.is_success else f"it answered {answer.status_code}"
             except (httpx.HTTPError, httpx.InvalidURL, RotaError, ValueError, OSError) as error:
                 cause = str(error) or type(error).__name__

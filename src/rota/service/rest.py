@@ -11,18 +11,13 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rota.runtime.chance import SystemChance
-from rota.runtime.clock import iso
-from rota.service.accounts import Caller
 from rota.service.auth import SAFE_METHODS
 from rota.service.routes import accounts, cluster, jobs, page, sim, streams
-from rota.service.routes.doors import Doors
+from rota.service.routes.doors import Doors, asked_line
 from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
 
 BODY_BYTES_MAX = 16 * 2**20
 PROBLEM = "application/problem+json"
-AUDITED_PATH_MAX = 200
-"""Characters of a path that the audit keeps: a stranger may send any."""
 RETRY_AFTER_S = 1
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 """Named in the metrics; a stranger may send any word as a method, and each would be one more row for ever."""
@@ -53,7 +48,6 @@ def make_app(doors: Doors) -> FastAPI:
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _bug)
     app.add_middleware(Guard, doors=doors)
     return app
 
@@ -62,16 +56,16 @@ class Guard:
     """Around every request: an id, a limit on the body, headers against browsers' tricks, a time in the metrics."""
 
     def __init__(self, app: ASGIApp, doors: Doors) -> None:
-        self._app, self._doors, self._chance = app, doors, SystemChance()
+        self._app, self._doors = app, doors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = self._chance.fresh(60)
+        request_id = self._doors.chance.fresh(60)
         scope.setdefault("state", {})["request_id"] = request_id
         started_s = self._doors.clock.monotonic_s()
-        status = [500]
+        status = [0]
         read = [0]
 
         async def limited() -> Message:
@@ -95,6 +89,10 @@ class Guard:
 
         try:
             await self._app(scope, limited, marked)
+        except Exception as error:
+            if status[0]:
+                raise
+            await _bug(Request(scope), error)(scope, limited, marked)
         finally:
             route = getattr(scope.get("route"), "path", "")
             took_s = self._doors.clock.monotonic_s() - started_s
@@ -102,23 +100,16 @@ class Guard:
             self._doors.metrics.http.labels(method, route, str(status[0])).observe(took_s)
 
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
-        """Tell the audit of a request that was to change something."""
+        """Tell the audit what came of a request that was to change something; what was done stays done."""
         if scope["method"] in SAFE_METHODS:
             return
-        caller: Caller | None = scope["state"].get("caller")
-        self._doors.audit.write(
-            {
-                "at": iso(self._doors.clock.wall_s()),
-                "user": caller.user if caller else "",
-                "token": caller.token if caller else "",
-                "by": caller.by if caller else "",
-                "address": (scope.get("client") or ("",))[0],
-                "method": scope["method"],
-                "path": scope["path"][:AUDITED_PATH_MAX],
-                "status": status,
-                "request_id": request_id,
-            }
-        )
+        try:
+            if "caller" in scope["state"]:
+                self._doors.audit.end(request_id, status)
+            else:
+                self._doors.audit.stranger({**asked_line(scope, None), "status": status})
+        except OSError as error:
+            _log.error("%s %s answered %s, which the audit lacks: %s", scope["method"], scope["path"], status, error)
 
 
 def problem(

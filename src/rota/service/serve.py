@@ -51,6 +51,8 @@ class ServiceRecord:
 def only_one(home: Home) -> Iterator[None]:
     """Hold the lock of the installation. Raises Conflict when another process serves it."""
     home.make()
+    if home.restoring.exists():
+        raise Conflict(f"a restore into {home.root} did not end", hint="run it again: rota restore FILE")
     with home.service_lock.open("a") as file:
         try:
             _patiently(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))

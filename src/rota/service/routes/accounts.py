@@ -151,6 +151,8 @@ async def revoke_token(token: Annotated[str, Field(max_length=63)], doors: Parts
     known = next((one for one in _valid(doors) if one.made.id == token), None)
     if known is None or not (caller.has(Role.ADMIN) or known.made.user == caller.user):
         raise UnknownName(f"no token {token!r}", hint="see: rota token ls")
+    if not doors.auth.may_revoke(caller, known.made):
+        raise NotAllowed(f"token {token} may do more than the one you ask with", hint="use that one, or ask an admin")
     await doors.loop.append([TokenRevoked(id=token, by=caller.user)])
     return {"api": API, "kind": "Token", **_token(doors.auth.accounts.tokens[token])}
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from starlette.types import Scope
 
+from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.vault import Vault
-from rota.service.accounts import Caller, veiled
+from rota.service.accounts import Caller, Veil
 from rota.service.audit import Audit
-from rota.service.auth import COOKIE, Asked, Auth
+from rota.service.auth import COOKIE, SAFE_METHODS, Asked, Auth
 from rota.service.config import Settings
 from rota.service.engine import Engine
 from rota.service.intake import Intake
@@ -25,6 +27,8 @@ from rota.service.views.story import JobStory
 from rota.spec.errors import LimitExceeded, NotAllowed
 
 STREAMS_MAX = 64
+AUDITED_PATH_MAX = 200
+"""Characters of a path that the audit keeps: a stranger may send any."""
 
 Document = dict[str, Any]
 
@@ -36,6 +40,7 @@ class Doors:
     settings: Settings
     home: Home
     clock: Clock
+    chance: Chance
     loop: ServiceLoop
     intake: Intake
     auth: Auth
@@ -72,7 +77,11 @@ class Doors:
 
     def veiled(self, caller: Caller, document: Document) -> Document:
         """The document without the names of what the caller may not see."""
-        return veiled(document, self.loop.installation.jobs, caller)
+        return self.veil(caller).over(document)
+
+    def veil(self, caller: Caller) -> Veil:
+        """What covers documents for this caller; for many of one answer."""
+        return Veil(self.loop.installation.jobs, caller)
 
     def close_stream(self) -> None:
         """A long answer is over."""
@@ -87,7 +96,7 @@ def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: C
     return story
 
 
-def doors_of(request: Request) -> Doors:
+async def doors_of(request: Request) -> Doors:
     """The parts of the application that this request came to."""
     return request.app.state.doors
 
@@ -102,10 +111,27 @@ def asked_of(request: Request) -> Asked:
     )
 
 
-def caller_of(request: Request) -> Caller:
-    """Who asks. Raises NoToken or NotAllowed."""
-    request.state.caller = doors_of(request).auth.check(asked_of(request))
-    return request.state.caller
+async def caller_of(request: Request) -> Caller:
+    """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
+    doors = await doors_of(request)
+    caller = doors.auth.check(asked_of(request))
+    if request.method not in SAFE_METHODS:
+        doors.audit.begin(asked_line(request.scope, caller))
+    request.state.caller = caller
+    return caller
+
+
+def asked_line(scope: Scope, caller: Caller | None) -> Document:
+    """A request as the audit keeps it."""
+    return {
+        "user": caller.user if caller else "",
+        "token": caller.token if caller else "",
+        "by": caller.by if caller else "",
+        "address": (scope.get("client") or ("",))[0],
+        "method": scope["method"],
+        "path": scope["path"][:AUDITED_PATH_MAX],
+        "request_id": scope["state"]["request_id"],
+    }
 
 
 Parts = Annotated[Doors, Depends(doors_of)]

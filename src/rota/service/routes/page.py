@@ -30,9 +30,9 @@ _GZIP_BYTES_MIN = 1024
 _FOR_EVER = "public, max-age=31536000, immutable"
 
 
-def known_host(request: Request) -> None:
+async def known_host(request: Request) -> None:
     """Refuse a name that is not ours before anything is told, also where no token is asked for."""
-    doors_of(request).auth.check_host(asked_of(request))
+    (await doors_of(request)).auth.check_host(asked_of(request))
 
 
 router = APIRouter(tags=["page"])

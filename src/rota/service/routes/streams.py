@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
-from rota.service.accounts import Caller, Role
+from rota.service.accounts import Caller, Role, Veil
 from rota.service.follow import (
     LogQuery,
     follow_events,
@@ -74,11 +75,15 @@ async def job_events(
 async def _events(
     doors: Doors, caller: Caller, job: JobId | None, after: int, limit: int, kind: str, stream: bool
 ) -> Response:
-    def shown(record: Record) -> Document | None:
-        return _shown(doors, caller, record)
+    def view() -> Callable[[Record], Document | None]:
+        now = doors.auth.again(caller)
+        if job is not None:
+            doors.read(now, job)
+        return partial(_shown, doors, now, doors.veil(now))
 
     if stream:
-        return _stream(doors, follow_events(doors.loop, shown, job=job, after=after, kind=kind))
+        return _stream(doors, follow_events(doors.loop, view, job=job, after=after, kind=kind))
+    shown = view()
     records = await asyncio.to_thread(doors.loop.log.read, after=after, job=job, limit=limit)
     items = [document for record in records if (document := shown(record)) is not None]
     document = {
@@ -92,14 +97,14 @@ async def _events(
     return JSONResponse(document)
 
 
-def _shown(doors: Doors, caller: Caller, record: Record) -> Document | None:
+def _shown(doors: Doors, caller: Caller, veil: Veil, record: Record) -> Document | None:
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
         private = isinstance(record.event, ACCOUNT_EVENTS)
         return None if private and not caller.has(Role.ADMIN) else record_document(record)
     story = doors.loop.installation.jobs.get(record.job)
     if caller.has(Role.QUEUE_ADMIN) or (story is not None and caller.reads(story)):
-        return doors.veiled(caller, record_document(record))
+        return veil.over(record_document(record))
     if story is None or not caller.sees(story):
         return None
     document = record_document(record)
@@ -145,7 +150,11 @@ async def logs(
     read_cursor(query.cursor)
     folder = doors.home.job(story.id).logs
     if follow or EVENT_STREAM in accept:
-        return _stream(doors, follow_logs(doors.loop, story, folder, query))
+
+        def check() -> None:
+            doors.read(doors.auth.again(caller), story.id)
+
+        return _stream(doors, follow_logs(doors.loop, story, folder, query, check))
     lines, offsets = await asyncio.to_thread(read_page, folder, query)
     if "text/plain" in accept:
         text = "".join(f"{iso(line.ts) if line.ts else '-'} {line.instance} {line.text}\n" for line in lines)

@@ -34,8 +34,8 @@ class Channel:
     """One channel as this process uses it; producers and consumers may be any number of processes.
 
     ``full`` says what ``put`` does when ``items_max`` records wait or are being worked on: ``block``, or
-    ``drop_oldest`` of those that nobody has. ``dropped`` counts them. A consumer whose label was fenced to a higher
-    epoch gets no more.
+    ``drop_oldest`` of those that nobody has. ``dropped`` counts them. The first ``put`` or ``take`` fences the label of
+    this process at its epoch: whom it replaced puts, gets and acknowledges nothing any more, even if it still lives.
     """
 
     def __init__(self, session: Session, name: str, order: Order, *, items_max: int, full: str) -> None:
@@ -47,7 +47,7 @@ class Channel:
         self._prefix = name + _MARK
         check_name(f"{self._prefix}{0:020d}")
         self._session, self._space, self._order = session, session.space, order
-        self._items_max, self._full = items_max, full
+        self._items_max, self._full, self._fenced = items_max, full, not (order.label and order.epoch)
         self.dropped: Counter[str] = Counter()
 
     def put(self, tensors: Mapping[str, Any], meta: Any = None, *, timeout_s: float = 0.0) -> int:
@@ -55,6 +55,7 @@ class Channel:
         if len(json.dumps(meta)) > META_BYTES_MAX:
             raise BadInput(f"meta of a record takes over {META_BYTES_MAX} bytes; put it into a tensor")
         sources = {str(key): source_of(value) for key, value in tensors.items()}
+        self._fence()
         number = self._space.retry(self._space.registry.next)
         name, life = f"{self._prefix}{number:020d}", Life(room=self._items_max)
         deadline_s, delay_s = self._space.clock.monotonic_s() + timeout_s, _POLL_FIRST_S
@@ -73,6 +74,7 @@ class Channel:
     def take(self, n_max: int = 1, *, timeout_s: float = 0.0, as_: str = "torch") -> list[Record]:
         """The next records that nobody has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
         space, order = self._space, self._order
+        self._fence()
         deadline_s = space.clock.monotonic_s() + timeout_s
         while True:
             seen = space.table.creations
@@ -86,8 +88,19 @@ class Channel:
             self._session.reader.wait_change(0, seen, min(left_s, _RECHECK_S))
 
     def ack(self, record: Record) -> None:
-        """The record is done with: it goes, and its bytes with its last view."""
-        self._space.retry(lambda: self._space.delete(record.name))
+        """The record is done with: it goes, and its bytes with its last view.
+
+        Raises StaleEpoch when a later epoch took over from this process: the record is its successor's. Raises
+        ProtocolBreach for a record that was given back or acknowledged before.
+        """
+        space, order = self._space, self._order
+        if record.lease is None:
+            text = f"{record.name} is not this consumer's any more: it was given back or acknowledged"
+            raise errors.ProtocolBreach(text, rule="ack", name=record.name)
+        try:
+            space.retry(lambda: space.delete(record.name, label=order.label, epoch=order.epoch))
+        except Refused as refused:
+            refusal(refused, record.name, epoch=order.epoch)
         record.lease = None
 
     def nack(self, record: Record, reason: str = "") -> None:
@@ -109,6 +122,11 @@ class Channel:
                 raise errors.WaitTimeout(f"{self.name}: {left} records were not acknowledged", name=self.name)
             blocking_sleep(delay_s)
             delay_s = min(2 * delay_s, _POLL_MAX_S)
+
+    def _fence(self) -> None:
+        if not self._fenced:
+            self._session.fence(self._order.label, self._order.epoch)
+            self._fenced = True
 
     def _drop_oldest(self) -> bool:
         for row in self._space.retry(lambda: self._space.registry.ls(self._prefix)):

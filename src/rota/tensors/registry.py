@@ -281,9 +281,11 @@ class Registry:
         """End leases whose sequence number is still the stored one; how many did end."""
         return self.machine.run("release", client, *[word for lease in leases for word in lease])
 
-    def delete(self, name: str, *, expected: int | None = None, idle: bool = False) -> tuple[int, int]:
-        """Take a name away; its last version and its slot."""
-        version, slot = self.machine.run("delete", name, "" if expected is None else expected, int(idle))
+    def delete(
+        self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
+    ) -> tuple[int, int]:
+        """Take a name away, unless ``label`` is fenced above ``epoch``; its last version and its slot."""
+        version, slot = self.machine.run("delete", name, "" if expected is None else expected, int(idle), label, epoch)
         return int(version), int(slot)
 
     def sweep(self, client: str, n_max: int = 1000) -> Swept:

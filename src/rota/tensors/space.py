@@ -85,24 +85,31 @@ class Space:
         rows = self.registry.ls(name, n_max=1)
         return rows[0] if rows and rows[0].name == name else None
 
-    def delete(self, name: str, *, expected: int | None = None, idle: bool = False) -> bool:
-        """Take a name away under its slot's lock; False when it is not there, is another version, or (idle) leased."""
+    def delete(
+        self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
+    ) -> bool:
+        """Take a name away under its slot's lock; False when it is not there, is another version, or (idle) leased.
+
+        Raises Refused when ``label`` is fenced above ``epoch``.
+        """
         row = self.find_row(name)
         if row is None:
             return False
         with self.table.changing(row.slot, name):
             try:
-                version, slot = self.registry.delete(name, expected=expected, idle=idle)
+                version, slot = self.registry.delete(name, expected=expected, idle=idle, label=label, epoch=epoch)
             except Refused as refused:
-                if refused.code not in ("NOTFOUND", "CHANGED", "LEASED"):
+                if refused.code not in ("NOTFOUND", "CHANGED", "LEASED", "FENCED"):
                     raise
                 if refused.code == "NOTFOUND" and self.table.last(row.slot) <= row.version:
                     self.table.store_deleted(row.slot, row.version)
                     return True  # deleted since we looked, by us if the reply was lost
-                version = row.version if refused.code == "LEASED" else 0
+                version = row.version if refused.code in ("LEASED", "FENCED") else 0
                 current = int(refused.words[0]) if refused.code == "CHANGED" else version
                 if current:
                     self.table.store(row.slot, current)
+                if refused.code == "FENCED":
+                    raise
                 return False
             if slot == row.slot:
                 self.table.store_deleted(slot, version)

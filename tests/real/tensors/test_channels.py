@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +67,8 @@ def test_what_is_given_back_or_dropped_is_the_first_again(plane: Plane) -> None:
     fill(channel, 3)
     first, second = channel.take(2, as_="numpy")
     channel.nack(first, "bad luck")
+    with pytest.raises(errors.ProtocolBreach, match="given back"):
+        channel.ack(first)
     assert channel.dropped["nack: bad luck"] == 1
     again = channel.take(as_="numpy")[0]
     assert (again.meta["index"], again.tries) == (0, 2)
@@ -145,6 +150,41 @@ def test_a_consumer_of_an_older_epoch_gets_nothing(plane: Plane) -> None:
         assert indices(plane.channel("c", epoch=4)) == [0]
     finally:
         plane.label = ""
+
+
+def test_a_consumer_that_was_replaced_while_stopped_acknowledges_nothing(plane: Plane, actors: Crew) -> None:
+    fill(plane.channel("c"), 2)
+    code = """
+        from rota.tensors import errors
+        channel = plane.channel('c')
+        record, = channel.take(as_='numpy')
+        print('took', record.meta['index'], flush=True)
+        os.kill(os.getpid(), 19)
+        for act in (lambda: channel.ack(record), lambda: channel.take(), lambda: channel.put({'x': np.zeros(1)})):
+            try:
+                act()
+            except errors.StaleEpoch as error:
+                assert 'older than 2' in str(error)
+            else:
+                raise AssertionError('not fenced')
+        print('fenced', flush=True)
+        os.read(os.pipe()[0], 1)
+    """
+    old = actors.start(code, label="job/learner/0", epoch=1)
+    actors.says(old, "took 0")
+    wait_until(lambda: "T (stopped)" in Path(f"/proc/{old}/status").read_text())
+    took = "record, = channel.take(as_='numpy', timeout_s=20); assert record.meta['index'] == {}; channel.ack(record)"
+    new = f"channel = plane.channel('c'); {took.format(1)}; print('next', flush=True); {took.format(0)}"
+    successor = actors.start(new, label="job/learner/0", epoch=2)
+    actors.says(successor, "next")
+    plane.recover()  # the fence outlives the registry
+    os.kill(old, signal.SIGCONT)
+    actors.says(old, "fenced")
+    assert plane.channel("c").depth() == 1
+    assert plane._space.table.current(plane.ls("c/#")[0].slot) != 0  # a refused ack leaves the fast path as it was
+    actors.kill(old)
+    assert actors.wait(successor) == 0, actors.output(successor)
+    assert clean(plane)["versions"] == {}
 
 
 @pytest.mark.parametrize("round_", repeats(1, 10))

@@ -55,7 +55,7 @@ call = st.one_of(
     st.tuples(st.just("get"), _client, _name, st.sampled_from(["", "", "s1", "s2", "m2", "w5"])),
     st.tuples(st.just("get_version"), _client, _index),
     st.tuples(st.just("release"), _index, st.booleans()),
-    st.tuples(st.just("delete"), _name, st.booleans()),
+    st.tuples(st.just("delete"), _name, st.booleans(), st.sampled_from(["", "", "j/a", "k"]), st.integers(0, 3)),
     st.tuples(st.just("sweep"), _client, st.integers(1, 3)),
     st.tuples(st.just("hold"), _client),
     st.tuples(st.just("gone")),
@@ -152,8 +152,8 @@ class Driver:
         client, version, seq = self.leases[index % len(self.leases)]
         return self.registry.release(client, [(version, seq if right else seq + 1)])
 
-    def delete(self, name: str, idle: bool) -> Any:
-        return self.registry.delete(name, idle=idle)
+    def delete(self, name: str, idle: bool, label: str, epoch: int) -> Any:
+        return self.registry.delete(name, idle=idle, label=label, epoch=epoch)
 
     def sweep(self, client: str, n_max: int) -> Any:
         return self.registry.sweep(client, n_max)

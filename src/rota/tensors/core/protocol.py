@@ -391,7 +391,9 @@ class ProtocolMachine:
                 ended += 1
         return ended
 
-    def _delete(self, name: str, expected: int | str, idle: int) -> list[int]:
+    def _delete(self, name: str, expected: int | str, idle: int, label: str, epoch: int) -> list[int]:
+        if epoch < self._fence_of(label):
+            raise Refused("FENCED", [self._fence_of(label)])
         entry, parts = self.names.get(name), list(self.parts.get(name, {}).values())
         if entry is None or (entry.v == 0 and not parts):
             raise Refused("NOTFOUND")

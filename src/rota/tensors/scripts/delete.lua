@@ -1,7 +1,10 @@
--- delete name expected idle: take the name away; readers keep their bytes. `expected` is a version id or '' (any),
--- `idle` 1 refuses while any lease exists. Prepared parts go too; a pending publish may still create the name anew.
+-- delete name expected idle label epoch: take the name away; readers keep their bytes. `expected` is a version id or ''
+-- (any), `idle` 1 refuses while any lease exists, and a fence on `label` (unless '') refuses an older `epoch`. Prepared
+-- parts go too; a pending publish may still create the name anew.
 if stale() then return refuse('EPOCH') end
 local name, expected = ARGV[3], ARGV[4]
+local fence = fence_of(ARGV[6])
+if tonumber(ARGV[7]) < fence then return refuse('FENCED', fence) end
 local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist', 'slot', 's')
 local parts = call('HVALS', P .. 'p:' .. name)
 if not n[1] or (n[1] == '0' and #parts == 0) then return refuse('NOTFOUND') end

@@ -29,10 +29,6 @@ QUEUES = (
 )
 
 
-MAY_TAKE_TURNS = ("default", "kueue", "yarn")
-"""Here gangs that are larger than the guarantee of their queue may stop each other: docs/explanation/sharing.md."""
-
-
 def cluster() -> State:
     nodes = (replace(node(f"n-{tenant}", 8), labels=((TENANT_LABEL, tenant),)) for tenant in "ab")
     return state(*nodes, queues=QUEUES)
@@ -84,9 +80,9 @@ def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_t
             if isinstance(decision, Preempt):
                 apply(s, JobReleased(job=decision.job), float(len(asks)))
                 stops += 1
-                assert idle < 10 or name in MAY_TAKE_TURNS, "jobs are stopped though nobody asked for anything new"
+                assert idle < 10, "jobs are stopped though nobody asked for anything new"
     check(s)
-    assert stops <= len(asks) or name in MAY_TAKE_TURNS
+    assert stops <= len(asks)
 
 
 @pytest.mark.parametrize("name", sorted(PROFILES))
@@ -116,6 +112,38 @@ def test_a_queue_takes_back_what_it_lent_and_only_as_much_as_it_is_promised() ->
         apply(s, JobReleased(job=victim), 10.0)
     assert any(isinstance(d, Admit) and d.job == "mine" for d in step(s, Tick(), default, 10.0))
     assert not any(isinstance(d, Preempt) for _ in range(100) for d in step(s, Tick(), default, 11.0))
+
+
+@pytest.mark.parametrize("name", ["default", "yarn", "kueue"])
+def test_a_gang_beyond_its_guarantee_gives_way_to_a_promise_once_and_does_not_come_back(name: str) -> None:
+    s, profile = cluster(), get_profile(name)
+    step(s, JobArrived(ask=ask("beyond", slot(8), slot(1), queue="a")), profile, 0.0)
+    decisions = step(s, JobArrived(ask=ask("promised", slot(8), queue="b", at=1)), profile, 1.0)
+    assert [d.job for d in decisions if isinstance(d, Preempt)] == ["beyond"]
+    apply(s, JobReleased(job=JobId("beyond")), 2.0)
+    later = [d for now in range(2, 12) for d in step(s, Tick(), profile, float(now))]
+    assert [d.job for d in later if isinstance(d, Admit | Preempt)] == ["promised"]
+
+
+def test_priority_in_a_queue_stands_above_what_a_smaller_job_of_it_is_promised() -> None:
+    s, default = cluster(), get_profile("default")
+    step(s, JobArrived(ask=ask("small", slot(8), queue="a", priority=10)), default, 0.0)
+    step(s, JobArrived(ask=ask("b", slot(4), queue="b", priority=10, at=1)), default, 1.0)
+    urgent = ask("urgent", slot(8), slot(4), queue="a", priority=50, at=2)
+    stops = [d.job for d in step(s, JobArrived(ask=urgent), default, 2.0) if isinstance(d, Preempt)]
+    assert stops == ["small"]
+    apply(s, JobReleased(job=JobId("small")), 3.0)
+    assert [d.job for d in step(s, Tick(), default, 3.0) if isinstance(d, Admit)] == ["urgent"]
+
+
+def test_nobody_is_stopped_for_a_job_that_a_reservation_would_hold_back_all_the_same() -> None:
+    s, default = cluster(), get_profile("default")
+    for at, one in enumerate((ask("b", slot(2), queue="b"), ask("wide", slot(2), slot(8), queue="a", est_s=50.0))):
+        step(s, JobArrived(ask=replace(one, queued_at=float(at), est_s=50.0)), default, float(at))
+    step(s, JobArrived(ask=ask("first", slot(1), slot(4), queue="a", at=2, est_s=50.0)), default, 2.0)
+    step(s, JobArrived(ask=ask("fill", slot(1), queue="b", priority=-1, at=3, est_s=5.0)), default, 3.0)
+    decisions = step(s, JobArrived(ask=ask("next", slot(2), queue="a", at=4, est_s=50.0)), default, 4.0)
+    assert [type(d) for d in decisions] == [WaitOn]
 
 
 def test_a_short_job_runs_before_a_reservation_and_a_long_one_waits_for_it() -> None:

@@ -127,8 +127,8 @@ FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
 class _Pass:
     """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass."""
 
-    def __init__(self, state: State, txn: Txn, profile: Profile, now: float) -> None:
-        self.state, self.txn, self.profile, self.now = state, txn, profile, now
+    def __init__(self, state: State, txn: Txn, profile: Profile, now: float, *, until: JobId | None = None) -> None:
+        self.state, self.txn, self.profile, self.now, self.until = state, txn, profile, now, until
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
         self.verdicts: dict[LineKey, Wait] = {}
@@ -136,6 +136,7 @@ class _Pass:
         self.reservations: list[Reservation] = []
         self.first: dict[str, JobRow | None] = {}
         self.claims: list[tuple[Held, Held]] = []
+        self.claimants: list[JobId] = []
         self.started = 0
         self.shared = False
         self.tried = 0
@@ -160,11 +161,13 @@ class _Pass:
             wait = self._try(key, row)
             if wait is not None:
                 self._tell(row, wait)
+            if row.ask.id == self.until:
+                return self.decisions
             again = self._after(key, depth, wait)
             if again is not None:
                 heappush(heap, again)
         # 3. whoever came since the last pass learns why it waits
-        for job in list(self.state.fresh):
+        for job in sorted(self.state.fresh):
             row = self.state.jobs[job]
             if (wait := self.verdicts.get(line_key(row)) or self._gate_order(row)) is not None:
                 self._tell(row, wait)
@@ -379,7 +382,7 @@ class _Pass:
         with self.txn.trial():
             self._let_go(stopping)
             chosen = self.profile.victims.victims(self.state, self.txn, row, self.profile.placer, self.now)
-        if not chosen:
+        if not chosen or not self._would_start(row, [*stopping, *(victim.job for victim in chosen)]):
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
@@ -399,10 +402,24 @@ class _Pass:
             self._keep(victim.to)
         return wait
 
+    def _would_start(self, row: JobRow, stopping: list[JobId]) -> bool:
+        """Whether the next pass starts the job once these have let go and wait again: whoever stands before it, the
+        stopped ones too, comes first. Without that test jobs would take each other's place for ever."""
+        if not self.profile.starts:
+            return True
+        with self.txn.trial():
+            self._let_go(stopping)
+            for job in self.claimants:
+                self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
+            profile = replace(self.profile, victims=None, remember=False, pack_gain=None)
+            then = _Pass(self.state, self.txn, profile, self.now, until=row.ask.id)
+            then.run()
+            return bool(self.state.jobs[row.ask.id].held)
+
     def _let_go(self, stopping: list[JobId]) -> None:
         """The state as it will be once these jobs have let go, less what others have claimed of it."""
         for job in stopping:
-            self.state.release(self.txn, job)
+            _apply(self.state, self.txn, JobReleased(job=job), self.now)
         for claim, part in self.claims:
             self.state.take(self.txn, part, -1)
             self.state.take(self.txn, claim, 1)
@@ -418,6 +435,7 @@ class _Pass:
         for book in self.state.books:
             book.claim(self.txn, self.state, row)
         self._keep(held)
+        self.claimants.append(row.ask.id)
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
         return _awaiting(self.state, stopping, nodes)
 

@@ -146,6 +146,7 @@ class _StateScope:
 class State:
     """The arrays and rows that one decision reads. Trial writes go through ``txn`` and are undone exactly.
 
+    ``lines`` has who waits by kind of request, ``asking`` by queue, highest priority and longest queued first.
     ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
     ``undone`` the kinds of jobs that did not gain by sharing devices.
 
@@ -161,6 +162,7 @@ class State:
         self.queues = QueueTree(queues, self.types)
         self.jobs: dict[JobId, JobRow] = {}
         self.lines: dict[LineKey, list[tuple[float, JobId]]] = {}
+        self.asking: dict[str, list[tuple[int, float, JobId]]] = {}
         self.fresh: dict[JobId, None] = {}
         self.stopping: dict[JobId, None] = {}
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
@@ -302,8 +304,11 @@ class State:
 
     def _into(self, key: LineKey, entry: tuple[float, JobId]) -> None:
         insort(self.lines.setdefault(key, []), entry)
+        insort(self.asking.setdefault(key.queue, []), (-key.priority, *entry))
 
     def _out_of(self, key: LineKey, entry: tuple[float, JobId]) -> None:
+        asking = self.asking[key.queue]
+        del asking[bisect_left(asking, (-key.priority, *entry))]
         line = self.lines[key]
         del line[bisect_left(line, entry)]
         if not line:
@@ -420,6 +425,7 @@ class State:
         new.queues.limit = self.queues.limit.copy()
         new.jobs, new.fresh, new.stopping = dict(self.jobs), dict(self.fresh), dict(self.stopping)
         new.lines = {key: list(line) for key, line in self.lines.items()}
+        new.asking = {queue: list(jobs) for queue, jobs in self.asking.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
         new.undone = dict(self.undone)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None

@@ -12,7 +12,7 @@ from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.reclaim import QueueUse, ReclaimRules, reclaim
 from rota.cluster.core.snapshot import JobRow, State
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies.default import share_of
+from rota.cluster.policies.default import guaranteed_gpu, needed_by_first, share_of
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.reasons import Reason
 
@@ -21,12 +21,14 @@ ROOT = "(cluster)"
 
 @dataclass(frozen=True, slots=True)
 class MostUnderServed:
-    """Lowest used over guaranteed first; first come first served inside a queue."""
+    """What queues are promised first, then lowest used over guaranteed; by priority and arrival inside a queue."""
 
     by_job = False
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        return (share_of(state, row.ask.queue),)
+        queue = row.ask.queue
+        beyond = needed_by_first(state, row, now) > guaranteed_gpu(state, queue)
+        return (beyond, share_of(state, queue), -row.ask.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,29 @@ from rota.spec.reasons import Reason
 
 @dataclass(frozen=True, slots=True)
 class PriorityThenShare:
-    """Highest priority first; then the queue that uses least of its guarantee, or of its weight."""
+    """What queues are promised first; then highest priority; then the queue that uses least of its guarantee."""
 
     by_job = False
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        return (-row.ask.priority, share_of(state, row.ask.queue))
+        beyond = needed_by_first(state, row, now) > guaranteed_gpu(state, row.ask.queue)
+        return (beyond, -row.ask.priority, share_of(state, row.ask.queue))
+
+
+def needed_by_first(state: State, row: JobRow, now: float) -> int:
+    """Thousandths of devices that the queue of a job uses once its first waiting job runs: that one speaks for all.
+
+    Jobs whose time has not come do not count, nor does opportunistic work, which no guarantee covers.
+    """
+    queue = row.ask.queue
+    jobs = (state.jobs[job] for _, _, job in state.asking.get(queue, ()))
+    first = next((one for one in jobs if max(one.ask.not_before, one.back_at) <= now), row)
+    return int(state.used[state.queues.row[queue], GPU]) + first.ask.shape.gpu_milli if queue in state.queues.row else 0
+
+
+def guaranteed_gpu(state: State, queue: str) -> int:
+    """Thousandths of devices that a queue is promised."""
+    return int(state.queues.guaranteed[state.queues.row[queue], GPU]) if queue in state.queues.row else 0
 
 
 def share_of(state: State, queue: str) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.plugins import Placer
 from rota.cluster.core.snapshot import LOST, JobRow, State, Wait
-from rota.spec.ids import NodeId
+from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
 
@@ -25,6 +25,16 @@ class Tally:
 
     constraint: str
     nodes_left: int
+
+
+def awaits(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
+    """A job waits for what these jobs are giving back, and will lie on these nodes."""
+    gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
+    return Wait(
+        reason=Reason.AWAITING_PREEMPTION,
+        text=f"{len(jobs)} jobs are giving {gpus} gpus back.",
+        fields={"jobs": list(jobs), "gpus": gpus, "nodes": nodes},
+    )
 
 
 def hardest(shape: Shape) -> Slot:

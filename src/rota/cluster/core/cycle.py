@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any
 
-from rota.cluster.core.binding import waits_because
+from rota.cluster.core.binding import awaits, waits_because
 from rota.cluster.core.facts import (
     Fact,
     JobArrived,
@@ -26,11 +27,11 @@ from rota.cluster.core.facts import (
 )
 from rota.cluster.core.growth import grown, shrunk_for
 from rota.cluster.core.packing import pair_of, partners, share_with, too_slow
-from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, WaitOn, WakeAt
+from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
 from rota.cluster.core.reserve import Reservation, earliest_start
 from rota.cluster.core.snapshot import LOST, Held, JobRow, LineKey, State, Wait, line_key
 from rota.cluster.core.txn import Txn
-from rota.spec.ids import JobId, NodeId
+from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 
@@ -382,7 +383,7 @@ class _Pass:
         with self.txn.trial():
             self._let_go(stopping)
             chosen = self.profile.victims.victims(self.state, self.txn, row, self.profile.placer, self.now)
-        if not chosen or not self._would_start(row, [*stopping, *(victim.job for victim in chosen)]):
+        if not chosen or not self._would_start(row, stopping, chosen):
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
@@ -402,13 +403,19 @@ class _Pass:
             self._keep(victim.to)
         return wait
 
-    def _would_start(self, row: JobRow, stopping: list[JobId]) -> bool:
-        """Whether the next pass starts the job once these have let go and wait again: whoever stands before it, the
-        stopped ones too, comes first. Without that test jobs would take each other's place for ever."""
+    def _would_start(self, row: JobRow, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
+        """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.
+
+        Whoever stands before it comes first, its victims too: without this test jobs would take each other's place
+        for ever.
+        """
         if not self.profile.starts:
             return True
         with self.txn.trial():
-            self._let_go(stopping)
+            self._let_go([*stopping, *(victim.job for victim in chosen)])
+            for victim in chosen:
+                if victim.to:
+                    self.state.hold(self.txn, victim.job, victim.to, now=self.now)
             for job in self.claimants:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
             profile = replace(self.profile, victims=None, remember=False, pack_gain=None)
@@ -437,7 +444,7 @@ class _Pass:
         self._keep(held)
         self.claimants.append(row.ask.id)
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
-        return _awaiting(self.state, stopping, nodes)
+        return awaits(self.state, stopping, nodes)
 
     def _keep(self, held: tuple[Held, ...]) -> None:
         """Claim a holding: what is free of it is taken for the rest of the pass."""
@@ -484,12 +491,3 @@ _Entry = tuple[tuple[Any, ...], LineKey, int]
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
     """Where a waiting job stands: opportunistic ones last, then the rank, queue time, and id (the last element)."""
     return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
-
-
-def _awaiting(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
-    gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
-    return Wait(
-        reason=Reason.AWAITING_PREEMPTION,
-        text=f"{len(jobs)} jobs are giving {gpus} gpus back.",
-        fields={"jobs": list(jobs), "gpus": gpus, "nodes": nodes},
-    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.real.jobs import WORKLOADS
+from tests.real.jobs import WORKLOADS, deep
 from tests.real.test_service import Installation, made_settings
 
 from rota.runtime.engine import EngineFiles, client_environment
@@ -116,8 +116,9 @@ def outcome(site: Installation, job: str) -> tuple[str, str]:
     return ended["state"], ended["reason"]
 
 
-def test_ten_jobs_in_sequence_leave_nothing(site: Installation) -> None:
-    for number in range(10):
+@pytest.mark.parametrize("count", [4, pytest.param(10, marks=deep)])
+def test_jobs_in_sequence_leave_nothing(site: Installation, count: int) -> None:
+    for number in range(count):
         job = submit(site, "sequence", STATEFUL if number % 5 == 0 else STATELESS)
         assert outcome(site, job) == ("SUCCEEDED", "COMPLETED")
     assert left(site) == NOTHING

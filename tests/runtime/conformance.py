@@ -197,7 +197,7 @@ class LauncherConformance:
             await launcher.reserve(reservation(job), bundles(rig, 2), timeout_s=WAIT_S)
             specs = [instance(rig, job, rank, bundle=rank) for rank in range(2)]
             handles = await asyncio.gather(*(launcher.start(spec, timeout_s=WAIT_S) for spec in specs))
-            await asyncio.gather(*(launcher.stop(handle, grace_s=5.0) for handle in handles))
+            await asyncio.gather(*(launcher.stop(handle, grace_s=0.5) for handle in handles))
             assert (await launcher.find(job)).instances == ()
             await launcher.release(reservation(job))
             await launcher.release(reservation(job))

@@ -9,6 +9,7 @@ python pretrain.py                                                 # alone
 from __future__ import annotations
 
 import argparse
+import os
 import sysconfig
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plan", type=Path)
-    parser.add_argument("--checkpoint", type=Path, default=Path("checkpoints"))
+    parser.add_argument("--checkpoint", type=Path, default=Path(os.environ.get("ROTA_CHECKPOINT_DIR", "checkpoints")))
     given = parser.parse_args()
     torch.set_num_threads(1)
     fit(

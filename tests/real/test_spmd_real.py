@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.real.jobs import Run, run_job
+from tests.real.jobs import Run, example, run_job
 
+from rota.runtime.clock import SystemClock
+from rota.service.jobplans import with_plans
 from rota.spec.events import FailoverStarted, InstanceLost
 from rota.spec.ids import RoleName
 from rota.spec.job import Fail, JobSpec, RoleSpec
@@ -101,6 +105,21 @@ def test_kill_9_of_the_wrapper_leaves_no_rank_behind(engine) -> None:
 
     line = "torchrun --nproc-per-node 2 tiny_train.py --steps 30"
     run_job(engine, job(command(line), PAUSE_AT="20"), body)
+
+
+def test_plan_auto_gives_the_ranks_the_plan_that_was_searched_and_they_learn_under_it(engine) -> None:
+    file = Path(__file__).parents[2] / "examples" / "pretrain" / "job.yaml"
+    spec = with_plans(example(file), str(file.parent), SystemClock())
+    chosen = [one.plan for one in spec.role("main").plans if one.replicas == 2]
+
+    async def body(run: Run) -> None:
+        assert (await run.end()).state is JobState.SUCCEEDED, run.story()
+        losses = [float(line.split()[3]) for line in log_of(run).splitlines() if line.startswith("step ")]
+        assert len(losses) == 2 and losses[1] < losses[0] < 5, "a fresh model is at 5.55"
+        [manifest] = run.home.job(run.job).root.rglob("manifest.json")
+        assert [json.loads(manifest.read_text())["extra"]["plan"]] == chosen
+
+    run_job(engine, spec, body)
 
 
 def test_an_exception_in_one_rank_is_the_reported_error_and_limit_k_is_k_plus_1_runs(engine) -> None:

@@ -151,6 +151,8 @@ def rank_environment(
         "ROTA_PROGRESS_FILE": files / f"progress-{rank}",
         "ROTA_STACKS_FILE": files / f"stacks-{rank}",
     }
+    if plan := next((one.plan for one in seat.role.plans if one.replicas == forming.world), None):
+        given["ROTA_PLAN"] = plan
     if address:
         given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     path = f"{Path(sys.executable).parent}:{get('PATH', '/usr/bin:/bin')}"

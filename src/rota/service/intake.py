@@ -20,6 +20,7 @@ from rota.runtime.vault import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.inspection import Refused, inspect_workloads
 from rota.service.jobfile import problems_of, read_job
+from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
 from rota.service.views.story import JobStory
 from rota.spec import codec
@@ -65,6 +66,7 @@ class Intake:
         self._loop, self._home, self._clock, self._chance = loop, home, clock, chance
         self._one_at_a_time = asyncio.Lock()
         self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
+        self._searches = asyncio.Lock()
 
     async def submit(self, given: Submission, *, caller: Caller, key: str = "") -> tuple[JobStory, bool]:
         """The job, and whether it is new. Durable when it returns.
@@ -72,7 +74,7 @@ class Intake:
         Raises JobFileError, Infeasible, UnknownName (queue, secret), NotAllowed, LimitExceeded, or IdempotencyConflict
         (same key, other body).
         """
-        spec, user = await self._read(given), caller.user
+        spec, user = await self._planned(await self._read(given), given), caller.user
         self._check(spec, caller)
         async with self._one_at_a_time:
             if key and (known := self._find_key(user, key, given.digest)) is not None:
@@ -99,7 +101,7 @@ class Intake:
 
         Raises what ``submit`` raises, and BadInput when a workload cannot be imported.
         """
-        spec = await self._read(given)
+        spec = await self._planned(await self._read(given), given)
         self._check(spec, caller)
         async with self._dry_runs:
             completed = await inspect_workloads(spec, _workdir(spec, given))
@@ -146,6 +148,13 @@ class Intake:
             return await asyncio.wait_for(reading, PARSE_TIMEOUT_S)
         except TimeoutError:
             raise BadInput(f"{given.filename} took more than {PARSE_TIMEOUT_S:.0f} s to read") from None
+
+    async def _planned(self, spec: JobSpec, given: Submission) -> JobSpec:
+        """The job with its parallel plans; they are searched one job at a time, beside the loop."""
+        if all(role.plan is None and not role.plans for role in spec.roles):
+            return spec
+        async with self._searches:
+            return await asyncio.to_thread(with_plans, spec, _workdir(spec, given), self._clock)
 
     def _check(self, spec: JobSpec, caller: Caller | None) -> None:
         if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
@@ -220,6 +229,7 @@ def _roles(spec: JobSpec) -> list[dict[str, Any]]:
                 "restart": role.restart,
                 "stateful": role.name in graph.stateful,
                 "loop": role.is_loop,
+                "plans": [{"replicas": one.replicas, "why": one.why} for one in role.plans],
                 "blast_radius": {
                     "text": radius.text,
                     "restarts": [str(member) for member in radius.restarts],

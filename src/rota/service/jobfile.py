@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rota.service.fieldkinds import BAD
-from rota.service.jobschema import JOB
+from rota.service.jobschema import JOB, MODEL
 from rota.service.olderform import convert_older_form, is_older_form
 from rota.service.problems import Problem as Problem
 from rota.service.sets import apply_sets
@@ -27,6 +27,7 @@ from rota.spec.job import (
     Near,
     RoleSpec,
     StreamSpec,
+    TrainedModel,
     WeightsEdge,
 )
 from rota.spec.resources import Res
@@ -109,6 +110,8 @@ class _Builder:
             fail=_fail(fields.get("fail", {})),
             collocate=_nears(fields.get("collocate", ())),
             apart=_nears(fields.get("apart", ())),
+            plan=fields.get("plan"),
+            model=_model(fields.get("model")),
             **_present(fields, {"setup": "setup", "start_after": "start_after"}),
         )
 
@@ -160,6 +163,8 @@ class _Builder:
                 return {("roles", role, field) for field in ("", "workload", "run")}
             case ("roles", role, "mesh" | "fail" | "replicas" as field, *_):
                 return {("roles", role, name) for name in ("", str(field), "mesh", "replicas")}
+            case ("roles", role, "plan", *_):
+                return {("roles", role, name) for name in ("", "plan", "model", "run")}
             case ("roles", role, field, *_):
                 return {("roles", role, ""), ("roles", role, field)}
             case (top, *_):
@@ -265,6 +270,12 @@ def _fail(fields: Mapping[str, Any]) -> Fail:
 def _nears(entries: Sequence[Any]) -> tuple[Near, ...]:
     whole: list[dict[str, Any]] = [{"role": entry} if isinstance(entry, str) else entry for entry in entries]
     return tuple(Near(**entry) for entry in whole if "role" in entry)
+
+
+def _model(fields: Mapping[str, Any] | None) -> TrainedModel | None:
+    """None also for a mapping that lacks what it must have, which was told."""
+    whole = fields is not None and all(name in fields for name, item in MODEL.fields.items() if item.required)
+    return TrainedModel(**fields) if fields is not None and whole else None
 
 
 def _bound(fields: Mapping[str, Any] | None) -> Bound | None:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from rota.service.fieldkinds import (
     BAD,
+    Bool,
     Either,
     Field,
     ListOf,
@@ -182,6 +183,28 @@ class AxisSize:
         return {"oneOf": [{"type": "integer", "minimum": 1}, {"const": "*"}]}
 
 
+_SIZES = {
+    "layers": "transformer layers",
+    "hidden": "width",
+    "heads": "attention heads",
+    "seq": "tokens of a sequence",
+    "vocab": "tokens there are",
+    "batch": "sequences of one optimizer step",
+}
+MODEL = Record(
+    what="a mapping such as {layers: 4, hidden: 64, heads: 4, seq: 128, vocab: 256, batch: 16}",
+    fields={
+        **{name: Field(kind=ONE_OR_MORE, doc=doc, required=True) for name, doc in _SIZES.items()},
+        "kv_heads": Field(kind=Number(low=0), doc="heads of keys and values", default="`heads`"),
+        "ffn": Field(kind=Number(low=0), doc="inner width of the MLP", default="4 * `hidden`"),
+        "gated": Field(kind=Bool(), doc="three matrices in the MLP instead of two", default="false"),
+        "tied": Field(kind=Bool(), doc="embedding and head are one", default="true"),
+        "experts": Field(kind=Number(low=0), doc="experts of a layer", default="0"),
+        "top_k": Field(kind=ONE_OR_MORE, doc="experts that a token goes to", default="1"),
+        "hardware": Field(kind=TEXT, doc="shipped name or hardware file", default="by the devices asked for"),
+    },
+)
+
 ROLE = Record(
     what="a mapping with 'workload' or 'run'",
     fields={
@@ -198,6 +221,8 @@ ROLE = Record(
             kind=MapOf(value=AxisSize(), what="a mapping such as {dp: 2}"),
             doc="axes and sizes; the product is the number of instances",
         ),
+        "plan": Field(kind=PATH, doc="`auto`, or a plan file: how torchrun's ranks split the model; gives the size"),
+        "model": Field(kind=MODEL, doc="what `plan: auto` is searched for"),
         "resources": Field(kind=RESOURCES, doc="what one instance asks for"),
         "env": Field(kind=LITERALS, doc="environment variables"),
         "fail": Field(kind=FAIL, doc="the failure contract"),

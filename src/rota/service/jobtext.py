@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from rota.spec.job import Bound, Checkpoint, Edge, Fail, JobSpec, Near, RoleSpec, StreamSpec, WeightsEdge
+from rota.spec.job import Bound, Checkpoint, Edge, Fail, JobSpec, Near, RoleSpec, StreamSpec, TrainedModel, WeightsEdge
 from rota.spec.resources import Res
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -94,6 +94,12 @@ def _role(role: RoleSpec) -> dict[str, Any]:
         fields["replicas"] = role.replicas_min
     if role.mesh:
         fields["mesh"] = {axis: "*" if axis == role.elastic_axis else size for axis, size in role.mesh}
+    if role.plan is not None:
+        fields["plan"] = role.plan
+    if role.model is not None:
+        defaults = {one.name: one.default for one in dataclasses.fields(TrainedModel)}
+        given = dataclasses.asdict(role.model)
+        fields["model"] = {name: value for name, value in given.items() if value != defaults[name]}
     if role.res != Res():
         fields["resources"] = _res(role.res)
     if role.env:

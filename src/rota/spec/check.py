@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rota.spec.ids import NAME_PATTERN
-from rota.spec.job import Edge, JobSpec, Near, RoleSpec
+from rota.spec.job import AUTO_PLAN, Edge, JobSpec, Near, RoleSpec
 
 SELF = "self"
 ROLES_MAX = 64
@@ -115,6 +115,7 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
         rule = f"1 <= min <= max <= {INSTANCES_MAX} must hold"
         yield Finding(path=(*at, "replicas"), message=f"min {low}, max {high}: {rule}", code="OUT_OF_RANGE")
     yield from _check_mesh(at, role)
+    yield from _check_plan(at, role)
     degrade = role.fail.degrade
     if degrade is not None and not 1 <= degrade <= low:
         message = f"{degrade} is not between 1 and the {low} instances that start"
@@ -143,6 +144,22 @@ def _check_workload(at: Path, role: RoleSpec) -> Iterator[Finding]:
         yield Finding(path=(*at, "workload"), message=message, hint=hint, code="BAD_NAME")
     elif role.run is not None and not any(part.strip() for part in role.run):
         yield Finding(path=(*at, "run"), message="the command is empty", code="MISSING")
+
+
+def _check_plan(at: Path, role: RoleSpec) -> Iterator[Finding]:
+    auto = role.plan == AUTO_PLAN
+    if role.plan is not None and not role.torchrun:
+        message, hint = "a plan is for the ranks that torchrun starts", "for example run: torchrun train.py"
+        yield Finding(path=(*at, "plan"), message=message, hint=hint, code="CONTRADICTION")
+    elif role.plan is not None and role.mesh:
+        hint = "leave the mesh out: the plan gives it"
+        yield Finding(path=(*at, "mesh"), message="there is a plan, too", hint=hint, code="CONTRADICTION")
+    if auto and role.model is None:
+        hint = "add model: {layers: ..., hidden: ..., heads: ..., seq: ..., vocab: ..., batch: ...}"
+        yield Finding(path=(*at, "plan"), message="auto needs 'model'", hint=hint, code="MISSING")
+    elif role.model is not None and not auto:
+        hint = "say plan: auto, or leave it out"
+        yield Finding(path=(*at, "model"), message="it is for 'plan: auto' only", hint=hint, code="CONTRADICTION")
 
 
 def _check_mesh(at: Path, role: RoleSpec) -> Iterator[Finding]:

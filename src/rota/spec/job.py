@@ -15,6 +15,7 @@ from rota.spec.resources import Res
 
 SPEC_VERSION = 1
 LOOP_ROLE = RoleName("loop")
+AUTO_PLAN = "auto"
 
 Restart = Literal["process", "role", "node", "job"]
 EdgeKind = Literal["call", "stream", "grad", "handoff"]
@@ -73,12 +74,45 @@ class Interface:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """What ``plan: auto`` is searched for: a transformer, the sequences of one step, and the hardware.
+
+    Fields of the shape are those of a model file of ``rota plan search``; 0 stands for its default. ``hardware`` is a
+    shipped name or a file; empty follows from the devices that the role asks for.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    batch: int
+    kv_heads: int = 0
+    ffn: int = 0
+    gated: bool = False
+    tied: bool = True
+    experts: int = 0
+    top_k: int = 1
+    hardware: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizedPlan:
+    """The parallel plan of a role of ``replicas`` instances as canonical JSON, and why it was chosen."""
+
+    replicas: int
+    plan: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
     """A named group of identical instances. Exactly one of ``workload`` (import path) and ``run`` (command) is set.
 
     ``replicas_min`` instances start with the gang, up to ``replicas_max`` may be added. ``mesh`` maps axis to size in
     declaration order; the product is the number of instances. ``interface`` is None until the workload was inspected
-    (always None for ``run``).
+    (always None for ``run``). ``plan`` is ``auto`` or a plan file; ``plans``, one for each size that the role may then
+    have, is filled in when the job is admitted.
     """
 
     name: RoleName
@@ -98,6 +132,9 @@ class RoleSpec:
     apart: tuple[Near, ...] = ()
     start_after: tuple[str, ...] = ()
     interface: Interface | None = None
+    plan: str | None = None
+    model: TrainedModel | None = None
+    plans: tuple[SizedPlan, ...] = ()
 
     @property
     def torchrun(self) -> bool:

@@ -60,7 +60,8 @@ def fit(
 ) -> int:
     """Train to ``steps`` optimizer steps of ``batch`` sequences each on the ranks that torchrun started, or alone.
 
-    Without ``plan`` the planner finds one for the ranks there are. With ``checkpoint`` it goes on from the newest good
+    Without ``plan`` it is the one of the job (``plan`` in its file), else the planner finds one for the ranks there
+    are. With ``checkpoint`` it goes on from the newest good
     one, under whatever plan it was written; SIGTERM saves and ends. ``memory`` names the run in the tensor plane of
     this machine: state copied there survives the processes and is preferred when it is no older and of the same plan.
     ``rate(step)`` gives the learning rate.
@@ -70,7 +71,7 @@ def fit(
     with world(plan), ExitStack() as ends:
         torch.manual_seed(seed)
         model = build()
-        plan = plan or plan_for_world(model, batch)
+        plan = plan or plan_of_job() or plan_for_world(model, batch)
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
         trained = parallelize(
@@ -81,6 +82,13 @@ def fit(
         copies = in_memory(memory, trained) if memory else None
         first = resume(saves, copies, trained)
         return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
+
+
+def plan_of_job() -> ParallelPlan | None:
+    """The plan that Rota chose for a world of this size, None outside a job with plans."""
+    text = environ.get("ROTA_PLAN")
+    plan = ParallelPlan.from_json(text) if text else None
+    return plan if plan and plan.mesh.world == dist.get_world_size() else None
 
 
 def _run(

@@ -7,19 +7,13 @@ import torch
 from rota.runtime import environ
 from rota.runtime.devices import local_node
 from rota.spec.errors import Infeasible
-from rota.train.plan.hardware import DeviceSpec, Hardware, LevelSpec
+from rota.train.plan.hardware import DeviceSpec, Hardware, LevelSpec, cpu_ranks
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import ParallelPlan
 
-LOCAL_GB_S, LOCAL_LATENCY_US = 1.1, 100.0
-"""Gloo between two processes of one machine: an all-reduce of 16 MiB takes about 15 ms."""
-CPU_TFLOPS, CPU_MEMORY_GB_S = 0.05, 5.0
-"""Orders of magnitude of one core. Plans for one machine are only compared with each other."""
 GPU_GB_S, GPU_LATENCY_US, GPU_MEMORY_GB_S = 100.0, 10.0, 2000.0
 GPU_TFLOPS = {"bf16": 300.0, "fp16": 300.0, "fp32": 60.0}
-RESERVE = 1 / 8
-"""Share of the memory of a CPU rank that is left to everything else."""
 
 
 def this_machine() -> Hardware:
@@ -32,15 +26,7 @@ def this_machine() -> Hardware:
         )
         level = LevelSpec(name="node", size=torch.cuda.device_count(), gb_s=GPU_GB_S, latency_us=GPU_LATENCY_US)
     else:
-        ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        share_gib = local_node().memory_bytes / GIB / ranks
-        device = DeviceSpec(
-            memory_gib=share_gib,
-            reserve_gib=share_gib * RESERVE,
-            memory_gb_s=CPU_MEMORY_GB_S,
-            peak_tflops=dict.fromkeys(GPU_TFLOPS, CPU_TFLOPS),
-        )
-        level = LevelSpec(name="node", size=ranks, gb_s=LOCAL_GB_S, latency_us=LOCAL_LATENCY_US)
+        return cpu_ranks(local_node().memory_bytes / GIB, int(environ.get("LOCAL_WORLD_SIZE", "1")))
     return Hardware(name="this-machine", provenance="orders of magnitude", device=device, levels=(level,))
 
 

@@ -65,7 +65,7 @@ def test_a_schedule_that_can_never_finish_is_an_error() -> None:
 
 def test_transfers_add_to_the_fill_and_drain_of_the_pipeline() -> None:
     plain = simulate(one_f_one_b(4, 1), even(4, 1, 2)).total_s
-    assert simulate(one_f_one_b(4, 1), even(4, 1, 2), transfer_s=0.5).total_s == pytest.approx(plain + 6 * 0.5)
+    assert simulate(one_f_one_b(4, 1), even(4, 1, 2), transfers_s=[0.5] * 4).total_s == pytest.approx(plain + 6 * 0.5)
 
 
 @given(st.integers(2, 512), st.floats(1, 1e10))

@@ -53,13 +53,14 @@ def world_of(role: RoleSpec, members: int) -> int:
     """The largest allowed world of at most ``members`` instances; 0 when there is none.
 
     Only the elastic axis changes, so the product of the others divides it; a world divides the global batch, so that
-    every optimiser step sees the same number of samples.
+    every optimiser step sees the same number of samples. A role with plans has the sizes that there are plans for.
     """
     rest = prod(size for axis, size in role.mesh if axis != role.elastic_axis) if role.elastic_axis else 1
     batch = dict(role.env).get(BATCH_VARIABLE, "")
     whole = int(batch) if batch.isdigit() else 0
     sizes = range(min(members, role.replicas_max), role.replicas_min - 1, -1)
-    return next((size for size in sizes if size % rest == 0 and whole % size == 0), 0)
+    planned = {one.replicas for one in role.plans} or sizes
+    return next((size for size in sizes if size % rest == 0 and whole % size == 0 and size in planned), 0)
 
 
 def wanted_size(ctx: JobContext, role: RoleSpec) -> int:

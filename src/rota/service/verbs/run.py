@@ -217,6 +217,9 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
             for role in report["roles"]
         ],
     )
+    for role in report["roles"]:
+        for plan in role["plans"]:
+            term.line(f"plan of {plan['replicas']} {role['name']}: {plan['why']}")
     gangs = [f"{gang['gang']} ({len(gang['bundles'])} slots)" for gang in report["gangs"]]
     term.line(f"gangs: {', '.join(gangs)}")
 

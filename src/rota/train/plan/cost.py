@@ -141,7 +141,7 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
     }
     work = stage_works(plan, times, head_s(plan, model, hardware))
     costs = [[one.cost for one in work[rank::pp]] for rank in range(pp)]
-    line = simulate(order_of(plan), costs, transfer_s=transfer_s(plan, model, hardware))
+    line = simulate(order_of(plan), costs, transfers_s=transfers_s(plan, model, hardware))
     busiest = max(range(pp), key=line.busy_s.__getitem__)
     micro = plan.micro_batches
     again_s = micro * sum(one.again_s for one in work[busiest::pp])
@@ -206,15 +206,18 @@ def head_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
     return gemm_s(hardware.device, plan.dtype.param, tokens, vocab, model.hidden) + loss_s
 
 
-def transfer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
-    """Activations from stage to stage; each tensor rank sends its slice and the receivers gather it in their node."""
-    if plan.mesh.pp == 1:
-        return 0.0
-    tp = plan.mesh.tp
+def transfers_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> list[float]:
+    """Activations from each pipeline rank to the next, the last to the first.
+
+    Each tensor rank sends its slice, over the level that holds both stages, and the receivers gather it in their node.
+    """
+    pp, tp = plan.mesh.pp, plan.mesh.tp
+    if pp == 1:
+        return [0.0]
     size = plan.micro_batch * model.seq * model.hidden * NUMBER_BYTES[plan.dtype.param]
-    gather_s = all_gather_s(tp, size, hardware.link_of(tp))
-    across = hardware.link_of(2, plan.mesh.world // plan.mesh.pp)
-    return (send_s(size / tp, across) + gather_s) * (1 - hardware.overlap.pp)
+    gather_s, wide = all_gather_s(tp, size, hardware.link_of(tp)), plan.mesh.world // pp
+    ends = [(rank * wide, (rank + 2) * wide - 1) for rank in range(pp - 1)] + [(0, plan.mesh.world - 1)]
+    return [(send_s(size / tp, hardware.link_over(*end)) + gather_s) * (1 - hardware.overlap.pp) for end in ends]
 
 
 def held_params(plan: ParallelPlan, model: ModelShape) -> float:

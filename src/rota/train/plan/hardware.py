@@ -113,6 +113,15 @@ class Hardware:
             inner = level.gb_s if beside > 1 else math.inf
         raise AssertionError("a hardware has at least one level")
 
+    def link_over(self, first: int, last: int) -> Link:
+        """The link of the innermost level with a unit that holds both ranks."""
+        held = 1
+        for level in self.levels:
+            held = held * level.size if level.size else last + 1
+            if first // held == last // held:
+                return level.link
+        return self.levels[-1].link
+
 
 _NESTED: dict[str, type] = {"device": DeviceSpec, "overlap": Overlap, "host": HostSpec, "nvme": NvmeSpec}
 
@@ -170,3 +179,23 @@ A100_80G_DGX = Hardware(
 )
 
 SHIPPED: dict[str, Hardware] = {A100_80G_DGX.name: A100_80G_DGX}
+
+CPU_GB_S, CPU_LATENCY_US = 1.1, 100.0
+"""Gloo between two processes of one machine: an all-reduce of 16 MiB takes about 15 ms."""
+CPU_TFLOPS, CPU_MEMORY_GB_S = 0.05, 5.0
+"""Orders of magnitude of one core. Plans for one machine are only compared with each other."""
+CPU_RESERVE = 1 / 8
+"""Share of the memory of a CPU rank that is left to everything else."""
+
+
+def cpu_ranks(memory_gib: float, ranks: int) -> Hardware:
+    """``ranks`` processes on the cores of a machine that share its memory equally."""
+    share_gib = memory_gib / ranks
+    device = DeviceSpec(
+        memory_gib=share_gib,
+        reserve_gib=share_gib * CPU_RESERVE,
+        memory_gb_s=CPU_MEMORY_GB_S,
+        peak_tflops=dict.fromkeys(("bf16", "fp16", "fp32"), CPU_TFLOPS),
+    )
+    level = LevelSpec(name="node", size=ranks, gb_s=CPU_GB_S, latency_us=CPU_LATENCY_US)
+    return Hardware(name="this-machine", provenance="orders of magnitude", device=device, levels=(level,))

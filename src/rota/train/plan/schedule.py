@@ -98,15 +98,16 @@ class StageCost:
 
 
 def simulate(
-    order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], *, transfer_s: float = 0.0
+    order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], *, transfers_s: Sequence[float] = ()
 ) -> Timeline:
     """Run every rank's tasks in their order. ``costs[rank][chunk]``; chunk ``c`` of rank ``r`` is stage ``c * p + r``.
 
-    ``transfer_s`` passes between a task and the task of the next stage. Raises ValueError for an order that can never
+    ``transfers_s[r]`` passes on the way from rank ``r`` to the next one or back; the last is the way to the first rank,
+    between chunks. Raises ValueError for an order that can never
     finish (each rank waits for another).
     """
     ranks = len(order)
-    run = _Run(order, costs, transfer_s)
+    run = _Run(order, costs, transfers_s or [0.0] * ranks)
     waiting = set(range(ranks))
     while waiting:
         left = run.left
@@ -126,9 +127,9 @@ class _Run:
     """The state of one simulation: when every pass of every stage ended, and how far each rank has come."""
 
     def __init__(
-        self, order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], transfer_s: float
+        self, order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], transfers_s: Sequence[float]
     ) -> None:
-        self._order, self._costs, self._transfer_s = order, costs, transfer_s
+        self._order, self._costs, self._transfers_s = order, costs, transfers_s
         self._ranks, self._stages = len(order), len(order) * len(costs[0])
         micro = 1 + max((task.micro for tasks in order for task in tasks), default=0)
         self._forward_s = [[-1.0] * micro for _ in range(self._stages)]
@@ -170,9 +171,9 @@ class _Run:
             if stage == 0:
                 return 0.0
             made = self._forward_s[stage - 1][task.micro]
-            return made + self._transfer_s if made >= 0 else -1.0
+            return made + self._transfers_s[(stage - 1) % self._ranks] if made >= 0 else -1.0
         own = self._forward_s[stage][task.micro]
         if own < 0 or stage == self._stages - 1:
             return own
         made = self._backward_s[stage + 1][task.micro]
-        return max(own, made + self._transfer_s) if made >= 0 else -1.0
+        return max(own, made + self._transfers_s[stage % self._ranks]) if made >= 0 else -1.0

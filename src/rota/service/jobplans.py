@@ -1,0 +1,116 @@
+"""Find the parallel plans of a job's roles when it is admitted: one for each size that a role may have."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rota.job.spmd import parse_command
+from rota.runtime.clock import Clock
+from rota.runtime.devices import local_node
+from rota.service.plans import find_hardware, load_plan
+from rota.spec.errors import BadInput, Infeasible
+from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
+from rota.train.plan.exchange import model_from_json
+from rota.train.plan.explain import summary
+from rota.train.plan.hardware import A100_80G_DGX, Hardware, cpu_ranks
+from rota.train.plan.memory import GIB
+from rota.train.plan.model import Dtype
+from rota.train.plan.search import Found, search
+from rota.train.plan.space import MIXED, Question
+
+SIZES_MAX = 32
+SEARCH_S = 5.0
+"""Time for all sizes of a role; what is not proven by then says so."""
+
+
+def with_plans(spec: JobSpec, workdir: str, clock: Clock) -> JobSpec:
+    """The job with the plans of its roles, which then have the sizes that a plan exists for.
+
+    Raises BadInput for a plan file or a model that makes no sense, Infeasible when no size of a role has a plan.
+    """
+    return replace(spec, roles=tuple(_with_plan(role, workdir, clock) for role in spec.roles))
+
+
+def _with_plan(role: RoleSpec, workdir: str, clock: Clock) -> RoleSpec:
+    if role.plan is None:
+        return replace(role, plans=()) if role.plans else role
+    try:
+        plans = _searched(role, workdir, clock) if role.plan == AUTO_PLAN else (_read(role, workdir),)
+    except BadInput as error:
+        raise BadInput(f"roles.{role.name}.plan: {error}", hint=error.hint) from error
+    return replace(role, replicas_min=plans[0].replicas, replicas_max=plans[-1].replicas, plans=plans)
+
+
+def _read(role: RoleSpec, workdir: str) -> SizedPlan:
+    """The plan of a file; it gives the size of a role that names none."""
+    assert role.plan is not None
+    plan, _ = load_plan(Path(workdir) / role.plan)
+    local, world = parse_command(role).local, plan.gang().world
+    size = world // local
+    given = (role.replicas_min, role.replicas_max)
+    if world % local or (given != (1, 1) and not given[0] <= size <= given[1]):
+        raise BadInput(
+            f"{role.plan} is for {world} ranks, the role has {given[0]} to {given[1]} instances of {local}",
+            hint="leave replicas out, or search a plan for that many ranks",
+        )
+    return SizedPlan(replicas=size, plan=plan.to_json(), why=f"{role.plan}, for {world} ranks")
+
+
+def _searched(role: RoleSpec, workdir: str, clock: Clock) -> tuple[SizedPlan, ...]:
+    """The best plan of each size, smallest first; a size that is no faster than a smaller one is left out."""
+    assert role.model is not None, "spec.check lets no other in"
+    sizes = range(role.replicas_min, role.replicas_max + 1)
+    if len(sizes) > SIZES_MAX:
+        raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
+    ends_s = clock.monotonic_s() + SEARCH_S
+    local, plans, fastest_s = parse_command(role).local, list[SizedPlan](), float("inf")
+    for size in sizes:
+        question = _question(role, role.model, size * local, local, workdir)
+        found = search(question, top=2, stop=lambda: clock.monotonic_s() > ends_s)
+        if found.best and found.best[0].step.total_s < fastest_s:
+            fastest_s = found.best[0].step.total_s
+            plans.append(SizedPlan(replicas=size, plan=found.best[0].plan.to_json(), why=_why(found, question)))
+    if not plans:
+        raise Infeasible(
+            f"roles.{role.name}.plan: no plan for {sizes[0] * local} to {sizes[-1] * local} ranks: batch "
+            f"{role.model.batch}, {role.model.layers} layers and {role.model.heads} heads must divide over them, and "
+            f"each has {question.memory_gib:.3g} GiB",
+            hint="another range of replicas or batch, more memory, or a smaller model",
+        )
+    return tuple(plans)
+
+
+def _question(role: RoleSpec, model: TrainedModel, ranks: int, local: int, workdir: str) -> Question:
+    fields = asdict(model)
+    batch, named = fields.pop("batch"), fields.pop("hardware")
+    shape, _ = model_from_json(fields)
+    hardware = _hardware(role, named, local, workdir)
+    return Question(
+        model=shape,
+        hardware=hardware,
+        gpus=ranks,
+        memory_gib=hardware.device.memory_gib,
+        batch=batch,
+        dtype=MIXED if role.res.gpus or named else Dtype(),
+    )
+
+
+def _hardware(role: RoleSpec, named: str, local: int, workdir: str) -> Hardware:
+    """What the file names, else what the devices that the role asks for are most like."""
+    if named:
+        path = Path(workdir) / named
+        return find_hardware(str(path) if path.exists() else named)
+    if role.res.gpus:
+        return A100_80G_DGX
+    return cpu_ranks((role.res.memory_bytes or local_node().memory_bytes) / GIB, local)
+
+
+def _why(found: Found, question: Question) -> str:
+    """Shape, time and memory in sentences, the proof, and the next best."""
+    proof = found.certificate
+    text = " ".join(summary(found.best[0], question))
+    text += f" Gap to the bound {proof.gap_pct:.3g} %, {proof.enumerated} settings"
+    if len(found.best) > 1:
+        return f"{text}; the next best takes {found.best[1].step.total_s:.3g} s."
+    return f"{text}."

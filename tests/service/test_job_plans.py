@@ -1,0 +1,104 @@
+"""``plan: auto`` and plan files in a job file: what is searched, which sizes stay, what the dry run tells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rota.job.core.sizing import world_of
+from rota.runtime.clock import SystemClock
+from rota.service.jobfile import read_job
+from rota.service.jobplans import with_plans
+from rota.service.jobtext import job_text
+from rota.service.offline import plan_job
+from rota.spec import codec
+from rota.spec.errors import BadInput, Infeasible, JobFileError
+from rota.spec.job import JobSpec, RoleSpec
+from rota.train.plan.hardware import LevelSpec, cpu_ranks
+from rota.train.plan.model import ParallelPlan, data_parallel
+
+FILE = """
+name: trains
+roles:
+  main:
+    run: torchrun --nproc-per-node 2 train.py
+    replicas: {min: 1, max: 4}
+    resources: {memory: 8GiB}
+    plan: auto
+    model: {layers: 4, hidden: 256, heads: 4, seq: 128, vocab: 256, batch: 16}
+"""
+NO_PLAN = FILE[: FILE.index("    plan")]
+
+
+def planned(text: str, workdir: str = "") -> RoleSpec:
+    return with_plans(read_job(text, filename="job.yaml"), workdir, SystemClock()).role("main")
+
+
+def test_each_size_gets_the_best_plan_for_its_ranks_and_other_sizes_are_no_world() -> None:
+    role = planned(FILE)
+    assert {one.replicas for one in role.plans} <= {1, 2, 4}, "a batch of 16 and 4 layers have no plan for 6 ranks"
+    for one in role.plans:
+        plan = ParallelPlan.from_json(one.plan)
+        assert (plan.mesh.world, plan.global_batch) == (2 * one.replicas, 16)
+        assert "One step takes" in one.why and "Gap to the bound 0 %" in one.why
+    assert [world_of(role, n) for n in (1, 2, 3, 4)] == [1, 2, 2, 4]
+
+
+def test_a_size_that_is_not_faster_than_a_smaller_one_is_left_out(tmp_path: Path) -> None:
+    """``hardware`` names a file beside the job file; on its links everything that is sent takes minutes."""
+    link = replace(cpu_ranks(8, 2).levels[0], size=2), LevelSpec(name="far", gb_s=1e-6)
+    (tmp_path / "slow.json").write_text(codec.dumps(replace(cpu_ranks(8, 2), levels=link)))
+    role = planned(FILE.replace("batch: 16", "batch: 16, hardware: slow.json"), str(tmp_path))
+    assert [one.replicas for one in role.plans] == [1]
+    assert (role.replicas_min, role.replicas_max) == (1, 1)
+
+
+def test_no_plan_for_any_size_is_told_with_what_would_help() -> None:
+    with pytest.raises(Infeasible, match=r"roles\.main\.plan: no plan for 2 to 8 ranks: batch 16.*0\.00488 GiB") as told:
+        planned(FILE.replace("8GiB", "10MiB"))
+    assert "more memory" in told.value.hint
+
+
+def test_a_plan_file_gives_the_size_and_contradictions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(data_parallel(layers=4, dp=4).to_json())
+    text = NO_PLAN.replace("    replicas: {min: 1, max: 4}\n", "") + "    plan: plan.json\n"
+    role = planned(text, str(tmp_path))
+    assert (role.replicas_min, role.replicas_max) == (2, 2)
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: plan.json is for 4 ranks, the role has 3 to 3 instances"):
+        planned(text + "    replicas: 3\n", str(tmp_path))
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: .*No such file"):
+        planned(text, str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (NO_PLAN + "    plan: auto\n", r"job.yaml:8:11: roles.main.plan: auto needs 'model'"),
+        (FILE.replace("auto", "plan.json"), r"roles.main.model: it is for 'plan: auto' only"),
+        (FILE.replace("torchrun --nproc-per-node 2", "python"), r"a plan is for the ranks that torchrun starts"),
+        (FILE.replace("batch: 16", "batsch: 16"), r"unknown field; did you mean 'batch'"),
+        (FILE.replace("hidden: 256", "hidden: 0"), r"job.yaml:9:32: roles.main.model.hidden: expected a whole number"),
+        (FILE + "    mesh: {dp: 1}\n", r"roles.main.mesh: there is a plan, too"),
+    ],
+)
+def test_what_contradicts_a_plan_is_told_at_its_place(text: str, told: str) -> None:
+    with pytest.raises(JobFileError, match=told):
+        read_job(text, filename="job.yaml")
+
+
+def test_a_model_whose_numbers_do_not_divide_is_refused_at_admission() -> None:
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: model\.heads: hidden 256 does not divide by heads 3"):
+        planned(FILE.replace("heads: 4", "heads: 3"))
+
+
+def test_the_dry_run_tells_the_plan_of_each_size_and_the_text_of_the_job_keeps_its_question(tmp_path: Path) -> None:
+    report = plan_job({"source": FILE, "filename": "job.yaml", "workdir": str(tmp_path)})
+    [row] = report["roles"]
+    sizes = [one["replicas"] for one in row["plans"]]
+    assert sizes[0] == 1 and len(sizes) > 1
+    assert row["plans"][-1]["why"].startswith(f"{2 * sizes[-1]} devices: ")
+    spec = JobSpec.from_json(report["spec"])
+    assert JobSpec.from_json(spec.to_json()).role("main").plans == spec.role("main").plans
+    assert read_job(job_text(read_job(FILE, filename="a")), filename="b") == read_job(FILE, filename="a")

@@ -56,7 +56,9 @@ def test_a_size_that_is_not_faster_than_a_smaller_one_is_left_out(tmp_path: Path
 
 
 def test_no_plan_for_any_size_is_told_with_what_would_help() -> None:
-    with pytest.raises(Infeasible, match=r"roles\.main\.plan: no plan for 2 to 8 ranks: batch 16.*0\.00488 GiB") as told:
+    with pytest.raises(
+        Infeasible, match=r"roles\.main\.plan: no plan for 2 to 8 ranks: batch 16.*0\.00488 GiB"
+    ) as told:
         planned(FILE.replace("8GiB", "10MiB"))
     assert "more memory" in told.value.hint
 

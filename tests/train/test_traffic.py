@@ -80,7 +80,21 @@ def shape_of(name: str) -> ModelShape:
     return equal.SHAPE if name in SHARED else GROUPED if "grouped" in name else SHAPE
 
 
-NAMES = tuple(PLANS) if os.environ.get("ROTA_DEEP") else (*list(OWN)[:17:2], *list(OWN)[17:], *list(SHARED)[:6])
+QUICK = (
+    "zero 1 of 8",
+    "zero 2 of 32",
+    "zero 3, full recompute",
+    "hsdp with zero 2",
+    "tp, split sequence, full recompute",
+    "tp x hsdp",
+    "512 ranks",
+    "ring x zero 2",
+    "ulysses x tp",
+    "ulysses, grouped keys",
+    "zero 3, all on the host",
+    "zero 0 and 3 by layer",
+)
+NAMES = tuple(PLANS) if os.environ.get("ROTA_DEEP") else QUICK
 
 
 @pytest.fixture(autouse=True)

@@ -239,7 +239,8 @@ def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s
     """Exposed time of what the data-parallel ranks exchange, over the slowest level that they span.
 
     ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and
-    gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients.
+    gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients. Under 2 and
+    3 each layer is a collective of its own, and the embedding with the head one more.
     """
     dp = plan.mesh.dp
     if dp == 1:
@@ -247,7 +248,12 @@ def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s
     link = hardware.link_of(dp, plan.mesh.cp * plan.mesh.tp)
     held = held_params(plan, model)
     gradients, params = held * NUMBER_BYTES[plan.dtype.reduce], held * NUMBER_BYTES[plan.dtype.param]
-    scatter_s, gather_s = reduce_scatter_s(dp, gradients, link), all_gather_s(dp, params, link)
+    pieces = 1 + max(
+        sum(last - first for first, last in (one.layers for one in plan.stages[rank :: plan.mesh.pp]))
+        for rank in range(plan.mesh.pp)
+    )
+    scatter_s = pieces * reduce_scatter_s(dp, gradients / pieces, link)
+    gather_s = pieces * all_gather_s(dp, params / pieces, link)
     zero, micro = max((layer.zero for layer in plan.layers), default=0), plan.micro_batches
     if zero < 2:
         total_s = all_reduce_s(dp, gradients, link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,9 @@ def test_plan_auto_gives_the_ranks_the_plan_that_was_searched_and_they_learn_und
 
     async def body(run: Run) -> None:
         assert (await run.end()).state is JobState.SUCCEEDED, run.story()
-        losses = [float(line.split()[3]) for line in log_of(run).splitlines() if line.startswith("step ")]
-        assert len(losses) == 2 and losses[1] < losses[0] < 5, "a fresh model is at 5.55"
-        [manifest] = run.home.job(run.job).root.rglob("manifest.json")
+        losses = [float(text) for text in re.findall(r"step +\d+ +loss ([\d.]+)", log_of(run))]
+        assert len(losses) == 2 and losses[1] < losses[0] < 5, f"a fresh model is at 5.55\n{run.story()}"
+        [manifest] = (run.home.root / "checkpoints" / run.job).rglob("manifest.json")
         assert [json.loads(manifest.read_text())["extra"]["plan"]] == chosen
 
     run_job(engine, spec, body)

@@ -103,6 +103,27 @@ def page_of_errors() -> str:
     return f"# Errors\n\nName, exit status of the command line, HTTP status, code.\n\n```{drawn}\n```\n"
 
 
+SECTIONS = {
+    "tutorials": "Begin here, in this order: first-job, first-failure, why-it-waits.",
+    "how-to": "One task a page.",
+    "explanation": "How it works, and why.",
+    "reference": "Looked up, most of it written by the code.",
+    "decisions": "Where the way was chosen, and what was turned down.",
+}
+
+
+def page_of_pages() -> str:
+    """Every page of the documentation by its heading."""
+    lines = ["# Documentation", ""]
+    for section, what in SECTIONS.items():
+        lines += [f"## {section.capitalize()}", "", what, ""]
+        for path in sorted((ROOT / "docs" / section).glob("*.md")):
+            heading = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{heading}]({section}/{path.name})")
+        lines.append("")
+    return "\n".join(lines)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/tree.md": tree_of_files,
     "docs/reference/reasons.md": page_of_reasons,
@@ -110,6 +131,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/events.md": page_of_events,
     "docs/reference/errors.md": page_of_errors,
     **reference.PAGES,
+    "docs/README.md": page_of_pages,
 }
 
 

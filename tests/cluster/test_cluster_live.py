@@ -24,6 +24,7 @@ from rota.spec.events import (
     JobRequeued,
     JobSubmitted,
     JobWaits,
+    MoveAsked,
     NodeJoined,
     NodeLost,
     NodeMarked,
@@ -279,3 +280,24 @@ def test_a_drained_node_is_named_as_what_binds_and_its_return_is_offered_and_wor
     log.add(NodeMarked(node=NodeId("r0n1"), health=Health.HEALTHY), at=5.0)
     log.add(NodeMarked(node=NodeId("r0n0"), health=Health.HEALTHY), at=5.0)
     assert {job for job, event in log.decide(5.0) if isinstance(event, JobAdmitted)} == {"big", "cores"}
+
+
+def test_jobs_on_a_drained_node_are_told_once_by_when_to_leave_it_and_that_they_may_stay_when_it_is_used_again() -> (
+    None
+):
+    log = with_nodes("fifo")
+    log.submit("here", 1, 4, at=1)
+    log.decide(1.0)
+    home = log.scheduler.state.nodes[log.scheduler.state.jobs[JobId("here")].held[0].node].id
+    log.add(NodeMarked(node=home, health=Health.DRAINED), at=2.0)
+    assert log.decide(2.0) == [], "a cordon moves nobody"
+    log.add(NodeMarked(node=home, health=Health.DRAINED, notice_s=60.0), at=3.0)
+    for due_at in (63.0, None):
+        assert log.decide(4.0) == [(JobId("here"), MoveAsked(node=home, due_at=due_at))]
+        assert log.decide(5.0) == []
+        log.add(NodeMarked(node=home, health=Health.HEALTHY), at=5.0)
+    log.add(NodeMarked(node=home, health=Health.DRAINED, notice_s=60.0), at=6.0)
+    log.decide(6.0)
+    log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), job="here", at=7.0)
+    log.add(NodeMarked(node=home, health=Health.HEALTHY), at=8.0)
+    assert log.decide(9.0) == []

@@ -313,31 +313,91 @@ def test_over_its_limit_a_process_moves_to_another_node_and_back_where_there_is_
 
 
 @deep
-@pytest.mark.parametrize("how", ["pause", "drain"])
-def test_a_paused_or_drained_job_gives_everything_back_and_goes_on_from_its_last_commit(
-    raylets: Raylets, how: str
-) -> None:
+def test_a_paused_job_gives_everything_back_and_goes_on_from_its_last_commit(raylets: Raylets) -> None:
     async def body(run: NodesRun) -> None:
         await run.until_committed(5)
-        home = run.node_of("worker/0")
-        if how == "pause":
-            run.append(PreemptAsked(reason=Reason.PAUSED, grace_s=2.0))
-            await run.until_state(JobState.PAUSED)
-            assert (await run.launcher.find(run.job)).instances == ()
-            committed = run.context().committed
-            run.append(JobQueued())
-        else:
-            gone = NodeMarked(node=NodeId(home), health=Health.DRAINED, by="test")
-            run.log.append([gone], writer=run.writer)
-            run.append(PreemptAsked(reason=Reason.MIGRATED_DRAIN, grace_s=2.0))
-            await run.until(lambda: run.events(JobRequeued))
-            committed = run.context().committed
+        run.append(PreemptAsked(reason=Reason.PAUSED, grace_s=2.0))
+        await run.until_state(JobState.PAUSED)
+        assert (await run.launcher.find(run.job)).instances == ()
+        committed = run.context().committed
+        run.append(JobQueued())
         await run.until_committed(committed + 5)
         await succeed(run)
         assert run.events(JobRequeued)[0].counts is False
-        assert how == "pause" or run.node_of("worker/0") != home
 
     run_on(raylets, {"a": 2.0, "b": 2.0}, steady(1), body)
+
+
+# -- nodes that are drained -------------------------------------------------------------------------------------------
+
+
+def drain(run: NodesRun, node: str, notice_s: float) -> None:
+    gone = NodeMarked(node=NodeId(node), health=Health.DRAINED, by="test", notice_s=notice_s)
+    run.log.append([gone], writer=run.writer)
+
+
+@deep
+def test_who_is_on_a_drained_node_moves_at_a_commit_and_who_is_elsewhere_keeps_its_process(raylets: Raylets) -> None:
+    async def body(run: NodesRun) -> None:
+        await run.until_committed(5)
+        before, homes = run.pids(), {name: run.node_of(name) for name in run.pids()}
+        victim = next(name for name in ("worker/0", "worker/1") if homes[name] != homes["loop/0"])
+        (run.output / "from-here").touch()
+        drain(run, homes[victim], 60.0)
+        await run.until(lambda: run.starts(victim) == 2)
+        await healed(run)
+        await more_commits(run)
+        assert run.context().metrics["gap_s"] < 5 * GAP_MAX_S, "it starts elsewhere, and the others go on"
+        assert not psutil.pid_exists(before[victim]), "nothing of it is on the node"
+        await succeed(run)
+        assert changed(before, run) == {victim}, run.story()
+        assert run.node_of(victim) not in homes.values()
+        assert [(one.level, one.reason) for one in run.events(FailoverStarted)] == [(Level.NODE, Reason.MIGRATED_DRAIN)]
+        assert run.events(RolledBack) == [], "and no commit was taken back"
+
+    run_on(raylets, THREE, steady(apart=APART), body)
+
+
+@deep
+def test_without_another_node_a_drained_one_is_left_when_the_notice_is_over(raylets: Raylets) -> None:
+    async def body(run: NodesRun) -> None:
+        await run.until_committed(5)
+        home = run.node_of("worker/0")
+        drain(run, home, 2.0)
+        await run.until_state(JobState.QUEUED)
+        assert (await run.launcher.find(run.job)).instances == ()
+        committed = run.context().committed
+        run.log.append([NodeMarked(node=NodeId(home), health=Health.HEALTHY, by="test")], writer=run.writer)
+        await run.until_committed(committed + 5)
+        await succeed(run)
+        requeued = run.events(JobRequeued)[0]
+        assert (requeued.reason, requeued.counts) == (Reason.MIGRATED_DRAIN, False)
+
+    run_on(raylets, {"a": 4.0}, steady(1), body)
+
+
+@deep
+@pytest.mark.usefixtures("registry")
+def test_a_mesh_on_a_drained_node_moves_with_its_state_and_repeats_no_commit(raylets: Raylets) -> None:
+    async def body(run: NodesRun) -> None:
+        await run.until_committed(5)
+        homes = {name: run.node_of(name) for name in run.pids()}
+        victim = next(name for name in ("learner/0", "learner/1") if homes[name] != homes["loop/0"])
+        drain(run, homes[victim], 60.0)
+        await run.until(lambda: run.starts(victim) == 2)
+        await healed(run)
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        assert [one.n for one in run.events(Committed)] == list(range(1, 301))
+        assert all(one.from_commit == one.to_commit for one in run.events(RolledBack))
+        assert run.events(CheckpointSaved), "it was asked for before the node was left"
+        assert run.context().metrics["total"] == pytest.approx(sum(range(301)) * 14.0, rel=1e-6)
+
+    learner = role("learner", "learning:Learner", 2, mesh=(("dp", 2),), apart=APART, fail=Fail(restart="process"))
+    edge = WeightsEdge(source=RoleName("learner"), target=RoleName("reader"))
+    roles = (learner, role("reader", "learning:Reader"), role("loop", "learning:training"))
+    spec = dataclasses.replace(job(*roles, weights=(edge,), STEPS="300"), checkpoint=Checkpoint(every="auto", keep=2))
+    run_on(raylets, THREE, spec, body)
 
 
 # -- the kills of the master that test_job_real.py has not -----------------------------------------------------------

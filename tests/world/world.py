@@ -82,6 +82,8 @@ class Swarm:
     scale_role_s: float | None = None
     lose_node_s: float | None = None
     """Then every node is a host of its own, and comes back after a while."""
+    drain_node_s: float | None = None
+    """It is used again after a while."""
     crash_before_append_p: float = 0.0
     crash_after_append_p: float = 0.0
     crash_at: int | None = None
@@ -126,7 +128,7 @@ class Swarm:
         )
 
     def with_changes(self, rng: random.Random) -> Swarm:
-        """The same with jobs that are paused, roles that are scaled and nodes that are lost, now and then."""
+        """The same with jobs that are paused, roles that are scaled, nodes that are lost or drained, now and then."""
 
         def maybe(*values: float) -> float | None:
             return rng.choice(values) if rng.random() < 0.25 else None
@@ -136,6 +138,7 @@ class Swarm:
             pause_job_s=maybe(20.0, 60.0),
             scale_role_s=maybe(5.0, 30.0),
             lose_node_s=maybe(15.0, 40.0),
+            drain_node_s=maybe(10.0, 30.0),
         )
 
 
@@ -503,6 +506,7 @@ class World:
             (self._pause_a_job, swarm.pause_job_s),
             (self._scale_a_role, swarm.scale_role_s),
             (self._lose_a_node, swarm.lose_node_s),
+            (self._drain_a_node, swarm.drain_node_s),
         ]
         return [(kind, mean_s) for kind, mean_s in kinds if mean_s is not None]
 
@@ -575,21 +579,27 @@ class World:
             self.engine.lose_node(node)
             self.own(self._return(node))
 
+    def _drain_a_node(self) -> None:
+        alive = [node.id for node in self.nodes if node.id not in self.engine.dead]
+        if alive:
+            node, notice_s = self.rng.choice(alive), self.rng.choice((0.0, 5.0, 60.0))
+            self._mark(NodeMarked(node=node, health=Health.DRAINED, by="admin", notice_s=notice_s))
+            self.own(self._look_at(node))
+
     async def _return(self, node: NodeId) -> None:
         """It comes back empty, and somebody says that it is fit."""
         await self.clock.sleep(self.rng.uniform(5.0, 60.0))
         self.engine.dead.discard(node)
-        self._call_fit(node)
+        self._mark(NodeMarked(node=node, health=Health.HEALTHY, by="admin"))
 
     async def _look_at(self, node: NodeId) -> None:
-        """A node that is there was reported as lost: somebody finds it fit."""
+        """A node that is there was reported as lost, or drained: somebody finds it fit."""
         await self.clock.sleep(self.rng.uniform(5.0, 60.0))
         if node not in self.engine.dead:
-            self._call_fit(node)
+            self._mark(NodeMarked(node=node, health=Health.HEALTHY, by="admin"))
 
-    def _call_fit(self, node: NodeId) -> None:
-        writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
-        self.write([NodeMarked(node=node, health=Health.HEALTHY, by="admin")], writer=writer)
+    def _mark(self, event: NodeMarked) -> None:
+        self.write([event], writer=Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE)))
 
     def _body(self, spec: InstanceSpec, process: SimProcess) -> SimInstance:
         return SimInstance(

@@ -9,7 +9,7 @@ from typing import Any
 from rota.cluster.core import admission, cycle, explain, facts
 from rota.cluster.core.asks import JobAsk, Shape, compile_shape
 from rota.cluster.core.check import check
-from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn, WakeAt
+from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.snapshot import Held, State, Wait
 from rota.spec import codec
 from rota.spec.changes import changed_spec
@@ -28,6 +28,7 @@ from rota.spec.events import (
     JobRequeued,
     JobSubmitted,
     JobWaits,
+    MoveAsked,
     NodeJoined,
     NodeLost,
     NodeMarked,
@@ -79,8 +80,9 @@ class Scheduler:
     """
 
     def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
-        # The runtime gives a device to one job; which two gain by sharing is tried in simulations.
-        self.profile = replace(profile, pack_gain=None)
+        # The runtime gives a device to one job, and a running job asks for more by itself (GangAsked): sharing and
+        # lending devices are for simulations.
+        self.profile = replace(profile, pack_gain=None, grows=False)
         self._state = State(())
         self._laid_out_at: float | None = None
         self._requests_of = requests_of
@@ -91,6 +93,10 @@ class Scheduler:
         self._suspects: dict[NodeId, NodeMarked] = {}
         self._left: dict[JobId, tuple[NodeId, ...]] = {}
         """Row of a gang that is asked for to the nodes that its members leave."""
+        self._drains: dict[NodeId, float] = {}
+        """Nodes that jobs must leave, and until when."""
+        self._told: dict[tuple[NodeId, JobId], float] = {}
+        """Who was told so, and which time."""
 
     @property
     def state(self) -> State:
@@ -141,6 +147,10 @@ class Scheduler:
                 self._fact(facts.JobStopping(job=job, for_job=JobId(for_job) if for_job else None), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
+            case MoveAsked(node=node, due_at=None):
+                self._told.pop((node, job), None)
+            case MoveAsked(node=node, due_at=float(due_at)):
+                self._told[(node, job)] = due_at
             case GangAsked() if known is not None:
                 self._asked(job, known, event)
             case GangGranted() if known is not None:
@@ -155,12 +165,14 @@ class Scheduler:
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 self._fact(facts.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
+                self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
                 self._forget(job, known, lambda request: True, at)
                 self._fact(facts.JobReleased(job=job), at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 self._fact(facts.JobSaved(job=job), at)
             case JobEnded():
+                self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
                 self._forget(job, known, lambda request: True, at)
                 self._jobs.pop(job, None)
                 self._fact(facts.JobGone(job=job), at)
@@ -223,6 +235,9 @@ class Scheduler:
             self._nodes[event.node] = replace(node, devices=devices)
         else:
             self._nodes[event.node] = node.with_health(event.health)
+            self._drains.pop(event.node, None)
+            if event.health is Health.DRAINED and event.notice_s is not None:
+                self._drains[event.node] = at + event.notice_s
         self._fact(facts.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
 
     def _fact(self, fact: facts.Fact, at: float) -> None:
@@ -275,9 +290,22 @@ class Scheduler:
                     events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
                 case Preempt(job=job, reason=reason, grace_s=grace_s, for_job=for_job):
                     events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=for_job)))
+                case Resize(job=job):
+                    raise AssertionError(f"{job}: a live scheduler resizes nobody; {self.profile.name} must not grow")
                 case WakeAt(at=at):
                     wake.append(at)
+        events += self._moves()
         return Outcome(events=tuple(events), wake_at=min(wake, default=None), marks=tuple(self._suspects.values()))
+
+    def _moves(self) -> list[tuple[JobId, Event]]:
+        """Jobs that do not know yet that they must leave a node, or that they need not any more."""
+        holders = [row for row in self.state.holding() if row.phase != "stopping"] if self._drains else []
+        there = {(self.state.nodes[slot.node].id, parts_of(row.ask.id)[0]) for row in holders for slot in row.held}
+        due = {told: self._drains[told[0]] for told in sorted(there) if told[0] in self._drains}
+        new = [told for told, due_at in due.items() if self._told.get(told) != due_at]
+        told = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
+        stay = [(job, MoveAsked(node=node, due_at=None)) for node, job in self._told if node not in self._drains]
+        return [*told, *stay]
 
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""

@@ -47,6 +47,7 @@ class Cadence:
     seconds: float | None
     cost_s: float = 0.0
     last_s: float = 0.0
+    hurried: bool = False
 
     @staticmethod
     def of(spec: Checkpoint, now_s: float) -> Cadence:
@@ -66,6 +67,8 @@ class Cadence:
 
     def due(self, n: int, now_s: float) -> bool:
         """True when commit ``n`` at ``now_s`` should be written to disk too."""
+        if self.hurried:
+            return True
         if self.commits is not None:
             return n % self.commits == 0
         return now_s - self.last_s >= self.period_s
@@ -79,7 +82,11 @@ class Cadence:
 
     def saved(self, now_s: float, cost_s: float) -> None:
         """Note that one was written."""
-        self.last_s, self.cost_s = now_s, cost_s
+        self.last_s, self.cost_s, self.hurried = now_s, cost_s, False
+
+    def hurry(self) -> None:
+        """The next commit is written to disk, whatever the period."""
+        self.hurried = True
 
 
 def folder_of(root: Path, n: int, epoch: Epoch) -> Path:

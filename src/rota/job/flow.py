@@ -352,6 +352,8 @@ class Flow:
             if answer["answer"] == "refused":
                 await self._seat.courier.wait_rollback()
                 raise Fenced(f"commit {n} of loop epoch {self._epoch} was refused: {answer['text']}")
+            if answer.get("save") and self._cadence is not None:
+                self._cadence.hurry()
             return PeerTable.from_json(answer["table"])
 
 

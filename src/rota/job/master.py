@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rota.job import shadow
+from rota.job.core import moving
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial, step
-from rota.job.core.sizing import saved_by_script, waits_to_grow
+from rota.job.core.sizing import saved_by_script
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event, losses_with
 from rota.job.inspect import import_target
@@ -63,8 +64,7 @@ WATCH_S = 1.0
 STORE_RETRY_S = 0.5
 DEGRADED_MAX_S = 600.0
 """So long a master whose store is away answers beats and waits; after that it steps down."""
-PUSH_MAX_S = 5.0
-STACKS_MAX_S = 3.0
+PUSH_MAX_S, STACKS_MAX_S = 5.0, 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
@@ -340,7 +340,7 @@ class JobMaster:
         lost = beat.lost()
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
-        if beat.saved_s > self._saved_s and waits_to_grow(replace(self.ctx, at_s=self._clock.wall_s())):
+        if beat.saved_s > self._saved_s and moving.waits_for_boundary(replace(self.ctx, at_s=self._clock.wall_s())):
             self.report(saved_by_script(self.ctx))
         self._saved_s = max(self._saved_s, beat.saved_s)
         table = self._table if self._table.version > beat.table_version else None
@@ -378,7 +378,7 @@ class JobMaster:
                     return {"answer": "refused", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
             self.report(CheckpointSaved(n=n, cursor=dict(self.ctx.cursor), **saved))
-        return {"answer": "done", "table": table_of(self.ctx).to_json()}
+        return {"answer": "done", "table": table_of(self.ctx).to_json(), "save": moving.needs_save(self.ctx)}
 
     def _has(self, n: int, loop_epoch: int) -> bool:
         return n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch

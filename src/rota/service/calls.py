@@ -80,9 +80,9 @@ def change(job: str, changes: Mapping[str, Any]) -> Ask:
     return Ask(method="PATCH", path=API_PATH + job_path(job), body={"changes": dict(changes)}, safe=False)
 
 
-def mark_node(node: str, action: str, *, reason: str, dry_run: bool) -> Ask:
+def mark_node(node: str, action: str, *, reason: str, notice_s: float | None, dry_run: bool) -> Ask:
     """drain, undrain or cordon a node."""
-    body = {"reason": reason, "dry_run": dry_run}
+    body = {"reason": reason, "dry_run": dry_run} | ({} if notice_s is None else {"notice_s": notice_s})
     return Ask(method="POST", path=f"{API_PATH}/nodes/{quote(node, safe='')}:{action}", body=body)
 
 

@@ -169,9 +169,11 @@ class Client(Wire):
         """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
         return self.ask(calls.change(job, changes))
 
-    def mark_node(self, node: str, action: str, *, reason: str = "", dry_run: bool = False) -> Document:
-        """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``."""
-        return self.ask(calls.mark_node(node, action, reason=reason, dry_run=dry_run))
+    def mark_node(
+        self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False
+    ) -> Document:
+        """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``; who is drained has ``notice_s`` to move."""
+        return self.ask(calls.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run))
 
     def apply_queues(
         self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False

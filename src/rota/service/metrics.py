@@ -120,7 +120,7 @@ class Metrics(Collector):
                 self._decisions["preempt"] += 1
             case e.InstanceStarted(role=role, rank=rank) if (role, rank) in story.instances:
                 self._restarts[story.queue] += story.instances[(role, rank)].restarts > 0
-            case e.FailoverStarted(level=level, reason=reason) if reason is not Reason.RESIZED:
+            case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
                 self._failovers[(level, reason)] += 1
             case e.FailoverEnded(failover=number, seconds=seconds):
                 for failure in story.failures:

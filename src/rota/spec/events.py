@@ -108,6 +108,14 @@ class ScaleAsked(JobEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoveAsked(JobEvent):
+    """The scheduler wants what the job has on a node to be elsewhere at ``due_at`` (wall time); None: no more."""
+
+    node: NodeId
+    due_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GangGranted(JobEvent):
     """The answer to a GangAsked: where its bundles are, one for each asked."""
 
@@ -390,13 +398,17 @@ class NodeLost(ClusterEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMarked(ClusterEvent):
-    """The fitness of a node, or of some of its devices, changed (probe, admin, failover)."""
+    """The fitness of a node, or of some of its devices, changed (probe, admin, failover).
+
+    ``notice_s`` of a drained one: the jobs on it have so long to move; without it they stay to their end.
+    """
 
     node: NodeId
     health: Health
     devices: tuple[int, ...] = ()
     by: str = ""
     text: str = ""
+    notice_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

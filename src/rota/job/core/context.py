@@ -121,7 +121,8 @@ class Ask:
 
     ``members`` are those of each bundle. ``wanted``: GangAsked is not in the log yet; ``dropped``: it is not wanted any
     more, and GangReleased is not in the log yet. ``answered``: there was an answer, or none for too long. On ``avoid``
-    they died, on ``apart`` are others that they must be apart from.
+    they died, on ``apart`` are others that they must be apart from. ``leaves`` is the node on which its members still
+    run; ``held``: granted, and they are not there yet.
     """
 
     gang: GangId
@@ -130,9 +131,10 @@ class Ask:
     avoid: tuple[NodeId, ...] = ()
     apart: tuple[NodeId, ...] = ()
     lost: bool = False
-    state: Literal["wanted", "asked", "granted", "dropped"] = "wanted"
+    state: Literal["wanted", "asked", "held", "granted", "dropped"] = "wanted"
     answered: bool = False
     at_s: float = 0.0
+    leaves: NodeId | None = None
 
     @property
     def everybody(self) -> tuple[InstanceId, ...]:
@@ -200,7 +202,7 @@ class JobContext:
     ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must go back to first.
     ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside those of the
     admission, ``sizes`` the numbers of instances that somebody asked for. ``resized_s`` is when a world last changed
-    its size, ``boundary`` that it may grow now at small cost.
+    its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave, and until when.
     """
 
     job: JobId
@@ -224,6 +226,7 @@ class JobContext:
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     resized_s: float = 0.0
     boundary: bool = False
+    drains: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
     instances: Mapping[InstanceId, Instance] = field(default_factory=dict[InstanceId, Instance])
     committed: int = 0
     versions: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -389,6 +392,7 @@ class Snapshot:
     resized_s: float = 0.0
     boundary: bool = False
     checked: tuple[NodeId, bool] | None = None
+    drains: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
 
 
 _SNAPSHOT_FIELDS: tuple[str, ...] = tuple(Snapshot.__dataclass_fields__)

@@ -18,7 +18,7 @@ from rota.job.core.context import (
 )
 from rota.job.core.diagnosis import is_secondary, root_cause
 from rota.job.core.graph import recovery_scope, replaced
-from rota.job.core.sizing import OF_THE_NODE, is_fit, is_world, leaving, world_of
+from rota.job.core.sizing import OF_THE_NODE, PLANNED, held, is_fit, is_world, leaving, world_of
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, NodeId, RoleName
 from rota.spec.job import Restart, RoleSpec
@@ -121,7 +121,7 @@ class FailoverCoordinator:
         here = ctx.bundle(cause.instance)[1].node
         if cause.reason in OF_THE_NODE:
             return here
-        past = [one.cause for one in ctx.failovers if one.cause.reason is not Reason.RESIZED]
+        past = [one.cause for one in ctx.failovers if one.cause.reason not in PLANNED]
         died = [one for one in (*past, *ctx.losses) if cause.at_s - one.at_s <= SUSPECT_S and may_move(one)]
         bound = [one.instance for one in died if one.instance in ctx.bound]
         placed = [(ctx.bundle(one)[1].node, ctx.plan.unit(one)) for one in bound]
@@ -196,7 +196,10 @@ class FailoverCoordinator:
         return min(ctx.checkpoint_n, ctx.committed) if lost_memory else ctx.committed
 
     def lost(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
-        """Who was lost; at the level of a node everybody on it."""
+        """Who was lost; at the level of a node everybody on it; in a move, who has another place."""
+        if cause.reason is Reason.MIGRATED_DRAIN:
+            place = held(self.ctx)
+            return place.everybody if place else ()
         lost = [loss.instance for loss in self.ctx.losses]
         if level is Level.NODE and cause.instance in self.ctx.bound:
             home = self.ctx.bundle(cause.instance)[1].node
@@ -272,7 +275,7 @@ class FailoverCoordinator:
 
 def may_move(cause: Loss) -> bool:
     """True when another node may help: the fault is not in the code."""
-    return INFO[cause.reason].fault == "infra" or cause.reason in OF_THE_NODE
+    return INFO[cause.reason].fault == "infra" or cause.reason in (*OF_THE_NODE, Reason.MIGRATED_DRAIN)
 
 
 def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
@@ -283,12 +286,12 @@ def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
 
 def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
     """Apply a verdict, or a change of size: from here on the older epochs of its scope are fenced."""
-    resize = event.reason is Reason.RESIZED
-    if event.failover != ctx.failover_count + 1 or not (ctx.losses or (resize and ctx.open_failover is None)):
+    planned = event.reason in PLANNED and not ctx.losses
+    if event.failover != ctx.failover_count + 1 or not (ctx.losses or (planned and ctx.open_failover is None)):
         return ctx
-    cause = _cause(ctx, event) if resize else root_cause(ctx.losses)
+    cause = _cause(ctx, event) if planned else root_cause(ctx.losses)
     new = _record(ctx, event, cause)
-    charge = () if resize else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
+    charge = () if planned else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
     resized = bool(event.join) or any(is_world_of(ctx, role) for role, _ in event.leave)
     ctx = replace(
         ctx,
@@ -313,7 +316,7 @@ def is_world_of(ctx: JobContext, role: RoleName) -> bool:
 
 
 def _cause(ctx: JobContext, event: FailoverStarted) -> Loss:
-    """A change of size in the form of a loss; nothing was lost."""
+    """A change of size or place in the form of a loss; nothing was lost."""
     one = ctx.instances[InstanceId(event.role, event.rank)]
     return Loss(instance=one.id, epoch=one.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
 
@@ -342,7 +345,7 @@ def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
     # A world that changes its size goes on in the processes that live.
     shrinks = {role for role, _ in event.leave if is_world_of(ctx, role)}
     wide = coordinator.whole_roles(event.level, event.role) - shrinks
-    lost = coordinator.lost(event.level, cause) if ctx.losses else ()
+    lost = coordinator.lost(event.level, cause) if ctx.losses or cause.reason is not Reason.RESIZED else ()
     fresh = replaced(ctx.plan, lost, wide)
     delay_s = _backoff_s(ctx, cause) if ctx.losses else 0.0
     return Failover(
@@ -417,7 +420,8 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
 
     stays = event.move_reason is Reason.NO_NODE
     barred = {} if stays else {one.id: one.barred for one in ctx.instances.values() if one.barred}
-    if event.level is Level.NODE or leave:
+    moved = away if failover.cause.reason is Reason.MIGRATED_DRAIN else frozenset[InstanceId]()
+    if (event.level is Level.NODE and not moved) or leave:
         barred |= {
             one: (ctx.bundle(one)[1].node,) for one in away if one in ctx.bound and not ctx.instances[one].barred
         }
@@ -433,8 +437,9 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         new = _replace(one, failover.epoch, lost=member in away)
         return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
 
+    asks = tuple(replace(ask, state="granted") if frozenset(ask.everybody) == moved else ask for ask in ctx.asks)
     return replace(
-        ctx.with_instances([changed(member) for member in failover.scope]),
+        ctx.with_instances([changed(member) for member in failover.scope]).with_placement(ctx.placement, asks),
         open_failover=failover.number,
         epoch_max=Epoch(max(ctx.epoch_max, failover.epoch)),
         starting_s=ctx.at_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.job.core import sizing
+from rota.job.core import moving, sizing
 from rota.job.core.context import (
     ASK_WAIT_S,
     DIAGNOSE_S,
@@ -67,8 +67,8 @@ def emits(ctx: JobContext) -> Iterator[Emit]:
         yield Emit(event=verdict, key=f"failover/{verdict.failover}")
     elif (failover := ctx.failover) and not ctx.losses:
         yield from _progress(ctx, failover)
-    elif resize := sizing.wanted_resize(ctx):
-        yield Emit(event=resize, key=f"failover/{resize.failover}")
+    elif change := moving.wanted_move(ctx) or sizing.wanted_resize(ctx):
+        yield Emit(event=change, key=f"failover/{change.failover}")
     yield from sizing.ask_emits(ctx)
 
 
@@ -84,6 +84,9 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
             first_s = min(loss.at_s for loss in ctx.losses)
             yield SetTimer(timer=f"diagnose/{ctx.failover_count + 1}", since_s=first_s, after_s=DIAGNOSE_S)
         return
+    if ctx.state is JobState.RUNNING and (there := sizing.leavers(ctx)):
+        node = ctx.bundle(there[0].id)[1].node
+        yield SetTimer(timer=f"drain/{node}/{ctx.drains[node]:.3f}", since_s=ctx.drains[node], after_s=0.0)
     failover = ctx.failover
     if failover is not None and not failover.released:
         yield SetTimer(timer=f"backoff/{failover.number}", since_s=failover.started_s, after_s=failover.delay_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rota.job.core import sizing
+from rota.job.core import moving, sizing
 from rota.job.core.context import (
     Ending,
     Failover,
@@ -87,6 +87,8 @@ def fire(ctx: JobContext, timer: str) -> JobContext:
             return sizing.answered(ctx)
         case "node":
             return sizing.no_node(ctx)
+        case "drain":
+            return moving.overdue(ctx)
         case _:
             return _blame_late(ctx)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.job.core import losing, sizing, winding
+from rota.job.core import losing, moving, sizing, winding
 from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
@@ -45,6 +45,7 @@ from rota.spec.events import (
     JobRequeued,
     JobSubmitted,
     MasterStarted,
+    MoveAsked,
     NodeChecked,
     PreemptAsked,
     ProgressStalled,
@@ -164,6 +165,8 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
             return losing.roll_back(ctx, event)
         case _, Committed():
             return _commit(ctx, event)
+        case _, MoveAsked():
+            return moving.asked(ctx, event)
         case _, StopAsked():
             return winding.stop(ctx, event)
         case _, PreemptAsked(reason=reason, grace_s=grace_s):
@@ -211,8 +214,8 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case InstanceStopped(epoch=epoch):
             return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
         case CheckpointSaved(n=n, path=path, cursor=cursor) if n >= ctx.checkpoint_n:
-            boundary = sizing.waits_to_grow(ctx)
-            return replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor, boundary=boundary)
+            saved = replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor)
+            return replace(saved, boundary=moving.at_boundary(saved))
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,
@@ -298,14 +301,14 @@ def _ended(one: Instance, epoch: Epoch) -> Instance:
 def _commit(ctx: JobContext, event: Committed) -> JobContext:
     if not accepts_commit(ctx, event.n, event.loop_epoch):
         return ctx
-    return replace(
+    done = replace(
         ctx,
         committed=event.n,
         versions={**ctx.versions, **event.versions},
         cursor=event.cursor,
         metrics=event.metrics,
-        boundary=sizing.waits_to_grow(ctx),
     )
+    return replace(done, boundary=moving.at_boundary(done))
 
 
 def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.job.core.context import Ending, Instance, JobContext, Process
-from rota.job.core.sizing import sized, waits_for_answers
+from rota.job.core.sizing import PLANNED, sized, waits_for_answers
 from rota.spec.ids import Epoch, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
@@ -102,7 +102,7 @@ def _succeed(ctx: JobContext) -> JobContext:
 def _with_state(ctx: JobContext) -> JobContext:
     failover = ctx.failover
     if ctx.losses or failover is not None:
-        resizes = not ctx.losses and failover is not None and failover.cause.reason is Reason.RESIZED
+        resizes = not ctx.losses and failover is not None and failover.cause.reason in PLANNED
         state = JobState.RESIZING if resizes else JobState.RECOVERING
     elif all(one.settled for one in ctx.instances.values()):
         state = JobState.RUNNING

@@ -35,6 +35,8 @@ GROW_EVERY_S = 60.0
 BATCH_VARIABLE = "ROTA_GLOBAL_BATCH"
 OF_THE_NODE = frozenset({Reason.NODE_LOST, Reason.GPU_LOST, Reason.GPU_ECC})
 """Causes that lie in the node: nothing may be started there again."""
+PLANNED = frozenset({Reason.RESIZED, Reason.MIGRATED_DRAIN})
+"""Recoveries in which nothing was lost: they are no failures, and cost no budget."""
 
 
 def first(role: RoleSpec, one: InstanceId) -> Instance:
@@ -94,6 +96,28 @@ def homeless(ctx: JobContext) -> tuple[Instance, ...]:
     return tuple(one for one in ctx.instances.values() if not one.retired and (one.barred or not has_place(ctx, one)))
 
 
+def leavers(ctx: JobContext) -> tuple[Instance, ...]:
+    """Members on a node that is to be left, one node after another; none while anything is being recovered."""
+    if ctx.failover is not None or ctx.losses or ctx.ending is not None:
+        return ()
+    for node in ctx.drains:
+        there = (one for one in ctx.instances.values() if not (one.retired or one.ended) and has_place(ctx, one))
+        if found := tuple(one for one in there if ctx.bundle(one.id)[1].node == node):
+            return found
+    return ()
+
+
+def leaves(ctx: JobContext, ask: Ask) -> bool:
+    """True while an ask is for exactly those who are to leave their node."""
+    return set(ask.everybody) == {one.id for one in leavers(ctx)}
+
+
+def held(ctx: JobContext) -> Ask | None:
+    """The place that is reserved for those who are to leave their node."""
+    have = {gang.id for gang in ctx.gangs if gang.state == "reserved"}
+    return next((ask for ask in ctx.asks if ask.state == "held" and ask.gang in have and leaves(ctx, ask)), None)
+
+
 def has_place(ctx: JobContext, one: Instance) -> bool:
     """True when the reservation in which it ran exists."""
     return one.id in ctx.bound and any(gang.id == ctx.bound[one.id][0] for gang in ctx.gangs)
@@ -127,9 +151,11 @@ def granted(ctx: JobContext, event: GangGranted) -> JobContext:
         return ctx
     grant = Grant(gang=ask.gang, bundles=event.bundles)
     placement = Placement(gangs=(*ctx.placement.gangs, grant))
-    ctx = _with_ask(ctx, ask.gang, "asked", state="granted", answered=True)
+    ctx = _with_ask(ctx, ask.gang, "asked", state="held" if ask.leaves else "granted", answered=True)
     ctx = ctx.with_placement(placement, ctx.asks)
     gangs = (*ctx.gangs, Gang(id=ask.gang, epoch=ask.epoch, state="reserving"))
+    if ask.leaves:
+        return replace(ctx, gangs=gangs)
     coming = [_coming(ctx.instances[member], ask.epoch) for member in ask.everybody]
     return replace(ctx.with_instances(coming), gangs=gangs, starting_s=ctx.at_s)
 
@@ -353,17 +379,26 @@ def _back(ctx: JobContext, one: Instance) -> JobContext:
 
 def _moved(ctx: JobContext) -> JobContext:
     """Everybody who is waited for and has no place: one ask for all of them; none that nobody waits for any more."""
-    busy = {member for ask in ctx.asks if ask.state in ("wanted", "asked") for member in ask.everybody}
+    busy = {member for ask in ctx.asks if ask.state in ("wanted", "asked", "held") for member in ask.everybody}
     out = homeless(ctx)
+    leaving_now = leavers(ctx)
     for ask in ctx.asks:
         moves = not any(ctx.instances[member].retired for member in ask.everybody)
-        if ask.state in ("wanted", "asked") and moves and not any(one.id in ask.everybody for one in out):
+        stays = leaves(ctx, ask) if ask.leaves else not moves or any(one.id in ask.everybody for one in out)
+        if ask.state in ("wanted", "asked") and not stays:
             ctx = _with_ask(ctx, ask.gang, ask.state, state="dropped")
     new = [one.id for one in out if one.id not in busy]
-    return _with_new_ask(ctx, new, "moved") if new else ctx
+    if new:
+        return _with_new_ask(ctx, new, "moved")
+    if out or not leaving_now or any(one.id in busy for one in leaving_now):
+        return ctx
+    home = ctx.bundle(leaving_now[0].id)[1].node
+    return _with_new_ask(ctx, [one.id for one in leaving_now], "drained", home)
 
 
-def _with_new_ask(ctx: JobContext, members: list[InstanceId], name: str) -> JobContext:
+def _with_new_ask(
+    ctx: JobContext, members: list[InstanceId], name: str, leaves_node: NodeId | None = None
+) -> JobContext:
     assert ctx.spec is not None
     epoch = Epoch(ctx.epoch_max + 1)
     gang = GangId(f"{name}-{epoch}")
@@ -376,6 +411,7 @@ def _with_new_ask(ctx: JobContext, members: list[InstanceId], name: str) -> JobC
         apart=nodes_apart(ctx.spec, ctx.plan, members, _homes(ctx)),
         lost=any(one.error is not None and one.error.reason in OF_THE_NODE for one in barred),
         at_s=ctx.at_s,
+        leaves=leaves_node,
     )
     return replace(ctx, asks=(*ctx.asks, ask), epoch_max=epoch)
 
@@ -395,6 +431,7 @@ def abandoned(ctx: JobContext) -> frozenset[GangId]:
         for one in ctx.instances.values()
         if one.id in ctx.bound and not (one.retired and (one.barred or one.id.rank >= _base(ctx, one)))
     }
+    used |= {ask.gang for ask in ctx.asks if ask.state == "held" and leaves(ctx, ask)}
     return frozenset(gang.id for gang in ctx.gangs if gang.state == "reserved" and gang.id not in used)
 
 

@@ -53,6 +53,7 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         ending=None,
         placement=None,
         asks=(),
+        drains={},
         bound={},
         losses=(),
         diagnosed=False,

@@ -25,6 +25,8 @@ from rota.spec.reasons import INFO
 from rota.spec.resources import Health
 
 NODES_MAX = 10_000
+NOTICE_S = 600.0
+"""So long jobs on a drained node have to move, unless somebody says otherwise."""
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"])
 
@@ -42,6 +44,7 @@ class MarkBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reason: Annotated[str, Field(max_length=500)] = ""
+    notice_s: Annotated[float, Field(ge=0, le=7 * 86400)] = NOTICE_S
     dry_run: bool = False
 
 
@@ -138,12 +141,17 @@ async def mark_node(
     caller: Asker,
     body: MarkBody | None = None,
 ) -> Document:
-    """Take a node out of use for new work (``drain``, ``cordon``) or back in. Jobs that run there go on."""
+    """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
     caller.need(Role.ADMIN)
     given = body or MarkBody()
     before = _one_node(doors, node)
+    effect, notice_s = "goes on; new work goes elsewhere", None
+    if action == "drain":
+        effect, notice_s = f"moves within {given.notice_s:g} s, else waits in its queue", given.notice_s
     if not given.dry_run:
-        event = NodeMarked(node=NodeId(node), health=_MARKS[action], by=caller.user, text=given.reason)
+        event = NodeMarked(
+            node=NodeId(node), health=_MARKS[action], by=caller.user, text=given.reason, notice_s=notice_s
+        )
         await doors.loop.append([event])
     return {
         "api": API,
@@ -151,7 +159,7 @@ async def mark_node(
         "node": node,
         "action": action,
         "dry_run": given.dry_run,
-        "jobs": [{"job": job, "effect": "goes on; new work goes elsewhere"} for job in before["jobs"]],
+        "jobs": [{"job": job, "effect": effect} for job in before["jobs"]],
         "state": _one_node(doors, node)["state"],
     }
 

@@ -22,14 +22,16 @@ def nodes(
     node: Annotated[str, Parameter(help="The node to act on.")] = "",
     *,
     reason: Annotated[str, Parameter(help="Told to people.")] = "",
+    notice: Annotated[str, Parameter(help="How long jobs on a drained node have to move.")] = "10m",
     dry_run: Annotated[bool, Parameter(help="Only say which jobs it touches.")] = False,
     yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """List nodes, or take one out of use for new work and back.
 
-    Both drain and cordon keep new work off a node and let the jobs on it go on to their end. drain shows those jobs and
-    asks before; cordon does not. undrain and uncordon are the same: the node takes work again.
+    Both drain and cordon keep new work off a node. cordon lets the jobs on it go on to their end. drain shows them,
+    asks, and moves them: at a commit or checkpoint to another node, or back into the queue if there is none when the
+    notice is over. undrain and uncordon are the same: the node takes work again.
 
     Examples
     --------
@@ -45,11 +47,12 @@ def nodes(
             document = client.nodes()
             terminal.show(document, lambda term: _node_table(term, document["items"]))
             return 0
-        plan = client.mark_node(node, action, reason=reason, dry_run=True)
+        notice_s = ago_s(notice) if action == "drain" else None
+        plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)
         if not dry_run:
             if action == "drain" and plan["jobs"]:
                 confirm(f"drain {node} with {len(plan['jobs'])} jobs on it?", yes=yes)
-            plan = client.mark_node(node, action, reason=reason, dry_run=False)
+            plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=False)
     terminal.show(plan, lambda term: _drain_table(term, plan))
     return 0
 

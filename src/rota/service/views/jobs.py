@@ -69,7 +69,7 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
     if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
         return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
     if story.state is JobState.RESIZING and story.ctx.failover is not None:
-        return Reason.RESIZED, story.ctx.failover.cause.text
+        return story.ctx.failover.cause.reason, story.ctx.failover.cause.text
     if story.state is JobState.RECOVERING and story.failures:
         cause = story.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text

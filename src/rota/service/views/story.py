@@ -274,8 +274,8 @@ class JobStory:
 
     def _follow_recovery(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
-            case e.FailoverStarted(reason=Reason.RESIZED):
-                pass  # a size that somebody wanted is no failure
+            case e.FailoverStarted(reason=Reason.RESIZED | Reason.MIGRATED_DRAIN):
+                pass  # a size or a place that somebody wanted is no failure
             case e.FailoverStarted() if self.ctx.open_failover == event.failover != before.open_failover:
                 self._open(_failure(at, event, self.unclaimed, attempt=self.ctx.attempt))
             case e.RolledBack(from_commit=old, to_commit=new) if self.failures:

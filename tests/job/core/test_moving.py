@@ -1,0 +1,145 @@
+"""A drained node is left: another place first, then a boundary, then the move; back to the queue when there is none."""
+
+from __future__ import annotations
+
+import pytest
+from tests.makers import at, loop, mesh, service, spec
+
+from rota.job.core.context import JobContext
+from rota.job.core.intent import wanted
+from rota.job.core.machine import initial, replay
+from rota.job.core.moving import needs_save
+from rota.spec.commands import SetTimer
+from rota.spec.events import (
+    CheckpointSaved,
+    Committed,
+    FailoverStarted,
+    GangAsked,
+    InstanceLost,
+    MoveAsked,
+    PreemptAsked,
+    TimerFired,
+)
+from rota.spec.ids import Epoch, NodeId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState, Level
+
+FAR_S = 1e6
+
+
+def drain(driven, node: str = "h0", due_at: float | None = FAR_S) -> None:
+    driven.feed(MoveAsked(node=NodeId(node), due_at=due_at))
+    driven.settle()
+
+
+def commit(driven, n: int) -> None:
+    driven.feed(Committed(n=n, loop_epoch=driven.ctx.loop_epoch))
+    driven.settle()
+
+
+def homes(driven) -> dict[str, str]:
+    return {str(one): bundle.node for one, (_, bundle) in driven.ctx.bound.items()}
+
+
+def moved(driven) -> list[FailoverStarted]:
+    return [record.event for record in driven.records if isinstance(record.event, FailoverStarted)]
+
+
+def rewritten(driven) -> JobContext:
+    found = replay(driven.ctx.job, tuple(driven.records), initial(driven.ctx.job))
+    return JobContext.from_json(found.to_json())
+
+
+def test_who_is_on_a_drained_node_moves_at_the_next_commit_and_the_others_keep_their_processes(driven):
+    driven.free = ["h2"]
+    driven.run(spec(service("w", 2), loop()), "h0", "h1", "h1")
+    before = dict(driven.ctx.instances)
+    drain(driven)
+    asked = next(record.event for record in driven.records if isinstance(record.event, GangAsked))
+    assert (asked.avoid, asked.lost) == ((), False), "the scheduler knows what is drained, and that it is no fault"
+    assert homes(driven)["w/0"] == "h0" and driven.ctx.state is JobState.RUNNING, "until there is a commit"
+    commit(driven, 1)
+    assert (homes(driven), driven.ctx.state) == ({"w/0": "h2", "w/1": "h1", "loop/0": "h1"}, JobState.RUNNING)
+    (move,) = moved(driven)
+    assert (move.level, move.reason, move.restore) == (Level.NODE, Reason.MIGRATED_DRAIN, 1)
+    assert driven.ctx.charges == () and driven.ctx.instances[at("w/0")].barred == ()
+    assert driven.ctx.instances[at("w/1")].process == before[at("w/1")].process
+    assert rewritten(driven) == driven.ctx
+
+
+def test_a_whole_gang_moves_and_the_place_that_it_left_is_given_back_after_it(driven):
+    driven.free = ["h1"]
+    driven.run(spec(service("w", 2)))
+    drain(driven)
+    ids = [one.id for one in driven.done]
+    reserved = next(one for one in ids if one.startswith("reserve/drained"))
+    assert (
+        ids.index(reserved)
+        < ids.index(next(one for one in ids if one.startswith("stop/w/0")))
+        < ids.index("release/all/1")
+    )
+    assert set(homes(driven).values()) == {"h1"} and len(driven.ctx.gangs) == 1
+
+
+def test_state_in_the_memory_of_the_node_is_saved_before_it_is_left_and_no_commit_is_lost(driven):
+    driven.free = ["h1"]
+    driven.run(spec(mesh("actor", 2), loop()))
+    commit(driven, 1)
+    drain(driven)
+    commit(driven, 2)
+    assert needs_save(driven.ctx) and not moved(driven), "a commit in memory is no boundary here"
+    driven.feed(CheckpointSaved(n=2, path="c"))
+    driven.settle()
+    assert (driven.ctx.committed, set(homes(driven).values())) == (2, {"h1"})
+    assert {one.restored for one in driven.ctx.instances.values()} == {2}
+
+
+@pytest.mark.parametrize("place", [True, False])
+def test_when_the_notice_is_over_it_goes_to_its_place_at_once_or_waits_in_the_queue(driven, place: bool):
+    driven.free = ["h1"] if place else []
+    driven.run(spec(service("w", 1), loop()))
+    drain(driven, due_at=driven.ctx.at_s + 60.0)
+    (timer,) = (one for one in wanted(driven.ctx) if isinstance(one, SetTimer) and one.timer.startswith("drain"))
+    driven.feed(TimerFired(timer=timer.timer), after_s=60.0)
+    driven.settle()
+    if place:
+        assert (driven.ctx.state, homes(driven)["w/0"]) == (JobState.RUNNING, "h1")
+    else:
+        assert (driven.ctx.state, driven.ctx.retries, driven.ctx.drains) == (JobState.QUEUED, 0, {})
+
+
+def test_a_node_that_is_used_again_is_stayed_on_and_the_place_is_given_back(driven):
+    driven.free = ["h1"]
+    driven.run(spec(service("w", 1), loop()))
+    drain(driven)
+    assert len(driven.ctx.gangs) == 2
+    drain(driven, due_at=None)
+    commit(driven, 1)
+    assert (moved(driven), driven.ctx.asks, [gang.id for gang in driven.ctx.gangs]) == ([], (), ["all"])
+    assert rewritten(driven) == driven.ctx
+
+
+def test_a_death_before_the_move_heals_where_it_was_and_the_move_follows(driven):
+    driven.free = ["h1"]
+    driven.run(spec(service("w", 1), loop()))
+    drain(driven)
+    driven.feed(InstanceLost(role=RoleName("w"), rank=0, epoch=Epoch(1), reason=Reason.SIGNALLED))
+    driven.settle()
+    assert (homes(driven)["w/0"], driven.ctx.state) == ("h0", JobState.RUNNING)
+    commit(driven, 1)
+    assert [one.reason for one in moved(driven)] == [Reason.SIGNALLED, Reason.MIGRATED_DRAIN]
+    assert homes(driven)["w/0"] == "h1" and len(driven.ctx.gangs) == 1
+
+
+def test_a_drained_node_that_dies_is_left_as_a_lost_one(driven):
+    driven.free = None
+    driven.run(spec(service("w", 2), loop()), "h0", "h1", "h1")
+    drain(driven)
+    driven.feed(InstanceLost(role=RoleName("w"), rank=0, epoch=Epoch(1), reason=Reason.NODE_LOST))
+    driven.settle()
+    driven.free = ["h2"]
+    driven.settle()
+    assert (homes(driven)["w/0"], driven.ctx.state) == ("h2", JobState.RUNNING)
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.asks) == (JobState.QUEUED, ())

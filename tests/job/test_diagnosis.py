@@ -13,7 +13,7 @@ from rota.job.core.graph import expand
 from rota.job.core.waits import Wait
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.meetings import Meetings
-from rota.job.probes import Beat, Pulse
+from rota.job.probes import SETTING_UP, Beat, Pulse
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
@@ -126,6 +126,15 @@ def test_a_meeting_is_held_up_by_the_member_that_has_not_come() -> None:
     bench.say("actor/0", ("master", "meeting"), idle_s=12.0, busy=("update",))
     bench.say("actor/1", idle_s=12.0, busy=("update",))
     assert set(bench.told(actor=("actor/1",))) == {"actor/1"}
+
+
+def test_a_beat_from_a_long_setup_is_no_evidence_against_who_is_ready_now() -> None:
+    bench = Bench()
+    bench.say("loop/0", ("actor/0", "call"), idle_s=14.0, busy=("train",))
+    bench.say("actor/0", idle_s=14.0, busy=(SETTING_UP,))
+    assert bench.told() == {}
+    bench.say("actor/0", idle_s=14.0, busy=("update",))
+    assert set(bench.told()) == {"actor/0"}
 
 
 def test_one_that_stops_answering_is_accused_for_what_others_wait_for_and_not_for_what_it_told_last() -> None:

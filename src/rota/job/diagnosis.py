@@ -10,7 +10,7 @@ from typing import Any
 from rota.job.core.context import Instance, JobContext
 from rota.job.core.symptoms import Pace, RateWatch, memory_evidence, stragglers
 from rota.job.core.waits import Rank, Root, Standing, Wait, WaitGraph, collective_waits
-from rota.job.probes import BEAT_S, Beat
+from rota.job.probes import BEAT_S, SETTING_UP, Beat
 from rota.runtime.clock import Clock
 from rota.spec import codec
 from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
@@ -192,7 +192,9 @@ class DiagnosisManager:
             if unmarked and not self._is_silent(ctx, one):
                 excuse = excuse or MARKS_NOTHING
             extra_s = silent_s if self._is_silent(ctx, one) else 0.0
-            if beat.busy:
+            if SETTING_UP in beat.busy:
+                still_s = 0.0  # it is ready, so this was told before: that took long is no hang
+            elif beat.busy:
                 still_s = beat.idle_s + extra_s
             elif waited_s is not None:
                 still_s = min(waited_s, beat.still_s + extra_s)

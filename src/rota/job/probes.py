@@ -25,6 +25,8 @@ LEASE_S = 60.0
 FENCE_EXIT_S = 75.0
 """Without an answer for this long an instance ends itself."""
 QUIET_MAX_S = 600.0
+SETTING_UP = "its setup"
+"""What an instance is busy with until it is ready."""
 STEPS_KEPT = 20
 """Durations of steps whose median a beat tells."""
 

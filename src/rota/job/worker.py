@@ -25,7 +25,7 @@ from rota.job.inspect import import_target
 from rota.job.lanes import Lane
 from rota.job.operations import ClassBody
 from rota.job.peers import PeerTable, master_handle
-from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, Beat, BeatAnswer, Failure, Pulse
+from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
 from rota.job.spmd import CommandBody, run_setup
 from rota.job.stacks import own_stacks
 from rota.runtime import vault
@@ -217,7 +217,7 @@ class Instance:
                 await asyncio.gather(task, return_exceptions=True)
         self._failure = None
         try:
-            with self._seat.pulse.running("setup"):
+            with self._seat.pulse.running(SETTING_UP):
                 await self._check_node()
                 await run_setup(self._seat)
                 await self._body.form(forming)

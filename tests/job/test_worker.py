@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from tests.makers import JOB, at, service, spec
 
-from rota.job import worker
+from rota.job import operations, worker
 from rota.job.calls import Refusal
 from rota.job.executor import JobPlace, death_event
 from rota.job.peers import PeerTable
 from rota.job.probes import BeatAnswer
 from rota.job.spans import Spans
-from rota.job.worker import FENCED_EXIT_STATUS, Instance
+from rota.job.worker import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Instance
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launch import ProcessDied
 from rota.spec.dispatch import Rank
@@ -161,3 +161,39 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
 def test_a_death_by_any_signal_is_told(number: int, text: str) -> None:
     died = ProcessDied(name="n", job=JOB, instance=at("w/0"), epoch=Epoch(1), signal=number)
     assert death_event(died).text == text
+
+
+def test_an_operation_that_holds_its_thread_over_a_new_epoch_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses, go, began = list[int](), threading.Event(), threading.Event()
+
+    def end(status: int) -> None:
+        statuses.append(status)
+        raise asyncio.CancelledError
+
+    def block(self: Worked) -> bool:
+        began.set()
+        return go.wait(LIMIT_S)
+
+    monkeypatch.setattr(Worked, "block", op(send=Rank(0))(block))
+    monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(worker.os, "_exit", end)
+    monkeypatch.setattr(operations, "LET_GO_S", 0.05)
+    instance = an_instance(tmp_path)
+
+    async def main() -> list[dict[str, Any]]:
+        found = [await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0)]
+        call = asyncio.create_task(instance.call(["a", "block", 1, 4, {}, True]))
+        await asyncio.to_thread(began.wait, LIMIT_S)
+        found.append(await instance.assemble(epoch=2, world=1, restore=0, restarts=0, index=0))
+        go.set()
+        await asyncio.gather(call, return_exceptions=True)
+        return found
+
+    try:
+        assert asyncio.run(main())[0] == {"answer": "done"}
+        assert statuses == [STUCK_EXIT_STATUS]
+    finally:
+        instance._control.close()
+        instance._seat.user.close()

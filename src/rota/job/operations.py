@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job import checkpoint, shadow
-from rota.job.bodies import Forming, Seat, make_context
+from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.calls import Refusal, Request
 from rota.job.inspect import import_target
 from rota.job.payload import Box, prefix_of
@@ -22,6 +22,9 @@ from rota.job.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
 from rota.job.workload import Marks, marks_of
 from rota.spec.ids import Epoch
 
+LET_GO_S = 20.0
+"""So long an operation may still run after the group of its epoch was left; gloo does not give up a collective by
+itself while another member keeps its sockets open."""
 REPLIES_KEPT_MAX = 32
 """Answers kept by call id: a repeated request gets the first answer, the operation does not run again."""
 
@@ -90,14 +93,29 @@ class ClassBody:
         raise AssertionError("a class workload is not run")
 
     async def dissolve(self) -> None:
-        """Leave the process group, so that members blocked with this one are released; drop the object."""
+        """Leave the process group, so that members blocked with this one are released; drop the object.
+
+        Raises StillRunning when the thread of the operations does not come back to us.
+        """
+        formed = self._leave()
+        if formed is None or formed.active == 0:
+            return
+        try:
+            async with asyncio.timeout(LET_GO_S):
+                await self._seat.user.do(lambda: None)
+        except TimeoutError:
+            raise StillRunning(f"an operation of epoch {formed.epoch} still runs {LET_GO_S:g} s later") from None
+
+    def _leave(self) -> _Formed | None:
+        """The epoch that was left, if there was one."""
         if self._meeting is not None:
             self._meeting.leave()
-        self._formed = None
+        formed, self._formed = self._formed, None
+        return formed
 
     async def stop(self, grace_s: float) -> None:
         """Leave the group; the process ends after this."""
-        await self.dissolve()
+        self._leave()
 
     # -- calls, in the user lane --------------------------------------------------------------------------------------
 

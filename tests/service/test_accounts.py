@@ -15,6 +15,7 @@ from rota.runtime.clock import VirtualClock
 from rota.runtime.vault import Vault, masked
 from rota.service.accounts import SOMEBODY, Caller, Role, Veil
 from rota.service.audit import Audit
+from rota.service.rest import application
 from rota.spec.states import JobState
 
 QUEUES = [{"path": "default"}, {"path": "research"}, {"path": "research/rl"}, {"path": "prod"}]
@@ -144,9 +145,8 @@ def with_town(home: Path, test: Any) -> None:
     with_service(home, settled)
 
 
-def routes(town: Town) -> list[str]:
-    app = town.service.http._transport.app  # type: ignore[attr-defined]
-    return [f"{method.upper()} {path}" for path, item in app.openapi()["paths"].items() for method in item]
+def routes() -> list[str]:
+    return [f"{method.upper()} {path}" for path, item in application().openapi()["paths"].items() for method in item]
 
 
 async def ask(who: httpx.AsyncClient, route: str, **body: Any) -> httpx.Response:
@@ -177,7 +177,7 @@ def expected(right: str, name: str) -> set[int]:
 
 def test_every_route_gives_every_role_what_it_may_have_and_a_stranger_nothing(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
-        listed = set(routes(town))
+        listed = set(routes())
         assert listed - OPEN == set(RIGHTS), "a route without a line in the table of rights"
         nobody, tried = town.client(""), 0
         for name in ("ann", "vera", "pat", "quinn", "bob", "local"):

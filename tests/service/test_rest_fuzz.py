@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from standing import HELLO, listening, standing
 
+from rota.service.rest import application
+
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 CASES = 60 if os.environ.get("ROTA_DEEP") else 1
@@ -32,7 +34,7 @@ def serving(home: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
     async def main() -> None:
         async with standing(home) as service, listening(service) as http:
             await service.submit(HELLO)
-            document = service.http._transport.app.openapi()  # type: ignore[attr-defined]
+            document = application().openapi()
             found.append((str(http.base_url), http.headers["authorization"], document))
             up.set()
             await over.wait()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 
 from rota.cluster.live import Scheduler
 from rota.cluster.policies.profiles import get_profile
@@ -21,7 +19,7 @@ from rota.runtime.sql_log import SqlLog
 from rota.runtime.vault import Vault
 from rota.service.audit import Audit
 from rota.service.auth import Auth, ensure_token
-from rota.service.config import LOOPBACK, Settings
+from rota.service.config import LOOPBACK, Settings, rota_version
 from rota.service.engine import Engine, GatewayEngine, NoEngine
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
@@ -35,14 +33,6 @@ WARM = 2
 """Processes that the engine keeps ready: one for the master of a job and one for its first instance."""
 PRELOAD = ("rota.runtime.launch_ray", "rota.runtime.sql_log", "rota.job.executor", "rota.job.probes")
 """What a process that is kept ready has imported; nothing with numpy, which settles its threads when it is imported."""
-
-
-def rota_version() -> str:
-    """Version of the installed package."""
-    try:
-        return version_of("rota")
-    except PackageNotFoundError:
-        return "0"
 
 
 def open_store(settings: Settings) -> SqlLog:

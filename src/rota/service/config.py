@@ -7,6 +7,8 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,14 @@ from rota.spec.resources import pretend_nodes
 
 DEFAULT_PORT = 7700
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def rota_version() -> str:
+    """Version of the installed package."""
+    try:
+        return version_of("rota")
+    except PackageNotFoundError:
+        return "0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,8 @@ class ServiceLoop:
         if self._due_at is not None:
             pause_s = min(pause_s, max(0.0, self._due_at - self.clock.wall_s()))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(pause_s, 0.001))
+            async with asyncio.timeout(max(pause_s, 0.001)):  # wait_for of Python 3.11 may swallow a cancellation
+                await self._wake.wait()
         self._wake.clear()
 
     async def _turn(self) -> bool:
@@ -315,7 +316,8 @@ class ServiceLoop:
             ends = self._ends
             await self._sweep_ended()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wait_for_end(ends), SWEEP_PERIOD_S)
+                async with asyncio.timeout(SWEEP_PERIOD_S):
+                    await self._wait_for_end(ends)
 
     async def _wait_for_end(self, ends: int) -> None:
         async with self._moved:

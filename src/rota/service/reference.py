@@ -6,7 +6,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rota.runtime.clock import VirtualClock
@@ -15,7 +14,7 @@ from rota.service.config import Settings
 from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
 from rota.service.jobschema import JOB, json_schema
 from rota.service.metrics import Metrics
-from rota.service.rest import make_app
+from rota.service.rest import application
 from rota.service.scripts import SBATCH, SHORT
 from rota.service.verbs.flags import Flags
 from rota.service.views.installation import Installation
@@ -223,8 +222,7 @@ def page_of_metrics() -> str:
 
 def page_of_rest() -> str:
     """docs/reference/rest.md: every route with its parameters, body and rule, from the OpenAPI document."""
-    parts: Any = SimpleNamespace(version="")
-    document = make_app(parts).openapi()
+    document = application().openapi()
     lines = [
         "# REST",
         "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.auth import SAFE_METHODS
+from rota.service.config import rota_version
 from rota.service.routes import accounts, cluster, jobs, page, sim, streams
 from rota.service.routes.doors import Doors, asked_line
 from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
@@ -32,28 +34,33 @@ _SECURITY = (
 _HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 413: "LIMIT_EXCEEDED"}
 
 
-def make_app(doors: Doors) -> FastAPI:
-    """The ASGI application over the given parts."""
+@cache
+def application() -> FastAPI:
+    """Every route with its checks, once a process; ``make_app`` puts the parts of an installation behind them."""
     app = FastAPI(
         title="Rota",
-        version=doors.version,
+        version=rota_version(),
         description="Schedules, runs and heals deep-learning jobs of many roles.",
         openapi_url=None,  # served by routes/page.py, which checks the name it is asked under
         docs_url=None,
         redoc_url=None,
     )
-    app.state.doors = doors
     for router in (jobs.router, streams.router, cluster.router, accounts.router, sim.router, page.router):
         app.include_router(router)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_middleware(Guard, doors=doors)
+    app.add_exception_handler(Exception, _bug)
     return app
 
 
+def make_app(doors: Doors) -> ASGIApp:
+    """The ASGI application over the given parts."""
+    return Guard(application(), doors)
+
+
 class Guard:
-    """Around every request: an id, a limit on the body, headers against browsers' tricks, a time in the metrics."""
+    """Around every request: its parts and id, limits, headers against browsers' tricks, metrics, the audit."""
 
     def __init__(self, app: ASGIApp, doors: Doors) -> None:
         self._app, self._doors = app, doors
@@ -63,9 +70,9 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id = self._doors.chance.fresh(60)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, doors=self._doors)
         started_s = self._doors.clock.monotonic_s()
-        status = [0]
+        status = [500]
         read = [0]
 
         async def limited() -> Message:

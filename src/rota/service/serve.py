@@ -21,8 +21,8 @@ from rota.runtime import environ
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
-from rota.service.assembly import assemble, node_changes, open_store, rota_version, wanted_nodes
-from rota.service.config import Settings, load_settings
+from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
+from rota.service.config import Settings, load_settings, rota_version
 from rota.service.rest import make_app
 from rota.service.routes.doors import Doors
 from rota.spec.errors import Conflict, NotReachable, RotaError

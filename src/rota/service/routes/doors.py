@@ -98,7 +98,7 @@ def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: C
 
 async def doors_of(request: Request) -> Doors:
     """The parts of the application that this request came to."""
-    return request.app.state.doors
+    return request.state.doors
 
 
 def asked_of(request: Request) -> Asked:

@@ -34,6 +34,8 @@ WORKLOADS = Path(__file__).resolve().parent.parent / "tests" / "real" / "workloa
 GROUP = 8
 WARM_CALLS = 300
 LIMIT_S = 180.0
+SETTLE_S = 8.0
+"""Between two starts: what was started ends, and both sides have their idle processes again."""
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
@@ -182,7 +184,9 @@ def measure_starts(home: Home, bare: Bare, starts: int) -> tuple[list[float], li
     """Submit to the first role set up, beside a bare actor until its first answer."""
     ours, theirs = list[float](), list[float]()
     for _ in range(starts):
+        time.sleep(SETTLE_S)
         theirs.append(bare.ask("start")["start"])
+        time.sleep(SETTLE_S)
         began = time.perf_counter()
         job = submit(home, "start", {"one": role("echo:Echo"), "loop": role("echo:once")}, {})
         while not list(home.job(job).work.rglob("ready-*")):

@@ -18,8 +18,8 @@ from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_gr
 from rota.runtime import process
 from rota.runtime.engine import EngineState
 
-PAUSE_S = (0.5, 30.0)
-"""Between two looks: first, and at most."""
+PAUSE_S = (3.0, 30.0)
+"""Between two looks: first, and at most. The first is long enough for a job that took processes to be up by itself."""
 ANSWER_MAX_S = 10.0
 KEEP_S = 365 * 86_400
 """So long the raylet does not end an idle process by itself."""

@@ -35,6 +35,8 @@ from rota.service.config import load_settings
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, JobEnded, Record, RolledBack
 from rota.spec.ids import JobId
 
+STEPS = 100_000
+"""More than fit into the time."""
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo_sums"
 
 
@@ -87,6 +89,7 @@ def accounted(records: tuple[Record, ...], rows: list[int], began: float, ended:
 def measure(home: Home, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
     """The job under kills, until the time is up or it ends."""
     source = (EXAMPLE / "job.yaml").read_text(encoding="utf-8").replace("limit: 10/10m", "limit: 1000/10m")
+    source = source.replace("env: {", f'env: {{GRPO_STEPS: "{STEPS}", ')
     body = {"source": source, "filename": "job.yaml", "workdir": str(EXAMPLE)}
     job = str(daemon.ask(home, "POST", "/api/v1/jobs", body)["id"])
     log, rng, kills = SqlLog(home.db_url), random.Random(seed), list[str]()

@@ -128,6 +128,14 @@ def test_a_meeting_is_held_up_by_the_member_that_has_not_come() -> None:
     assert set(bench.told(actor=("actor/1",))) == {"actor/1"}
 
 
+def test_who_waits_for_the_lease_of_a_device_waits_for_the_role_that_holds_it() -> None:
+    bench = Bench()
+    bench.say("loop/0", ("reward", "lease"), idle_s=14.0, busy=("train",))
+    bench.say("reward/0", idle_s=12.0, busy=("score",))
+    found = bench.told()
+    assert set(found) == {"reward/0"} and "loop/0 waits for it" in found["reward/0"].text
+
+
 def test_a_beat_from_a_long_setup_is_no_evidence_against_who_is_ready_now() -> None:
     bench = Bench()
     bench.say("loop/0", ("actor/0", "call"), idle_s=14.0, busy=("train",))

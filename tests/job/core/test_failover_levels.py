@@ -14,6 +14,7 @@ from rota.spec.events import (
     CheckpointSaved,
     Committed,
     FailoverStarted,
+    GangAsked,
     GangReserveFailed,
     InstanceEnded,
     InstanceLost,
@@ -320,6 +321,21 @@ def test_a_node_that_is_fit_is_stayed_on(driven):
     _, second = doubted(driven, fit=True)
     assert (second.level, second.moved_from, second.move_reason) == (Level.PROCESS, Level.NODE, Reason.NODE_HEALTHY)
     assert driven.ctx.bundle(at("w/2"))[1].node == "h0"
+
+
+def test_a_node_that_loses_processes_again_and_again_is_left_though_its_check_finds_nothing(driven):
+    driven.fit, driven.free = True, ["h2"]
+    driven.run(spec(service("w", 4)), "h0", "h1", "h0", "h0")
+    for who in ("w/0", "w/2", "w/0"):
+        driven.feed(lost_of(driven, who), after_s=120.0)
+        driven.settle()
+    found = [
+        (one.level, one.move_reason) for one in (r.event for r in driven.records) if isinstance(one, FailoverStarted)
+    ]
+    assert found == [(Level.PROCESS, None), (Level.PROCESS, None), (Level.NODE, Reason.NODE_SUSPECT)]
+    assert {driven.ctx.bundle(at(who))[1].node for who in ("w/0", "w/2", "w/3")} == {"h2"}
+    asked = next(one for one in (r.event for r in driven.records) if isinstance(one, GangAsked))
+    assert asked.avoid == ("h0",), "and it is marked suspect by the scheduler"
 
 
 def test_one_reservation_that_the_engine_forgot_does_not_cost_the_others(driven):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rota.job.core.context import Loss
-from rota.spec.reasons import Reason
+from rota.job.core.context import JobContext, Loss
+from rota.job.core.sizing import OF_THE_NODE, PLANNED
+from rota.spec.reasons import INFO, Reason
 
 SECONDARY_TEXTS = (
     "connection reset by peer",
@@ -73,3 +74,17 @@ def root_cause(losses: Sequence[Loss]) -> Loss:
 def kind_of(loss: Loss) -> str:
     """Name of the rule that fits a loss."""
     return next(rule.name for rule in RULES if rule.fits(loss))
+
+
+def may_move(cause: Loss) -> bool:
+    """True when another node may help: the fault is not in the code."""
+    return INFO[cause.reason].fault == "infra" or cause.reason in (*OF_THE_NODE, Reason.MIGRATED_DRAIN)
+
+
+def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
+    """How many died where the cause did; 0 when somebody died elsewhere too, or all were of one unit."""
+    past = [one.cause for one in ctx.failovers if one.cause.reason not in PLANNED]
+    recent = (one for one in (*past, *ctx.losses) if cause.at_s - one.at_s <= within_s and may_move(one))
+    died = {(one.instance, one.at_s) for one in recent if one.instance in ctx.bound}
+    nodes = {ctx.bundle(one)[1].node for one, _ in died}
+    return len(died) if len(nodes) == 1 and len({ctx.plan.unit(one) for one, _ in died}) > 1 else 0

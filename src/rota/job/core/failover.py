@@ -16,7 +16,7 @@ from rota.job.core.context import (
     JobContext,
     Loss,
 )
-from rota.job.core.diagnosis import is_secondary, root_cause
+from rota.job.core.diagnosis import deaths_of_one_node, is_secondary, may_move, root_cause
 from rota.job.core.graph import recovery_scope, replaced
 from rota.job.core.sizing import OF_THE_NODE, PLANNED, held, is_fit, is_world, leaving, world_of
 from rota.spec.events import FailoverStarted
@@ -33,6 +33,8 @@ NODE_MOVES_MAX = 2
 """Replacements of a node for one role within its window; the next one widens to the job."""
 SUSPECT_S = 30.0
 """Two units of one node that die within so long, while nobody dies elsewhere, cast doubt on the node."""
+REPEAT_N, REPEAT_S = 3, 600.0
+"""So many deaths of several units of one node within so long, and none elsewhere, are the node's: no check is asked."""
 LOST, READY = InstanceState.LOST, InstanceState.READY
 _LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
 
@@ -59,7 +61,7 @@ class FailoverCoordinator:
             return None
         cause = root_cause(ctx.losses)
         suspect = self.suspect(cause)
-        if suspect is not None and (ctx.checked is None or ctx.checked[0] != suspect):
+        if suspect is not None and not self.repeats(cause) and (ctx.checked is None or ctx.checked[0] != suspect):
             return None
         move = self.move(cause)
         leave, restore = self.leaving(move, cause), self.restore(move.level, cause)
@@ -94,8 +96,8 @@ class FailoverCoordinator:
             return Move(Level.PROCESS if fit else Level.JOB, Level.NODE, Reason.NO_NODE)
         if cause.reason is Reason.ENGINE_LOST and self.is_part(cause):
             return Move(Level.PROCESS, Level.JOB, Reason.SCOPE_NARROW)
-        if (suspect := self.suspect(cause)) is not None and self.ctx.checked is not None:
-            if self.ctx.checked == (suspect, False):
+        if (suspect := self.suspect(cause)) is not None and (self.repeats(cause) or self.ctx.checked is not None):
+            if self.repeats(cause) or self.ctx.checked == (suspect, False):
                 return Move(Level.NODE, ladder[0], Reason.NODE_SUSPECT)
             if self.budget_left(cause, ladder[0]) > 0:
                 return Move(ladder[0], Level.NODE, Reason.NODE_HEALTHY)
@@ -121,12 +123,12 @@ class FailoverCoordinator:
         here = ctx.bundle(cause.instance)[1].node
         if cause.reason in OF_THE_NODE:
             return here
-        past = [one.cause for one in ctx.failovers if one.cause.reason not in PLANNED]
-        died = [one for one in (*past, *ctx.losses) if cause.at_s - one.at_s <= SUSPECT_S and may_move(one)]
-        bound = [one.instance for one in died if one.instance in ctx.bound]
-        placed = [(ctx.bundle(one)[1].node, ctx.plan.unit(one)) for one in bound]
-        units = {unit for node, unit in placed if node == here}
-        return here if len(units) > 1 and all(node == here for node, _ in placed) else None
+        several = deaths_of_one_node(self.ctx, cause, SUSPECT_S) > 1 or self.repeats(cause)
+        return here if several else None
+
+    def repeats(self, cause: Loss) -> bool:
+        """True when the node has lost processes again and again, whatever a check of it says."""
+        return deaths_of_one_node(self.ctx, cause, REPEAT_S) >= REPEAT_N
 
     def is_part(self, cause: Loss) -> bool:
         """True when everything that was lost is one reservation of several, and somebody outside of it goes on."""
@@ -271,11 +273,6 @@ class FailoverCoordinator:
     def _role(self, cause: Loss) -> RoleSpec:
         assert self.ctx.spec is not None
         return self.ctx.spec.role(cause.instance.role)
-
-
-def may_move(cause: Loss) -> bool:
-    """True when another node may help: the fault is not in the code."""
-    return INFO[cause.reason].fault == "infra" or cause.reason in (*OF_THE_NODE, Reason.MIGRATED_DRAIN)
 
 
 def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from rota.job.checks import NodeUnfit, quick
+from rota.job.checks import NodeUnfit, Unfit, collective, compute, quick
 from rota.runtime.devices import fake_devices
 from rota.spec.reasons import Reason
 
@@ -33,3 +37,32 @@ def test_a_device_that_is_not_there_is_a_lost_device(monkeypatch: pytest.MonkeyP
     (found,) = quick([tmp_path], (0, 1))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert NodeUnfit([found]).reason is Reason.GPU_LOST
+
+
+def test_arithmetic_that_is_wrong_is_found_and_right_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compute(0) == []
+    right = torch.Tensor.__matmul__
+
+    def flipped(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        product = right(one, other)
+        product[100, 7] += 1.0  # one wrong bit in a register
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", flipped)
+    (found,) = compute(0)
+    assert (found.check, found.reason) == ("compute", Reason.NODE_SUSPECT)
+    assert "cpu computes 1 of 262144 products wrong" in found.text
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_collective_of_the_mesh_is_summed_and_a_member_that_sends_wrong_numbers_is_noticed(broken: bool) -> None:
+    store = dist.HashStore()
+
+    def member(rank: int) -> list[Unfit]:
+        group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+        # A member that counts itself twice sends other numbers than it should.
+        return collective(group, rank + (broken and rank == 1), 2, "cpu")
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(member, range(2)))
+    assert [[one.reason for one in each] for each in found] == [[Reason.NODE_SUSPECT] if broken else []] * 2

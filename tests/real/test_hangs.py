@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 import os
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_rank_that_does_not_come_to_the_collective_is_the_culprit_and_not_thos
         assert "loop/0, ranks/0 wait for it" in found["ranks/1"].text
         assert run.context().committed == 5
 
-    ranks = role("ranks", "hangs:Ranks", 2, mesh=(("dp", 2),), fail=FAIL)
+    ranks = role("ranks", "hangs:Ranks", 2, mesh=(("dp", 2),), fail=replace(FAIL, check="full"))
     run_job(engine, job(ranks, role("loop", "hangs:in_step", fail=FAIL)), body)
 
 

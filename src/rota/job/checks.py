@@ -1,12 +1,15 @@
-"""Is this node fit for an instance? Folders that take writes, free disk, memory, devices; before any user code runs."""
+"""Is this node fit for an instance? Folders, disk, memory, devices; in full also arithmetic and a collective."""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from rota.job.core.symptoms import storage_reason
 from rota.runtime.devices import local_devices
@@ -17,6 +20,10 @@ CHECK_MAX_S = 60.0
 FREE_MIN_BYTES = 64 * 2**20
 PROBE = b"rota" * 1024
 ALLOCATION_BYTES = 16 * 2**20
+MATRIX_N = 512
+"""Side of the matrices of small whole numbers whose product is checked; a product of theirs is exact in float32."""
+COLLECTIVE_N = 2**18
+"""Numbers in the collective that is checked (1 MiB)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,39 @@ def quick(folders: Iterable[Path], devices: Sequence[int], *, free_min_bytes: in
         text = f"{ALLOCATION_BYTES >> 20} MiB of memory cannot be had"
         found.append(Unfit(check="memory", reason=Reason.OOM_KILLED, text=text))
     return found
+
+
+def compute(devices: int) -> list[Unfit]:
+    """Devices of this process (the processor when it has none) that multiply wrongly. Imports torch."""
+    torch: Any = importlib.import_module("torch")
+    row = torch.arange(MATRIX_N) % 7
+    left, right = row.repeat(MATRIX_N, 1), (row.flip(0) - 3).repeat(MATRIX_N, 1).T.contiguous()
+    wanted = int((row * (row.flip(0) - 3)).sum())
+    for place in [f"cuda:{index}" for index in range(devices)] or ["cpu"]:
+        product = left.float().to(place) @ right.float().to(place)
+        wrong = int((product != wanted).sum())
+        if wrong:
+            reason = Reason.GPU_ECC if devices else Reason.NODE_SUSPECT
+            text = f"{place} computes {wrong} of {MATRIX_N**2} products wrong; take the node out of use and test it"
+            return [Unfit(check="compute", reason=reason, text=text)]
+    return []
+
+
+def collective(group: Any, rank: int, world: int, device: str) -> list[Unfit]:
+    """What is wrong with a sum over all members of a mesh; every member calls it. Blocks for a minute at most."""
+    torch: Any = importlib.import_module("torch")
+    numbers = torch.arange(COLLECTIVE_N, device=device) % 1000
+    wanted, mine = numbers * (world * (world + 1) // 2), numbers * (rank + 1)
+    try:
+        work = group.allreduce([mine])
+        work.wait(timedelta(seconds=CHECK_MAX_S))
+    except RuntimeError as error:
+        text = f"a sum over the {world} members of the mesh is not done in {CHECK_MAX_S:g} s: {error}"
+        return [Unfit(check="collective", reason=Reason.COLLECTIVE_TIMEOUT, text=text)]
+    if torch.equal(mine, wanted):
+        return []
+    text = f"a sum over the {world} members of the mesh is wrong; a link or a device between them is broken"
+    return [Unfit(check="collective", reason=Reason.NODE_SUSPECT, text=text)]
 
 
 def _folder(folder: Path, free_min_bytes: int) -> Unfit | None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from rota.job.bodies import Forming, Seat
+from rota.job.checks import NodeUnfit, collective
 from rota.job.peers import master_handle
 from rota.runtime.environ import get
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
@@ -59,6 +60,10 @@ class Meeting:
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         self._group = dist.group.WORLD
+        if self._seat.role.fail.check == "full":
+            device = "cuda" if self._seat.devices else "cpu"
+            if found := collective(self._group, rank, world, device):
+                raise NodeUnfit(found)
         return self._group
 
     async def _meet(self, address: str) -> str:

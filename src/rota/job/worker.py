@@ -17,7 +17,7 @@ from typing import Any
 
 from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
-from rota.job.checks import CHECK_MAX_S, NodeUnfit, Unfit, quick
+from rota.job.checks import CHECK_MAX_S, NodeUnfit, Unfit, compute, quick
 from rota.job.core.symptoms import storage_reason
 from rota.job.executor import JobPlace, checkpoint_dir
 from rota.job.flow import LoopBody
@@ -241,6 +241,8 @@ class Instance:
         try:
             async with asyncio.timeout(CHECK_MAX_S):
                 found = await asyncio.to_thread(quick, folders, seat.devices)
+                if not found and seat.role.fail.check == "full":
+                    found = await asyncio.to_thread(compute, len(seat.devices))
         except TimeoutError:
             names = ", ".join(str(folder) for folder in dict.fromkeys(folders))
             text = f"one of {names} did not answer in {CHECK_MAX_S:g} s; check the mount"

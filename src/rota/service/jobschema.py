@@ -124,7 +124,7 @@ FAIL = Record(
         ),
         "backoff": Field(kind=duration(), doc="pause before a restart", default="0s"),
         "check": Field(
-            kind=OneOf(choices=("none", "quick")), doc="node check before a start", default=_default_fail.check
+            kind=OneOf(choices=("none", "quick", "full")), doc="node check before a start", default=_default_fail.check
         ),
     },
 )

@@ -123,9 +123,6 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
     if "none" in role.fail.state and len(role.fail.state) > 1:
         message = "'none' stands alone: state comes back from nowhere or from somewhere"
         yield Finding(path=(*at, "fail", "state"), message=message, code="CONTRADICTION")
-    if role.fail.check == "full":
-        hint = "say 'quick', or 'none' to start without a check"
-        yield Finding(path=(*at, "fail", "check"), message="there is no check 'full'", hint=hint, code="OUT_OF_RANGE")
     gpus = role.res.gpus
     if gpus > 1 and gpus != int(gpus):
         message = f"{gpus:g} is neither a whole number of devices nor a fraction of one"

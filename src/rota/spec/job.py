@@ -46,7 +46,7 @@ class Fail:
     nan: Literal["ignore", "rollback"] = "ignore"
     backoff_s: float = 0.0
     check: Literal["none", "quick", "full"] = "quick"
-    """``full`` is read in old logs; a new job that asks for it is refused."""
+    """``quick``: folders, space, memory, devices; ``full``: also arithmetic, and a collective of the whole mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

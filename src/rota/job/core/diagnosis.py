@@ -51,7 +51,7 @@ def _one_of(*reasons: Reason) -> Callable[[Loss], bool]:
 RULES: tuple[Rule, ...] = (
     Rule("engine lost", _one_of(Reason.ENGINE_LOST)),
     Rule("node lost", _one_of(Reason.NODE_LOST)),
-    Rule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC)),
+    Rule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC, Reason.NODE_SUSPECT)),
     Rule("out of memory", _one_of(Reason.OOM_KILLED, Reason.GPU_OOM)),
     Rule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE, Reason.CHECKPOINT_BAD)),
     Rule("killed", _one_of(Reason.SIGNALLED)),

@@ -33,7 +33,7 @@ from rota.spec.states import InstanceState, JobState, Level
 GROW_EVERY_S = 60.0
 """A world grows no more often than this."""
 BATCH_VARIABLE = "ROTA_GLOBAL_BATCH"
-OF_THE_NODE = frozenset({Reason.NODE_LOST, Reason.GPU_LOST, Reason.GPU_ECC})
+OF_THE_NODE = frozenset({Reason.NODE_LOST, Reason.NODE_SUSPECT, Reason.GPU_LOST, Reason.GPU_ECC})
 """Causes that lie in the node: nothing may be started there again."""
 PLANNED = frozenset({Reason.RESIZED, Reason.MIGRATED_DRAIN})
 """Recoveries in which nothing was lost: they are no failures, and cost no budget."""

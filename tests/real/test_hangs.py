@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 import os
+from dataclasses import replace
 
 import pytest
 from tests.real.jobs import Run, deep, job, role, run_job

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any
 
 from rota.cluster.core.binding import awaits, waits_because
+from rota.cluster.core.claims import Claims, take_what_is_free
 from rota.cluster.core.facts import (
     Fact,
     JobArrived,
@@ -136,11 +137,10 @@ class _Pass:
         self.wake: list[float] = []
         self.reservations: list[Reservation] = []
         self.first: dict[str, JobRow | None] = {}
-        self.claims: list[tuple[Held, Held]] = []
-        self.claimants: list[JobId] = []
+        self.claims = Claims(state, txn)
         self.started = 0
         self.shared = False
-        self.tried = 0
+        self.tried = self.sets = 0
 
     def run(self) -> list[Decision]:
         # 0. who shares devices without gain, or with nobody any more
@@ -356,7 +356,7 @@ class _Pass:
         with self.txn.trial():
             for reservation in self._outlived(row):
                 for slot in reservation.held:
-                    self._take_what_is_free(slot)
+                    take_what_is_free(self.state, self.txn, slot)
             return self._place(row)
 
     def _reserve(self) -> None:
@@ -375,14 +375,19 @@ class _Pass:
 
     def _preempt(self, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
-        stopping = sorted(self.state.stopping)
-        if stopping and self.profile.starts and (wait := self._claim(row, stopping)) is not None:
-            return wait
-        if self.profile.victims is None:
+        stopping, profile = sorted(self.state.stopping), self.profile
+        victims = profile.victims if self.sets < profile.victim_sets_max else None
+        claims = bool(stopping) and profile.starts and self.claims.given_back(stopping) >= row.ask.shape.gpu_milli
+        if victims is not profile.victims:
+            self.wake.append(self.now)
+        if not claims and victims is None:
             return None
         with self.txn.trial():
-            self._let_go(stopping)
-            chosen = self.profile.victims.victims(self.state, self.txn, row, self.profile.placer, self.now)
+            self.claims.let_go(stopping)
+            held = profile.placer.place(self.state, self.txn, row) if claims else None
+            chosen = held is None and victims and victims.victims(self.state, self.txn, row, profile.placer, self.now)
+        if held is not None:
+            return self._claim(row, stopping, held)
         if not chosen or not self._would_start(row, stopping, chosen):
             return None
         for victim in chosen:
@@ -398,9 +403,14 @@ class _Pass:
                     to=victim.to,
                 )
             )
-        wait = self._claim(row, stopping + [victim.job for victim in chosen])
+        self.sets += 1
+        stopping += [victim.job for victim in chosen]
+        with self.txn.trial():
+            self.claims.let_go(stopping)
+            held = profile.placer.place(self.state, self.txn, row)
+        wait = None if held is None else self._claim(row, stopping, held)
         for victim in chosen:
-            self._keep(victim.to)
+            self.claims.keep(victim.to)
         return wait
 
     def _would_start(self, row: JobRow, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
@@ -412,54 +422,28 @@ class _Pass:
         if not self.profile.starts:
             return True
         with self.txn.trial():
-            self._let_go([*stopping, *(victim.job for victim in chosen)])
+            for job in (*stopping, *(victim.job for victim in chosen)):
+                _apply(self.state, self.txn, JobReleased(job=job), self.now)
+            self.claims.let_go([])
             for victim in chosen:
                 if victim.to:
                     self.state.hold(self.txn, victim.job, victim.to, now=self.now)
-            for job in self.claimants:
+            for job in self.claims.jobs:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
             profile = replace(self.profile, victims=None, remember=False, pack_gain=None)
             then = _Pass(self.state, self.txn, profile, self.now, until=row.ask.id)
             then.run()
             return bool(self.state.jobs[row.ask.id].held)
 
-    def _let_go(self, stopping: list[JobId]) -> None:
-        """The state as it will be once these jobs have let go, less what others have claimed of it."""
-        for job in stopping:
-            _apply(self.state, self.txn, JobReleased(job=job), self.now)
-        for claim, part in self.claims:
-            self.state.take(self.txn, part, -1)
-            self.state.take(self.txn, claim, 1)
-
-    def _claim(self, row: JobRow, stopping: list[JobId]) -> Wait | None:
-        """Keep others off what the job will use once these jobs have let go. None if even then it does not fit."""
-        with self.txn.trial():
-            self._let_go(stopping)
-            held = self.profile.placer.place(self.state, self.txn, row)
-        if held is None:
-            return None
+    def _claim(self, row: JobRow, stopping: list[JobId], held: tuple[Held, ...]) -> Wait:
+        """Keep others off what the job will use once these jobs have let go."""
         self.state.charge(self.txn, row, 1)
         for book in self.state.books:
             book.claim(self.txn, self.state, row)
-        self._keep(held)
-        self.claimants.append(row.ask.id)
+        self.claims.keep(held)
+        self.claims.jobs.append(row.ask.id)
         nodes = sorted({self.state.nodes[slot.node].id for slot in held})
         return awaits(self.state, stopping, nodes)
-
-    def _keep(self, held: tuple[Held, ...]) -> None:
-        """Claim a holding: what is free of it is taken for the rest of the pass."""
-        for slot in held:
-            self.claims.append((slot, self._take_what_is_free(slot)))
-
-    def _take_what_is_free(self, slot: Held) -> Held:
-        state = self.state
-        need = slot.milli or 1000
-        devices = tuple(d for d in slot.devices if int(state.dev_milli[d]) >= need)
-        cpu = min(slot.cpu_milli, int(state.cpu[slot.node]))
-        mem = min(slot.mem, int(state.mem[slot.node]))
-        part = Held(slot.node, devices, slot.milli, cpu, mem)
-        state.take(self.txn, part, 1)
-        return part
 
     # -- gates -------------------------------------------------------------------------------------------------------
 

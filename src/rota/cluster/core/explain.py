@@ -91,7 +91,7 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
     with state.txn() as txn:
         # Without a reason yet, the job is told the verdict of its line even when an equal job stands before it.
         state.put(txn, JobRow(ask=ask))
-        decisions = decide(state, replace(profile, candidates_max=1_000_000), now)
+        decisions = decide(state, replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000), now)
     if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
         return None, ()
     wait = next((d.wait for d in decisions if isinstance(d, WaitOn) and d.job == ask.id), None)

@@ -128,6 +128,8 @@ class Profile:
     block: Literal["none", "queue", "reserve"] = "none"
     candidates_max: int = 200
     """Different kinds of request tried in one pass; equal ones share a verdict."""
+    victim_sets_max: int = 1000
+    """Jobs for which others are stopped in one pass; the next pass, at once, goes on."""
     grace_max_s: float = 300.0
     cool_down_s: float = 0.0
     local: bool = False

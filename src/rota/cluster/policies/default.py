@@ -11,6 +11,7 @@ from rota.cluster.core.quota import GPU
 from rota.cluster.core.snapshot import JobRow, State, Wait
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 
@@ -87,18 +88,24 @@ class LeastCost:
             return None
         entitled = self._inside_guarantee(state, row)
         over = self._spare(state) if entitled else {}
-        found: list[tuple[tuple[Any, ...], JobRow, Reason]] = []
+        found: list[tuple[int, int, float, float, JobId]] = []
         for (queue, priority), jobs in state.running.items():
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
             for other in (state.jobs[job] for job in jobs) if kind is not None else ():
                 if other.ask.preemptible and now - other.started_at >= self.min_runtime_s:
                     cost = lost_gpu_s(other, now, self.restart_s)
-                    reason = Reason.PREEMPTED_PRIORITY if kind == 2 else Reason.PREEMPTED_RECLAIM
-                    found.append(((kind, priority, cost, -other.started_at, other.ask.id), other, reason))
+                    found.append((kind, priority, cost, -other.started_at, other.ask.id))
         if not found:
             return None
-        found.sort(key=lambda entry: entry[0])
-        kept = [(other, reason) for _, other, reason in found if self._may_lose(state, other, reason, over)]
+        kept: list[tuple[JobRow, Reason]] = []
+        for kind, *_, job in sorted(found):
+            other = state.jobs[job]
+            if kind == 1:
+                # The last victim may take a queue below its excess, no further one may.
+                if over[other.ask.queue] <= 0:
+                    continue
+                over[other.ask.queue] -= other.ask.shape.gpu_milli
+            kept.append((other, Reason.PREEMPTED_PRIORITY if kind == 2 else Reason.PREEMPTED_RECLAIM))
         return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s)
 
     def _kind(self, row: JobRow, queue: str, priority: int, lends: bool) -> int | None:
@@ -124,15 +131,6 @@ class LeastCost:
         need = int(tree.need(row.ask.shape)[GPU])
         return bool(need) and int(state.used[queue, GPU]) + need <= int(tree.guaranteed[queue, GPU])
 
-    def _may_lose(self, state: State, other: JobRow, reason: Reason, over: dict[str, int]) -> bool:
-        """Count down what a queue may lose: the last victim may take it below its excess, no further one may."""
-        if reason is not Reason.PREEMPTED_RECLAIM or other.ask.opportunistic:
-            return True
-        if over[other.ask.queue] <= 0:
-            return False
-        over[other.ask.queue] -= other.ask.shape.gpu_milli
-        return True
-
 
 def default() -> Profile:
     """What a shared cluster wants: guarantees kept, idle devices lent, gangs not starved."""
@@ -143,4 +141,5 @@ def default() -> Profile:
         placer=Fit(),
         victims=LeastCost(),
         block="reserve",
+        victim_sets_max=2,
     )

@@ -385,7 +385,9 @@ class _Pass:
         with self.txn.trial():
             self.claims.let_go(stopping)
             held = profile.placer.place(self.state, self.txn, row) if claims else None
-            chosen = held is None and victims and victims.victims(self.state, self.txn, row, profile.placer, self.now)
+            chosen = None
+            if held is None and victims is not None:
+                chosen = victims.victims(self.state, self.txn, row, profile.placer, self.now)
         if held is not None:
             return self._claim(row, stopping, held)
         if not chosen or not self._would_start(row, stopping, chosen):

@@ -91,7 +91,9 @@ class LeastCost:
         found: list[tuple[int, int, float, float, JobId]] = []
         for (queue, priority), jobs in state.running.items():
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
-            for other in (state.jobs[job] for job in jobs) if kind is not None else ():
+            if kind is None:
+                continue
+            for other in map(state.jobs.__getitem__, jobs):
                 if other.ask.preemptible and now - other.started_at >= self.min_runtime_s:
                     cost = lost_gpu_s(other, now, self.restart_s)
                     found.append((kind, priority, cost, -other.started_at, other.ask.id))

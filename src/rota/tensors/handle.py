@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -37,6 +38,24 @@ class Snapshot(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where the bytes of one part of a version lie: ``tier`` is ``memory``, ``file`` (spilled) or ``device``.
+
+    ``bytes`` bytes from ``offset`` of the file ``path``, or on ``device`` (its UUID), whose ``path`` holds their place
+    there. ``mapped``: this process has them mapped already.
+    """
+
+    version: int
+    part: int
+    tier: str
+    path: Path
+    offset: int
+    bytes: int
+    mapped: bool
+    device: str = ""
 
 
 class Record:

@@ -20,7 +20,7 @@ from rota.tensors.channel import Channel
 from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
 from rota.tensors.coroutines import Coroutines
-from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
+from rota.tensors.handle import Location, Pin, Snapshot, TensorRef, Version
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, end_keepers, own_label, remove_root, shm_root
@@ -353,6 +353,11 @@ class Plane(Coroutines):
         found = self.find_version(tensor)
         if found is not None and self._space.devices is not None:
             self._space.devices.record_stream(found[1], stream)
+
+    def locate(self, name: str) -> list[Location]:
+        """Where the bytes of a name's current version lie, part by part: memory, file or device. It leases nothing: the
+        bytes may be another's a moment later. Raises NotFound, VersionGone."""
+        return self._space.retry(lambda: reports.locate(self._space, name))
 
     def find_place(self, tensor: Any) -> tuple[Path, int] | None:
         """File and offset of a view's first byte, for who maps it without this library; None for other memory, empty

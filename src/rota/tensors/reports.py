@@ -7,11 +7,14 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from rota.tensors import errors
 from rota.tensors.clientfile import is_alive, read_file
 from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.devices import PLACE_BYTES, Place
+from rota.tensors.handle import Location
 from rota.tensors.recovery import blocks_of
 from rota.tensors.registry import Row
 from rota.tensors.segments import Header
@@ -55,12 +58,51 @@ def tensor(space: Space, row: Row) -> dict[str, Any]:
             "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]), "leases": int(v["refs"]),
             "state": {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}[v["st"]], "bytes": int(v["len"]),
             "segment": v["seg"], "offset": int(v["off"]), "part": int(v["part"]), "world": int(v["world"]),
+            "tier": _tier(space.segments.path(v["seg"]), json.loads(v["desc"] or "{}").get("device", "")),
             "holders": holders(space, dump, key[2:], now_s),
         }
         for key, v in dump.items()
         if key.startswith("v:") and v["name"] == row.name
     ]  # fmt: skip
     return {**row_document(row, now_s), "versions": sorted(versions, key=lambda each: each["version"])}
+
+
+def locate(space: Space, name: str) -> list[Location]:
+    """Where the parts of a name's current version lie, in order of the parts. Raises NotFound, VersionGone."""
+    dump = space.registry.dump()
+    head = dump.get(f"n:{name}", {}).get("v", "0")
+    if head == "0":
+        raise errors.NotFound(f"no tensor is named {name!r}", name=name)
+    found: list[Location] = []
+    for v in [head, *dump[f"v:{head}"].get("parts", "").split()]:
+        fields = dump[f"v:{v}"]
+        header = _header(space, fields)
+        if header is None or header.version != int(v):
+            raise errors.VersionGone(f"{name}: version {v} was replaced meanwhile", name=name, wanted=v, newest=None)
+        path, device = space.segments.path(fields["seg"]), json.loads(fields["desc"] or "{}").get("device", "")
+        found.append(
+            Location(
+                version=int(v), part=header.part, tier=_tier(path, device), path=path.resolve(), device=device,
+                offset=int(fields["off"]) + header.offset, bytes=header.bytes,
+                mapped=space.segments.is_open(fields["seg"]),
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda each: each.part)
+
+
+def _tier(path: Path, device: str) -> str:
+    return "device" if device else "file" if path.is_symlink() else "memory"
+
+
+def _header(space: Space, fields: dict[str, Any]) -> Header | None:
+    """The header of a version's block; None when its file is gone."""
+    try:
+        with space.segments.path(fields["seg"]).open("rb") as file:
+            return Header.unpack(
+                os.pread(file.fileno(), HEADER_BYTES, int(fields["off"])), fields["seg"], settled=False
+            )
+    except FileNotFoundError:
+        return None
 
 
 def top(space: Space, n_max: int = 20) -> dict[str, Any]:
@@ -91,7 +133,8 @@ def stats(space: Space) -> dict[str, Any]:
     return {
         "namespace": space.namespace, "names": sum(key.startswith("n:") for key in dump), "versions": dict(states),
         "leases": sum(leases.values()), "clients": len(dump.get("clients", ())), "bytes": used,
-        "free_bytes": files - used, "file_bytes": files, "segments": len(dump.get("segs", ())),
+        "free_bytes": files - used, "file_bytes": files,
+        "spilled_bytes": space.segments.spilled_bytes(), "segments": len(dump.get("segs", ())),
         "registry_epoch": space.table.epoch, "process": dict(space.counters) | {"leases": len(space.leases)},
     }  # fmt: skip
 
@@ -212,7 +255,10 @@ def _check_files(space: Space, dump: dict[str, Any]) -> list[Violation]:
             found.append(Violation(rule="I7", object=seg, detail=f"{files[seg]} bytes on disk, {want} registered"))
         elif seg in files and blocks_of(seg, files[seg])[1] != int(dump[f"s:{seg}"]["count"]):
             found.append(Violation(rule="I7", object=seg, detail="another number of blocks than its size says"))
-    return found
+    strays = space.segments.spill.strays() if space.segments.spill is not None else ()
+    return found + [
+        Violation(rule="I5", object=path.name, detail="spilled, and nothing leads to it") for path in strays
+    ]
 
 
 def _check_table(space: Space, dump: dict[str, Any]) -> list[Violation]:
@@ -271,6 +317,8 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
             dropped.append({"what": fields["name"], "why": f"the keeper of device {uuid} died", "bytes": 0})
     why = "its home was removed"
     dropped += [{"what": str(other), "why": why, "bytes": 0} for other in remove_vanished(session.root)]
+    strays = space.segments.spill.sweep() if space.segments.spill is not None else ()
+    dropped += [{"what": stray, "why": "spilled by a process that died", "bytes": size} for stray, size in strays]
     known = space.registry.members("segs")
     for seg, size in list(space.segments.files()):
         if seg not in known and seg in space.registry.members("trash"):

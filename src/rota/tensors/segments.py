@@ -6,7 +6,6 @@ header is ``pending`` while bytes are copied, ``prepared`` when they are complet
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import struct
@@ -20,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from rota.tensors import errors
+from rota.tensors.backends import file
 from rota.tensors.core.arena import HEADER_BYTES
 
 MAGIC: Final = b"ROTATSR1"
@@ -127,8 +127,8 @@ class Mapping:
 class Segments:
     """The segment files of one namespace, in one directory; each is mapped at most once in this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, spill: file.Spill | None = None) -> None:
+        self.folder, self.spill = folder, spill
         self._maps: dict[str, Mapping] = {}
         self._lock = threading.Lock()
 
@@ -136,8 +136,9 @@ class Segments:
         """The file of a segment."""
         return self.folder / seg
 
-    def ensure(self, seg: str, file_bytes: int) -> None:
-        """Make the file and its memory exist; harmless when they do. Raises OutOfMemory when the file system is full.
+    def ensure(self, seg: str, file_bytes: int, *, spill: bool = False) -> None:
+        """Make the file and its memory exist; harmless when they do. Raises OutOfMemory when the file system is full,
+        and with ``spill`` the disk too.
 
         ``posix_fallocate`` and not ``ftruncate``: a hole in a full tmpfs would kill the writer by SIGBUS later. A file
         that exists is used again and again by its writer: it is mapped whole at once, after which a copy into it costs
@@ -151,10 +152,14 @@ class Segments:
             if not recycled:
                 os.posix_fallocate(fd, 0, file_bytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG):
+            if error.errno not in file.FULL:
                 raise
-            text = f"{self.folder}: no room for {file_bytes} bytes ({os.strerror(error.errno)})"
-            raise errors.OutOfMemory(text, hint="free names, or raise the size of /dev/shm", bytes=file_bytes) from None
+            if not spill or self.spill is None:
+                text = f"{self.folder}: no room for {file_bytes} bytes ({os.strerror(error.errno)})"
+                hint = "free names, raise the size of /dev/shm, or name a folder on disk: ROTA_SPILL_DIR"
+                raise errors.OutOfMemory(text, hint=hint, bytes=file_bytes) from None
+            self.spill.make(seg, file_bytes)
+            recycled = False
         finally:
             os.close(fd)
         if recycled:
@@ -198,7 +203,11 @@ class Segments:
         """Give a segment's memory back; views that still map it keep it until they die."""
         with self._lock:
             self._maps.pop(seg, None)
-        self.path(seg).unlink(missing_ok=True)
+        file.remove(self.path(seg))
+
+    def spilled_bytes(self) -> int:
+        """Bytes of segments that lie on disk."""
+        return sum(size for seg, size in self.files() if self.path(seg).is_symlink())
 
     def files(self) -> Iterator[tuple[str, int]]:
         """Every segment file with its bytes."""

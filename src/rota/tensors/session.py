@@ -18,6 +18,7 @@ from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
 from rota.spec.errors import RegistryUnavailable, TensorError
 from rota.tensors import faults
+from rota.tensors.backends import file
 from rota.tensors.clientfile import KEEPER_MARK, PIN_MARK, ClientFile, clients_in, is_alive, make_fork_hold, read_file
 from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
@@ -56,7 +57,9 @@ def own_label() -> str:
 
 
 def remove_root(root: Path) -> None:
-    """Give all shared memory of a registry's namespaces back."""
+    """Give all shared memory of a registry's namespaces back, and what spilled from it to disk."""
+    for segment in root.glob("*/seg-*"):
+        file.remove(segment)
     shutil.rmtree(root, ignore_errors=True)
     with contextlib.suppress(OSError):  # other registries of this user still have theirs beside it
         root.parent.rmdir()
@@ -109,14 +112,16 @@ class Session:
         self.machine = RedisMachine(server.address, namespace, clock)
         client = KEEPER_MARK * keeper + chance.fresh(96)
         identity = self._identity(client)
-        file = ClientFile(folder / "c", client, identity)
+        mirror = ClientFile(folder / "c", client, identity)
         faults.point("joining")
-        segments = Segments(folder)
-        leases = Leases(segments, file)
+        segments = Segments(folder, file.Spill.of(folder))
+        if segments.spill is not None:
+            segments.spill.sweep()
+        leases = Leases(segments, mirror)
         table = GenerationTable(folder / "gen", clock)
         self.space = Space(
             namespace=namespace, folder=folder, client=client, clock=clock, registry=Registry(self.machine),
-            table=table, segments=segments, leases=leases, file=file, rejoin=self.rejoin,
+            table=table, segments=segments, leases=leases, file=mirror, rejoin=self.rejoin,
             identity=identity,
         )  # fmt: skip
         check = environ.get(CHECK) == "1"
@@ -389,7 +394,9 @@ def _wipe_after_reboot(folder: Path) -> None:
     """What an earlier boot left in a folder on disk is no shared memory of ours."""
     mark, boot = folder / "boot", process.boot_id()
     if mark.exists() and mark.read_text() != boot:
-        for path in [*folder.glob("seg-*"), folder / "gen", *(folder / "c").iterdir(), *folder.glob("k/*")]:
+        for segment in folder.glob("seg-*"):
+            file.remove(segment)
+        for path in [folder / "gen", *(folder / "c").iterdir(), *folder.glob("k/*")]:
             path.unlink(missing_ok=True)
     if not mark.exists() or mark.read_text() != boot:
         process.write_private(mark, boot)

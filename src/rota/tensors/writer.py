@@ -124,7 +124,7 @@ class Writer:
     def reserve(self, name: str, kind: str, draft: Draft, order: Order, life: Life) -> Pending:
         """A pending version with its block, header written. Memory is recorded before it is taken.
 
-        When the file system is full, free files and then evictable names make room.
+        When the file system is full, free files and then evictable names make room; then the disk, if one is named.
         """
         cls = arena.size_class(draft.front, draft.payload)
         ask = Ask(
@@ -133,17 +133,21 @@ class Writer:
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
             room=life.room,
         )  # fmt: skip
-        for attempt in range(_ROOM_TRIES_MAX):
+        for _ in range(_ROOM_TRIES_MAX):
             try:
                 return self._occupy(ask, draft)
-            except errors.OutOfMemory as error:
-                room = self.evict(draft.total) if draft.device else self._make_room(ask.file)
-                made_room = not isinstance(error, errors.QuotaExceeded) and room
-                if not made_room or attempt == _ROOM_TRIES_MAX - 1:
-                    raise
-        raise AssertionError("unreachable")
+            except errors.QuotaExceeded:
+                raise
+            except errors.OutOfMemory:
+                if not (self.evict(draft.total) if draft.device else self._make_room(ask.file)):
+                    break
+        try:
+            return self._occupy(ask, draft, spill=True)
+        except errors.OutOfMemory:
+            self.free_room()  # the file that could not be made
+            raise
 
-    def _occupy(self, ask: Ask, draft: Draft) -> Pending:
+    def _occupy(self, ask: Ask, draft: Draft, *, spill: bool = False) -> Pending:
         """Reserve a block, make its memory exist and write the header; undone when that fails."""
         reserved = self._reserve_with_room(ask, self._chance.fresh(48))
         faults.point("reserved")
@@ -155,7 +159,7 @@ class Writer:
         )  # fmt: skip
         pending = Pending(ask.name, ask, draft, reserved, header)
         try:
-            self._space.segments.ensure(reserved.seg, ask.file)
+            self._space.segments.ensure(reserved.seg, ask.file, spill=spill)
             faults.point("allocated")
             self._write(pending, 0, header.pack() + draft.manifest)
             if draft.device and self._space.devices is not None:  # after the header: a rebuilt registry knows of it

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -262,40 +263,85 @@ def test_a_process_that_shares_arrays_never_loads_torch(tensor_home: Path) -> No
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_home
-) -> None:
-    small = tmp_path / "shm"  # 1 MiB of it goes to the generation table
+@pytest.fixture
+def small_shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Shared memory of 17 MiB, of which 1 MiB goes to the generation table."""
+    small = tmp_path / "shm"
     small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=17m", "none", small], capture_output=True, check=False
-    )
-    if mounted.returncode:
+    command = ["mount", "-t", "tmpfs", "-o", "size=17m", "none", str(small)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("mounting a small tmpfs is not permitted here")
     monkeypatch.setenv("ROTA_SHM_DIR", str(small))
+    yield small
+    subprocess.run(["umount", "-l", small], check=True)
 
-    def mib(n: int) -> np.ndarray:
-        return np.full(n << 20, n, np.uint8)
 
-    try:
-        with short_home() as home, rota.tensors.connect(home=home) as plane:
-            plane.put("cache", mib(6), evictable=True)
-            plane.put("old", mib(6))
-            plane.delete("old")
-            plane.put("seven", mib(7))  # trims the free file of "old"
-            assert [row.name for row in plane.ls()] == ["cache", "seven"]
-            with pytest.raises(errors.OutOfMemory):
-                plane.put("vast", mib(40))
-            assert [row.name for row in plane.ls()] == ["cache", "seven"], "nothing is evicted in vain"
-            plane.put("eight", mib(8))  # evicts the cache
-            with pytest.raises(errors.OutOfMemory, match="no room"):
-                plane.put("four", mib(4))
-            assert [row.name for row in plane.ls()] == ["eight", "seven"]
-            assert (plane.get("seven", as_="numpy") == 7).all()
-            assert plane.fsck()["violations"] == []
-            rota.tensors.down(home)
-    finally:
-        subprocess.run(["umount", "-l", small], check=True)
+def mib(n: int) -> np.ndarray:
+    return np.full(n << 20, n, np.uint8)
+
+
+def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_given_up(
+    small_shm: Path, short_home
+) -> None:
+    with short_home() as home, rota.tensors.connect(home=home) as plane:
+        plane.put("cache", mib(6), evictable=True)
+        plane.put("old", mib(6))
+        plane.delete("old")
+        plane.put("seven", mib(7))  # trims the free file of "old"
+        assert [row.name for row in plane.ls()] == ["cache", "seven"]
+        with pytest.raises(errors.OutOfMemory):
+            plane.put("vast", mib(40))
+        assert [row.name for row in plane.ls()] == ["cache", "seven"], "nothing is evicted in vain"
+        plane.put("eight", mib(8))  # evicts the cache
+        with pytest.raises(errors.OutOfMemory, match="no room"):
+            plane.put("four", mib(4))
+        assert [row.name for row in plane.ls()] == ["eight", "seven"]
+        assert (plane.get("seven", as_="numpy") == 7).all()
+        assert plane.fsck()["violations"] == []
+        rota.tensors.down(home)
+
+
+def test_what_finds_no_room_in_shared_memory_spills_to_disk_and_is_mapped_from_there(
+    small_shm: Path, short_home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    monkeypatch.setenv("ROTA_SPILL_DIR", str(disk))
+    monkeypatch.setenv("ROTA_SPILL_BYTES_MAX", str(22 << 20))
+    with short_home() as home, rota.tensors.connect(home=home) as plane:
+        plane.put("in", mib(9))
+        plane.put("out", mib(10))
+        (here,), (there,) = plane.locate("in"), plane.locate("out")
+        assert (here.tier, there.tier, there.path.parent) == ("memory", "file", disk)
+        assert plane.stats()["spilled_bytes"] == there.path.stat().st_size > 10 << 20
+        assert plane.stat_document("out")["versions"][0]["tier"] == "file"
+        with there.path.open("rb") as file:
+            file.seek(there.offset)
+            assert file.read(there.bytes) == mib(10).tobytes()
+        with pytest.raises(errors.OutOfMemory, match="of at most 23068672 bytes are taken"):
+            plane.put("more", mib(13))
+        with plane.create("made", (4 << 20,), "uint8", as_="numpy") as made:  # written in place, in shared memory
+            made[:] = 4
+        assert plane.fsck()["violations"] == []
+        view = plane.get("out", as_="numpy")
+        plane.recover()  # headers on disk are headers
+        assert [row.name for row in plane.ls()] == ["in", "made", "out"]
+        assert (plane.get("out", as_="numpy", sealed=True) == 10).all()
+        plane.put("out", mib(10) + 1)
+        assert (view == 10).all()
+        assert (plane.get("out", as_="numpy") == 11).all()
+        del view
+        stray = disk / there.path.name.replace("seg-", "seg-9")
+        stray.write_bytes(b"left by the killed")
+        assert [each["object"] for each in plane.fsck()["violations"]] == [stray.name]
+        assert stray.name in [each["what"] for each in plane.gc()["dropped"]]
+        plane.delete("out")
+        plane.release("out")
+        wait_until(lambda: plane.gc() and not list(disk.iterdir()))
+        plane.put("out", mib(10))
+        assert plane.fsck()["violations"] == []
+        assert len(list(disk.iterdir())) == 1
+        rota.tensors.down(home)
+    assert list(disk.iterdir()) == []
 
 
 def test_a_get_on_its_way_keeps_the_lease_that_a_later_get_of_the_same_version_ends(plane: Plane) -> None:

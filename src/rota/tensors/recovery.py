@@ -57,6 +57,9 @@ def scan(segments: Segments) -> Iterator[Found]:
     """Every block of every segment file; a header with a bad checksum is told from one never written."""
     for seg, size in segments.files():
         block, count = blocks_of(seg, size)
+        if size < block:  # whoever made the file died before its memory was there
+            segments.unlink(seg)
+            continue
         with segments.path(seg).open("rb") as file:
             for index in range(count):
                 raw = os.pread(file.fileno(), HEADER_BYTES, index * block)

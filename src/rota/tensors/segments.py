@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from rota.tensors import errors
+from rota.tensors import errors, faults
 from rota.tensors.backends import file
 from rota.tensors.core.arena import HEADER_BYTES
 
@@ -148,6 +148,7 @@ class Segments:
             return
         fd = os.open(self.path(seg), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            faults.point("opened")
             recycled = os.fstat(fd).st_size >= file_bytes
             if not recycled:
                 os.posix_fallocate(fd, 0, file_bytes)

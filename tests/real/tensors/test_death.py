@@ -38,6 +38,24 @@ def test_a_writer_killed_before_its_commit_leaves_the_old_version_and_no_byte(
     assert numbers(plane) == [7.0] * 4
 
 
+def test_a_file_whose_memory_its_killed_writer_did_not_make_is_used_or_goes(plane: Plane, actors: Crew) -> None:
+    for put in ("plane.put('w', np.ones(100_000))", "plane.put('w', np.ones(3_000_000))"):  # in a slab, and alone
+        assert actors.run(put, die_at="opened") == KILLED
+        plane._session.sweep()
+        assert [size for _, size in plane._space.segments.files() if not size] == [0]
+        assert plane.fsck()["violations"] == []
+        assert actors.run(put) == 0
+        assert plane.fsck()["violations"] == []
+        plane.delete("w")
+        plane.gc()
+        assert actors.run(put, die_at="opened") == KILLED
+        plane.recover()
+        assert actors.run(put) == 0
+        assert plane.fsck()["violations"] == []
+        plane.delete("w")
+        assert clean(plane)["file_bytes"] == 0
+
+
 @pytest.mark.parametrize("round_", repeats(1, 30))
 @pytest.mark.parametrize("point", AFTER_COMMIT)
 def test_a_writer_killed_after_its_commit_has_published(plane: Plane, actors: Crew, point: str, round_: int) -> None:

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rota.tensors.handle import Location as Location
     from rota.tensors.handle import Pin as Pin
     from rota.tensors.handle import Snapshot as Snapshot
     from rota.tensors.handle import TensorRef as TensorRef
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("connect", "down", "Plane"), "rota.tensors.plane"),
-    **dict.fromkeys(("Pin", "Snapshot", "TensorRef", "Version"), "rota.tensors.handle"),
+    **dict.fromkeys(("Location", "Pin", "Snapshot", "TensorRef", "Version"), "rota.tensors.handle"),
 }
 
 

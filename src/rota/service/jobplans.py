@@ -65,8 +65,9 @@ def _searched(role: RoleSpec, workdir: str, clock: Clock) -> tuple[SizedPlan, ..
         raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
     ends_s = clock.monotonic_s() + SEARCH_S
     local, plans, fastest_s = parse_command(role).local, list[SizedPlan](), float("inf")
+    one = _question(role, role.model, local, workdir)
     for size in sizes:
-        question = _question(role, role.model, size * local, local, workdir)
+        question = replace(one, gpus=size * local)
         found = search(question, top=2, stop=lambda: clock.monotonic_s() > ends_s)
         if found.best and found.best[0].step.total_s < fastest_s:
             fastest_s = found.best[0].step.total_s
@@ -75,13 +76,14 @@ def _searched(role: RoleSpec, workdir: str, clock: Clock) -> tuple[SizedPlan, ..
         raise Infeasible(
             f"roles.{role.name}.plan: no plan for {sizes[0] * local} to {sizes[-1] * local} ranks: batch "
             f"{role.model.batch}, {role.model.layers} layers and {role.model.heads} heads must divide over them, and "
-            f"each has {question.memory_gib:.3g} GiB",
+            f"each has {one.memory_gib:.3g} GiB",
             hint="another range of replicas or batch, more memory, or a smaller model",
         )
     return tuple(plans)
 
 
-def _question(role: RoleSpec, model: TrainedModel, ranks: int, local: int, workdir: str) -> Question:
+def _question(role: RoleSpec, model: TrainedModel, local: int, workdir: str) -> Question:
+    """What is asked of one instance, with ``local`` ranks."""
     fields = asdict(model)
     batch, named = fields.pop("batch"), fields.pop("hardware")
     shape, _ = model_from_json(fields)
@@ -89,7 +91,7 @@ def _question(role: RoleSpec, model: TrainedModel, ranks: int, local: int, workd
     return Question(
         model=shape,
         hardware=hardware,
-        gpus=ranks,
+        gpus=local,
         memory_gib=hardware.device.memory_gib,
         batch=batch,
         dtype=MIXED if role.res.gpus or named else Dtype(),

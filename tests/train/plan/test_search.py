@@ -37,7 +37,7 @@ def small_question(seed: int) -> Question:
         layers=rng.choice([1, 2, 3, 4]),
         hidden=rng.choice([512, 1024]),
         heads=rng.choice([2, 8]),
-        seq=rng.choice([256, 2048]),
+        seq=rng.choice([256, 2048, 16384]),
         vocab=rng.choice([1000, 32000]),
         attention=rng.choice(["plain", "flash"]),
     )
@@ -115,6 +115,18 @@ def test_more_memory_a_faster_link_or_fewer_pins_never_give_a_slower_plan() -> N
     assert search(seven_b(memory_gib=80), top=1).best[0].step.total_s <= base
     assert search(seven_b(hardware=replace(A100_80G_DGX, levels=links)), top=1).best[0].step.total_s <= base
     assert search(seven_b(pins={"tp": 8}), top=1).best[0].step.total_s >= base
+
+
+def test_a_long_sequence_is_split_over_context_ranks_when_that_is_faster_and_a_short_one_is_not() -> None:
+    """One sequence of 64 Ki tokens on eight devices: without context ranks only tensor ranks could share it."""
+    long = seven_b(model=replace(SEVEN_B, seq=65536, layers=4), batch=1, memory_gib=80)
+    best = search(long, top=1).best[0]
+    assert best.plan.mesh.cp > 1
+    assert check(best.plan, long.model) == ()
+    without = search(replace(long, pins={"cp": 1}), top=1).best[0]
+    assert best.step.total_s < without.step.total_s
+    assert all(one.cp == 1 for one in settings(seven_b()))
+    assert {one.cp for one in settings(seven_b(pins={"cp": 2}))} == {2}
 
 
 def test_a_pin_is_kept() -> None:

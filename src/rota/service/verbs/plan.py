@@ -81,7 +81,9 @@ def _axes(plan_json: Mapping[str, Any]) -> str:
     mesh = plan_json["mesh"]
     dp = mesh["dp_replicate"] * mesh["dp_shard"]
     layer = plan_json["layers"][0]
-    sizes = " ".join(f"{name}{size}" for name, size in (("pp", mesh["pp"]), ("dp", dp), ("tp", mesh["tp"])))
+    sizes = " ".join(
+        f"{name}{size}" for name, size in (("pp", mesh["pp"]), ("dp", dp), ("cp", mesh["cp"]), ("tp", mesh["tp"]))
+    )
     recompute = "+".join(sorted({one["recompute"] for one in plan_json["layers"]}))
     return f"{sizes} zero{layer['zero']} {plan_json['schedule']} mb{plan_json['micro_batch']} recompute {recompute}"
 

@@ -5,7 +5,8 @@ of its kernel. The backward pass of a matrix product is two products of the same
 constant does not hide is added. The pipeline is simulated, not estimated.
 
 Symbols: ``T`` tokens of one micro-batch, ``h`` hidden, ``k`` width of keys and values, ``f`` width of the MLP, ``a``
-heads, ``s`` sequence, ``t`` tensor degree.
+heads, ``s`` sequence, ``t`` tensor degree. Context ranks hold equal parts of the sequence and pass keys and values on
+around a ring (Liu et al., "Ring Attention", 2023); what a block of attention takes hides what is sent meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rota.train.plan.comm import all_gather_s, all_reduce_s, reduce_scatter_s, send_s
+from rota.train.plan.comm import Link, all_gather_s, all_reduce_s, reduce_scatter_s, send_s
 from rota.train.plan.hardware import DeviceSpec, Hardware
 from rota.train.plan.layers import ModelShape, head_params
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank, state_bytes
@@ -47,25 +48,27 @@ class LayerTime:
     core_s: float
     comm_s: float
     host_s: float = 0.0
+    ring_s: tuple[float, float] = (0.0, 0.0)
+    """Exposed passing of keys and values forward, and of these with their gradients backward."""
 
     def waits_s(self, layer: Layer) -> float:
         """How long the device waits for its host in both passes."""
-        ahead_s = max(self.host_s - self.forward_s - self.comm_s, 0.0)
-        back_s = max(2 * self.host_s - 2 * self.forward_s - self.comm_s, 0.0)
+        ahead_s = max(self.host_s - self.forward_s - self.comm_s - self.ring_s[0], 0.0)
+        back_s = max(2 * self.host_s - 2 * self.forward_s - self.comm_s - self.ring_s[1], 0.0)
         return ahead_s * (2 if layer.recompute == "full" else 1) + back_s
 
     @property
     def ahead_s(self) -> float:
         """The forward pass as the clock sees it."""
-        return max(self.forward_s + self.comm_s, self.host_s)
+        return max(self.forward_s + self.comm_s + self.ring_s[0], self.host_s)
 
     def again_s(self, layer: Layer) -> float:
         """What is computed twice, with its communication."""
-        return {"none": 0.0, "selective": self.core_s, "full": self.ahead_s}[layer.recompute]
+        return {"none": 0.0, "selective": self.core_s + self.ring_s[0], "full": self.ahead_s}[layer.recompute]
 
     def backward_s(self, layer: Layer) -> float:
         """Twice the forward pass, plus what is recomputed."""
-        return max(2 * self.forward_s + self.comm_s, 2 * self.host_s) + self.again_s(layer)
+        return max(2 * self.forward_s + self.comm_s + self.ring_s[1], 2 * self.host_s) + self.again_s(layer)
 
 
 def gemm_s(device: DeviceSpec, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0) -> float:
@@ -82,14 +85,16 @@ def _stream_s(device: DeviceSpec, size_bytes: float) -> float:
     return size_bytes / (device.memory_gb_s * 1e9 * device.memory_efficiency) + device.launch_us * 1e-6
 
 
-def layer_time(model: ModelShape, layer: Layer, micro_batch: int, hardware: Hardware, dtype: str) -> LayerTime:
-    """One transformer layer: attention, MLP, norms, residuals and the collectives of its tensor group."""
+def layer_time(
+    model: ModelShape, layer: Layer, micro_batch: int, hardware: Hardware, dtype: str, *, cp: int = 1
+) -> LayerTime:
+    """One transformer layer: attention, MLP, norms, residuals and the collectives of its tensor and context groups."""
     device, t = hardware.device, layer.tp
-    tokens, h = float(micro_batch * model.seq), model.hidden
+    tokens, h = micro_batch * model.seq / cp, model.hidden
     kv = model.key_heads * model.head_dim
     matrices = 2 if model.gated else 1
     top_k = model.top_k if model.experts else 1
-    core_s = _attention_core_s(model, micro_batch, t, device, dtype)
+    core_s = _attention_core_s(model, micro_batch, t, device, dtype, cp)
     dense_s = (
         gemm_s(device, dtype, tokens, (h + 2 * kv) / t, h)
         + gemm_s(device, dtype, tokens, h, h / t)
@@ -106,7 +111,15 @@ def layer_time(model: ModelShape, layer: Layer, micro_batch: int, hardware: Hard
     one_s = reduce_scatter_s(t, size, link) + all_gather_s(t, size, link) if layer.sp else all_reduce_s(t, size, link)
     comm_s = 2 * one_s * (1 - hardware.overlap.tp)
     host_s = (OPERATORS + (TP_OPERATORS if t > 1 else 0)) * device.dispatch_us * 1e-6
-    return LayerTime(forward_s=dense_s + core_s + light_s, core_s=core_s, comm_s=comm_s, host_s=host_s)
+    keys = 2 * tokens * kv / t * NUMBER_BYTES[dtype]
+    ring_s = _ring_s(cp, keys, core_s / cp, hardware.link_of(cp, t)) if cp > 1 else (0.0, 0.0)
+    return LayerTime(forward_s=dense_s + core_s + light_s, core_s=core_s, comm_s=comm_s, host_s=host_s, ring_s=ring_s)
+
+
+def _ring_s(cp: int, size_bytes: float, block_s: float, link: Link) -> tuple[float, float]:
+    """Keys and values go on ``cp - 1`` times while a block is computed; backward they and their gradients go around."""
+    ahead_s = (cp - 1) * max(send_s(size_bytes, link) - block_s, 0.0)
+    return ahead_s, cp * max(send_s(2 * size_bytes, link) - 2 * block_s, 0.0)
 
 
 def layer_flops(model: ModelShape, micro_batch: int) -> float:
@@ -116,12 +129,13 @@ def layer_flops(model: ModelShape, micro_batch: int) -> float:
     return 2 * tokens * h * (2 * h + 2 * kv + wide) + 4 * tokens * model.seq * h
 
 
-def _attention_core_s(model: ModelShape, micro_batch: int, t: int, device: DeviceSpec, dtype: str) -> float:
-    heads, d, s = micro_batch * model.heads / t, model.head_dim, model.seq
-    products_s = gemm_s(device, dtype, s, s, d, batch=heads) + gemm_s(device, dtype, s, d, s, batch=heads)
-    if model.attention == "flash":
-        return products_s
-    return products_s + _stream_s(device, heads * s * s * SCORE_BYTES)
+def _attention_core_s(model: ModelShape, micro_batch: int, t: int, device: DeviceSpec, dtype: str, cp: int) -> float:
+    """``cp`` blocks, each of the queries of a rank with the keys of one."""
+    heads, d, s = micro_batch * model.heads / t, model.head_dim, model.seq / cp
+    block_s = gemm_s(device, dtype, s, s, d, batch=heads) + gemm_s(device, dtype, s, d, s, batch=heads)
+    if model.attention != "flash":
+        block_s += _stream_s(device, heads * s * s * SCORE_BYTES)
+    return cp * block_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +150,7 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
     """Predict one step of a plan that has passed ``rules.check``."""
     pp = plan.mesh.pp
     times = {
-        run: layer_time(model, run, plan.micro_batch, hardware, plan.dtype.param)
+        run: layer_time(model, run, plan.micro_batch, hardware, plan.dtype.param, cp=plan.mesh.cp)
         for run in {replace(layer, count=1) for layer in plan.layers}
     }
     work = stage_works(plan, times, head_s(plan, model, hardware))
@@ -146,12 +160,14 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
     micro = plan.micro_batches
     again_s = micro * sum(one.again_s for one in work[busiest::pp])
     comm_s = micro * sum(one.comm_s for one in work[busiest::pp])
+    ring_s = micro * sum(one.ring_s for one in work[busiest::pp])
     host_s = micro * sum(one.host_s for one in work[busiest::pp])
     parts = {
-        "compute": line.busy_s[busiest] - again_s - comm_s - host_s,
+        "compute": line.busy_s[busiest] - again_s - comm_s - ring_s - host_s,
         "host": host_s,
         "recompute": again_s,
         "tp": comm_s,
+        "cp": ring_s,
         "bubble": line.bubble_s,
         "dp": gradient_s(plan, model, hardware, line.busy_s[busiest]),
         "optimizer": optimizer_s(plan, model, hardware),
@@ -161,12 +177,13 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What one stage costs for one micro-batch: both passes, and in them what is computed twice, the communication and
-    the waits for the host."""
+    """What one stage costs for one micro-batch: both passes, and in them what is computed twice, the communication of
+    tensor and of context ranks and the waits for the host."""
 
     cost: StageCost
     again_s: float
     comm_s: float
+    ring_s: float
     host_s: float
 
 
@@ -177,18 +194,19 @@ def stage_works(plan: ParallelPlan, times: Mapping[Layer, LayerTime], last_s: fl
 
 
 def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, LayerTime], last_s: float) -> StageWork:
-    forward_s = backward_s = again_s = comm_s = host_s = 0.0
+    forward_s = backward_s = again_s = comm_s = ring_s = host_s = 0.0
     for layer, count in Counter(per_layer[stage.layers[0] : stage.layers[1]]).items():
         time = times[layer]
         forward_s += count * time.ahead_s
         backward_s += count * time.backward_s(layer)
         again_s += count * {"none": 0.0, "selective": time.core_s, "full": time.forward_s}[layer.recompute]
         comm_s += count * time.comm_s * (3 if layer.recompute == "full" else 2)
+        ring_s += count * (time.ring_s[0] * (1 if layer.recompute == "none" else 2) + time.ring_s[1])
         host_s += count * time.waits_s(layer)
     if stage.head:
         forward_s, backward_s = forward_s + last_s, backward_s + 2 * last_s
     cost = StageCost(forward_s=forward_s, backward_s=backward_s)
-    return StageWork(cost=cost, again_s=again_s, comm_s=comm_s, host_s=host_s)
+    return StageWork(cost=cost, again_s=again_s, comm_s=comm_s, ring_s=ring_s, host_s=host_s)
 
 
 def order_of(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
@@ -201,7 +219,7 @@ def order_of(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
 
 def head_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
     """The product with the vocabulary and the loss over it, both split over the tensor ranks."""
-    tokens, vocab = float(plan.micro_batch * model.seq), model.vocab / plan.head.tp
+    tokens, vocab = plan.micro_batch * model.seq / plan.mesh.cp, model.vocab / plan.head.tp
     loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_BYTES)
     return gemm_s(hardware.device, plan.dtype.param, tokens, vocab, model.hidden) + loss_s
 
@@ -214,7 +232,7 @@ def transfers_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> li
     pp, tp = plan.mesh.pp, plan.mesh.tp
     if pp == 1:
         return [0.0]
-    size = plan.micro_batch * model.seq * model.hidden * NUMBER_BYTES[plan.dtype.param]
+    size = plan.micro_batch * model.seq / plan.mesh.cp * model.hidden * NUMBER_BYTES[plan.dtype.param]
     gather_s, wide = all_gather_s(tp, size, hardware.link_of(tp)), plan.mesh.world // pp
     ends = [(rank * wide, (rank + 2) * wide - 1) for rank in range(pp - 1)] + [(0, plan.mesh.world - 1)]
     return [(send_s(size / tp, hardware.link_over(*end)) + gather_s) * (1 - hardware.overlap.pp) for end in ends]
@@ -236,16 +254,16 @@ def held_params(plan: ParallelPlan, model: ModelShape) -> float:
 
 
 def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
-    """Exposed time of what the data-parallel ranks exchange, over the slowest level that they span.
+    """Exposed time of what data and context ranks exchange, over the slowest level that they span.
 
     ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and
     gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients. Under 2 and
     3 each layer is a collective of its own, and the embedding with the head one more.
     """
-    dp = plan.mesh.dp
+    dp = plan.mesh.dp * plan.mesh.cp
     if dp == 1:
         return 0.0
-    link = hardware.link_of(dp, plan.mesh.cp * plan.mesh.tp)
+    link = hardware.link_of(dp, plan.mesh.tp)
     held = held_params(plan, model)
     gradients, params = held * NUMBER_BYTES[plan.dtype.reduce], held * NUMBER_BYTES[plan.dtype.param]
     pieces = 1 + max(
@@ -270,5 +288,5 @@ def optimizer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> fl
     """Adam reads and writes master, moments, gradient and parameter once."""
     costs = state_bytes(plan)
     zero = max((layer.zero for layer in plan.layers), default=0)
-    shards = plan.mesh.dp if zero else 1
+    shards = plan.mesh.dp * plan.mesh.cp if zero else 1
     return _stream_s(hardware.device, held_params(plan, model) / shards * 2 * costs.total)

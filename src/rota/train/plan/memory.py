@@ -142,15 +142,16 @@ def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequ
     held = [(float(count * layer_params_per_rank(model, layer.tp)), layer) for layer, count in Counter(layers).items()]
     held += _ends(plan, model, chunks)
     has_head = any(chunk.head for chunk in chunks)
+    tokens = model.seq * plan.micro_batch / plan.mesh.cp
     return StageMemory(
         params=sum(params * costs.param / _shares(layer, plan.mesh)[0] for params, layer in held),
         grads=sum(params * costs.grad / _shares(layer, plan.mesh)[1] for params, layer in held),
         optimizer=sum(params * costs.optimizer / _shares(layer, plan.mesh)[2] for params, layer in held),
         activations=sum(
-            count * activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight
+            count * activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight / plan.mesh.cp
             for layer, count in Counter(layers).items()
         ),
-        logits=model.seq * plan.micro_batch * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
+        logits=tokens * model.vocab * LOGIT_BYTES / plan.head.tp if has_head else 0.0,
         buffers=_copies(plan, model, held),
     )
 

@@ -79,7 +79,7 @@ def check_question(question: Question) -> None:
         raise BadInput(f"memory: {question.memory_gib} GiB leaves nothing after the reserve of {reserve} GiB")
     if model.hidden % model.heads:
         raise BadInput(f"heads: hidden {model.hidden} does not divide by heads {model.heads}")
-    known = ("tp", "pp", "dp", "zero", "micro_batch", "interleave", "sp")
+    known = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave", "sp")
     for name in question.pins:
         if name not in known:
             raise BadInput(f"pin {name}: unknown degree", hint=f"one of {', '.join(known)}")
@@ -131,7 +131,14 @@ def layer_times(question: Question, setting: Setting) -> Times:
     base = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero)
     dtype = question.dtype.param
     return {
-        kind: layer_time(question.model, replace(base, recompute=kind), setting.micro_batch, question.hardware, dtype)
+        kind: layer_time(
+            question.model,
+            replace(base, recompute=kind),
+            setting.micro_batch,
+            question.hardware,
+            dtype,
+            cp=setting.cp,
+        )
         for kind in RECOMPUTES
     }
 

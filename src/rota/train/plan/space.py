@@ -12,6 +12,8 @@ from rota.train.plan.memory import stage_memory
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Recompute, Schedule, Stage
 
 INTERLEAVE_MAX = 8
+SEQ_WHOLE_MAX = 8192
+"""Longer sequences may be split over context ranks without being asked to."""
 MIXED = Dtype(param="bf16", reduce="fp32", master="fp32")
 """Mixed precision with fp32 main gradients."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -21,7 +23,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 class Question:
     """What is asked: the best plan for ``batch`` sequences on ``gpus`` devices of ``memory_gib`` each.
 
-    ``pins`` fixes degrees by name (``tp``, ``pp``, ``dp``, ``zero``, ``micro_batch``, ``interleave``, ``sp``).
+    ``pins`` fixes degrees by name (``tp``, ``pp``, ``dp``, ``cp``, ``zero``, ``micro_batch``, ``interleave``, ``sp``).
     """
 
     model: ModelShape
@@ -49,6 +51,7 @@ class Setting:
     pp: int
     tp: int
     dp: int
+    cp: int = 1
     micro_batch: int
     micro_batches: int
     interleave: int
@@ -66,15 +69,17 @@ class Setting:
     def mesh(self) -> Mesh:
         """The degrees as axes: ZeRO 2 and 3 shard, 0 and 1 replicate."""
         if self.zero >= 2:
-            return Mesh(pp=self.pp, dp_shard=self.dp, tp=self.tp)
-        return Mesh(pp=self.pp, dp_replicate=self.dp, tp=self.tp)
+            return Mesh(pp=self.pp, dp_shard=self.dp, cp=self.cp, tp=self.tp)
+        return Mesh(pp=self.pp, dp_replicate=self.dp, cp=self.cp, tp=self.tp)
 
 
 SPACE = (
-    "pp: divisors of the devices; tp: powers of two inside the innermost level that divide heads, kv_heads and ffn; "
-    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero 0..3 "
-    "and sp for the whole model; recompute none, selective or full layer by layer; cuts: the last chunk holds as many "
-    "layers as the fullest of an even cut or fewer, the others share the rest evenly, the larger ones last"
+    "pp: divisors of the devices; tp: powers of two inside the innermost level that divide heads, kv_heads and "
+    "ffn; cp: powers of two of which twice divides the sequence, when it is longer than 8192 or cp is pinned; "
+    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero "
+    "0..3 and sp for the whole model; recompute none, selective or full layer by layer; cuts: the last chunk "
+    "holds as many layers as the fullest of an even cut or fewer, the others share the rest evenly, the larger "
+    "ones last"
 )
 
 
@@ -89,24 +94,34 @@ def settings(question: Question) -> Iterator[Setting]:
     for tp in (1 << power for power in range(innermost.bit_length())):
         if question.gpus % tp or model.heads % tp or model.key_heads % tp or model.inner % tp:
             continue
-        for pp in divisors(question.gpus // tp):
-            dp = question.gpus // tp // pp
-            if pp > model.layers or question.batch % dp or not _allowed(question, tp=tp, pp=pp, dp=dp):
-                continue
-            yield from _inner_settings(question, tp, pp, dp)
+        for cp in _context_degrees(question, question.gpus // tp):
+            for pp in divisors(question.gpus // tp // cp):
+                dp = question.gpus // tp // cp // pp
+                if pp > model.layers or question.batch % dp or not _allowed(question, tp=tp, pp=pp, dp=dp, cp=cp):
+                    continue
+                yield from _inner_settings(question, tp, pp, dp, cp)
 
 
-def _inner_settings(question: Question, tp: int, pp: int, dp: int) -> Iterator[Setting]:
+def _context_degrees(question: Question, ranks: int) -> list[int]:
+    """Rings of so many ranks; each holds two chunks of the sequence, so that causal work is even."""
+    if question.model.seq <= SEQ_WHOLE_MAX and "cp" not in question.pins:
+        return [1]
+    sizes = [1 << power for power in range(ranks.bit_length())]
+    return [cp for cp in sizes if cp == 1 or (ranks % cp == 0 and question.model.seq % (2 * cp) == 0)]
+
+
+def _inner_settings(question: Question, tp: int, pp: int, dp: int, cp: int) -> Iterator[Setting]:
     for micro_batch in divisors(question.batch // dp):
         micro_batches = question.batch // dp // micro_batch
         for interleave in _interleaves(question.model, pp, micro_batches):
-            for zero in range(4 if dp > 1 else 1):
+            for zero in range(4 if dp * cp > 1 else 1):
                 for sp in (False, True) if tp > 1 else (False,):
                     if _allowed(question, micro_batch=micro_batch, interleave=interleave, zero=zero, sp=int(sp)):
                         yield Setting(
                             pp=pp,
                             tp=tp,
                             dp=dp,
+                            cp=cp,
                             micro_batch=micro_batch,
                             micro_batches=micro_batches,
                             interleave=interleave,
@@ -167,7 +182,7 @@ def _cheapest_recompute(
     each = {kind: stage_memory(bare, question.model, rank, [layer]) - fixed for kind, layer in kinds.items()}
     room = question.budget_bytes - fixed
     best: tuple[float, int, int] | None = None
-    selective_s = times["selective"].core_s
+    selective_s = times["selective"].again_s(Layer(recompute="selective"))
     full_s = times["full"].ahead_s
     for full in range(count + 1):
         left = room - full * each["full"] - (count - full) * each["none"]

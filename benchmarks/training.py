@@ -1,8 +1,9 @@
 """What a plan costs beside the same training written with torch alone: DDP and FSDP2 on two processes.
 
 ``python benchmarks/training.py [--rounds N] [--steps N] [--json]``. Both sides train equal models on equal batches in
-the same processes; rounds of a few steps alternate, so that a slow moment of the machine meets both. A figure is the
-median over the rounds of the ratio of two neighbouring rounds.
+the same processes; rounds of a few steps alternate, so that a slow moment of the machine meets both. The overhead is
+the median over the rounds of the ratio of two neighbouring ones in processor time of all ranks, which other processes
+do not stretch as they stretch the clock's; the quartiles stand beside it.
 """
 
 from __future__ import annotations
@@ -87,19 +88,28 @@ def rank_main(rank: int, port: int, rounds: int, steps: int, out: str) -> None:
 
 
 def measure(theirs: Step, mine: Step, ids: torch.Tensor, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step, round by round; the side that goes first changes every round."""
-    taken: dict[str, list[float]] = {"torch_s": [], "rota_s": []}
-    sides = [("torch_s", theirs), ("rota_s", mine)]
+    """Seconds of a step by the clock and of processors, round by round; the side that goes first changes."""
+    taken: dict[str, list[float]] = {f"{who}_{what}_s": [] for who in ("torch", "rota") for what in ("wall", "cpu")}
+    sides = [("torch", theirs), ("rota", mine)]
     for _, step in sides * 2:
         step(ids[:, :-1], ids[:, 1:])
     for number in range(rounds):
         for name, step in sides if number % 2 else sides[::-1]:
             dist.barrier()
-            since = time.perf_counter()
+            since, cpu_since = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step(ids[:, :-1], ids[:, 1:])
-            taken[name].append((time.perf_counter() - since) / steps)
+            spent = torch.tensor((time.perf_counter() - since, time.process_time() - cpu_since)) / steps
+            dist.all_reduce(spent)
+            taken[f"{name}_wall_s"].append(spent[0].item() / WORLD)
+            taken[f"{name}_cpu_s"].append(spent[1].item())
     return taken
+
+
+def ratios(taken: dict[str, list[float]], what: str) -> list[float]:
+    """Lower quartile, median and upper quartile of Rota's time over torch's."""
+    pairs = zip(taken[f"rota_{what}_s"], taken[f"torch_{what}_s"], strict=True)
+    return statistics.quantiles([mine / theirs for mine, theirs in pairs], n=4)
 
 
 def main() -> None:
@@ -116,19 +126,18 @@ def main() -> None:
         spawn(rank_main, args=(port, given.rounds, given.steps, str(out)), nprocs=WORLD)
         found = json.loads(out.read_text())
     for kind, taken in found.items():
-        ratios = [mine / theirs for mine, theirs in zip(taken["rota_s"], taken["torch_s"], strict=True)]
-        row = {
-            "kind": kind,
-            "torch_s": statistics.median(taken["torch_s"]),
-            "rota_s": statistics.median(taken["rota_s"]),
-            "ratio": statistics.median(ratios),
-            "rounds": len(ratios),
-        }
+        row = {"kind": kind, "rounds": given.rounds, **{name: statistics.median(one) for name, one in taken.items()}}
+        row |= {"cpu_ratio": ratios(taken, "cpu"), "wall_ratio": ratios(taken, "wall")}
         if given.json:
             print(json.dumps(row))
-        else:
-            ms, overhead = (1000 * row["torch_s"], 1000 * row["rota_s"]), 100 * (row["ratio"] - 1)
-            print(f"{kind:6s} torch {ms[0]:7.1f} ms   Rota {ms[1]:7.1f} ms   {overhead:+.1f} %")
+            continue
+        for what in ("cpu", "wall"):
+            low, middle, high = (100 * (one - 1) for one in row[f"{what}_ratio"])
+            ms = [1000 * row[f"{who}_{what}_s"] for who in ("torch", "rota")]
+            print(
+                f"{kind:6s} {what:4s}  torch {ms[0]:7.1f} ms   Rota {ms[1]:7.1f} ms   {middle:+.1f} %"
+                f" ({low:+.1f} to {high:+.1f})"
+            )
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def search_document(
     memory_gib: float,
     batch: int,
     pins: str,
+    allow: str,
     top: int,
     limit_s: float,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -80,6 +81,7 @@ def search_document(
         memory_gib=memory_gib,
         batch=batch,
         pins=parse_degrees(pins) if pins else {},
+        allow=tuple(word.strip() for word in allow.split(",") if word.strip()),
     )
     if top < 1:
         raise BadInput(f"--top: {top} is below 1")

@@ -11,9 +11,9 @@ import pytest
 
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import step_time
-from rota.train.plan.hardware import A100_80G_DGX
+from rota.train.plan.hardware import A100_80G_DGX, HostSpec
 from rota.train.plan.layers import ModelShape
-from rota.train.plan.memory import memory
+from rota.train.plan.memory import host_bytes, memory
 from rota.train.plan.model import ParallelPlan, Recompute
 from rota.train.plan.rules import check
 from rota.train.plan.search import found_to_json, lower_bound_s, search
@@ -47,6 +47,7 @@ def small_question(seed: int) -> Question:
         gpus=rng.choice([1, 2, 4]),
         memory_gib=2 + rng.choice([0.05, 0.2, 0.5, 1.0, 4.0]),
         batch=rng.choice([2, 4]),
+        allow=rng.choice([(), ("offload",), ("cp",)]),
     )
 
 
@@ -66,6 +67,12 @@ def chunks(cut: tuple[int, ...], chosen: tuple[Recompute, ...]) -> list[tuple[tu
 
 
 def brute_force_s(question: Question) -> float | None:
+    """The least time of all plans that fit, with offload allowed when nothing fits without."""
+    found = best_of_all_s(question)
+    return found or best_of_all_s(replace(question, allow=(*question.allow, "offload")))
+
+
+def best_of_all_s(question: Question) -> float | None:
     fits = [
         step_time(plan, question.model, question.hardware).total_s
         for setting in settings(question)
@@ -127,6 +134,22 @@ def test_a_long_sequence_is_split_over_context_ranks_when_that_is_faster_and_a_s
     assert best.step.total_s < without.step.total_s
     assert all(one.cp == 1 for one in settings(seven_b()))
     assert {one.cp for one in settings(seven_b(pins={"cp": 2}))} == {2}
+
+
+def test_state_goes_to_the_host_when_nothing_else_fits_or_when_it_is_allowed() -> None:
+    """7B on two devices of 40 GiB: 18 bytes a parameter are 113 GiB, more than the 76 that both have."""
+    tight = seven_b(gpus=2, memory_gib=40, batch=2)
+    best = search(tight, top=1).best[0]
+    assert best.plan.layers[0].offload == "all_cpu"
+    assert best.step.breakdown_s["offload"] > 0
+    assert best.memory_bytes <= 38 * 2**30 < host_bytes(best.plan, SEVEN_B)
+    no_host = replace(A100_80G_DGX, host=HostSpec())
+    assert search(replace(tight, hardware=no_host)).best == ()
+    small = replace(A100_80G_DGX, host=replace(A100_80G_DGX.host, memory_gib=20))
+    assert search(replace(tight, hardware=small)).best == (), "the host is full, too"
+    allowed = search(seven_b(allow=("offload",)), top=1)
+    assert allowed.best[0].plan.layers[0].offload == "none", "it fits without and is faster so"
+    assert allowed.certificate.enumerated > search(seven_b(), top=1).certificate.enumerated
 
 
 def test_a_pin_is_kept() -> None:

@@ -23,6 +23,7 @@ def search(
     memory: Annotated[float, Parameter(help="GiB of one device.")],
     batch: Annotated[int, Parameter(help="Sequences of one step.")],
     pin: Annotated[str, Parameter(help="Degrees to keep, for example tp=8,zero=1.")] = "",
+    allow: Annotated[str, Parameter(help="Widen the space: cp (short sequences, too), offload.")] = "",
     top: Annotated[int, Parameter(help="How many of the best plans.")] = 5,
     limit_s: Annotated[float, Parameter(help="Stop after so many seconds; 0: when proven.")] = 0.0,
     flags: Flags = DEFAULT_FLAGS,
@@ -43,6 +44,7 @@ def search(
         memory_gib=memory,
         batch=batch,
         pins=pin,
+        allow=allow,
         top=top,
         limit_s=limit_s,
     )
@@ -85,7 +87,8 @@ def _axes(plan_json: Mapping[str, Any]) -> str:
         f"{name}{size}" for name, size in (("pp", mesh["pp"]), ("dp", dp), ("cp", mesh["cp"]), ("tp", mesh["tp"]))
     )
     recompute = "+".join(sorted({one["recompute"] for one in plan_json["layers"]}))
-    return f"{sizes} zero{layer['zero']} {plan_json['schedule']} mb{plan_json['micro_batch']} recompute {recompute}"
+    kind = f"zero{layer['zero']}" + ("" if layer["offload"] == "none" else f" {layer['offload']}")
+    return f"{sizes} {kind} {plan_json['schedule']} mb{plan_json['micro_batch']} recompute {recompute}"
 
 
 def validate(

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from rota.train.plan.comm import Link, all_gather_s, all_reduce_s, reduce_scatter_s, send_s
 from rota.train.plan.hardware import DeviceSpec, Hardware
-from rota.train.plan.layers import ModelShape, head_params
-from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank, state_bytes
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.memory import NUMBER_BYTES, expand_layers, held_params, state_bytes
 from rota.train.plan.model import Layer, ParallelPlan, Stage
 from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
 
@@ -171,6 +171,7 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
         "bubble": line.bubble_s,
         "dp": gradient_s(plan, model, hardware, line.busy_s[busiest]),
         "optimizer": optimizer_s(plan, model, hardware),
+        "offload": offload_s(plan, model, hardware),
     }
     return StepTime(total_s=sum(parts.values()), breakdown_s=parts)
 
@@ -238,21 +239,6 @@ def transfers_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> li
     return [(send_s(size / tp, hardware.link_over(*end)) + gather_s) * (1 - hardware.overlap.pp) for end in ends]
 
 
-def held_params(plan: ParallelPlan, model: ModelShape) -> float:
-    """Parameters of the fullest rank: its layers and one embedding."""
-    per_layer = expand_layers(plan)
-    each = {tp: layer_params_per_rank(model, tp) for tp in {layer.tp for layer in plan.layers}}
-    most = 0.0
-    for rank in range(plan.mesh.pp):
-        chunks = plan.stages[rank :: plan.mesh.pp]
-        layers = [per_layer[i] for chunk in chunks for i in range(*chunk.layers)]
-        held = sum(each[layer.tp] for layer in layers)
-        if any(chunk.embed or chunk.head for chunk in chunks):
-            held += head_params(model, plan.head.tp)
-        most = max(most, float(held))
-    return most
-
-
 def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
     """Exposed time of what data and context ranks exchange, over the slowest level that they span.
 
@@ -286,7 +272,30 @@ def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s
 
 def optimizer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
     """Adam reads and writes master, moments, gradient and parameter once."""
-    costs = state_bytes(plan)
+    kind = plan.layers[0]
+    size = _stepped(plan, model) * 2 * state_bytes(plan).total
+    if kind.offload == "none":
+        return _stream_s(hardware.device, size)
+    return size / (hardware.host.gb_s * 1e9)  # host memory is taken to be as fast as the link to it
+
+
+def offload_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+    """Time on the link to the host, none of it hidden.
+
+    With the optimizer there, gradients go down and weights come up once a step. With all of the state there, weights
+    come up each time that they are gathered, and gradients go down with every micro-batch.
+    """
+    kind, costs = plan.layers[0], state_bytes(plan)
+    if kind.offload == "none":
+        return 0.0
+    up = down = 1
+    if kind.offload.startswith("all"):
+        down = plan.micro_batches
+        up = 2 * plan.micro_batches if kind.zero == 3 else 1
+    return _stepped(plan, model) * (up * costs.param + down * costs.grad) / (hardware.host.gb_s * 1e9)
+
+
+def _stepped(plan: ParallelPlan, model: ModelShape) -> float:
+    """Parameters that a rank updates."""
     zero = max((layer.zero for layer in plan.layers), default=0)
-    shards = plan.mesh.dp * plan.mesh.cp if zero else 1
-    return _stream_s(hardware.device, held_params(plan, model) / shards * 2 * costs.total)
+    return held_params(plan, model) / (plan.mesh.dp * plan.mesh.cp if zero else 1)

@@ -159,7 +159,8 @@ A100_80G_DGX = Hardware(
         "peak and memory bandwidth: vendor data sheet of the A100 80 GB SXM; NVLink 3: 300 GB/s a direction of which "
         "collectives reach about three quarters; one 200 Gb/s adapter a device; efficiency curve, launch and share of "
         "memory bandwidth: typical of large and small kernels on this device; dispatch: small models, as measured, "
-        "take no less than 3.4 ms a layer for both passes with full recompute, however small the layer"
+        "take no less than 3.4 ms a layer for both passes with full recompute, however small the layer; host: 1 TB for "
+        "eight devices, PCIe 4 x16 less a fifth"
     ),
     device=DeviceSpec(
         memory_gib=80,
@@ -176,6 +177,7 @@ A100_80G_DGX = Hardware(
         LevelSpec(name="cluster", gb_s=22, latency_us=14),
     ),
     overlap=Overlap(dp=0.0, tp=0.0, pp=0.0),
+    host=HostSpec(memory_gib=125, gb_s=20),
 )
 
 SHIPPED: dict[str, Hardware] = {A100_80G_DGX.name: A100_80G_DGX}

@@ -144,9 +144,9 @@ def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequ
     has_head = any(chunk.head for chunk in chunks)
     tokens = model.seq * plan.micro_batch / plan.mesh.cp
     return StageMemory(
-        params=sum(params * costs.param / _shares(layer, plan.mesh)[0] for params, layer in held),
-        grads=sum(params * costs.grad / _shares(layer, plan.mesh)[1] for params, layer in held),
-        optimizer=sum(params * costs.optimizer / _shares(layer, plan.mesh)[2] for params, layer in held),
+        params=sum(params * costs.param * _shares(layer, plan.mesh)[0] for params, layer in held),
+        grads=sum(params * costs.grad * _shares(layer, plan.mesh)[1] for params, layer in held),
+        optimizer=sum(params * costs.optimizer * _shares(layer, plan.mesh)[2] for params, layer in held),
         activations=sum(
             count * activation_bytes_per_layer(model, layer, plan.micro_batch) * in_flight / plan.mesh.cp
             for layer, count in Counter(layers).items()
@@ -187,14 +187,41 @@ def _live(plan: ParallelPlan) -> int:
     return plan.micro_batches if plan.mesh.pp > 1 else 1
 
 
-def _shares(layer: Layer, mesh: Mesh) -> tuple[int, int, int]:
-    """By how many ranks parameters, gradients and optimizer of a layer are divided under its ZeRO stage.
+def _shares(layer: Layer, mesh: Mesh) -> tuple[float, float, float]:
+    """Which part of parameters, gradients and optimizer of a layer is on the device of one rank.
 
-    The stages of a pipeline scatter their gradients with the last micro-batch only.
+    The stages of a pipeline scatter their gradients with the last micro-batch only. What is offloaded is on the host.
     """
     shards = mesh.dp_shard * mesh.cp if layer.zero >= 2 else mesh.dp * mesh.cp
+    if layer.offload.startswith("all"):
+        return (0.0, 0.0, 0.0)
     return (
-        shards if layer.zero >= 2 else 1,
-        shards if layer.zero >= 2 and mesh.pp == 1 else 1,
-        shards if layer.zero >= 1 else 1,
+        1 / shards if layer.zero >= 2 else 1.0,
+        1 / shards if layer.zero >= 2 and mesh.pp == 1 else 1.0,
+        0.0 if layer.offload != "none" else 1 / shards if layer.zero >= 1 else 1.0,
     )
+
+
+def host_bytes(plan: ParallelPlan, model: ModelShape) -> float:
+    """Host memory behind the fullest rank: all state that is offloaded, and a copy of the weights beside moments."""
+    kind, costs = plan.layers[0], state_bytes(plan)
+    if kind.offload == "none":
+        return 0.0
+    shards = plan.mesh.dp * plan.mesh.cp if kind.zero else 1
+    each = costs.total if kind.offload.startswith("all") else costs.param + costs.optimizer
+    return held_params(plan, model) / shards * each
+
+
+def held_params(plan: ParallelPlan, model: ModelShape) -> float:
+    """Parameters of the fullest rank: its layers and one embedding."""
+    per_layer = expand_layers(plan)
+    each = {tp: layer_params_per_rank(model, tp) for tp in {layer.tp for layer in plan.layers}}
+    most = 0.0
+    for rank in range(plan.mesh.pp):
+        chunks = plan.stages[rank :: plan.mesh.pp]
+        layers = [per_layer[i] for chunk in chunks for i in range(*chunk.layers)]
+        held = sum(each[layer.tp] for layer in layers)
+        if any(chunk.embed or chunk.head for chunk in chunks):
+            held += head_params(model, plan.head.tp)
+        most = max(most, float(held))
+    return most

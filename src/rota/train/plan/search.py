@@ -19,6 +19,7 @@ from rota.train.plan.cost import (
     gradient_s,
     head_s,
     layer_time,
+    offload_s,
     optimizer_s,
     stage_works,
     step_time,
@@ -79,6 +80,9 @@ def check_question(question: Question) -> None:
         raise BadInput(f"memory: {question.memory_gib} GiB leaves nothing after the reserve of {reserve} GiB")
     if model.hidden % model.heads:
         raise BadInput(f"heads: hidden {model.hidden} does not divide by heads {model.heads}")
+    for name in question.allow:
+        if name not in ("cp", "offload"):
+            raise BadInput(f"allow {name}: unknown", hint="one of cp, offload")
     known = ("tp", "pp", "dp", "cp", "zero", "micro_batch", "interleave", "sp")
     for name in question.pins:
         if name not in known:
@@ -105,6 +109,8 @@ def search(question: Question, *, top: int = 5, stop: Callable[[], bool] = lambd
         heapq.heappop(heap)
         scored += 1
         best = sorted([*best, *score_setting(question, setting, best, top)], key=lambda one: one.order)[:top]
+    if complete and not best and "offload" not in question.allow and question.hardware.host.gb_s:
+        return search(replace(question, allow=(*question.allow, "offload")), top=top, stop=stop)
     bound_s = heap[0][0] if heap else float("inf")
     return Found(best=tuple(best), certificate=_certificate(best, bound_s, complete, enumerated, len(heap), scored))
 
@@ -192,7 +198,7 @@ def _state_bound_s(question: Question, setting: Setting) -> float:
     part = replace(question.model, layers=share, vocab=1)
     plan = plan_of(replace(question, model=part), replace(setting, pp=1, interleave=1), (share,), [(("none", share),)])
     exchange_s = gradient_s(plan, part, question.hardware, float("inf"))
-    return exchange_s + optimizer_s(plan, part, question.hardware)
+    return exchange_s + optimizer_s(plan, part, question.hardware) + offload_s(plan, part, question.hardware)
 
 
 def _cut_bound_s(question: Question, setting: Setting, cut: tuple[int, ...], times: Times) -> float:
@@ -214,7 +220,12 @@ def _plan_bound_s(plan: ParallelPlan, question: Question, times: Times) -> float
     both = [cost.forward_s + cost.backward_s for cost in costs]
     work = [sum(both[rank::pp]) for rank in range(pp)]
     bound_s = max(sum(both[:rank]) + plan.micro_batches * work[rank] for rank in range(pp))
-    return bound_s + gradient_s(plan, model, hardware, float("inf")) + optimizer_s(plan, model, hardware)
+    return (
+        bound_s
+        + gradient_s(plan, model, hardware, float("inf"))
+        + optimizer_s(plan, model, hardware)
+        + offload_s(plan, model, hardware)
+    )
 
 
 def found_to_json(found: Found, question: Question) -> dict[str, Any]:

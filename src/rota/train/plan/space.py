@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from rota.train.plan.cost import LayerTime
 from rota.train.plan.hardware import Hardware
 from rota.train.plan.layers import ModelShape
-from rota.train.plan.memory import stage_memory
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Recompute, Schedule, Stage
+from rota.train.plan.memory import GIB, host_bytes, stage_memory
+from rota.train.plan.model import Dtype, Layer, Mesh, Offload, ParallelPlan, Recompute, Schedule, Stage
 
 INTERLEAVE_MAX = 8
 SEQ_WHOLE_MAX = 8192
@@ -24,6 +25,7 @@ class Question:
     """What is asked: the best plan for ``batch`` sequences on ``gpus`` devices of ``memory_gib`` each.
 
     ``pins`` fixes degrees by name (``tp``, ``pp``, ``dp``, ``cp``, ``zero``, ``micro_batch``, ``interleave``, ``sp``).
+    ``allow`` widens the space: ``cp`` for short sequences, too, ``offload`` also when something fits without.
     """
 
     model: ModelShape
@@ -33,6 +35,7 @@ class Question:
     batch: int
     dtype: Dtype = MIXED
     pins: dict[str, int] = field(default_factory=dict[str, int])
+    allow: tuple[str, ...] = ()
 
     @property
     def budget_bytes(self) -> float:
@@ -57,6 +60,12 @@ class Setting:
     interleave: int
     zero: int
     sp: bool
+    offloads: bool = False
+
+    @property
+    def offload(self) -> Offload:
+        """Shards go to the host whole, of replicas only the optimizer."""
+        return "none" if not self.offloads else "all_cpu" if self.zero >= 2 else "optimizer_cpu"
 
     @property
     def schedule(self) -> Schedule:
@@ -77,9 +86,9 @@ SPACE = (
     "pp: divisors of the devices; tp: powers of two inside the innermost level that divide heads, kv_heads and "
     "ffn; cp: powers of two of which twice divides the sequence, when it is longer than 8192 or cp is pinned; "
     "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero "
-    "0..3 and sp for the whole model; recompute none, selective or full layer by layer; cuts: the last chunk "
-    "holds as many layers as the fullest of an even cut or fewer, the others share the rest evenly, the larger "
-    "ones last"
+    "0..3 and sp for the whole model; offload for the whole model when it is allowed or nothing else fits; "
+    "recompute none, selective or full layer by layer; cuts: the last chunk holds as many layers as the fullest "
+    "of an even cut or fewer, the others share the rest evenly, the larger ones last"
 )
 
 
@@ -104,7 +113,7 @@ def settings(question: Question) -> Iterator[Setting]:
 
 def _context_degrees(question: Question, ranks: int) -> list[int]:
     """Rings of so many ranks; each holds two chunks of the sequence, so that causal work is even."""
-    if question.model.seq <= SEQ_WHOLE_MAX and "cp" not in question.pins:
+    if question.model.seq <= SEQ_WHOLE_MAX and "cp" not in question.pins and "cp" not in question.allow:
         return [1]
     sizes = [1 << power for power in range(ranks.bit_length())]
     return [cp for cp in sizes if cp == 1 or (ranks % cp == 0 and question.model.seq % (2 * cp) == 0)]
@@ -115,7 +124,9 @@ def _inner_settings(question: Question, tp: int, pp: int, dp: int, cp: int) -> I
         micro_batches = question.batch // dp // micro_batch
         for interleave in _interleaves(question.model, pp, micro_batches):
             for zero in range(4 if dp * cp > 1 else 1):
-                for sp in (False, True) if tp > 1 else (False,):
+                for sp, offloads in itertools.product(
+                    (False, True) if tp > 1 else (False,), _offloads(question, zero, tp)
+                ):
                     if _allowed(question, micro_batch=micro_batch, interleave=interleave, zero=zero, sp=int(sp)):
                         yield Setting(
                             pp=pp,
@@ -127,7 +138,14 @@ def _inner_settings(question: Question, tp: int, pp: int, dp: int, cp: int) -> I
                             interleave=interleave,
                             zero=zero,
                             sp=sp,
+                            offloads=offloads,
                         )
+
+
+def _offloads(question: Question, zero: int, tp: int) -> tuple[bool, ...]:
+    """Whether state may go to the host; the optimizer alone may where weights are whole."""
+    possible = "offload" in question.allow and question.hardware.host.gb_s > 0 and (zero >= 2 or tp == 1)
+    return (False, True) if possible else (False,)
 
 
 def _allowed(question: Question, **degrees: int) -> bool:
@@ -162,6 +180,8 @@ def cheapest_plan(
     cheapest recompute that fits it, alone.
     """
     bare = plan_of(question, setting, cut, [(("none", count),) for count in cut])
+    if host_bytes(bare, question.model) > question.hardware.host.memory_gib * GIB:
+        return None
     runs: list[tuple[tuple[Recompute, int], ...]] = [()] * len(cut)
     for rank in range(setting.pp):
         chosen = _cheapest_recompute(question, bare, rank, times)
@@ -220,7 +240,7 @@ def plan_of(
 ) -> ParallelPlan:
     """The plan as a value; ``runs`` gives each chunk its layers as (recompute, count)."""
     ends = [sum(cut[: i + 1]) for i in range(len(cut))]
-    base = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero)
+    base = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero, offload=setting.offload)
     layers: list[Layer] = []
     for kind, count in (run for chunk in runs for run in chunk):
         if layers and layers[-1].recompute == kind:
@@ -234,8 +254,8 @@ def plan_of(
             for i, (size, end) in enumerate(zip(cut, ends, strict=True))
         ),
         layers=tuple(layers),
-        embed=Layer(tp=setting.tp, zero=setting.zero),
-        head=Layer(tp=setting.tp, zero=setting.zero),
+        embed=Layer(tp=setting.tp, zero=setting.zero, offload=setting.offload),
+        head=Layer(tp=setting.tp, zero=setting.zero, offload=setting.offload),
         schedule=setting.schedule,
         micro_batch=setting.micro_batch,
         micro_batches=setting.micro_batches,

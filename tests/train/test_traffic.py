@@ -64,6 +64,7 @@ OWN: dict[str, ParallelPlan] = {
     "ring x zero 2": plan(Mesh(cp=2, dp_shard=4), Layer(zero=2)),
     "ulysses x zero 3": plan(Mesh(cp=2, dp_shard=4), Layer(zero=3), cp_kind="ulysses"),
     "ulysses, full recompute": plan(Mesh(cp=4), Layer(recompute="full"), cp_kind="ulysses"),
+    "ring x tp with split sequence": plan(Mesh(cp=2, tp=2), Layer(tp=2, sp=True)),
     "ulysses x tp": plan(Mesh(cp=2, tp=2), Layer(tp=2), cp_kind="ulysses"),
     "ring, grouped keys": plan(Mesh(cp=4)),
     "ulysses, grouped keys": plan(Mesh(cp=4), cp_kind="ulysses"),

@@ -301,3 +301,14 @@ def test_jobs_on_a_drained_node_are_told_once_by_when_to_leave_it_and_that_they_
     log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), job="here", at=7.0)
     log.add(NodeMarked(node=home, health=Health.HEALTHY), at=8.0)
     assert log.decide(9.0) == []
+
+
+def test_the_label_of_a_job_names_its_data_and_its_admission_says_how_many_nodes_had_it() -> None:
+    log = with_nodes()
+    log.submit("fill", 1, 3)
+    log.submit("reader", 1, 2, at=1, labels=(("rota.data", "imagenet, c4"),))
+    log.decide(2.0)
+    log.submit("again", 1, 1, at=3, labels=(("rota.data", "c4"),))
+    ((_, admitted),) = log.decide(4.0)
+    assert isinstance(admitted, JobAdmitted)
+    assert [slot.node for slot in admitted.placement.bundles] == ["r0n1"] and admitted.why["nodes_with_data"] == 1

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from itertools import product
 
-from cluster_makers import node, shape, slot, state
+from cluster_makers import ask, node, shape, slot, state
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.cluster.core.asks import Shape, Slot
+from rota.cluster.core.cycle import apply, step
+from rota.cluster.core.facts import JobArrived, JobGone
 from rota.cluster.core.placement import place, spread
-from rota.cluster.core.snapshot import Held, State
+from rota.cluster.core.snapshot import DATA_MAX, Held, State
+from rota.cluster.policies.profiles import get_profile
+from rota.spec.ids import JobId
 
 SLOTS = st.builds(slot, st.sampled_from([0, 0.25, 0.5, 0.75, 1, 2, 3]), cpus=st.sampled_from([0, 2, 4]))
 
@@ -124,3 +128,26 @@ def test_two_shares_kept_apart_by_device_get_two_devices() -> None:
     assert two is not None
     assert len({h.devices for h in one}) == 1
     assert len({h.devices for h in two}) == 2
+
+
+def test_a_job_goes_where_its_data_was_read_unless_that_takes_it_into_another_rack() -> None:
+    s, fifo = state(*(node(f"n{i}", rack=f"r{i // 2}") for i in range(4))), get_profile("fifo")
+    for name, gpus in (("fill", 3), ("reader", 2)):
+        step(s, JobArrived(ask=ask(name, slot(gpus), data=("imagenet",) if name == "reader" else ())), fifo, 0.0)
+    assert s.data == {"n1": ("imagenet",)}
+    (other,) = step(s, JobArrived(ask=ask("other", data=("c4",), at=1)), fifo, 1.0)
+    assert [s.nodes[h.node].id for h in other.held] == ["n0"], "the fullest node"
+    apply(s, JobGone(job=JobId("other")), 2.0)
+    (again,) = step(s, JobArrived(ask=ask("again", data=("imagenet",), at=3)), fifo, 3.0)
+    assert [s.nodes[h.node].id for h in again.held] == ["n1"] and again.why["nodes_with_data"] == 1
+    (gang,) = step(s, JobArrived(ask=ask("gang", slot(4), slot(4), data=("imagenet",), at=4)), fifo, 4.0)
+    assert [s.nodes[h.node].id for h in gang.held] == ["n2", "n3"] and gang.why["nodes_with_data"] == 0
+
+
+def test_a_node_remembers_the_data_sets_used_last_and_keeps_them_when_the_cluster_changes() -> None:
+    s, fifo = state(node("n0"), node("n1")), get_profile("fifo")
+    for i in range(DATA_MAX + 1):
+        step(s, JobArrived(ask=ask(f"j{i}", data=(f"d{i}",), at=i)), fifo, float(i))
+        apply(s, JobGone(job=JobId(f"j{i}")), float(i))
+    assert s.data["n0"] == tuple(f"d{i}" for i in range(DATA_MAX, 0, -1))
+    assert s.with_cluster((node("n0"), node("n2")), ()).data == s.data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Res
 
+DEEP = os.environ.get("ROTA_DEEP") == "1"
 QUEUES = (
     Queue(path="a", guaranteed=Res(cpus=0, gpus=8)),
     Queue(path="b", guaranteed=Res(cpus=0, gpus=8)),
@@ -53,7 +55,7 @@ def _ask(i: int, drawn: tuple[str, int, list[int], float | None]) -> JobAsk:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROFILES))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200 if DEEP else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=ASKS, ends=st.lists(st.integers(0, 9), max_size=10))
 def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_trials(
     name: str, drawn: list[tuple[str, int, list[int], float | None]], ends: list[int]

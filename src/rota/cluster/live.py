@@ -378,9 +378,14 @@ def parts_of(row: JobId) -> tuple[JobId, GangId]:
     return JobId(job), GangId(gang)
 
 
+DATA_LABEL = "rota.data"
+"""Job label: the data sets that the job reads, with commas between them."""
+
+
 def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
     """What the scheduler needs to know of a job."""
     shape: Shape = compile_shape(requests)
+    labels = dict(spec.labels)
     return JobAsk(
         id=job,
         shape=shape,
@@ -390,7 +395,8 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
         queued_at=queued_at,
         est_s=spec.time_limit_s,
         grace_s=spec.grace_s,
-        preemptible=dict(spec.labels).get("rota.preemptible", "true") != "false",
+        preemptible=labels.get("rota.preemptible", "true") != "false",
+        data=tuple(name for part in labels.get(DATA_LABEL, "").split(",") if (name := part.strip())),
     )
 
 

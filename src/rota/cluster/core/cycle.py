@@ -280,8 +280,11 @@ class _Pass:
         held = fits if fits is None or not self._outlived(row) else self._place_beside_reservations(row)
         held = held or self._pack(row)
         if held is not None:
+            nodes = {slot.node for slot in held}
+            why = {"profile": self.profile.name, "order": self.started, "nodes": len(nodes)}
+            if row.ask.data:
+                why["nodes_with_data"] = int(self.state.holds_data(row.ask)[sorted(nodes)].sum())
             self.state.hold(self.txn, row.ask.id, held, now=self.now)
-            why = {"profile": self.profile.name, "order": self.started, "nodes": len({h.node for h in held})}
             self.decisions.append(Admit(job=row.ask.id, held=held, why=why))
             self.started += 1
             return None

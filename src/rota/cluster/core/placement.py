@@ -20,6 +20,9 @@ TRIES_MAX = 20_000
 DOMAINS_MAX = 8
 """Enclosing cells that are tried for a whole gang before it is laid over the cluster."""
 
+FARTHER = 2**32
+"""More than any preference among nodes amounts to."""
+
 Preference = Callable[[State, NDArray[np.int32]], NDArray[np.int64]]
 """Cost of each of these node rows for one slot; the lowest is taken, ties go to the lowest row."""
 Manner = Literal["pack", "spread"]
@@ -38,6 +41,15 @@ def spread(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 PREFERENCES: dict[Manner, Preference] = {"pack": best_fit, "spread": spread}
+
+
+def near_data(prefer: Preference, holds: Mask) -> Preference:
+    """Nodes that hold the data of a job first, each group in the given order."""
+
+    def cost(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
+        return prefer(state, nodes) + np.where(holds[nodes], 0, FARTHER)
+
+    return cost
 
 
 def place(

@@ -30,6 +30,9 @@ LOST = len(HEALTH_ROW)
 TENANT_LABEL = "rota.tenant"
 """Node label: path of the queue that owns the node, for policies that keep tenants on their own nodes."""
 
+DATA_MAX = 8
+"""Data sets remembered of a node, the last used first."""
+
 Phase = Literal["queued", "running", "stopping", "paused"]
 
 
@@ -148,7 +151,7 @@ class State:
 
     ``lines`` has who waits by kind of request, ``asking`` by queue, highest priority and longest queued first.
     ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
-    ``undone`` the kinds of jobs that did not gain by sharing devices.
+    ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
@@ -168,6 +171,7 @@ class State:
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
         self.ends: list[tuple[float, JobId]] = []
         self.undone: dict[tuple[str, str], None] = {}
+        self.data: dict[NodeId, tuple[str, ...]] = {}
         self.books: list[Book] = []
         self.memory = Memory()
         self.version = 0
@@ -210,6 +214,7 @@ class State:
             h.update(array.tobytes())
         for job in sorted(self.jobs):
             h.update(repr(self.jobs[job]).encode())
+        h.update(repr(sorted(self.data.items())).encode())
         return h.hexdigest()[:16]
 
     def _tenant(self, node: Node) -> int:
@@ -323,6 +328,9 @@ class State:
         row = replace(row, phase="running", held=held, attempt=row.attempt + 1, wait=None, rate=None)
         row = replace(row, started_at=now, saved_at=now)
         self.put(txn, row)
+        for slot in held if row.ask.data else ():
+            node = self.nodes[slot.node].id
+            txn.put(self.data, node, tuple(dict.fromkeys((*row.ask.data, *self.data.get(node, ()))))[:DATA_MAX])
         self.memory.took(txn, row)
         for book in self.books:
             book.hold(txn, self, row)
@@ -404,6 +412,10 @@ class State:
         """Jobs that wait for devices, in no order."""
         return [row for row in self.jobs.values() if row.phase == "queued"]
 
+    def holds_data(self, ask: JobAsk) -> NDArray[np.bool_]:
+        """Per node, whether a job that reads the same data ran there lately."""
+        return np.array([not set(ask.data).isdisjoint(self.data.get(node.id, ())) for node in self.nodes])
+
     def holding(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""
         return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
@@ -427,7 +439,7 @@ class State:
         new.lines = {key: list(line) for key, line in self.lines.items()}
         new.asking = {queue: list(jobs) for queue, jobs in self.asking.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
-        new.undone = dict(self.undone)
+        new.undone, new.data = dict(self.undone), dict(self.data)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None
         return new
 
@@ -438,6 +450,7 @@ class State:
         """
         new = State(nodes, queues)
         new.version = self.version + 1
+        new.data = {node: names for node, names in self.data.items() if node in new.node_row}
         with new.txn() as txn:
             for job in sorted(self.jobs):
                 new.adopt(txn, self, self.jobs[job])

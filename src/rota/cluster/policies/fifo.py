@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.cluster.core.admission import amount
-from rota.cluster.core.placement import PREFERENCES, Manner, place
+from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.snapshot import Held, JobRow, State, Wait
 from rota.cluster.core.txn import Txn
@@ -47,13 +47,19 @@ class LimitsOnly:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The fullest (``pack``) or emptiest (``spread``) node first; ``close``: inside one enclosing cell if possible."""
+    """The fullest (``pack``) or emptiest (``spread``) node first; ``close``: inside one enclosing cell if possible.
+
+    Nodes that hold the data of the job come before the others; they do not change which cell it lies in.
+    """
 
     manner: Manner = "pack"
     close: bool = True
 
     def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
-        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], close=self.close)
+        prefer = PREFERENCES[self.manner]
+        if row.ask.data:
+            prefer = near_data(prefer, state.holds_data(row.ask))
+        return place(state, txn, row.ask.shape, prefer=prefer, close=self.close)
 
 
 def fifo() -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput
 from rota.spec.events import (
     Event,
+    GangAsked,
+    GangGranted,
     JobAdmitted,
     JobEnded,
     JobQueued,
@@ -312,3 +315,19 @@ def test_the_label_of_a_job_names_its_data_and_its_admission_says_how_many_nodes
     ((_, admitted),) = log.decide(4.0)
     assert isinstance(admitted, JobAdmitted)
     assert [slot.node for slot in admitted.placement.bundles] == ["r0n1"] and admitted.why["nodes_with_data"] == 1
+
+
+def test_a_job_that_lost_a_node_gets_the_spare_that_nobody_else_gets() -> None:
+    log = Log()
+    log.scheduler = Scheduler(replace(get_profile("fifo"), spares=1), requests_of)
+    for one in pretend_nodes("1x2x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.submit("runs", 1, 4)
+    log.decide(1.0)
+    log.submit("waits", 1, 4, at=2)
+    ((_, waits),) = log.decide(3.0)
+    assert isinstance(waits, JobWaits) and "Held back for failover: r0n1." in str(waits)
+    (request,) = requests_of(spec("runs", 1, 4))
+    log.add(GangAsked(request=replace(request, gang=GangId("more")), avoid=(NodeId("r0n0"),)), "runs", 4.0)
+    granted = [event for _, event in log.decide(5.0) if isinstance(event, GangGranted)]
+    assert [slot.node for event in granted for slot in event.bundles] == ["r0n1"]

@@ -197,3 +197,21 @@ def test_an_unknown_profile_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
         get_profile("hivd")
     assert "hived" in caught.value.hint
+
+
+def test_spares_are_kept_for_who_loses_a_node_and_lent_to_opportunistic_work_meanwhile() -> None:
+    s, profile = state(node("n0"), node("n1"), node("n2")), replace(get_profile("default"), spares=1)
+    for name in ("one", "two"):
+        step(s, JobArrived(ask=ask(name, slot(4))), profile, 0.0)
+    (waits,) = step(s, JobArrived(ask=ask("three", slot(4), at=1)), profile, 1.0)
+    assert isinstance(waits, WaitOn) and waits.wait.fields["spares"] == ["n2"]
+    assert waits.wait.reason is Reason.NO_FREE_DEVICES and "failover: n2." in waits.wait.text
+    step(s, JobArrived(ask=ask("lent", slot(4), priority=-1, at=2)), profile, 2.0)
+    assert s.jobs[JobId("lent")].held[0].node == 2
+    apply(s, NodeChanged(node=NodeId("n0"), health=Health.BAD), 3.0)
+    again = ask("one/again", slot(4), at=0, avoid=(NodeId("n0"),), failover=True)
+    stops = [d for d in step(s, JobArrived(ask=again), profile, 3.0) if isinstance(d, Preempt)]
+    assert [(d.job, d.for_job) for d in stops] == [("lent", "one/again")]
+    apply(s, JobReleased(job=JobId("lent")), 4.0)
+    (admit,) = (d for d in step(s, Tick(), profile, 4.0) if isinstance(d, Admit))
+    assert (admit.job, s.nodes[admit.held[0].node].id) == ("one/again", "n2")

@@ -193,7 +193,8 @@ class Scheduler:
             return
         self._jobs[job] = replace(known, asks=(*known.asks, request))
         ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
-        self._fact(facts.JobArrived(ask=replace(ask, avoid=(*event.avoid, *event.apart))), known.queued_at)
+        ask = replace(ask, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
+        self._fact(facts.JobArrived(ask=ask), known.queued_at)
         self._left[row] = event.avoid
         for node in event.avoid if event.lost else ():
             self._suspect(node, f"lost, as {job} reports")

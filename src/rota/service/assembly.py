@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rota.cluster.live import Scheduler
 from rota.cluster.policies.profiles import get_profile
@@ -56,7 +57,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         log=log,
         writer=writer,
         clock=clock,
-        scheduler=Scheduler(get_profile(settings.profile), requests_of),
+        scheduler=Scheduler(replace(get_profile(settings.profile), spares=settings.spares), requests_of),
         engine=engine,
         poll_s=settings.poll_s,
     )

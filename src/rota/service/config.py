@@ -43,6 +43,7 @@ class Settings:
     ray_address: Annotated[str, "Engine to join; not supported yet. Empty: an embedded one."] = ""
     pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES`."] = ""
     profile: Annotated[str, "Scheduling profile, as `rota sim compare` names them."] = "default"
+    spares: Annotated[int, "Nodes the scheduler keeps free for jobs that lose one."] = 0
     log_level: Annotated[str, "What the service logs: DEBUG, INFO, WARNING or ERROR."] = "INFO"
     webhook_hosts: Annotated[
         str, "Hosts inside that webhooks may go to, with commas between; others must be outside."
@@ -76,7 +77,7 @@ def _without_password(name: str, value: Any) -> Any:
 
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
-_NUMBERS = {"port": int, "poll_s": float}
+_NUMBERS = {"port": int, "spares": int, "poll_s": float}
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -128,6 +129,8 @@ def _number(name: str, value: Any, kind: type, origin: str) -> Any:
 def _checked(settings: Settings) -> Settings:
     if not 0 <= settings.port <= 65535:
         raise BadInput(f"port={settings.port} (from {settings.origins['port']}) is not between 0 and 65535")
+    if settings.spares < 0:
+        raise BadInput(f"spares={settings.spares} (from {settings.origins['spares']}) is below 0")
     if settings.ray_address:
         raise BadInput(
             f"ray_address={settings.ray_address} (from {settings.origins['ray_address']}): joining a given cluster is "

@@ -96,6 +96,8 @@ class JobAsk:
     """Nodes that it must not be on."""
     data: tuple[str, ...] = ()
     """Data sets that it reads: nodes that lately ran a job with one of them are preferred."""
+    failover: bool = False
+    """In place of devices that a running job lost: it may have the nodes that are held back as spares."""
     slots_max: int = 0
     """With equal slots: how many of them it can use at most, while nobody else waits for them; 0 = those it asks."""
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])

@@ -37,6 +37,12 @@ def awaits(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
     )
 
 
+def with_spares(wait: Wait, spares: list[NodeId]) -> Wait:
+    """A verdict that was reached without these nodes, which are kept for failover."""
+    text = f"{wait.text} Held back for failover: {', '.join(spares[:NAMED_MAX])}."
+    return replace(wait, text=text.strip(), fields={**wait.fields, "spares": spares})
+
+
 def hardest(shape: Shape) -> Slot:
     """The slot that asks most: devices, then a share, then cores, then memory."""
     return max(shape.slots, key=lambda s: (s.gpus, s.milli, s.cpu_milli, s.mem))

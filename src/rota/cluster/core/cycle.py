@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any
 
-from rota.cluster.core.binding import awaits, waits_because
+from rota.cluster.core.binding import awaits, waits_because, with_spares
 from rota.cluster.core.claims import Claims, take_what_is_free
 from rota.cluster.core.facts import (
     Fact,
@@ -257,16 +257,18 @@ class _Pass:
         return self.profile.block == "queue" and not claimed
 
     def _start(self, row: JobRow) -> Wait | None:
-        """Start the job with the nodes that it avoids out of the way."""
-        state, healths = self.state, dict[int, int]()
-        for node in row.ask.avoid:
-            if (place := state.node_row.get(node)) is not None:
-                healths[place] = int(state.node_health[place])
-                self.txn.set(state.node_health, place, LOST)
+        """Start the job with the nodes that it avoids, and spares, out of the way."""
+        state = self.state
+        kept = row.ask.opportunistic or row.ask.failover
+        spares = [] if kept else state.spares(self.profile.spares)
+        avoided = [state.node_row[node] for node in row.ask.avoid if node in state.node_row]
+        healths = {place: int(state.node_health[place]) for place in (*spares, *avoided)}
+        for place in healths:
+            self.txn.set(state.node_health, place, LOST)
         wait = self._start_anywhere(row)
         for place, health in healths.items():
             self.txn.set(state.node_health, place, health)
-        return wait
+        return with_spares(wait, [state.nodes[place].id for place in spares]) if wait and spares else wait
 
     def _start_anywhere(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:

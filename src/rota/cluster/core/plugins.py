@@ -130,6 +130,8 @@ class Profile:
     """Different kinds of request tried in one pass; equal ones share a verdict."""
     victim_sets_max: int = 1000
     """Jobs for which others are stopped in one pass; the next pass, at once, goes on."""
+    spares: int = 0
+    """Nodes kept free for jobs that lose some; opportunistic work may use them meanwhile."""
     grace_max_s: float = 300.0
     cool_down_s: float = 0.0
     local: bool = False

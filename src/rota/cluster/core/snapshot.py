@@ -93,6 +93,7 @@ class LineKey(NamedTuple):
     pinned: str
     shape: Shape
     avoid: tuple[NodeId, ...] = ()
+    failover: bool = False
 
 
 def line_key(row: JobRow) -> LineKey:
@@ -107,6 +108,7 @@ def line_key(row: JobRow) -> LineKey:
         ask.pinned,
         ask.shape,
         ask.avoid,
+        ask.failover,
     )
 
 
@@ -415,6 +417,11 @@ class State:
     def holds_data(self, ask: JobAsk) -> NDArray[np.bool_]:
         """Per node, whether a job that reads the same data ran there lately."""
         return np.array([not set(ask.data).isdisjoint(self.data.get(node.id, ())) for node in self.nodes])
+
+    def spares(self, count: int) -> list[int]:
+        """The last nodes in order, at most ``count``, that hold no work but opportunistic one."""
+        busy = {slot.node for row in self.jobs.values() if not row.ask.opportunistic for slot in row.held}
+        return [row for row in np.flatnonzero(self.usable).tolist() if row not in busy][-count:] if count else []
 
     def holding(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""

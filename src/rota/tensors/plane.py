@@ -310,8 +310,9 @@ class Plane(Coroutines):
         back: what ends a job. Returns how many names went. Leases that living processes still hold end with them.
         """
         rows = [row for row in self._rows() if names.label_covers(label, row.label)]
-        for row in rows:
-            self.delete(row.name, missing_ok=True)
+        for row in rows:  # and no version that another published meanwhile
+            self._space.retry(lambda row=row: self._space.delete(row.name, expected=row.version))
+            self._reader.forget(row.name)
         for holder in self._space.registry.members("clients"):
             if holder.startswith(PIN_MARK) and names.label_covers(label, holder.split(":")[1]):
                 self._session.unpin(holder)
@@ -484,6 +485,14 @@ class Plane(Coroutines):
 
     def _singles(self, prefix: str) -> list[str]:
         return [row.name for row in self._rows(prefix) if row.version and row.kind == "t"]
+
+
+def _after_fork_in_child() -> None:
+    global _planes_lock  # another thread of the parent may have held it, and there is none here to let it go
+    _planes_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @atexit.register

@@ -282,11 +282,11 @@ class Registry:
         return self.machine.run("release", client, *[word for lease in leases for word in lease])
 
     def delete(
-        self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
-    ) -> tuple[int, int]:
-        """Take a name away, unless ``label`` is fenced above ``epoch``; its last version and its slot."""
-        version, slot = self.machine.run("delete", name, "" if expected is None else expected, int(idle), label, epoch)
-        return int(version), int(slot)
+        self, name: str, slot: int, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
+    ) -> int:
+        """Take a name away from its slot, unless ``label`` is fenced above ``epoch``; its last version."""
+        version = "" if expected is None else expected
+        return int(self.machine.run("delete", name, slot, version, int(idle), label, epoch))
 
     def sweep(self, client: str, n_max: int = 1000) -> Swept:
         """One slice of undoing what a client has."""

@@ -92,25 +92,36 @@ class Space:
 
         Raises Refused when ``label`` is fenced above ``epoch``.
         """
-        row = self.find_row(name)
-        if row is None:
-            return False
-        with self.table.changing(row.slot, name):
-            try:
-                version, slot = self.registry.delete(name, expected=expected, idle=idle, label=label, epoch=epoch)
-            except Refused as refused:
-                if refused.code not in ("NOTFOUND", "CHANGED", "LEASED", "FENCED"):
-                    raise
-                if refused.code == "NOTFOUND" and self.table.last(row.slot) <= row.version:
-                    self.table.store_deleted(row.slot, row.version)
-                    return True  # deleted since we looked, by us if the reply was lost
-                version = row.version if refused.code in ("LEASED", "FENCED") else 0
-                current = int(refused.words[0]) if refused.code == "CHANGED" else version
-                if current:
-                    self.table.store(row.slot, current)
-                if refused.code == "FENCED":
-                    raise
+        for _ in range(_RETRIES_MAX):
+            row = self.find_row(name)
+            if row is None:
                 return False
-            if slot == row.slot:
-                self.table.store_deleted(slot, version)
-            return True
+            with self.table.changing(row.slot, name):
+                try:
+                    version = self.registry.delete(
+                        name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
+                    )
+                except Refused as refused:
+                    if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
+                        continue  # deleted and made anew since we looked: its slot has another lock
+                    return self._not_deleted(row, refused)
+                self.table.store_deleted(row.slot, version)
+                return True
+        return False
+
+    def _not_deleted(self, row: Row, refused: Refused) -> bool:
+        """Make good the slot whose lock is held. Whether the name is gone; raises what is no answer to that."""
+        match refused.code:
+            case "NOTFOUND" if self.table.last(row.slot) <= row.version:
+                self.table.store_deleted(row.slot, row.version)
+                return True  # deleted since we looked, by us if the reply was lost
+            case "NOTFOUND":
+                return False
+            case "CHANGED":
+                self.table.store(row.slot, int(refused.words[0]))
+                return False
+            case "LEASED" | "FENCED":
+                self.table.store(row.slot, row.version)
+        if refused.code != "LEASED":
+            raise refused
+        return False

@@ -293,6 +293,22 @@ def test_a_forked_child_that_outlives_its_killed_parent_keeps_the_bytes(
     wait_until(lambda: clean(plane)["versions"] == {"ready": 1})
 
 
+def test_a_fork_while_another_thread_connects_may_connect_in_the_child(plane: Plane, actors: Crew) -> None:
+    code = """
+        import signal
+        from rota.tensors import plane as planes
+        with planes._planes_lock:  # as a thread of the parent would at that moment
+            child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            connect(namespace=plane.namespace, home=plane.home).put('child', np.zeros(3))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    assert actors.run(code) == 0
+    assert plane.get("child", as_="numpy").tolist() == [0.0] * 3
+
+
 # 5: a server that comes back with old content; two kinds of server
 
 

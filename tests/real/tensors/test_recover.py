@@ -18,6 +18,8 @@ from rota.runtime import environ, process, redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.plane import Plane
+from rota.tensors.registry import Row
+from rota.tensors.space import Space
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,32 @@ def test_damaged_headers_are_reported_and_never_shown(lone: Plane) -> None:
     done = lone.recover()
     assert done["quarantined"] == [f"{seg}+{offset}"]
     assert [row.name for row in lone.ls()] == ["a", "c"]
+
+
+def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look and its lock the name is deleted and made anew elsewhere, its old slot given to another name."""
+    plane.put("w", np.zeros(3))
+    find_row, moves = Space.find_row, [1]
+
+    def look_and_be_overtaken(space: Space, name: str) -> Row | None:
+        row = find_row(space, name)
+        if moves and moves.pop():
+            plane.delete("w")
+            plane.put("other", np.ones(3))
+            plane.put("w", np.full(3, 2.0))
+            assert plane.info("other").slot == row.slot != plane.info("w").slot
+            plane.get("w", as_="numpy")
+        return row
+
+    monkeypatch.setattr(Space, "find_row", look_and_be_overtaken)
+    plane.delete("w")
+    with pytest.raises(errors.NotFound):  # the table says so too: a cached view is not taken for the newest
+        plane.get("w", as_="numpy")
+    plane.recover()
+    assert [row.name for row in plane.ls()] == ["other"]
+    assert plane.get("other", as_="numpy")[0] == 1
 
 
 def test_a_silent_server_is_ended_before_another_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,14 @@ call = st.one_of(
     st.tuples(st.just("get"), _client, _name, st.sampled_from(["", "", "s1", "s2", "m2", "w5"])),
     st.tuples(st.just("get_version"), _client, _index),
     st.tuples(st.just("release"), _index, st.booleans()),
-    st.tuples(st.just("delete"), _name, st.booleans(), st.sampled_from(["", "", "j/a", "k"]), st.integers(0, 3)),
+    st.tuples(
+        st.just("delete"),
+        _name,
+        st.sampled_from([0, 0, 0, 1]),
+        st.booleans(),
+        st.sampled_from(["", "", "j/a", "k"]),
+        st.integers(0, 3),
+    ),
     st.tuples(st.just("sweep"), _client, st.integers(1, 3)),
     st.tuples(st.just("hold"), _client),
     st.tuples(st.just("gone")),
@@ -75,6 +82,7 @@ class Driver:
         self.registry = registry
         self.reserved: list[tuple[str, int, str]] = []
         self.leases: list[tuple[str, int, int]] = []
+        self.slots: dict[str, int] = {}
         self.last: dict[str, tuple[str, Ask]] = {}
         self.seq = self.requests = 0
         self.taken: tuple[Any, ...] = ()
@@ -96,6 +104,7 @@ class Driver:
         self.last[client] = (f"r{self.requests}", ask)
         done = self.registry.reserve(client, *self.last[client])
         self.reserved.append((client, done.version, ask.name))
+        self.slots[ask.name] = done.slot
         return done
 
     def publish(self, client: str, ask: Ask) -> Any:
@@ -152,8 +161,8 @@ class Driver:
         client, version, seq = self.leases[index % len(self.leases)]
         return self.registry.release(client, [(version, seq if right else seq + 1)])
 
-    def delete(self, name: str, idle: bool, label: str, epoch: int) -> Any:
-        return self.registry.delete(name, idle=idle, label=label, epoch=epoch)
+    def delete(self, name: str, moved: int, idle: bool, label: str, epoch: int) -> Any:
+        return self.registry.delete(name, self.slots.get(name, 0) + moved, idle=idle, label=label, epoch=epoch)
 
     def sweep(self, client: str, n_max: int) -> Any:
         return self.registry.sweep(client, n_max)

@@ -62,7 +62,7 @@ def test_when_all_clients_are_swept_and_all_names_deleted_no_block_is_in_use(cal
     for each in calls:
         driver.make(each)
     for name in list(machine.names):
-        driver.make(("delete", name, False, "", 0))
+        driver.make(("delete", name, 0, False, "", 0))
     for client in list(machine.clients):
         while driver.registry.sweep(client).left:
             pass

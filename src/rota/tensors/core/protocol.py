@@ -391,18 +391,18 @@ class ProtocolMachine:
                 ended += 1
         return ended
 
-    def _delete(self, name: str, expected: int | str, idle: int, label: str, epoch: int) -> list[int]:
+    def _delete(self, name: str, slot: int, expected: int | str, idle: int, label: str, epoch: int) -> int:
         if epoch < self._fence_of(label):
             raise Refused("FENCED", [self._fence_of(label)])
         entry, parts = self.names.get(name), list(self.parts.get(name, {}).values())
         if entry is None or (entry.v == 0 and not parts):
             raise Refused("NOTFOUND")
-        if expected not in ("", entry.v):
-            raise Refused("CHANGED", [entry.v])
+        if slot != entry.slot or expected not in ("", entry.v):
+            raise Refused("CHANGED", [entry.v, entry.slot])
         every = ([entry.v] if entry.v else []) + entry.hist
         if idle and any(self.versions[v].refs for v in every):
             raise Refused("LEASED")
-        was, slot = entry.v, entry.slot
+        was = entry.v
         entry.v, entry.e, entry.s, entry.hist, entry.part_epoch = 0, 0, 0, [], -1
         for v in every:
             self._doom(v)
@@ -410,7 +410,7 @@ class ProtocolMachine:
             self._undo(v)
         if name in self.names:
             self._forget_if_empty(name)
-        return [was, slot]
+        return was
 
     def _sweep(self, client: str, n_max: int) -> list[Any]:
         entry = self.clients.get(client, Client())

@@ -1,17 +1,18 @@
--- delete name expected idle label epoch: take the name away; readers keep their bytes. `expected` is a version id or ''
+-- delete name slot expected idle label epoch: take the name away; readers keep their bytes. `slot` is where the caller
+-- believes the name, and holds the lock of: it may have been deleted and made anew since. `expected` is a version id or ''
 -- (any), `idle` 1 refuses while any lease exists, and a fence on `label` (unless '') refuses an older `epoch`. Prepared
 -- parts go too; a pending publish may still create the name anew.
 if stale() then return refuse('EPOCH') end
-local name, expected = ARGV[3], ARGV[4]
-local fence = fence_of(ARGV[6])
-if tonumber(ARGV[7]) < fence then return refuse('FENCED', fence) end
+local name, slot, expected = ARGV[3], ARGV[4], ARGV[5]
+local fence = fence_of(ARGV[7])
+if tonumber(ARGV[8]) < fence then return refuse('FENCED', fence) end
 local n = call('HMGET', P .. 'n:' .. name, 'v', 'hist', 'slot', 's')
 local parts = call('HVALS', P .. 'p:' .. name)
 if not n[1] or (n[1] == '0' and #parts == 0) then return refuse('NOTFOUND') end
-if expected ~= '' and n[1] ~= expected then return refuse('CHANGED', n[1]) end
+if n[3] ~= slot or (expected ~= '' and n[1] ~= expected) then return refuse('CHANGED', n[1], n[3]) end
 local all = words(n[2])
 if n[1] ~= '0' then table.insert(all, 1, n[1]) end
-if ARGV[5] == '1' then
+if ARGV[6] == '1' then
   for _, id in ipairs(all) do
     if call('HGET', P .. 'v:' .. id, 'refs') ~= '0' then return refuse('LEASED') end
   end
@@ -23,4 +24,4 @@ for _, id in ipairs(all) do doom(id) end
 for _, id in ipairs(parts) do abort(id) end
 event('deleted', name, n[1], n[4])
 forget_if_empty(name)
-return {n[1], n[3]}
+return n[1]

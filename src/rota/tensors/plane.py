@@ -164,9 +164,8 @@ class Plane(Coroutines):
         Afterwards the tensor is a leased view like any reader's. Costs the same for any size when memory is warm.
         """
         names.check_name(name)
-        order, life = self._order(step, None, None), Life(
-            orphan=orphan, retain=retain, mutable=mutable, evictable=evictable
-        )  # fmt: skip
+        order = self._order(step, None, None)
+        life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
         draft = lay_out([(name, dtype_name(dtype), tuple(shape))], order, life, None, self._device(device))
         pending = self._writer.reserve(name, "t", draft, order, life)
         try:
@@ -455,11 +454,8 @@ class Plane(Coroutines):
         self.close()
 
     def _order(self, step: int | None, label: str | None, epoch: int | None) -> Order:
-        return Order(
-            label=self.label if label is None else names.check_label(label),
-            epoch=self.epoch if epoch is None else epoch,
-            step=step,
-        )
+        chosen = self.label if label is None else names.check_label(label)
+        return Order(label=chosen, epoch=self.epoch if epoch is None else epoch, step=step)
 
     def _device(self, device: str | None) -> str:
         """UUID of the device a put goes to; nothing for the CPU."""

@@ -297,12 +297,13 @@ def test_a_fork_while_another_thread_connects_may_connect_in_the_child(plane: Pl
     code = """
         import signal
         from rota.tensors import plane as planes
-        with planes._planes_lock:  # as a thread of the parent would at that moment
-            child = os.fork()
+        planes._planes_lock.acquire()  # as a thread of the parent would at that moment
+        child = os.fork()
         if child == 0:
-            signal.alarm(20)
+            signal.alarm(5)
             connect(namespace=plane.namespace, home=plane.home).put('child', np.zeros(3))
             os._exit(0)
+        planes._planes_lock.release()
         assert os.waitpid(child, 0)[1] == 0
     """
     assert actors.run(code) == 0

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -17,6 +17,7 @@ import httpx
 import uvicorn
 from tests import postgres
 
+from rota.runtime.beside import run_beside
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.sql_log import SqlLog
 from rota.service import assembly
@@ -64,6 +65,11 @@ class PlayedEngine:
 
     async def why(self, job: JobId) -> dict[str, Any]:
         return self.waits
+
+    async def execute(
+        self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Any] | None:
+        return await run_beside(argv, timeout_s=timeout_s) if job in self.alive else None
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}

@@ -53,6 +53,7 @@ RIGHTS = {
     "POST /api/v1/jobs/{job}:pause": STEER,
     "POST /api/v1/jobs/{job}:resume": STEER,
     "POST /api/v1/jobs/{job}:scale": STEER,
+    "POST /api/v1/jobs/{job}:exec": STEER,
     "POST /api/v1/jobs/{job}:stop": STEER,
     "GET /api/v1/jobs": ANY,
     "POST /api/v1/jobs": "submit",
@@ -92,6 +93,7 @@ OPEN = {"GET /healthz", "GET /readyz", "GET /login"}
 BODIES: dict[str, dict[str, Any]] = {
     "PATCH /api/v1/jobs/{job}": {"changes": {"priority": 51}},
     "POST /api/v1/jobs/{job}:scale": {"role": "main", "n": 2},
+    "POST /api/v1/jobs/{job}:exec": {"instance": "main/0", "argv": ["true"]},
     "POST /api/v1/jobs": {"source": JOB},
     "POST /api/v1/jobs:plan": {"source": JOB},
     "POST /api/v1/sim/outlook": {"profiles": ["default"]},

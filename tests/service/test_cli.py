@@ -75,6 +75,31 @@ async def reached(service: Standing, job: str, state: JobState) -> None:
             await asyncio.sleep(0.02)
 
 
+def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the_audit(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        assert (await ask("exec", "nope", "main", "--", "true")).status == 125
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        await service.until_asked("hello-1")
+        done = await ask("exec", "hello-1", "main/0", "--", "sh", "-c", "echo said; echo wrong >&2; exit 7")
+        assert (done.status, done.out, done.err) == (7, "said\n", "wrong\n")
+        told = json.loads(
+            (await ask("exec", "hello-1", "main", "--json", "--", "head", "-c", "90000", "/dev/zero")).out
+        )
+        assert (told["kind"], told["exit_status"], told["cut"], len(told["stdout"])) == ("Exec", 0, True, 80_000)
+        missing = await ask("exec", "hello-1", "main/0", "--", "no-such-command")
+        assert missing.status == 127 and "no-such-command" in missing.err
+        late = await ask("exec", "hello-1", "main", "-t", "1s", "--", "sh", "-c", "echo begun; sleep 60 & wait")
+        assert (late.status, late.out) == (125, "begun\n") and "killed after 1s" in late.err
+        assert "no role 'x'" in (await ask("exec", "hello-1", "x/0", "--", "true")).err
+        newest = service.doors.audit.newest(3)[-1]
+        assert (newest["instance"], newest["command"], newest["status"]) == ("main/0", "no-such-command", 200)
+        service.engine.alive.clear()
+        assert "does not run" in (await ask("exec", "hello-1", "main", "--", "true")).err
+
+    with_cli(tmp_path, test)
+
+
 # -- without a service ------------------------------------------------------------------------------------------------
 
 

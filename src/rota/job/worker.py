@@ -29,6 +29,7 @@ from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, Bea
 from rota.job.spmd import CommandBody, run_setup
 from rota.job.stacks import own_stacks
 from rota.runtime import vault
+from rota.runtime.beside import run_beside
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
@@ -154,6 +155,11 @@ class Instance:
         if isinstance(self._body, CommandBody):
             return await asyncio.to_thread(self._body.stacks)
         return own_stacks(self._user.loop)
+
+    async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
+        """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
+        done = await self._control.run(run_beside(argv, timeout_s=timeout_s))
+        return done | {name: vault.blackened(done[name]) for name in ("stdout", "stderr")}
 
     async def check(self) -> str:
         """Is this node fit still? What is wrong with it, empty when nothing is."""

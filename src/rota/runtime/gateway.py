@@ -128,7 +128,7 @@ class Gateway:
                 return None
             case "ensure_master":
                 return await (await self._attached()).ensure_master(**args)
-            case "find" | "master_status" | "master_why" | "kill_master" | "sweep" | "list_jobs":
+            case "find" | "master_status" | "master_why" | "execute" | "kill_master" | "sweep" | "list_jobs":
                 ops = await self._attached() if find_engine(self._home) is not None else None
                 return _NOTHING[op] if ops is None else await getattr(ops, op)(**args)
             case _:
@@ -200,6 +200,7 @@ _NOTHING: Mapping[str, Any] = {
     "find": {"master": None, "instances": [], "reservations": []},
     "master_status": None,
     "master_why": None,
+    "execute": None,
     "kill_master": None,
     "sweep": {"instances": [], "reservations": []},
     "list_jobs": [],

@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from rota.spec.ids import JobId
 LENGTH = struct.Struct(">I")
 MESSAGE_BYTES_MAX = 1 << 20
 IN_FLIGHT_MAX = 1000
+EXECUTE_EXTRA_S = 20.0
+"""On top of what a command may take: to find the instance and to end what the command left."""
 RECORD = "gateway"
 _BACKOFF_S = (0.2, 5.0)
 _CONNECT_S = 10.0
@@ -167,6 +169,13 @@ class GatewayClient:
     async def master_why(self, job: JobId, *, timeout_s: float = 18.0) -> dict[str, Any] | None:
         """Who waits for whom in a job, as its master sees it now; None while it does not answer."""
         return await self.request("master_why", {"job": job}, timeout_s=timeout_s)
+
+    async def execute(
+        self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Any] | None:
+        """Run a command beside an instance, once; what ``run_beside`` gives, None when the instance does not run."""
+        args = {"job": job, "role": role, "rank": rank, "argv": list(argv), "timeout_s": timeout_s}
+        return await self.request("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
 
     async def kill_master(self, job: JobId, *, timeout_s: float = 30.0) -> None:
         """End the master of a job for good; its instances stay."""

@@ -21,6 +21,7 @@ from rota.spec.ids import JobId
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
 _STATUS_S = 1.0
+_EXECUTE_EXTRA_S = 10.0
 _WHY_S = 15.0
 """Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
@@ -86,6 +87,19 @@ class GatewayOps:
     async def master_why(self, job: str) -> dict[str, Any] | None:
         """Who waits for whom in the job, with the stacks of the culprits; None while the master does not answer."""
         return await self._ask_master(job, "why", _WHY_S)
+
+    async def execute(self, job: str, role: str, rank: int, argv: list[str], timeout_s: float) -> dict[str, Any] | None:
+        """Run a command beside an instance; None when that does not run, or no more."""
+        names = [name for name in await self._launcher.list_names() if name.startswith(f"{job}/{role}/{rank}/")]
+        found = [handle_of(name, pid=0, start_time=0.0, node="") for name in names]
+        if not found:
+            return None
+        limit_s = timeout_s + _EXECUTE_EXTRA_S
+        call = Call(method="execute", head=(argv, timeout_s), timeout_s=limit_s, control=True)
+        try:
+            return await self._launcher.call(max(found, key=lambda one: one.epoch), call)
+        except ProcessGone:
+            return None
 
     async def _ask_master(self, job: str, method: str, timeout_s: float) -> dict[str, Any] | None:
         try:

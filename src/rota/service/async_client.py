@@ -51,7 +51,12 @@ class AsyncClient(Wire):
         for attempt in range(RETRIES_MAX + 1):
             try:
                 answer = await self._http.request(
-                    ask.method, ask.path, params=dict(ask.params), json=ask.body, headers=dict(ask.headers)
+                    ask.method,
+                    ask.path,
+                    params=dict(ask.params),
+                    json=ask.body,
+                    headers=dict(ask.headers),
+                    timeout=self.timeout_of(ask),
                 )
             except httpx.TransportError as exc:
                 if not self.may_retry(ask, exc, attempt):
@@ -155,6 +160,10 @@ class AsyncClient(Wire):
     async def resume(self, job: str) -> Document:
         """See ``Client.resume``."""
         return await self.ask(calls.resume(job))
+
+    async def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> Document:
+        """See ``Client.execute``."""
+        return await self.ask(calls.execute(job, instance, argv, timeout_s=timeout_s))
 
     async def scale(self, job: str, role: str, n: int) -> Document:
         """See ``Client.scale``."""

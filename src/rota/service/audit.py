@@ -38,10 +38,14 @@ class Audit:
         try:
             self._write({"at": iso(self._clock.wall_s()), **line, "status": None})
         except OSError as error:
-            raise StoreUnavailable(
-                f"nothing was done: the audit {self._path} cannot be written: {error.strerror}",
-                hint="free space on that disk, then ask again",
-            ) from error
+            raise self._refused(error) from error
+
+    def add(self, request_id: str, **more: str) -> None:
+        """Say more of a request before it is done. Raises StoreUnavailable when that is impossible."""
+        try:
+            self._write({"request_id": request_id, **more})
+        except OSError as error:
+            raise self._refused(error) from error
 
     def end(self, request_id: str, status: int) -> None:
         """Write what came of it. Raises OSError; that it was begun stands there."""
@@ -59,6 +63,10 @@ class Audit:
         left_out = {"left_out": self._left_out} if self._left_out else {}
         self._write({"at": iso(self._clock.wall_s()), **line, **left_out})
         self._left_out = 0
+
+    def _refused(self, error: OSError) -> StoreUnavailable:
+        text = f"nothing was done: the audit {self._path} cannot be written: {error.strerror}"
+        return StoreUnavailable(text, hint="free space on that disk, then ask again")
 
     def _write(self, line: dict[str, Any]) -> None:
         """Add one line. Blocks for as long as one small write takes."""
@@ -84,8 +92,9 @@ class Audit:
         open_ones: dict[str, dict[str, Any]] = {}
         for line in self._lines():
             if "at" not in line:
-                if (begun := open_ones.pop(line.get("request_id", ""), None)) is not None:
-                    begun["status"] = line.get("status")
+                open_ones.get(line.get("request_id", ""), {}).update(line)
+                if "status" in line:
+                    open_ones.pop(line.get("request_id", ""), None)
             elif not user or line.get("user") == user:
                 found.append(line)
                 if line.get("status") is None:

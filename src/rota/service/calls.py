@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -14,11 +14,15 @@ from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
 
 API_PATH = "/api/v1"
 MEDIA_SSE = "text/event-stream"
+EXECUTE_EXTRA_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request. ``safe`` may be sent again when nobody answered: reads, and writes with an idempotency key."""
+    """One request. ``safe`` may be sent again when nobody answered: reads, and writes with an idempotency key.
+
+    An answer that takes longer than others has a ``timeout_s`` of its own.
+    """
 
     method: str
     path: str
@@ -26,6 +30,7 @@ class Ask:
     body: Mapping[str, Any] | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     safe: bool = True
+    timeout_s: float = 0.0
 
 
 def get(path: str, **params: Any) -> Ask:
@@ -73,6 +78,13 @@ def resume(job: str) -> Ask:
 def scale(job: str, role: str, n: int) -> Ask:
     """Ask for another number of instances of a role; asking twice is asking once."""
     return Ask(method="POST", path=API_PATH + job_path(job) + ":scale", body={"role": role, "n": n})
+
+
+def execute(job: str, instance: str, argv: Sequence[str], *, timeout_s: float) -> Ask:
+    """Run a command beside an instance; sent once."""
+    body = {"instance": instance, "argv": list(argv), "timeout_s": timeout_s}
+    path, limit_s = API_PATH + job_path(job) + ":exec", timeout_s + EXECUTE_EXTRA_S
+    return Ask(method="POST", path=path, body=body, safe=False, timeout_s=limit_s)
 
 
 def change(job: str, changes: Mapping[str, Any]) -> Ask:

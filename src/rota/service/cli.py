@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "stop": ("Jobs", "rota.service.verbs.jobs:stop", "Ask jobs to end."),
     "pause": ("Jobs", "rota.service.verbs.running:pause", "Give the devices of a job back; keep the job."),
     "resume": ("Jobs", "rota.service.verbs.running:resume", "Put a paused job into the queue again."),
+    "exec": ("Jobs", "rota.service.verbs.running:exec_", "Run a command in the environment of an instance."),
     "scale": ("Jobs", "rota.service.verbs.running:scale", "Ask for another number of instances of a role."),
     "set": ("Jobs", "rota.service.verbs.jobs:set_", "Change priority, queue, time limit or labels."),
     "explain": ("Why", "rota.service.verbs.reasons:explain", "Why a job waits, and what would let it start."),
@@ -84,7 +85,6 @@ FAMILIES = {
 SYNONYMS = {
     "submit": "run",
     "start": "run",
-    "exec": "run",
     "create": "run",
     "list": "ps",
     "ls": "ps",

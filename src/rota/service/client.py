@@ -69,7 +69,12 @@ class Client(Wire):
         for attempt in range(RETRIES_MAX + 1):
             try:
                 answer = self._http.request(
-                    ask.method, ask.path, params=dict(ask.params), json=ask.body, headers=dict(ask.headers)
+                    ask.method,
+                    ask.path,
+                    params=dict(ask.params),
+                    json=ask.body,
+                    headers=dict(ask.headers),
+                    timeout=self.timeout_of(ask),
                 )
             except httpx.TransportError as exc:
                 if not self.may_retry(ask, exc, attempt):
@@ -165,6 +170,13 @@ class Client(Wire):
     def resume(self, job: str) -> Document:
         """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
         return self.ask(calls.resume(job))
+
+    def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> Document:
+        """``Exec``: run a command beside a running instance (``role`` or ``role/rank``): its end and what it printed.
+
+        Raises Conflict when the instance does not run.
+        """
+        return self.ask(calls.execute(job, instance, argv, timeout_s=timeout_s))
 
     def scale(self, job: str, role: str, n: int) -> Document:
         """Ask for ``n`` instances of a role, now and in later attempts; gives the ``Job`` document."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rota.runtime.engine import EngineSettings, find_engine
@@ -46,6 +46,12 @@ class Engine(Protocol):
         """Who waits for whom in a job, as its master sees it now; empty while nobody can tell."""
         ...
 
+    async def execute(
+        self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Any] | None:
+        """Run a command beside an instance to its end: what ``run_beside`` gives; None when that does not run."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
@@ -81,6 +87,11 @@ class NoEngine:
 
     async def why(self, job: JobId) -> dict[str, Any]:
         return {}
+
+    async def execute(
+        self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Any] | None:
+        return None
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
@@ -141,6 +152,14 @@ class GatewayEngine:
             return await self._client.master_why(job) or {}
         except (EngineUnavailable, TimedOut, ValueError):
             return {}
+
+    async def execute(
+        self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
+    ) -> dict[str, Any] | None:
+        try:
+            return await self._client.execute(job, role, rank, argv, timeout_s=timeout_s)
+        except (TimedOut, ValueError) as error:
+            raise EngineUnavailable(f"{job}: {error}") from error
 
     async def status(self) -> dict[str, Any]:
         gateway = RunFolder(self._home.run).find_alive(RECORD)

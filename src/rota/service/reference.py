@@ -27,6 +27,7 @@ EXITS = (
     (3, "The service, or a store behind it, cannot be reached."),
     (4, "Nothing fits: no set of nodes could hold it, or no plan."),
     (5, "A limit of time ran out; what was asked may still happen."),
+    (125, "`rota exec` itself failed; else it has the status of the command."),
     (130, "Ctrl-C; a job that was followed goes on."),
 )
 
@@ -38,7 +39,8 @@ def page_of_commands() -> str:
         "",
         "`rota VERB ...`. With `--json` stdout is exactly one document, or one a line when following; progress and",
         "mistakes are on stderr. Without a terminal there is no colour, no question and no following.",
-        "JOB is an id or a unique beginning of one. What follows `--` in `rota run` is a command, word by word.",
+        "JOB is an id or a unique beginning of one. What follows `--` in `rota run` and `rota exec` is a command,",
+        "word by word.",
         "",
         "Flags of every verb:",
         "",

@@ -118,6 +118,10 @@ class Wire:
             self.headers["Authorization"] = f"Bearer {address.token}"
         self.timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
 
+    def timeout_of(self, ask: Ask) -> httpx.Timeout:
+        """How long to wait for the answer."""
+        return httpx.Timeout(ask.timeout_s, connect=CONNECT_TIMEOUT_S) if ask.timeout_s else self.timeout
+
     def wait_s(self, attempt: int) -> float:
         """Twice as long each time, plus up to as much again, so that many clients do not come back at once."""
         return min(RETRY_MAX_S, RETRY_FIRST_S * 2**attempt * (1 + secrets.randbelow(1000) / 1000))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.forecast import Forecast
@@ -22,14 +23,18 @@ from rota.service.views.story import JobStory
 from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
 from rota.spec import codec
-from rota.spec.errors import BadInput, Conflict, SeqConflict, VersionMismatch
+from rota.spec.errors import BadInput, Conflict, SeqConflict, UnknownName, VersionMismatch
 from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
+from rota.spec.ids import InstanceId
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 SOURCE_BYTES_MAX = 2**20
 STOP_TRIES_MAX = 20
 TRACE_RECORDS_MAX = 100_000
+EXEC_TIMEOUT_MAX_S = 600.0
+EXEC_AUDITED_MAX = 1000
+"""Characters of a command that the audit keeps."""
 
 router = APIRouter(prefix="/api/v1", tags=["jobs"])
 
@@ -74,6 +79,16 @@ class ScaleBody(BaseModel):
 
     role: Annotated[str, Field(max_length=200)]
     n: Annotated[int, Field(ge=1, le=10_000)]
+
+
+class ExecBody(BaseModel):
+    """What to run word by word beside which instance, ``role`` or ``role/rank``, and how long at most."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    instance: Annotated[str, Field(min_length=1, max_length=200)]
+    argv: Annotated[list[Annotated[str, Field(max_length=100_000)]], Field(min_length=1, max_length=1000)]
+    timeout_s: Annotated[float, Field(gt=0, le=EXEC_TIMEOUT_MAX_S)] = 60.0
 
 
 class ChangeBody(BaseModel):
@@ -217,6 +232,19 @@ async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Docum
     return show_document(doors, caller, story)
 
 
+@router.post("/jobs/{job}:exec")
+async def execute(job: str, body: ExecBody, request: Request, doors: Parts, caller: Asker) -> Document:
+    """Run a command in the environment of a running instance, without input, to its end; the audit has the command."""
+    story = doors.steered(caller, job)
+    found = _instance_of(story, body.instance)
+    command = shlex.join(body.argv)[:EXEC_AUDITED_MAX]
+    doors.audit.add(request.state.request_id, instance=str(found), command=command)
+    done = await doors.engine.execute(story.id, found.role, found.rank, body.argv, timeout_s=body.timeout_s)
+    if done is None:
+        raise Conflict(f"{found} of {story.id} does not run", hint=f"see: rota show {story.id}")
+    return {"api": API, "kind": "Exec", "job": story.id, "instance": str(found), **done}
+
+
 @router.get("/jobs/{job}/explain")
 async def explain(job: str, doors: Parts, caller: Asker) -> Document:
     """Why the job is where it is, and what would let it start now."""
@@ -312,6 +340,16 @@ def show_document(
     if not caller.reads(story):
         document = outlined(document)
     return doors.veiled(caller, document | {"url": f"{doors.settings.url}/jobs/{story.id}"})
+
+
+def _instance_of(story: JobStory, text: str) -> InstanceId:
+    try:
+        found = InstanceId.parse(text if "/" in text else f"{text}/0")
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    if found.role not in (roles := [one.name for one in story.spec.roles]):
+        raise UnknownName(f"{story.id} has no role {found.role!r}", hint=f"roles: {', '.join(roles)}")
+    return found
 
 
 async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""rota pause, resume, scale: change a job while it lives."""
+"""rota pause, resume, scale, exec: change a job while it lives, or look inside."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, RotaError
 
+EXEC_FAILED = 125
+"""As of other tools that run a command for somebody: it is theirs, not of the command."""
 JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 
 
@@ -75,6 +77,43 @@ def scale(
         document = client.scale(job, name, n)
     terminal.show(document, lambda term: _tell(term, document))
     return 0
+
+
+def exec_(
+    job: JOB,
+    instance: Annotated[str, Parameter(help="ROLE/N, or ROLE for its first instance.")],
+    *,
+    timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="It is killed after so long.")] = "60s",
+    argv: Annotated[list[str] | None, Parameter(show=False)] = None,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Run a command in the environment and folder of a running instance: its devices, variables and secrets.
+
+    It has no input and no terminal, and ends with all it started within the time. The exit status is its own, or 125.
+
+    Examples
+    --------
+    rota exec hello-1 trainer/0 -- nvidia-smi
+
+    rota exec hello-1 trainer -t 5m -- sh -c 'py-spy dump --pid $PPID'
+    """
+    terminal = flags.terminal()
+    try:
+        if not argv:
+            raise BadInput("which command?", hint="rota exec JOB ROLE/N -- COMMAND")
+        with flags.client() as client:
+            done = client.execute(job, instance, argv, timeout_s=ago_s(timeout) or 60.0)
+    except RotaError as error:
+        terminal.error(error)
+        return EXEC_FAILED
+    terminal.show(done, lambda _: print(done["stdout"], end="", file=terminal.out))
+    if not terminal.json:
+        print(done["stderr"], end="", file=terminal.err)
+    if done["cut"]:
+        terminal.note("its output was longer; send it into a file, or through tail")
+    if done["timed_out"]:
+        terminal.note(f"it was killed after {timeout}")
+    return EXEC_FAILED if done["timed_out"] else done["exit_status"]
 
 
 def _tell(term: Terminal, document: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from rota.runtime import process
 from rota.runtime.environ import Home
+from rota.runtime.vault import Vault
 from rota.service import daemon
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import NotReachable
@@ -74,13 +76,11 @@ class Installation:
     def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return daemon.ask(self.home, "GET" if body is None else "POST", f"/api/v1{path}", body)
 
-    def submit_counter(self, name: str, replicas: int = 2) -> str:
+    def submit_counter(self, name: str, replicas: int = 2, **more: Any) -> str:
         """A job that counts until its flag exists."""
         flag = self.home.root / f"{name}.flag"
         code = COUNTER.format(flag=str(flag))
-        spec = {"name": name, "roles": {"main": {"run": [sys.executable, "-c", code], "replicas": replicas}}}
-        import json
-
+        spec = {"name": name, "roles": {"main": {"run": [sys.executable, "-c", code], "replicas": replicas}}} | more
         return str(self.ask("/jobs", {"source": json.dumps(spec), "filename": "job.json"})["id"])
 
     def finish(self, job: str) -> None:
@@ -187,9 +187,16 @@ def test_a_service_killed_under_a_running_job_is_replaced_and_nothing_is_lost(si
     assert site.ask("/status")["parts"]["engine"]["raylet_pid"] == engine
 
 
-def test_a_killed_instance_is_healed_and_its_failure_told(site: Installation) -> None:
-    job = site.submit_counter("healed")
+def test_a_killed_instance_is_healed_and_a_command_beside_it_has_its_environment(site: Installation) -> None:
+    value = "correct-horse-battery"
+    Vault(site.home).put("local", "API_KEY", value)
+    job = site.submit_counter("healed", secrets=["API_KEY"], env={"FLAVOUR": "plum"})
     victim = site.running(job)["instances"][1]
+    asked = ["sh", "-c", "echo $ROTA_JOB $ROTA_ROLE/$ROTA_INSTANCE $FLAVOUR key=$API_KEY $PPID; sleep 300 & exit 3"]
+    done = site.ask(f"/jobs/{job}:exec", {"instance": "main/1", "argv": asked})
+    said = f"{job} main/1 plum key=****** {victim['pid']}\n"
+    assert (done["stdout"], done["exit_status"]) == (said, 3), done
+    assert value not in json.dumps(done)
     site.kill(victim["pid"])
     healed = site.wait(job, lambda one: one["restarts"] == 1 and one["state"] == "RUNNING", "healed")
     assert healed["instances"][1]["pid"] != victim["pid"]

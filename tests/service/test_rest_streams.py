@@ -14,8 +14,10 @@ import pytest
 from standing import HELLO, Standing, listening, stream, with_service
 
 from rota.job.probes import Beat
+from rota.runtime.clock import VirtualClock
 from rota.runtime.logs import format_line, log_name
 from rota.service.client import Client
+from rota.service.retention import keep_logs, old_jobs
 from rota.spec.events import (
     Committed,
     FailoverEnded,
@@ -28,7 +30,7 @@ from rota.spec.events import (
     JobEnded,
     TimerFired,
 )
-from rota.spec.ids import Epoch, NodeId, RoleName
+from rota.spec.ids import Epoch, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
 
@@ -179,6 +181,36 @@ def test_a_stream_of_one_type_brings_no_other_and_ends_with_the_job(tmp_path: Pa
             found = await asyncio.wait_for(all_of(stream(http, "/jobs/hello-1/events", type="TimerFired")), 10)
         assert [one["event"] for one in found] == ["event", "end"]
         assert found[0]["data"]["kind"] == "TimerFired"
+
+    with_service(tmp_path, test)
+
+
+def test_logs_are_removed_days_after_the_end_and_their_absence_is_told(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit()
+        await service.http.post("/api/v1/jobs/hello-1:stop")
+        await service.until("hello-2", JobState.ADMITTED)
+        number = service.as_master("hello-1", JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER))
+        await service.seen(number)
+        home, jobs = service.doors.home, service.doors.loop.installation.jobs
+        ended = jobs[JobId("hello-1")].ended_at
+        assert ended is not None
+        (home.job("hello-1").logs / "main-0.log").write_text("said\n")
+        (home.job("hello-1").output / "model").write_text("weights")
+        for kept_days, days, old in ((0, 999, []), (7, 6.9, []), (7, 7.1, ["hello-1"])):
+            assert old_jobs(jobs, now=ended + days * 86_400, kept_days=kept_days) == old
+        assert (await service.http.get("/api/v1/jobs/hello-1/logs")).status_code == 200
+        clock = VirtualClock(wall_start_s=ended + 8 * 86_400)
+        keeping = asyncio.create_task(keep_logs(jobs, home, clock, 7))
+        async with asyncio.timeout(20):
+            while home.job("hello-1").logs.exists():
+                await asyncio.sleep(0.01)
+        keeping.cancel()
+        gone = await service.http.get("/api/v1/jobs/hello-1/logs")
+        assert gone.status_code == 404 and "no logs any more" in gone.json()["detail"]
+        assert (home.job("hello-1").output / "model").read_text() == "weights"
+        assert (await service.http.get("/api/v1/jobs/hello-2/logs")).status_code == 200
 
     with_service(tmp_path, test)
 

@@ -49,6 +49,7 @@ class Settings:
         str, "Hosts inside that webhooks may go to, with commas between; others must be outside."
     ] = ""
     poll_s: Annotated[float, "Seconds between two looks of the service at the log and at the engine."] = 0.08
+    logs_kept_days: Annotated[float, "Days that logs of a job are kept after its end. 0: for ever."] = 0.0
     origins: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -77,7 +78,7 @@ def _without_password(name: str, value: Any) -> Any:
 
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
-_NUMBERS = {"port": int, "spares": int, "poll_s": float}
+_NUMBERS = {"port": int, "spares": int, "poll_s": float, "logs_kept_days": float}
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -129,8 +130,9 @@ def _number(name: str, value: Any, kind: type, origin: str) -> Any:
 def _checked(settings: Settings) -> Settings:
     if not 0 <= settings.port <= 65535:
         raise BadInput(f"port={settings.port} (from {settings.origins['port']}) is not between 0 and 65535")
-    if settings.spares < 0:
-        raise BadInput(f"spares={settings.spares} (from {settings.origins['spares']}) is below 0")
+    for name in ("spares", "logs_kept_days"):
+        if not getattr(settings, name) >= 0:
+            raise BadInput(f"{name}={getattr(settings, name)} (from {settings.origins[name]}) is below 0")
     if settings.ray_address:
         raise BadInput(
             f"ray_address={settings.ray_address} (from {settings.origins['ray_address']}): joining a given cluster is "

@@ -24,6 +24,7 @@ from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
 from rota.service.rest import make_app
+from rota.service.retention import keep_logs
 from rota.service.routes.doors import Doors
 from rota.spec.errors import Conflict, NotReachable, RotaError
 
@@ -115,6 +116,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     turning = asyncio.create_task(doors.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")
     telling = asyncio.create_task(doors.notifier.run(), name="webhooks")
+    keeping = asyncio.create_task(
+        keep_logs(doors.loop.installation.jobs, doors.home, doors.clock, settings.logs_kept_days), name="retention"
+    )
     # 3. what this machine has
     if changes := node_changes(doors, wanted_nodes(settings)):
         await doors.loop.append(changes)
@@ -131,9 +135,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         server.should_exit = True
         await doors.loop.stop()
         waiting.cancel()
-        telling.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await telling
+        for task in (telling, keeping):
+            task.cancel()
+        await asyncio.gather(telling, keeping, return_exceptions=True)
         ends = await asyncio.gather(turning, answering, return_exceptions=True)
         await doors.engine.close(stop_engine=False)
         log.close()

@@ -149,6 +149,9 @@ async def logs(
     )
     read_cursor(query.cursor)
     folder = doors.home.job(story.id).logs
+    if story.ended is not None and not folder.is_dir():
+        cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
+        raise UnknownName(f"{story.id} has no logs any more", hint=cause)
     if follow or EVENT_STREAM in accept:
 
         def check() -> None:

@@ -249,7 +249,7 @@ def test_completion_goes_in_and_out_and_leaves_the_file_as_it_was(
 
 
 def test_completion_offers_verbs_flags_and_templates() -> None:
-    assert rota("completion", "words", "--", "ex").out.split() == ["explain"]
+    assert rota("completion", "words", "--", "expl").out.split() == ["explain"]
     assert "--since" in rota("completion", "words", "--", "ps", "--").out.split()
     assert rota("completion", "words", "--", "plan", "s").out.split() == ["search", "show"]
     assert "ppo" in rota("completion", "words", "--", "init", "").out.split()

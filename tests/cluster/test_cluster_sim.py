@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from cluster_makers import ask, node, slot, state
@@ -14,6 +15,7 @@ from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived
 from rota.cluster.core.snapshot import State
 from rota.cluster.forecast import Forecast
+from rota.cluster.plots import means, waits
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.runs import SimInput, compare, lines_of, load, run_sim, simulate
 from rota.cluster.sim import Simulation
@@ -155,3 +157,24 @@ def test_the_estimate_of_every_job_is_its_real_start_when_nobody_comes_later(tmp
     assert len(waiting) > 6
     found = {job: Forecast(live, get_profile(profile), job, 23.5).estimate(VirtualClock()).p50 for job in waiting[::4]}
     assert found == {job: real.runs[job].first_start_s for job in waiting[::4]}
+
+
+def test_drawings_show_what_the_run_did(tmp_path: Path) -> None:
+    trace = "job_id,submit_s,duration_s,gpus,vc\nfirst,0,100,8,a\nnext,50,100,8,a\nb,0,300,4,b\n"
+    shown = compare(*files(tmp_path, trace, "vc,nodes\na,1\nb,1\n"), ["private", "fifo"], plots=tmp_path / "drawn")
+    names = ["utilisation.svg", "queue.svg", "fairness.svg", "waits-private.svg", "waits-fifo.svg"]
+    assert shown["plots"] == names and sorted(p.name for p in (tmp_path / "drawn").iterdir()) == sorted(names)
+    for name in names:
+        lines = ElementTree.parse(tmp_path / "drawn" / name).findall(".//{http://www.w3.org/2000/svg}polyline")
+        assert len(lines) == 2 and all(line.get("points") for line in lines)
+    result = simulate(load(*files(tmp_path, trace, "vc,nodes\na,1\nb,1\n")), "private", SystemClock())
+    assert [(s.at, s.seconds, s.used_gpus, s.waiting) for s in result.samples] == [
+        (0, 50, 12, 0),
+        (50, 50, 12, 1),
+        (100, 100, 12, 0),
+        (200, 100, 4, 0),
+    ]
+    hours, used = means(result.samples, [s.used_gpus for s in result.samples])
+    assert (hours[0], used[0], used[-1]) == (0.0, 12.0, 4.0) and used.mean() == pytest.approx(28 / 3)
+    x, y = waits(lines_of(load(tmp_path / "t.csv", tmp_path / "v.csv"), result))["a"]
+    assert list(x) == pytest.approx([0.0, 1.69897]) and list(y) == [0.5, 1.0]

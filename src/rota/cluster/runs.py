@@ -9,6 +9,7 @@ from typing import Any
 
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.plots import Drawn, write_plots
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, RunFigures, per_tenant, summary, versus, write_jobs
 from rota.cluster.sim import Overheads, SimJob, SimResult, Simulation
@@ -185,10 +186,11 @@ def run_sim(
     seed: int = 0,
     out_jobs: Path | None = None,
     all_jobs: bool = False,
+    plots: Path | None = None,
     overheads: Overheads | None = None,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """Play a trace under a profile and return the document of ``rota sim run --json``.
+    """Play a trace under a profile and return the document of ``rota sim run --json``; ``plots`` takes drawings.
 
     Raises TraceError for a file that cannot be used and UnknownName for a profile that does not exist.
     """
@@ -196,7 +198,14 @@ def run_sim(
     result = simulate(given, profile, clock or SystemClock(), overheads)
     if out_jobs is not None:
         write_jobs(out_jobs, lines_of(given, result))
-    return document(given, profile, result, all_jobs=all_jobs)
+    shown = document(given, profile, result, all_jobs=all_jobs)
+    if plots is not None:
+        shown["plots"] = write_plots(plots, {profile: _drawn(given, result)})
+    return shown
+
+
+def _drawn(given: SimInput, result: SimResult) -> Drawn:
+    return Drawn(gpus=result.gpus, samples=result.samples, jobs=lines_of(given, result))
 
 
 def compare(
@@ -207,6 +216,7 @@ def compare(
     scale: float = 1.0,
     seed: int = 0,
     tolerance_s: float = 0.0,
+    plots: Path | None = None,
     overheads: Overheads | None = None,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
@@ -215,7 +225,8 @@ def compare(
     Raises as ``run_sim`` does.
     """
     given = load(trace, vcs, scale=scale, seed=seed)
-    return compared(given, profiles, clock or SystemClock(), tolerance_s=tolerance_s, overheads=overheads)
+    clock = clock or SystemClock()
+    return compared(given, profiles, clock, tolerance_s=tolerance_s, plots=plots, overheads=overheads)
 
 
 def compared(
@@ -224,16 +235,21 @@ def compared(
     clock: Clock,
     *,
     tolerance_s: float = 0.0,
+    plots: Path | None = None,
     overheads: Overheads | None = None,
 ) -> dict[str, Any]:
     """The same of a trace in memory."""
     lines: dict[str, list[JobLine]] = {}
     shown: dict[str, Any] = {}
+    drawn: dict[str, Drawn] = {}
     for profile in profiles:
         result = simulate(given, profile, clock, overheads)
         lines[profile] = lines_of(given, result)
+        if plots is not None:
+            drawn[profile] = _drawn(given, result)
         shown[profile] = {
             "summary": document(given, profile, result)["summary"],
             "vs_baseline": versus(lines[profiles[0]], lines[profile], tolerance_s),
         }
-    return {"baseline": profiles[0], "profiles": shown}
+    found: dict[str, Any] = {"baseline": profiles[0], "profiles": shown}
+    return found if plots is None else {**found, "plots": write_plots(plots, drawn)}

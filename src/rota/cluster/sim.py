@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,16 @@ class JobRun:
     """Devices that it has now; half of each where two share them."""
 
 
+class Sample(NamedTuple):
+    """What held from a time on for so many seconds; ``share_gap`` as the summary has it, 0 while nobody waits."""
+
+    at: float
+    seconds: float
+    used_gpus: float
+    waiting: int
+    share_gap: float
+
+
 @dataclass(slots=True, kw_only=True)
 class SimResult:
     """Everything a report needs; ``decision_s`` has the wall time of every pass."""
@@ -109,6 +120,7 @@ class SimResult:
     violations: int = 0
     wall_s: float = 0.0
     decision_s: list[float] = field(default_factory=list[float])
+    samples: list[Sample] = field(default_factory=list[Sample])
 
 
 class Simulation:
@@ -144,6 +156,7 @@ class Simulation:
         self._borrowed = np.zeros(len(state.queues.rows))
         promised = state.queues.guaranteed[:, GPU]
         self._promised = np.where(promised > 0, promised, UNLIMITED)
+        self._roots = [row for row, queue in enumerate(state.queues.rows) if queue.parent is None]
         self._samples: list[float] = []
         self._whole, self._part = _shares_of(state)
         self._gap_s = self._waiting_s = 0.0
@@ -199,9 +212,12 @@ class Simulation:
             over = self.state.used[:, GPU] - self._promised
             if (over > 0).any():
                 self._borrowed += np.maximum(over, 0) * (seconds / 1000)
+            gap = self._share_gap() if self.state.lines else 0.0
             if self.state.lines:
-                self._gap_s += seconds * self._share_gap()
+                self._gap_s += seconds * gap
                 self._waiting_s += seconds
+            used, waiting = self.state.used[self._roots, GPU].sum() / 1000, sum(map(len, self.state.asking.values()))
+            self.result.samples.append(Sample(self.now, seconds, float(used), waiting, gap))
         self.now = to
 
     def _share_gap(self) -> float:

@@ -88,13 +88,24 @@ def sim_run(
     checkpoint_s: float = 0.0,
     restore_s: float = 0.0,
     sharing_speed: float = 0.5,
+    plots: Path | None = None,
 ) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
     from rota.cluster.runs import run_sim
     from rota.cluster.sim import Overheads
 
     costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s, sharing_speed=sharing_speed)
-    given = run_sim(trace, vcs, profile, scale=scale, seed=seed, out_jobs=out_jobs, all_jobs=all_jobs, overheads=costs)
+    given = run_sim(
+        trace,
+        vcs,
+        profile,
+        scale=scale,
+        seed=seed,
+        out_jobs=out_jobs,
+        all_jobs=all_jobs,
+        plots=plots,
+        overheads=costs,
+    )
     return {"api": "rota/v1", "kind": "SimRun", **given}
 
 
@@ -143,12 +154,19 @@ def _records(log: Path) -> Iterator[Record]:
 
 
 def sim_compare(
-    trace: Path, vcs: Path, profiles: list[str], *, scale: float, seed: int, tolerance_s: float
+    trace: Path,
+    vcs: Path,
+    profiles: list[str],
+    *,
+    scale: float,
+    seed: int,
+    tolerance_s: float,
+    plots: Path | None = None,
 ) -> dict[str, Any]:
     """``SimCompare``: the same trace under several profiles, the first being the baseline."""
     from rota.cluster.runs import compare
 
-    given = compare(trace, vcs, profiles, scale=scale, seed=seed, tolerance_s=tolerance_s)
+    given = compare(trace, vcs, profiles, scale=scale, seed=seed, tolerance_s=tolerance_s, plots=plots)
     return {"api": "rota/v1", "kind": "SimCompare", **given}
 
 

@@ -16,6 +16,7 @@ from rota.spec.errors import BadInput
 TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_s, gpus, vc.")]
 VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
 SCALE = Annotated[float, Parameter(help="Multiplies the nodes of every tenant.")]
+PLOTS = Annotated[Path | None, Parameter(help="Folder for drawings (SVG): use, queue, fairness, waits by tenant.")]
 SEED = Annotated[int, Parameter(help="Seed of everything random.")]
 
 
@@ -29,6 +30,7 @@ def run(
     seed: SEED = 0,
     out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
     jobs: Annotated[bool, Parameter(help="Show every job, however many.")] = False,
+    plots: PLOTS = None,
     checkpoint_s: Annotated[float, Parameter(help="Seconds that saving takes a job.")] = 0.0,
     restore_s: Annotated[float, Parameter(help="Seconds that a job takes to go on after a stop.")] = 0.0,
     sharing_speed: Annotated[float, Parameter(help="Speed of each of two jobs on one device, 1 = alone.")] = 0.5,
@@ -70,6 +72,7 @@ def run(
         checkpoint_s=checkpoint_s,
         restore_s=restore_s,
         sharing_speed=sharing_speed,
+        plots=plots,
     )
     terminal.show(document, lambda term: _run(term, document))
     return 0
@@ -83,13 +86,14 @@ def compare(
     scale: SCALE = 1.0,
     seed: SEED = 0,
     tolerance: Annotated[float, Parameter(help="Seconds a start may be later without counting as later.")] = 0.0,
+    plots: PLOTS = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Play a trace under several profiles and compare them with the first.
 
     Examples
     --------
-    rota sim compare --trace jobs.csv --vcs tenants.csv --profiles private,pool
+    rota sim compare --trace jobs.csv --vcs tenants.csv --profiles private,pool --plots drawings
     """
     from rota.service.offline import sim_compare
 
@@ -98,7 +102,7 @@ def compare(
         raise BadInput("--profiles names none", hint="for example private,pool")
     _positive(scale)
     terminal = flags.terminal()
-    document = sim_compare(trace, vcs, names, scale=scale, seed=seed, tolerance_s=tolerance)
+    document = sim_compare(trace, vcs, names, scale=scale, seed=seed, tolerance_s=tolerance, plots=plots)
     terminal.show(document, lambda term: _compare(term, document))
     return 0
 

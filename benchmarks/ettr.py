@@ -1,6 +1,7 @@
-"""grpo_sums with one kill -9 of a random role every so often: what share of the time made progress that counts.
+"""An example with one kill -9 of a random role every so often: what share of the time made progress that counts.
 
-``python benchmarks/ettr.py [--minutes M] [--every S] [--seed N]`` prints one JSON document. ETTR is useful time over
+``python benchmarks/ettr.py [--minutes M] [--every S] [--seed N]`` prints one JSON document about grpo_sums; with
+``--example NAME [--kills K]`` about a whole example, with at most ``K`` kills. ETTR is useful time over
 the time since the job first ran. Useful is the time between two commits that were kept; where a recovery lies between
 them only the median of the undisturbed intervals of the same phase counts. A step is lost when its commit is missing
 from the curve that the job writes, and trained twice when it is there more than once.
@@ -37,7 +38,7 @@ from rota.spec.ids import JobId
 
 STEPS = 100_000
 """More than fit into the time."""
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo_sums"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def kill_one(log: EventLog, job: str, rng: random.Random) -> str:
@@ -80,19 +81,21 @@ def accounted(records: tuple[Record, ...], rows: list[int], began: float, ended:
         "ettr": round(useful / (ended - began), 4),
         "wall_s": round(ended - began, 1),
         "commits": len(kept),
-        "steps_lost": sum(n not in counted for n in kept),
-        "steps_twice": sum(times - 1 for times in counted.values()),
+        "steps_lost": sum(n not in counted for n in kept) if rows else None,
+        "steps_twice": sum(times - 1 for times in counted.values()) if rows else None,
         "median_step_s": {phase: round(value, 3) for phase, value in usual.items()},
     }
 
 
-def measure(home: Home, minutes: float, every_s: float, seed: int) -> dict[str, Any]:
+def measure(home: Home, given: argparse.Namespace) -> dict[str, Any]:
     """The job under kills, until the time is up or it ends."""
-    source = (EXAMPLE / "job.yaml").read_text(encoding="utf-8").replace("limit: 10/10m", "limit: 1000/10m")
-    source = source.replace("env: {", f'env: {{GRPO_STEPS: "{STEPS}", ')
-    body = {"source": source, "filename": "job.yaml", "workdir": str(EXAMPLE)}
+    folder, minutes, every_s = EXAMPLES / (given.example or "grpo_sums"), given.minutes, given.every
+    source = (folder / "job.yaml").read_text(encoding="utf-8").replace("limit: 10/10m", "limit: 1000/10m")
+    if not given.example:
+        source = source.replace("env: {", f'env: {{GRPO_STEPS: "{STEPS}", ')
+    body = {"source": source, "filename": "job.yaml", "workdir": str(folder)}
     job = str(daemon.ask(home, "POST", "/api/v1/jobs", body)["id"])
-    log, rng, kills = SqlLog(home.db_url), random.Random(seed), list[str]()
+    log, rng, kills = SqlLog(home.db_url), random.Random(given.seed), list[str]()
     deadline = time.monotonic() + LIMIT_S
     while (shown := daemon.ask(home, "GET", f"/api/v1/jobs/{job}"))["state"] != "RUNNING":
         if shown["state"] in TERMINAL or time.monotonic() > deadline:
@@ -100,16 +103,17 @@ def measure(home: Home, minutes: float, every_s: float, seed: int) -> dict[str, 
         time.sleep(0.2)
     began = time.time()
     while time.time() - began < minutes * 60 and ended_at(log, job, every_s) is None:
-        kills += [name for name in [kill_one(log, job, rng)] if name]
+        kills += [name for name in [kill_one(log, job, rng) if len(kills) < given.kills else ""] if name]
     over = ended_at(log, job, every_s)
     if over is None:
         over = time.time()
         daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
         if ended_at(log, job, LIMIT_S) is None:
             raise SystemExit(f"{job} does not end within {LIMIT_S:.0f} s of its stop")
-    rows = [json.loads(line)["n"] for path in home.job(job).output.glob("*.jsonl") for line in path.open()]
-    found = accounted(log.read(job=JobId(job)), rows, began, over)
-    return {**found, "kills": len(kills), "victims": kills}
+    written = [json.loads(line) for path in home.job(job).output.glob("*.jsonl") for line in path.open()]
+    found = accounted(log.read(job=JobId(job)), [row["n"] for row in written if "n" in row], began, over)
+    state = daemon.ask(home, "GET", f"/api/v1/jobs/{job}")["state"]
+    return {**found, "state": state, "kills": len(kills), "victims": kills}
 
 
 def ended_at(log: EventLog, job: str, wait_s: float) -> float | None:
@@ -130,12 +134,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--every", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--example", default="")
+    parser.add_argument("--kills", type=int, default=STEPS)
     given = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     settings = load_settings({"home": str(root), "port": free_port()}, environ={})
     daemon.up(settings)
     try:
-        found = measure(Home.of(settings.home), given.minutes, given.every, given.seed)
+        found = measure(Home.of(settings.home), given)
     finally:
         daemon.down(settings, force=True)
         shutil.rmtree(root, ignore_errors=True)

@@ -66,3 +66,18 @@ def test_a_collective_of_the_mesh_is_summed_and_a_member_that_sends_wrong_number
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(member, range(2)))
     assert [[one.reason for one in each] for each in found] == [[Reason.NODE_SUSPECT] if broken else []] * 2
+
+
+def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = (Path(__file__).parents[1] / "data" / "job" / "kernel.log").read_text().replace("[ 1843.", "[9999999999.")
+    monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("2xH100"))
+    monkeypatch.setattr(
+        "rota.job.checks.kernel_lines", lambda: [line.replace("[ 1843.", "[9999999999.") for line in log]
+    )
+    monkeypatch.setattr("rota.job.checks.bus_addresses", lambda: ("0000:1a:00", "0000:44:00"))
+    assert quick([tmp_path], (0,)) == []
+    (found,) = quick([tmp_path], (1,))
+    assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
+    assert "device 1 (0000:44:00) is faulty: Xid 79" in found.text

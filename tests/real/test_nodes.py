@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.real.jobs import Run, deep, job, role, run_job
+from tests.examples.test_sft_stdlib import result, torchrun
+from tests.real.jobs import Run, deep, example, job, role, run_job
 from tests.real.nodes import NodesRun, Raylets, raylets_of, run_on
 
+from rota.service.jobfile import read_job
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -35,6 +38,7 @@ from rota.spec.states import JobState, Level
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 THREE = {"a": 2.0, "b": 2.0, "c": 2.0}
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 APART = (Near(role="self", level="node"),)
 GAP_MAX_S = 1.0
 """Longest pause in the answers of a role while one of its members is replaced on a machine that others use too."""
@@ -228,6 +232,39 @@ def test_a_world_goes_on_with_fewer_when_a_node_dies_and_grows_back_when_there_i
         assert reasons == [(Reason.NODE_LOST, 1, 0), (Reason.RESIZED, 0, 1)]
 
     run_on(raylets, {"a": 1.0, "b": 1.0}, JobSpec(name="world", roles=(world(1, 2),), grace_s=2.0), body)
+
+
+@deep
+def test_the_sft_example_goes_from_two_ranks_to_one_and_back_and_its_losses_are_those_of_a_fixed_world(
+    raylets: Raylets, tmp_path: Path
+) -> None:
+    import torch
+
+    async def body(run: NodesRun) -> None:
+        sizes, saved = run.output / "worlds.txt", Path(run.home.root) / "checkpoints" / run.job / "sft.pt"
+        await run.until(sizes.exists)
+        homes = {name: run.node_of(name) for name in run.pids()}
+        victim = next(name for name in homes if homes[name] != master_node(run))
+        run.kill_node(homes[victim])
+        await run.until(lambda: " 1\n" in sizes.read_text())
+        assert run.raylets is not None
+        run.raylets.ensure("d")
+        run.join("d")
+        await run.until(lambda: sizes.read_text().splitlines()[-1].endswith(" 2"), 150.0)
+        run.append(StopAsked(grace_s=2.0))
+        await run.end()
+        worlds = [int(line.split()[1]) for line in sizes.read_text().splitlines()]
+        assert [n for n, before in zip(worlds, [0, *worlds], strict=False) if n != before] == [2, 1, 2]
+        kept, wanted = torch.load(saved), result(tmp_path)["curve"]
+        assert len(kept["curve"]) == kept["step"] >= len(wanted) == 60, "each step once"
+        assert kept["curve"][:60] == pytest.approx(wanted, rel=1e-2)
+        assert kept["curve"][-1] < wanted[-1]
+
+    file = EXAMPLES / "sft_stdlib" / "job.yaml"
+    (train,) = read_job(file.read_text(), filename=file.name).roles
+    line = "python train.py --steps 1000000 --save-every 20 --bytes 2000000"
+    assert torchrun(tmp_path).wait(120) == 0
+    run_on(raylets, {"a": 0.5, "b": 0.5}, example(file, roles=(dataclasses.replace(train, run=(line,)),)), body)
 
 
 def test_a_spare_takes_over_within_a_second_and_the_dead_one_comes_back_as_the_next_spare(engine: Any) -> None:

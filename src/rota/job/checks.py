@@ -11,8 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rota.job.core.symptoms import storage_reason
-from rota.runtime.devices import local_devices
+from rota.job.core.symptoms import device_faults, storage_reason
+from rota.runtime.clock import SystemClock
+from rota.runtime.devices import bus_addresses, kernel_lines, local_devices
 from rota.spec.reasons import Reason
 
 CHECK_MAX_S = 60.0
@@ -53,6 +54,11 @@ def quick(folders: Iterable[Path], devices: Sequence[int], *, free_min_bytes: in
     if present and (missing := sorted(set(devices) - present)):
         text = f"device {missing[0]} is not there (the node has {len(present)}); see nvidia-smi, drain the node"
         found.append(Unfit(check="devices", reason=Reason.GPU_LOST, text=text))
+    mine = {bus: index for index, bus in enumerate(bus_addresses()) if index in devices}
+    for fault in device_faults(kernel_lines(), SystemClock().monotonic_s()) if mine else ():
+        if fault.bus in mine:
+            text = f"device {mine[fault.bus]} ({fault.bus}) is faulty: {fault.text}; drain the node, reset the device"
+            found.append(Unfit(check="devices", reason=fault.reason, text=text))
     try:
         bytearray(ALLOCATION_BYTES)
     except MemoryError:

@@ -112,6 +112,17 @@ def device_samples() -> tuple[DeviceSample, ...]:
     )
 
 
+def kernel_lines() -> tuple[str, ...]:
+    """Lines of the NVIDIA driver in the kernel log, stamped in seconds since boot; none where it may not be read."""
+    text = process.output_of(("dmesg",), timeout_s=_QUERY_S) or ""
+    return tuple(line for line in text.splitlines() if "NVRM" in line)
+
+
+def bus_addresses(root: Path = _NVIDIA) -> tuple[str, ...]:
+    """Domain, bus and slot of each NVIDIA device in the order of their indices, as ``0000:3b:00``."""
+    return tuple(sorted(one.name.partition(".")[0].lower() for one in root.iterdir())) if root.is_dir() else ()
+
+
 def _query(*fields: str) -> list[list[str]]:
     command = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
     text = process.output_of(command, timeout_s=_QUERY_S) or ""

@@ -73,9 +73,7 @@ def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(
 ) -> None:
     log = (Path(__file__).parents[1] / "data" / "job" / "kernel.log").read_text().replace("[ 1843.", "[9999999999.")
     monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("2xH100"))
-    monkeypatch.setattr(
-        "rota.job.checks.kernel_lines", lambda: [line.replace("[ 1843.", "[9999999999.") for line in log]
-    )
+    monkeypatch.setattr("rota.job.checks.kernel_lines", log.splitlines)
     monkeypatch.setattr("rota.job.checks.bus_addresses", lambda: ("0000:1a:00", "0000:44:00"))
     assert quick([tmp_path], (0,)) == []
     (found,) = quick([tmp_path], (1,))

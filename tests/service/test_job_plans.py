@@ -9,6 +9,7 @@ import pytest
 
 from rota.job.core.sizing import world_of
 from rota.runtime.clock import SystemClock
+from rota.service.changes import checked_size
 from rota.service.jobfile import read_job
 from rota.service.jobplans import with_plans
 from rota.service.jobtext import job_text
@@ -53,6 +54,14 @@ def test_a_size_that_is_not_faster_than_a_smaller_one_is_left_out(tmp_path: Path
     role = planned(FILE.replace("batch: 16", "batch: 16, hardware: slow.json"), str(tmp_path))
     assert [one.replicas for one in role.plans] == [1]
     assert (role.replicas_min, role.replicas_max) == (1, 1)
+
+
+def test_a_scaled_job_may_only_have_a_size_with_a_plan() -> None:
+    role = planned(FILE)
+    sizes = ", ".join(str(one.replicas) for one in role.plans)
+    with pytest.raises(BadInput, match=f"main=3: the world of main is at least 1, one of {sizes}, which have plans"):
+        checked_size(JobSpec(name="trains", roles=(role,)), "main", 3)
+    assert checked_size(JobSpec(name="trains", roles=(role,)), "main", 2) == role
 
 
 def test_no_plan_for_any_size_is_told_with_what_would_help() -> None:

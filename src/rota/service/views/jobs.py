@@ -231,6 +231,7 @@ def _role(story: JobStory, name: str) -> dict[str, Any]:
         "resources": codec.to_json_value(role.res),
         "restart": role.restart,
         "loop": role.is_loop,
+        "plans": [{"replicas": one.replicas, "why": one.why} for one in role.plans],
     }
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def fresh_model(shape: ModelShape = SHAPE) -> Gpt:
     return Gpt(shape)
 
 
+@cache
 def reference(shape: ModelShape, steps: int = STEPS) -> list[float]:
     """Losses of plain torch on one process, gradients clipped to norm 1."""
     model = fresh_model(shape)

@@ -83,10 +83,9 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
         raise BadInput(f"{name}={n}: {name} has at most {role.replicas_max} instances (replicas.max)", hint=hint)
     if is_world(role):
         if n < role.replicas_min or world_of(replace(role, replicas_max=max(n, role.replicas_max)), n) != n:
-            sizes = ", ".join(str(one.replicas) for one in role.plans)
-            rule = (
-                f"one of {sizes}, which have plans" if sizes else "a multiple of its fixed axes that divides the batch"
-            )
+            rule = "a multiple of its fixed axes that divides the global batch"
+            if role.plans:
+                rule = f"one of {', '.join(str(one.replicas) for one in role.plans)}, which have plans"
             raise BadInput(f"{name}={n}: the world of {name} is at least {role.replicas_min}, {rule}")
     elif not role.serves:
         reasons = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import Actors, Crew, clean, repeats, wait_until
+from tests.real.tensors.crew import DEEP, Actors, Crew, clean, repeats, wait_until
 
 import rota.tensors
 from rota.runtime import environ, process, redis_server
@@ -58,62 +58,65 @@ def kill_server(home: Path) -> None:
 
 
 def test_all_names_and_leases_come_back_after_the_registry_was_killed(own_home: Path, lone: Plane, crew: Crew) -> None:
-    for index in range(300):
+    count = 300 if DEEP else 60
+    middle = f"x/{count // 2}"
+    for index in range(count):
         lone.put(f"x/{index}", np.full(10 + index, index))
     lone.publish_group("shadow/j", {"a": np.zeros(4)}, step=1, retain=2, meta=1)
     lone.publish_group("shadow/j", {"a": np.ones(4)}, step=2, retain=2, meta=2)
     lone.delete("x/7")
-    code = """
-        held = [plane.get(f'x/{i}', as_='numpy') for i in range(100, 200)]
+    code = f"""
+        held = [plane.get(f'x/{{i}}', as_='numpy') for i in range({count // 3}, {2 * count // 3})]
         print('holding', flush=True)
         os.read(os.pipe()[0], 1)
     """
     reader = crew.start(code)
     crew.says(reader, "holding")
-    old = lone.get("x/150", as_="numpy")
-    lone.put("x/150", np.full(160, -1))
+    old = lone.get(middle, as_="numpy")
+    lone.put(middle, np.full(160, -1))
     before = lone.stats()["leases"]
     kill_server(own_home)
-    assert lone.get("x/299", as_="numpy")[0] == 299  # the first call that fails rebuilds it
-    assert (old == 150).all()
-    assert len(lone.ls("x/")) == 299
+    assert lone.get(f"x/{count - 1}", as_="numpy")[0] == count - 1  # the first call that fails rebuilds it
+    assert (old == count // 2).all()
+    assert len(lone.ls("x/")) == count - 1
     assert lone.stats()["leases"] == before + 1
     assert lone.fsck()["violations"] == []
     with pytest.raises(errors.NotFound):
         lone.get("x/7")
     assert [lone.get_group("shadow/j", step=n).meta for n in (1, 2)] == [1, 2]
-    fresh = lone.put("x/150", np.full(160, 5)).id
+    fresh = lone.put(middle, np.full(160, 5)).id
     assert fresh > 1 << 20  # ids of before are never used again
     crew.kill(reader)
     del old
     wait_until(lambda: clean(lone)["versions"].get("doomed", 0) == 0)
-    assert lone.get("x/150", as_="numpy")[0] == 5
+    assert lone.get(middle, as_="numpy")[0] == 5
 
 
 @pytest.mark.parametrize("round_", repeats(1, 10))
 def test_a_registry_killed_under_publishers_and_readers_is_rebuilt_by_them(
     own_home: Path, lone: Plane, crew: Crew, round_: int
 ) -> None:
-    writer = """
-        for n in range(400):
+    count = 400 if DEEP else 120
+    writer = f"""
+        for n in range({count}):
             plane.put('w', np.full(20_000, n), step=n)
-            if n % 100 == 0: print('at', n, flush=True)
+            if n % {count // 4} == 0: print('at', n, flush=True)
     """
-    reader = """
+    reader = f"""
         last = -1
-        while last < 399:
+        while last < {count - 1}:
             v = plane.get('w', wait_s=20, as_='numpy')
             assert (v == v[0]).all(), 'torn'
             assert v[0] >= last, ('backward', v[0], last)
             last = int(v[0])
     """
     pids = [crew.start(writer), crew.start(reader), crew.start(reader)]
-    for mark in ("at 100", "at 200"):
-        crew.says(pids[0], mark)
+    for mark in (count // 4, count // 2):
+        crew.says(pids[0], f"at {mark}")
         kill_server(own_home)
     for pid in pids:
         assert crew.wait(pid) == 0, crew.output(pid)
-    assert lone.get("w", as_="numpy")[0] == 399
+    assert lone.get("w", as_="numpy")[0] == count - 1
     stats = clean(lone)
     assert stats["versions"] == {"ready": 1}
     assert stats["clients"] == 1

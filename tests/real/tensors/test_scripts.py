@@ -18,7 +18,7 @@ from rota.tensors.core.protocol import ProtocolMachine
 from rota.tensors.registry import RedisMachine, Registry
 from rota.tensors.reports import check
 
-EXAMPLES = 5000 if os.environ.get("ROTA_DEEP") == "1" else 60
+EXAMPLES = 5000 if os.environ.get("ROTA_DEEP") == "1" else 40
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,7 @@ def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
             plane.delete("w")
             plane.put("other", np.ones(3))
             plane.put("w", np.full(3, 2.0))
+            assert row is not None
             assert plane.info("other").slot == row.slot != plane.info("w").slot
             plane.get("w", as_="numpy")
         return row

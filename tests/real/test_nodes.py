@@ -262,7 +262,7 @@ def test_the_sft_example_goes_from_two_ranks_to_one_and_back_and_its_losses_are_
 
     file = EXAMPLES / "sft_stdlib" / "job.yaml"
     (train,) = read_job(file.read_text(), filename=file.name).roles
-    line = "python train.py --steps 1000000 --save-every 20 --bytes 2000000"
+    line = "python train.py --steps 1000000 --save-every 10 --bytes 2000000"
     assert torchrun(tmp_path).wait(120) == 0
     run_on(raylets, {"a": 0.5, "b": 0.5}, example(file, roles=(dataclasses.replace(train, run=(line,)),)), body)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.real.jobs import Run, job, role, run_job
+from tests.real.jobs import Run, deep, job, role, run_job
 
 from rota.runtime.environ import Home
 from rota.runtime.vault import Vault
@@ -190,6 +190,7 @@ def test_stop_ends_everything_as_cancelled(engine) -> None:
     run_job(engine, doubling(), body)
 
 
+@deep
 def test_a_hang_is_told_with_its_stack_and_healed_while_a_declared_rest_and_slow_work_are_left_alone(engine) -> None:
     async def body(run: Run) -> None:
         ended = await run.end()

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.real.jobs import Run, job, role, run_job
+from tests.real.jobs import Run, deep, job, role, run_job
 
 from rota.spec.events import CheckpointSaved, Committed, FailoverStarted, RolledBack
 from rota.spec.ids import RoleName
@@ -44,6 +44,7 @@ async def until_paused(run: Run) -> None:
     await run.until(lambda: (run.output / "paused-2").exists())
 
 
+@deep
 def test_a_stateful_mesh_and_readers_of_its_weights_run_to_success(engine) -> None:
     async def body(run: Run) -> None:
         await succeed(run)

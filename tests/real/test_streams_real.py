@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from tests.real.jobs import Run, job, role, run_job
+from tests.real.jobs import Run, deep, job, role, run_job
 
 from rota.spec.events import Committed
 from rota.spec.ids import RoleName
@@ -71,6 +71,7 @@ def test_five_kills_lose_no_item_train_none_twice_and_keep_the_bound(engine) -> 
     run_job(engine, streaming("train", items=80), body)
 
 
+@deep
 def test_a_bound_of_zero_gives_the_run_without_streams(engine) -> None:
     reports: list[dict[str, Any]] = []
 

@@ -199,6 +199,20 @@ def test_an_unknown_profile_is_an_error_that_names_the_nearest() -> None:
     assert "hived" in caught.value.hint
 
 
+@pytest.mark.parametrize("name", ["default", "yarn", "kueue"])
+def test_a_node_that_a_victim_gives_back_is_no_new_spare(name: str) -> None:
+    s, profile = state(node("n0"), node("n1"), node("n2")), replace(get_profile(name), spares=1)
+    for low in ("low0", "low1"):
+        step(s, JobArrived(ask=ask(low, slot(4), priority=10)), profile, 0.0)
+    alone = state(node("n0"), node("n1"))
+    for low in ("low0", "low1"):
+        step(alone, JobArrived(ask=ask(low, slot(4), priority=10)), replace(profile, spares=0), 0.0)
+    high = JobArrived(ask=ask("high", slot(4), priority=50, at=1e5))
+    without = [d for d in step(alone, high, replace(profile, spares=0), 1e5) if isinstance(d, Preempt)]
+    assert [d for d in step(s, high, profile, 1e5) if isinstance(d, Preempt)] == without
+    assert without or name == "yarn"
+
+
 def test_spares_are_kept_for_who_loses_a_node_and_lent_to_opportunistic_work_meanwhile() -> None:
     s, profile = state(node("n0"), node("n1"), node("n2")), replace(get_profile("default"), spares=1)
     for name in ("one", "two"):

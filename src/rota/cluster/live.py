@@ -114,6 +114,7 @@ class Scheduler:
             case NodeJoined(node=node):
                 self._nodes[node.id] = node
                 self._lost.discard(node.id)
+                self._drains.pop(node.id, None)
                 self._laid_out_at = record.at
             case NodeLost(node=node):
                 self._lost.add(node)
@@ -310,7 +311,8 @@ class Scheduler:
 
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""
-        return admission.feasible(self.state, self._requests_of(spec), spec.queue)
+        spares = self.profile.spares if spec.priority >= 0 else 0  # opportunistic work may lie on them
+        return admission.feasible(self.state, self._requests_of(spec), spec.queue, spares)
 
     def find_queue(self, path: str) -> str | None:
         """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""

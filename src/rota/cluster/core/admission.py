@@ -40,15 +40,17 @@ class Shortfall:
         return sentence
 
 
-def empty_twin(state: State) -> State:
-    """The same nodes with nothing on them and everything in order; nodes that left are left out."""
+def empty_twin(state: State, spares: int = 0) -> State:
+    """The same nodes with nothing on them and everything in order; nodes that left, and spares, are left out."""
     nodes = [node.with_health(Health.HEALTHY) for node, health in zip(state.nodes, state.node_health) if health != LOST]
-    return State(nodes, state.queues.rows)
+    return State(nodes[: max(0, len(nodes) - spares)], state.queues.rows)
 
 
-def feasible(state: State, requests: Sequence[GangRequest], queue: str | None = None) -> Shortfall | None:
+def feasible(
+    state: State, requests: Sequence[GangRequest], queue: str | None = None, spares: int = 0
+) -> Shortfall | None:
     """None if the empty cluster, and the limits of the queue, could hold all gangs at once; else what is short."""
-    return shape_feasible(empty_twin(state), compile_shape(requests), queue)
+    return shape_feasible(empty_twin(state, spares), compile_shape(requests), queue)
 
 
 def shape_feasible(empty: State, shape: Shape, queue: str | None = None) -> Shortfall | None:

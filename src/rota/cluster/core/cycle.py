@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
@@ -127,10 +128,16 @@ FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
 
 
 class _Pass:
-    """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass."""
+    """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass.
 
-    def __init__(self, state: State, txn: Txn, profile: Profile, now: float, *, until: JobId | None = None) -> None:
-        self.state, self.txn, self.profile, self.now, self.until = state, txn, profile, now, until
+    A trial of the next pass ends ``until`` a job and has the ``spares`` of the pass that asks.
+    """
+
+    until: JobId | None = None
+
+    def __init__(self, state: State, txn: Txn, profile: Profile, now: float) -> None:
+        self.state, self.txn, self.profile, self.now = state, txn, profile, now
+        self.spares = state.spares(profile.spares)
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
         self.verdicts: dict[LineKey, Wait] = {}
@@ -259,16 +266,21 @@ class _Pass:
     def _start(self, row: JobRow) -> Wait | None:
         """Start the job with the nodes that it avoids, and spares, out of the way."""
         state = self.state
-        kept = row.ask.opportunistic or row.ask.failover
-        spares = [] if kept else state.spares(self.profile.spares)
+        spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
         avoided = [state.node_row[node] for node in row.ask.avoid if node in state.node_row]
-        healths = {place: int(state.node_health[place]) for place in (*spares, *avoided)}
-        for place in healths:
-            self.txn.set(state.node_health, place, LOST)
-        wait = self._start_anywhere(row)
-        for place, health in healths.items():
-            self.txn.set(state.node_health, place, health)
+        with self._without([*spares, *avoided]):
+            wait = self._start_anywhere(row)
         return with_spares(wait, [state.nodes[place].id for place in spares]) if wait and spares else wait
+
+    @contextmanager
+    def _without(self, places: Sequence[int]) -> Iterator[None]:
+        """Nothing is placed on these nodes meanwhile."""
+        healths = {place: int(self.state.node_health[place]) for place in places}
+        for place in healths:
+            self.txn.set(self.state.node_health, place, LOST)
+        yield
+        for place, health in healths.items():
+            self.txn.set(self.state.node_health, place, health)
 
     def _start_anywhere(self, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
@@ -372,7 +384,8 @@ class _Pass:
         for queue, row in self.first.items():
             if row is not None:
                 self.first[queue] = None
-                reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
+                with self._without([] if row.ask.opportunistic or row.ask.failover else self.spares):
+                    reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
                 if reservation is not None:
                     self.reservations.append(reservation)
                 elif self.now - row.ask.queued_at >= self.profile.starve_s:
@@ -438,7 +451,8 @@ class _Pass:
             for job in self.claims.jobs:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
             profile = replace(self.profile, victims=None, remember=False, pack_gain=None)
-            then = _Pass(self.state, self.txn, profile, self.now, until=row.ask.id)
+            then = _Pass(self.state, self.txn, profile, self.now)
+            then.until, then.spares = row.ask.id, self.spares
             then.run()
             return bool(self.state.jobs[row.ask.id].held)
 

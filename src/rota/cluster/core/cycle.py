@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
@@ -273,7 +273,7 @@ class _Pass:
         return with_spares(wait, [state.nodes[place].id for place in spares]) if wait and spares else wait
 
     @contextmanager
-    def _without(self, places: Sequence[int]) -> Iterator[None]:
+    def _without(self, places: Sequence[int]) -> Generator[None]:
         """Nothing is placed on these nodes meanwhile."""
         healths = {place: int(self.state.node_health[place]) for place in places}
         for place in healths:

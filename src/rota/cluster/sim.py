@@ -216,8 +216,9 @@ class Simulation:
             if self.state.lines:
                 self._gap_s += seconds * gap
                 self._waiting_s += seconds
-            used, waiting = self.state.used[self._roots, GPU].sum() / 1000, sum(map(len, self.state.asking.values()))
-            self.result.samples.append(Sample(self.now, seconds, float(used), waiting, gap))
+            used = sum(int(self.state.used[row, GPU]) for row in self._roots) / 1000
+            waiting = sum(map(len, self.state.asking.values()))
+            self.result.samples.append(Sample(self.now, seconds, used, waiting, gap))
         self.now = to
 
     def _share_gap(self) -> float:

@@ -420,8 +420,10 @@ class State:
 
     def spares(self, count: int) -> list[int]:
         """The last nodes in order, at most ``count``, that hold no work but opportunistic one."""
+        if not count:
+            return []
         busy = {slot.node for row in self.jobs.values() if not row.ask.opportunistic for slot in row.held}
-        return [row for row in np.flatnonzero(self.usable).tolist() if row not in busy][-count:] if count else []
+        return [row for row in np.flatnonzero(self.usable).tolist() if row not in busy][-count:]
 
     def holding(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""

@@ -40,6 +40,17 @@ def test_auto_follows_the_cost_within_its_bounds() -> None:
     assert due.period_s == 3600
 
 
+def test_a_hurried_one_is_written_without_a_cadence_too_and_takes_half_of_the_time_at_most() -> None:
+    due = Cadence.of(None, 0.0)
+    assert not due.due(1, 1e9)
+    due.hurry()
+    assert due.due(2, 5.0)
+    due.saved(10.0, 5.0)
+    assert not due.due(3, 1e9)
+    due.hurry()
+    assert not due.due(4, 14.0) and due.due(5, 15.0)
+
+
 def test_another_form_is_refused() -> None:
     with pytest.raises(BadInput, match="'often' is none of"):
         cadence("often")

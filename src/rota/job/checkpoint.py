@@ -37,7 +37,7 @@ _FOLDER = re.compile(r"^step-(\d+)\.e(\d+)$")
 
 @dataclass(slots=True)
 class Cadence:
-    """When the next checkpoint is due: every so many commits, or every so many seconds.
+    """When the next checkpoint is due: every so many commits or seconds; without a spec only when it is hurried.
 
     ``auto`` is sqrt(2 * cost * MTBF), clamped to 60 s ... 1 h (J. T. Daly, "A higher order estimate of the optimum
     checkpoint interval for restart dumps", 2006, equation 1), with the cost of the last save.
@@ -50,8 +50,10 @@ class Cadence:
     hurried: bool = False
 
     @staticmethod
-    def of(spec: Checkpoint, now_s: float) -> Cadence:
+    def of(spec: Checkpoint | None, now_s: float) -> Cadence:
         """Read ``every``. Raises BadInput for another form."""
+        if spec is None:
+            return Cadence(commits=None, seconds=math.inf, last_s=now_s)
         text = str(spec.every)
         if match := _COMMITS.match(text):
             if int(match.group(1)) < 1:
@@ -68,7 +70,7 @@ class Cadence:
     def due(self, n: int, now_s: float) -> bool:
         """True when commit ``n`` at ``now_s`` should be written to disk too."""
         if self.hurried:
-            return True
+            return now_s - self.last_s >= self.cost_s
         if self.commits is not None:
             return n % self.commits == 0
         return now_s - self.last_s >= self.period_s
@@ -85,7 +87,7 @@ class Cadence:
         self.last_s, self.cost_s, self.hurried = now_s, cost_s, False
 
     def hurry(self) -> None:
-        """The next commit is written to disk, whatever the period."""
+        """The next commit is written to disk, whatever the period; at most half of the time goes into that."""
         self.hurried = True
 
 

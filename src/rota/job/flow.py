@@ -40,7 +40,7 @@ from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
 from rota.spec.ids import Epoch
-from rota.spec.job import RoleSpec
+from rota.spec.job import Checkpoint, RoleSpec
 
 COMMIT_ANSWER_S = 10.0
 """A commit without an answer is sent again after this; the master answers a repeated one from the log."""
@@ -73,8 +73,7 @@ class Flow:
         self._epoch: Epoch = forming.epoch
         self._pending: asyncio.Task[int] | None = None
         self._paced: dict[str, int] = {}
-        wanted = seat.spec.checkpoint
-        self._cadence = Cadence.of(wanted, seat.clock.monotonic_s()) if wanted is not None else None
+        self._cadence = Cadence.of(seat.spec.checkpoint, seat.clock.monotonic_s())
         self.pumps = Streams(
             seat.spec,
             courier=seat.courier,
@@ -246,7 +245,7 @@ class Flow:
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
         roles = keepers | {edge.source for edge in due.values()}
         began_s = self._seat.clock.monotonic_s()
-        durable = self._cadence is not None and self._cadence.due(n, began_s)
+        durable = self._cadence.due(n, began_s)
         folder = str(folder_of(self.checkpoint_dir, n, self._epoch)) if durable else ""
         writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
         published = {name: int(peer.epoch) for name, peer in writers.items() if peer is not None}
@@ -267,9 +266,9 @@ class Flow:
         self.pumps.committed(n, taken)
         if payload.HELD.let_go:
             await asyncio.to_thread(payload.HELD.give_back, self.plane)
-        if saved is not None and self._cadence is not None and self._seat.spec.checkpoint is not None:
+        if saved is not None:
             self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
-            keep = self._seat.spec.checkpoint.keep
+            keep = (spec.checkpoint or Checkpoint()).keep
             await asyncio.to_thread(prune, self.checkpoint_dir, keep, n)
 
     async def _pace(self, n: int) -> None:
@@ -352,7 +351,7 @@ class Flow:
             if answer["answer"] == "refused":
                 await self._seat.courier.wait_rollback()
                 raise Fenced(f"commit {n} of loop epoch {self._epoch} was refused: {answer['text']}")
-            if answer.get("save") and self._cadence is not None:
+            if answer.get("save"):
                 self._cadence.hurry()
             return PeerTable.from_json(answer["table"])
 

@@ -338,6 +338,18 @@ def test_a_node_that_loses_processes_again_and_again_is_left_though_its_check_fi
     assert asked.avoid == ("h0",), "and it is marked suspect by the scheduler"
 
 
+def test_deaths_count_at_the_node_where_they_were_and_one_on_the_next_does_not_condemn_it(driven):
+    driven.fit, driven.free = True, ["h1", "h2"]
+    driven.run(spec(service("w", 2, fail=fail(limit_n=9)), loop()), "h0", "h0", "h9")
+    for who in ("w/0", "w/1", "w/0", "w/1"):
+        driven.feed(lost_of(driven, who), after_s=100.0)
+        driven.settle()
+    found = [one.level for one in (r.event for r in driven.records) if isinstance(one, FailoverStarted)]
+    assert found == [Level.PROCESS, Level.PROCESS, Level.NODE, Level.PROCESS]
+    assert [driven.ctx.bundle(at(who))[1].node for who in ("w/0", "w/1")] == ["h1", "h1"]
+    assert [one.cause.node for one in driven.ctx.failovers] == ["h0", "h0", "h0", "h1"]
+
+
 def test_one_reservation_that_the_engine_forgot_does_not_cost_the_others(driven):
     driven.free = ["h3"]
     job = spec(service("a", 1), service("b", 1), gang="subgraph")

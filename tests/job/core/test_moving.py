@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.makers import at, loop, mesh, service, spec
+from tests.makers import admitted, at, loop, mesh, service, spec
 
 from rota.job.core.context import JobContext
 from rota.job.core.intent import wanted
@@ -18,6 +18,7 @@ from rota.spec.events import (
     InstanceLost,
     MoveAsked,
     PreemptAsked,
+    RolledBack,
     TimerFired,
 )
 from rota.spec.ids import Epoch, NodeId, RoleName
@@ -92,6 +93,24 @@ def test_state_in_the_memory_of_the_node_is_saved_before_it_is_left_and_no_commi
     driven.settle()
     assert (driven.ctx.committed, set(homes(driven).values())) == (2, {"h1"})
     assert {one.restored for one in driven.ctx.instances.values()} == {2}
+
+
+def test_without_another_place_state_is_saved_all_the_same_and_the_queue_takes_no_commit_back(driven):
+    job = spec(mesh("actor", 2), loop())
+    driven.run(job)
+    commit(driven, 1)
+    drain(driven, due_at=driven.ctx.at_s + 60.0)
+    commit(driven, 2)
+    assert needs_save(driven.ctx), "whoever comes up on another host finds nothing of it there"
+    driven.feed(Committed(n=3, loop_epoch=driven.ctx.loop_epoch), CheckpointSaved(n=3, path="c"))
+    assert not needs_save(driven.ctx)
+    (timer,) = (one for one in wanted(driven.ctx) if isinstance(one, SetTimer) and one.timer.startswith("drain"))
+    driven.feed(TimerFired(timer=timer.timer), after_s=60.0)
+    driven.settle()
+    driven.feed(admitted(job, hosts=("h1",), attempt=2, epoch=int(driven.ctx.epoch_max) + 1))
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.committed) == (JobState.RUNNING, 3)
+    assert not [record for record in driven.records if isinstance(record.event, RolledBack)]
 
 
 @pytest.mark.parametrize("place", [True, False])

@@ -16,7 +16,7 @@ from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
-CONTEXT_VERSION = 3
+CONTEXT_VERSION = 4
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
 START_TIMEOUT_S = 300.0
@@ -55,13 +55,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """A failure: of which instance, and why. ``at_s`` is event time."""
+    """A failure: of which instance, on which ``node`` if it had a place, and why. ``at_s`` is event time."""
 
     instance: InstanceId
     epoch: Epoch
     reason: Reason
     text: str = ""
     traceback: str = ""
+    node: NodeId = NO_NODE_ID
     at_s: float
 
 

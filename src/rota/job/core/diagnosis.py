@@ -85,6 +85,6 @@ def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
     """How many died where the cause did; 0 when somebody died elsewhere too, or all were of one unit."""
     past = [one.cause for one in ctx.failovers if one.cause.reason not in PLANNED]
     recent = (one for one in (*past, *ctx.losses) if cause.at_s - one.at_s <= within_s and may_move(one))
-    died = {(one.instance, one.at_s) for one in recent if one.instance in ctx.bound}
-    nodes = {ctx.bundle(one)[1].node for one, _ in died}
-    return len(died) if len(nodes) == 1 and len({ctx.plan.unit(one) for one, _ in died}) > 1 else 0
+    died = {(one.instance, one.at_s, one.node) for one in recent if one.node}
+    units = {ctx.plan.unit(one) for one, _, _ in died if one in ctx.instances}
+    return len(died) if len({node for _, _, node in died}) == 1 and len(units) > 1 else 0

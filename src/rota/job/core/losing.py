@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rota.job.core import moving, sizing
 from rota.job.core.context import (
+    NO_NODE_ID,
     Ending,
     Failover,
     Gang,
@@ -138,6 +139,8 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
 
 
 def _lost(ctx: JobContext, given_up: list[Instance], loss: Loss) -> JobContext:
+    node = ctx.bundle(loss.instance)[1].node if loss.instance in ctx.bound else NO_NODE_ID
+    loss = replace(loss, node=node)
     lost = [replace(one, state=InstanceState.LOST, running=False, error=loss) for one in given_up]
     return replace(ctx.with_instances(lost), state=JobState.RECOVERING, losses=(*ctx.losses, loss))
 

@@ -20,10 +20,15 @@ def asked(ctx: JobContext, event: MoveAsked) -> JobContext:
 
 
 def needs_save(ctx: JobContext) -> bool:
-    """True when members have another place, and the state of the last commit is in the memory that they leave."""
+    """True when the state of the last commit is only in memory that is to be left.
+
+    It is that of those who have another place; while there is none everybody's, since at the end of the notice the
+    whole job goes back into the queue, and comes up anywhere.
+    """
+    if ctx.checkpoint_n >= ctx.committed or not leavers(ctx):
+        return False
     place = held(ctx)
-    kept = place is not None and any(keeps_on_host(ctx, one) for one in place.everybody)
-    return kept and ctx.checkpoint_n < ctx.committed
+    return any(keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances))
 
 
 def waits_for_boundary(ctx: JobContext) -> bool:

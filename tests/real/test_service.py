@@ -192,7 +192,7 @@ def test_a_killed_instance_is_healed_and_a_command_beside_it_has_its_environment
     Vault(site.home).put("local", "API_KEY", value)
     job = site.submit_counter("healed", secrets=["API_KEY"], env={"FLAVOUR": "plum"})
     victim = site.running(job)["instances"][1]
-    asked = ["sh", "-c", "echo $ROTA_JOB $ROTA_ROLE/$ROTA_INSTANCE $FLAVOUR key=$API_KEY $PPID; sleep 300 & exit 3"]
+    asked = ["sh", "-c", "echo $ROTA_JOB $ROTA_INSTANCE $FLAVOUR key=$API_KEY $PPID; sleep 300 & exit 3"]
     done = site.ask(f"/jobs/{job}:exec", {"instance": "main/1", "argv": asked})
     said = f"{job} main/1 plum key=****** {victim['pid']}\n"
     assert (done["stdout"], done["exit_status"]) == (said, 3), done

@@ -20,7 +20,7 @@ from tests import postgres
 from rota.runtime.beside import run_beside
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.sql_log import SqlLog
-from rota.service import assembly
+from rota.service import assembly, follow
 from rota.service.assembly import assemble, node_changes, wanted_nodes
 from rota.service.config import load_settings
 from rota.service.rest import make_app
@@ -30,6 +30,7 @@ from rota.spec.events import GangReserved, InstanceReady, InstanceStarted, JobEv
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.states import JobState
 
+follow.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
 T = TypeVar("T")
 LIMIT_S = 20.0
 HELLO = "name: hello\nroles:\n  main:\n    run: [echo, hi]\n    resources: {gpus: 2}\n"

@@ -177,6 +177,7 @@ def expected(right: str, name: str) -> set[int]:
     return table[right]
 
 
+@pytest.mark.slow
 def test_every_route_gives_every_role_what_it_may_have_and_a_stranger_nothing(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
         listed = set(routes())

@@ -429,6 +429,7 @@ def paths(value: Any, prefix: str = "") -> set[str]:
     return {prefix}
 
 
+@pytest.mark.slow
 def test_documents_keep_the_fields_that_programs_rely_on(tmp_path: Path) -> None:
     """Fields may be added; one that is gone or renamed breaks somebody's program. The golden file has them all."""
     (tmp_path / "job.yaml").write_text(HELLO)

@@ -13,7 +13,7 @@ import pytest
 from standing import HELLO, Standing, listening
 from standing import with_service as with_parts
 
-from rota.service import calls
+from rota.service import calls, wire
 from rota.service.client import AsyncClient, Client
 from rota.service.wire import source_of
 from rota.spec import errors
@@ -34,6 +34,11 @@ from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 T = TypeVar("T")
+
+
+@pytest.fixture(autouse=True)
+def _retries_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "RETRY_FIRST_S", 0.01)
 
 
 def with_service(home: Path, test: Callable[[Standing], Awaitable[None]]) -> None:

@@ -25,6 +25,7 @@ def search_words(model: Path, *, gpus: int = 4, memory: float = 20) -> list[str]
     return [*words, "--json"]
 
 
+@pytest.mark.slow
 def test_a_search_prints_one_document_and_show_and_explain_read_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

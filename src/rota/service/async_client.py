@@ -139,9 +139,11 @@ class AsyncClient(Wire):
         """See ``Client.change``."""
         return await self.ask(calls.change(job, changes))
 
-    async def mark_node(self, node: str, action: str, *, reason: str = "", dry_run: bool = False) -> Document:
+    async def mark_node(
+        self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False
+    ) -> Document:
         """See ``Client.mark_node``."""
-        return await self.ask(calls.mark_node(node, action, reason=reason, dry_run=dry_run))
+        return await self.ask(calls.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run))
 
     async def apply_queues(
         self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False

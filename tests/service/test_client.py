@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -322,6 +323,9 @@ def test_both_clients_have_the_same_methods() -> None:
 
     assert names(Client) - names(AsyncClient) == {"attach", "close"}
     assert not names(AsyncClient) - names(Client)
+    for name in names(AsyncClient) - {"run"}:
+        taken = [list(inspect.signature(getattr(one, name)).parameters) for one in (Client, AsyncClient)]
+        assert taken[0] == taken[1], name
 
 
 def test_errors_of_spec_are_all_known_to_the_client() -> None:

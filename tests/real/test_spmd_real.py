@@ -109,9 +109,15 @@ def test_kill_9_of_the_wrapper_leaves_no_rank_behind(engine) -> None:
 
 
 def test_plan_auto_gives_the_ranks_the_plan_that_was_searched_and_they_learn_under_it(engine) -> None:
+    """Planned for other devices: bf16, which the ranks would not choose here by themselves."""
     file = Path(__file__).parents[2] / "examples" / "pretrain" / "job.yaml"
-    spec = with_plans(example(file), str(file.parent), SystemClock())
+    given = example(file, name="planned")
+    [role] = given.roles
+    assert role.model is not None
+    role = dataclasses.replace(role, model=dataclasses.replace(role.model, hardware="a100-80g-dgx"))
+    spec = with_plans(dataclasses.replace(given, roles=(role,)), str(file.parent), SystemClock())
     chosen = [one.plan for one in spec.role("main").plans if one.replicas == 2]
+    assert '"param":"bf16"' in chosen[0]
 
     async def body(run: Run) -> None:
         assert (await run.end()).state is JobState.SUCCEEDED, run.story()

@@ -46,7 +46,10 @@ async def keep_warm(state: EngineState, count: int) -> None:
 
 def _start(state: EngineState, count: int) -> None:
     """Ask the raylet of this node for processes; it answers before they are there."""
-    node: dict[str, Any] = next(one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node())
+    nodes: list[dict[str, Any]] = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node()]
+    if not nodes:
+        return  # not known as alive yet, or no more: asked again
+    node = nodes[0]
     languages: Any = common_pb2
     proto: Any = node_manager_pb2
     request = proto.PrestartWorkersRequest(

@@ -44,6 +44,9 @@ class Spill:
         if not folder.is_absolute() or not limit.isdigit():
             raise BadInput(f"{DIR}={name!r}, {BYTES_MAX}={limit!r}: an absolute folder, and a number of bytes")
         folder.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+        own = folder.stat()
+        if own.st_uid != os.getuid() or own.st_mode & 0o077:
+            raise BadInput(f"{DIR}={name!r}: others may read or change what lies there", hint=f"chmod 700 {name}")
         facts = os.statvfs(folder)
         return Spill(links=links, folder=folder, bytes_max=int(limit) or facts.f_blocks * facts.f_frsize // _SHARE)
 
@@ -52,13 +55,14 @@ class Spill:
         lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two that look at the same sum would both find room
-            used = sum(path.stat().st_size for path in self.folder.glob("*+*+seg-*"))
+            used = sum(_size(path) for path in self.folder.glob("*+*+seg-*"))
             if used + file_bytes > self.bytes_max:
                 self._refuse(f"{used} of at most {self.bytes_max} bytes are taken", file_bytes)
             link, file = self.links / seg, self._file(seg)
             link.unlink(missing_ok=True)
             link.symlink_to(file)
-            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+            file.unlink(missing_ok=True)
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, environ.PRIVATE_FILE)
             try:
                 os.posix_fallocate(fd, 0, file_bytes)
             except OSError as error:
@@ -92,6 +96,13 @@ class Spill:
     def _refuse(self, why: str, file_bytes: int) -> None:
         text = f"{self.folder}: shared memory is full, and {file_bytes} bytes do not fit here either: {why}"
         raise errors.OutOfMemory(text, hint=f"free names, or raise {BYTES_MAX}", bytes=file_bytes)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # somebody removed it meanwhile, without the lock
+        return 0
 
 
 def remove(segment: Path) -> None:

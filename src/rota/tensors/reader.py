@@ -108,8 +108,8 @@ class Reader:
         for key, entry in list(self.cache.items()):
             if self.words[entry.word] != entry.version or (linger and not entry.used):
                 self.cache.pop(key, None)
-            elif linger:
-                entry.used = False
+        for entry in list(self.cache.values()) if linger else ():  # afterwards: one entry may stand under two keys
+            entry.used = False
 
     def forget(self, name: str | None = None) -> None:
         """Drop the cached answers of a name, or all."""

@@ -123,6 +123,8 @@ def test_an_unchanged_name_is_the_same_object_and_a_changed_one_is_not(plane: Pl
     plane.put("w", torch.zeros(3))
     first = plane.get("w")
     assert plane.get("w") is first
+    plane._reader.age(linger=True)
+    assert "w" in plane._cache, "what was read just now keeps its fast path"
     plane.put("w", torch.ones(3))
     assert plane.get("w")[0] == 1
     assert first[0] == 0

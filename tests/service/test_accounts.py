@@ -195,6 +195,22 @@ def test_every_route_gives_every_role_what_it_may_have_and_a_stranger_nothing(tm
     with_town(tmp_path, test)
 
 
+def test_who_may_not_submit_learns_of_no_file_and_has_nothing_searched(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        body = {"grants": [{"queue": "", "role": "viewer"}]}
+        assert (await service.http.put("/api/v1/users/vera", json=body)).status_code == 200
+        made = (await service.http.post("/api/v1/tokens", json={"user": "vera"})).json()
+        service.http.headers["Authorization"] = f"Bearer {made['token']}"
+        for door in ("jobs", "jobs:plan"):
+            for name in ("there.json", "not-there.json"):
+                source = f"name: t\nroles: {{main: {{run: torchrun train.py, plan: {name}}}}}\n"
+                body = {"source": source, "workdir": str(tmp_path)}
+                assert (await service.http.post(f"/api/v1/{door}", json=body)).status_code == 403, (door, name)
+
+    (tmp_path / "there.json").write_text("{")
+    with_service(tmp_path, test)
+
+
 def test_nothing_of_another_tenant_is_in_any_answer(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
         own = "name: lion\nqueue: research/rl\nroles: {main: {run: [echo], replicas: 2, resources: {gpus: 4}}}\n"

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from rota.job.core.sizing import world_of
+from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock
+from rota.runtime.environ import Home
+from rota.service import intake
 from rota.service.changes import checked_size
+from rota.service.intake import Intake, Submission
 from rota.service.jobfile import read_job
 from rota.service.jobplans import with_plans
 from rota.service.jobtext import job_text
 from rota.service.offline import plan_job
+from rota.service.plans import FILE_BYTES_MAX, read_json
 from rota.spec import codec
-from rota.spec.errors import BadInput, Infeasible, JobFileError
+from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded
 from rota.spec.job import JobSpec, RoleSpec
 from rota.train.plan.hardware import LevelSpec, cpu_ranks
 from rota.train.plan.model import ParallelPlan, data_parallel
@@ -81,6 +90,37 @@ def test_a_plan_file_gives_the_size_and_contradictions_are_refused(tmp_path: Pat
         planned(text + "    replicas: 3\n", str(tmp_path))
     with pytest.raises(BadInput, match=r"roles\.main\.plan: .*No such file"):
         planned(text, str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("name", ["/etc/hosts", "../plan.json", "a/../../plan.json"])
+def test_a_file_outside_the_folder_of_the_job_is_not_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / "plan.json").write_text("[")
+    (tmp_path / "job" / "a").mkdir(parents=True)
+    for text in (NO_PLAN + f"    plan: {name}\n", FILE.replace("batch: 16", f"batch: 16, hardware: {name}")):
+        for folder in (str(tmp_path / "job"), ""):
+            with pytest.raises(BadInput, match=f"{name} is not below the folder of the job"):
+                planned(text, folder)
+
+
+def test_only_a_regular_file_of_a_bounded_size_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(FILE_BYTES_MAX + 1)
+    for path, told in (("/dev/null", "no regular file"), ("large", "larger than"), ("pipe", "no regular file")):
+        with pytest.raises(BadInput, match=told):
+            read_json(tmp_path / path, "plan")
+
+
+def test_a_job_waits_a_bounded_time_for_the_searches_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        loop = SimpleNamespace(scheduler=SimpleNamespace(find_queue=lambda queue: None))
+        door = Intake(cast("Any", loop), home=Home.find(), clock=SystemClock(), chance=SystemChance())
+        await door._searches.acquire()
+        with pytest.raises(LimitExceeded, match="plans of other jobs"):
+            await door.plan(Submission(source=FILE), caller=None)
+
+    monkeypatch.setattr(intake, "SEARCH_WAIT_S", 0.01)
+    asyncio.run(asyncio.wait_for(test(), 10))
 
 
 @pytest.mark.parametrize(

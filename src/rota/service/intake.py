@@ -33,6 +33,8 @@ from rota.spec.reasons import INFO, Reason
 from rota.spec.states import JobState
 
 PARSE_TIMEOUT_S = 2.0
+SEARCH_WAIT_S = 20.0
+"""How long a job waits for the search of plans of another."""
 QUEUED_MAX = 10_000
 DRY_RUNS_MAX = 2
 """Children that import workloads for dry runs at once; the next one waits."""
@@ -74,8 +76,7 @@ class Intake:
         Raises JobFileError, Infeasible, UnknownName (queue, secret), NotAllowed, LimitExceeded, or IdempotencyConflict
         (same key, other body).
         """
-        spec, user = await self._planned(await self._read(given), given), caller.user
-        self._check(spec, caller)
+        spec, user = await self._checked(given, caller), caller.user
         async with self._one_at_a_time:
             if key and (known := self._find_key(user, key, given.digest)) is not None:
                 return known, False
@@ -101,8 +102,7 @@ class Intake:
 
         Raises what ``submit`` raises, and BadInput when a workload cannot be imported.
         """
-        spec = await self._planned(await self._read(given), given)
-        self._check(spec, caller)
+        spec = await self._checked(given, caller)
         async with self._dry_runs:
             completed = await inspect_workloads(spec, _workdir(spec, given))
         if isinstance(completed, Refused):
@@ -149,19 +149,36 @@ class Intake:
         except TimeoutError:
             raise BadInput(f"{given.filename} took more than {PARSE_TIMEOUT_S:.0f} s to read") from None
 
+    async def _checked(self, given: Submission, caller: Caller | None) -> JobSpec:
+        """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
+        spec = await self._read(given)
+        self._check_right(spec, caller)
+        spec = await self._planned(spec, given)
+        self._check_feasible(spec)
+        return spec
+
     async def _planned(self, spec: JobSpec, given: Submission) -> JobSpec:
         """The job with its parallel plans; they are searched one job at a time, beside the loop."""
         if all(role.plan is None and not role.plans for role in spec.roles):
             return spec
-        async with self._searches:
+        try:
+            async with asyncio.timeout(SEARCH_WAIT_S):
+                await self._searches.acquire()
+        except TimeoutError:
+            raise LimitExceeded("plans of other jobs are being searched", hint="submit it again later") from None
+        try:
             return await asyncio.to_thread(with_plans, spec, _workdir(spec, given), self._clock)
+        finally:
+            self._searches.release()
 
-    def _check(self, spec: JobSpec, caller: Caller | None) -> None:
+    def _check_right(self, spec: JobSpec, caller: Caller | None) -> None:
         if (problem := self._loop.scheduler.find_queue(spec.queue)) is not None:
             raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
         if caller is not None:  # without a service there is nobody to ask
             caller.need(Role.USER, spec.queue)
             Vault(self._home).check(caller.user, spec.secrets)
+
+    def _check_feasible(self, spec: JobSpec) -> None:
         shortfall = self._loop.scheduler.infeasible(spec)
         if shortfall is not None:
             raise Infeasible(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rota.spec.errors import BadInput, Infeasible
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
 from rota.train.plan.exchange import model_from_json
 from rota.train.plan.explain import summary
-from rota.train.plan.hardware import A100_80G_DGX, Hardware, cpu_ranks
+from rota.train.plan.hardware import A100_80G_DGX, SHIPPED, Hardware, cpu_ranks
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import Dtype
 from rota.train.plan.search import Found, search
@@ -45,7 +46,7 @@ def _with_plan(role: RoleSpec, workdir: str, clock: Clock) -> RoleSpec:
 def _read(role: RoleSpec, workdir: str) -> SizedPlan:
     """The plan of a file; it gives the size of a role that names none."""
     assert role.plan is not None
-    plan, _ = load_plan(Path(workdir) / role.plan)
+    plan, _ = load_plan(_own_file(role.plan, workdir))
     local, world = parse_command(role).local, plan.gang().world
     size = world // local
     given = (role.replicas_min, role.replicas_max)
@@ -101,11 +102,18 @@ def _question(role: RoleSpec, model: TrainedModel, local: int, workdir: str) -> 
 def _hardware(role: RoleSpec, named: str, local: int, workdir: str) -> Hardware:
     """What the file names, else what the devices that the role asks for are most like."""
     if named:
-        path = Path(workdir) / named
-        return find_hardware(str(path) if path.exists() else named)
+        return find_hardware(named if named in SHIPPED else str(_own_file(named, workdir)))
     if role.res.gpus:
         return A100_80G_DGX
     return cpu_ranks((role.res.memory_bytes or local_node().memory_bytes) / GIB, local)
+
+
+def _own_file(name: str, workdir: str) -> Path:
+    """A file of the job's folder. Raises BadInput for any other: the service opens it, not who asks."""
+    path = Path(os.path.normpath(Path(workdir) / name))
+    if not workdir or not path.is_relative_to(os.path.normpath(workdir)):
+        raise BadInput(f"{name} is not below the folder of the job", hint="put it beside the job file")
+    return path
 
 
 def _why(found: Found, question: Question) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,18 +28,29 @@ from rota.train.plan.validate import Calibration, validate
 
 GPUS_TRIED_MAX = 65_536
 CALIBRATE_S = 300.0
+FILE_BYTES_MAX = 16 * 2**20
 
 
 def read_json(path: Path, what: str) -> Any:
-    """The content of a JSON file. Raises BadInput with path, line and column."""
+    """The content of a JSON file. Raises BadInput with path, line and column, also for a pipe."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb", opener=_open_nowait) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadInput(f"{path}: is no regular file", hint=f"give the path of a {what} file")
+            raw = file.read(FILE_BYTES_MAX + 1)
+        if len(raw) > FILE_BYTES_MAX:
+            raise BadInput(f"{path}: is larger than {FILE_BYTES_MAX} bytes", hint=f"give the path of a {what} file")
+        return json.loads(raw.decode())
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}", hint=f"give the path of a {what} file") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: byte {error.start} is no UTF-8") from error
     except json.JSONDecodeError as error:
         raise BadInput(f"{path}:{error.lineno}:{error.colno}: {error.msg}") from error
+
+
+def _open_nowait(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def find_hardware(name_or_path: str) -> Hardware:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from rota.runtime.vault import Vault, masked
 from rota.service.accounts import SOMEBODY, Caller, Role, Veil
 from rota.service.audit import Audit
 from rota.service.rest import application
+from rota.service.routes import doors
+from rota.spec.errors import LimitExceeded
 from rota.spec.states import JobState
 
 QUEUES = [{"path": "default"}, {"path": "research"}, {"path": "research/rl"}, {"path": "prod"}]
@@ -294,6 +297,76 @@ def test_a_user_who_is_removed_loses_every_token_and_a_restart_forgets_nothing(t
     asyncio.run(test())
 
 
+def test_secrets_of_a_user_are_gone_before_the_user_and_jobs_that_name_them_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing) -> None:
+        vault = service.doors.vault
+        body = {"grants": [{"queue": "", "role": "user"}]}
+        assert (await service.http.put("/api/v1/users/eve", json=body)).status_code == 200
+        made = (await service.http.post("/api/v1/tokens", json={"user": "eve"})).json()
+        vault.put("eve", "KEY", "correct-horse")
+        answer = await service.http.post(
+            "/api/v1/jobs",
+            json={"source": "name: uses\nsecrets: [KEY]\nroles: {main: {run: [echo]}}\n"},
+            headers={"Authorization": f"Bearer {made['token']}"},
+        )
+        assert answer.status_code == 201
+        with monkeypatch.context() as patch:
+            patch.setattr(Vault, "remove", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
+            assert (await service.http.delete("/api/v1/users/eve")).status_code == 500
+        assert "eve" in service.doors.auth.accounts.users, "it can be asked for again"
+        assert (await service.http.delete("/api/v1/users/eve")).json()["jobs"] == ["uses-1"]
+        assert vault.names("eve") == []
+        vault.put("eve", "KEY", "left by a version that removed users first")
+        assert (await service.http.put("/api/v1/users/eve", json=body)).status_code == 200
+        assert vault.names("eve") == []
+
+    with_service(tmp_path, test)
+
+
+def test_a_queue_admin_runs_no_command_where_secrets_of_the_owner_are(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        town.service.doors.vault.put("bob", "KEY", "correct-horse")
+        source = JOB.replace("name: zebra", "name: uses\nsecrets: [KEY]").replace("gpus: 4", "gpus: 1")
+        assert (await town.who["bob"].post("/api/v1/jobs", json={"source": source})).status_code == 201
+        body = {"instance": "main/0", "argv": ["true"]}
+        told = [
+            (await town.who[name].post(f"/api/v1/jobs/{job}:exec", json=body)).status_code
+            for job in ("uses-1", "zebra-1")
+            for name in ("quinn", "pat", "bob", "local")
+        ]
+        assert told[:4] == [403, 403, 409, 409], "a conflict: it does not run yet"
+        assert told[4] in (200, 409) and told[5] == 403
+
+    with_town(tmp_path, test)
+
+
+def test_commands_beside_instances_are_limited_in_all_and_of_each_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "EXECS_OF_USER_MAX", 1)
+
+    async def test(service: Standing) -> None:
+        await service.submit()
+        await service.until_asked("hello-1")
+        body = {"instance": "main/0", "argv": ["cat", str(tmp_path / "pipe")]}
+        first = asyncio.create_task(service.http.post("/api/v1/jobs/hello-1:exec", json=body))
+        async with asyncio.timeout(20):
+            while not service.doors.execs:
+                await asyncio.sleep(0.005)
+        second = await service.http.post("/api/v1/jobs/hello-1:exec", json={**body, "argv": ["true"]})
+        assert second.status_code == 429 and "1 of local" in second.json()["detail"]
+        monkeypatch.setattr(doors, "EXECS_MAX", 1)
+        with pytest.raises(LimitExceeded), service.doors.executing("ann"):
+            pass
+        await asyncio.to_thread((tmp_path / "pipe").write_text, "done")
+        assert (await first).json()["stdout"] == "done" and not service.doors.execs
+
+    os.mkfifo(tmp_path / "pipe")
+    with_service(tmp_path, test)
+
+
 def test_a_queue_admin_sets_what_is_below_the_own_queue_and_no_more(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
         await town.service.http.put(
@@ -471,6 +544,14 @@ def test_two_users_may_choose_the_same_idempotency_key(tmp_path: Path) -> None:
         assert ids == [(201, "same-1"), (201, "same-2"), (200, "same-1")]
 
     with_town(tmp_path, test)
+
+
+def test_what_a_cut_left_of_a_value_is_masked() -> None:
+    values = ["correct-horse-bättery", "abc"]
+    assert masked("key: correct-ho", values, cut=True) == "key: ******"
+    assert masked("key: correct-horse-b\ufffd", values, cut=True) == "key: ******"
+    assert masked("key: correct-ho", values) == "key: correct-ho"
+    assert masked("correct-horse-bättery ab", values, cut=True) == "****** ab"
 
 
 def test_masking_takes_the_longest_value_first_and_leaves_short_ones() -> None:

@@ -159,7 +159,7 @@ class Instance:
     async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
         """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
         done = await self._control.run(run_beside(argv, timeout_s=timeout_s))
-        return done | {name: vault.blackened(done[name]) for name in ("stdout", "stderr")}
+        return done | {name: vault.blackened(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
 
     async def check(self) -> str:
         """Is this node fit still? What is wrong with it, empty when nothing is."""

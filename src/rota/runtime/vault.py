@@ -108,17 +108,24 @@ def open_told(environ: Mapping[str, str]) -> dict[str, str]:
     return Vault(Home.find(environ)).open(owner, names) if names else {}
 
 
-def blackened(text: str) -> str:
-    """The text without the secrets of this process: for what it tells of itself."""
+def blackened(text: str, *, cut: bool = False) -> str:
+    """The text without the secrets of this process: for what it tells of itself; ``cut`` as in ``masked``."""
     names = os.environ.get(VARIABLE, "").split()[1:]
-    return masked(text, [os.environ[name] for name in names if name in os.environ])
+    return masked(text, [os.environ[name] for name in names if name in os.environ], cut=cut)
 
 
-def masked(text: str, values: Iterable[str]) -> str:
-    """The text with each value of ``MASK_CHARS_MIN`` characters or more blacked out."""
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= MASK_CHARS_MIN:
-            text = text.replace(value, MASKED)
+def masked(text: str, values: Iterable[str], *, cut: bool = False) -> str:
+    """The text with each value of ``MASK_CHARS_MIN`` characters or more blacked out.
+
+    Of a text that was ``cut``, maybe inside a character, also what a value began with at its end.
+    """
+    long = [value for value in sorted(values, key=len, reverse=True) if len(value) >= MASK_CHARS_MIN]
+    for value in long:
+        text = text.replace(value, MASKED)
+    if cut:
+        text = text.rstrip("\ufffd")
+        begun = max((n for value in long for n in range(1, len(value)) if text.endswith(value[:n])), default=0)
+        text = text[:-begun] + MASKED if begun else text
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -103,6 +104,8 @@ async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> D
             raise UnknownName(f"no queue {queue!r}", hint=f"queues: {', '.join(sorted(paths)[:20])}")
         if role is Role.ADMIN and queue:
             raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
+    if name not in doors.auth.accounts.users:
+        await _forget_secrets(doors, name)  # what another of that name left
     event = UserChanged(name=name, grants=tuple((path, role.word) for path, role in grants.items()), by=caller.user)
     await doors.loop.append([event])
     return {"api": API, "kind": "User", **_user(name, grants)}
@@ -110,16 +113,20 @@ async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> D
 
 @router.delete("/users/{name}")
 async def remove_user(name: Name, doors: Parts, caller: Asker) -> Document:
-    """Take every role, every token and every secret from a user; the jobs stay, and belong to that name."""
+    """Take every role, every token and every secret from a user; the jobs stay, and belong to that name.
+
+    ``jobs`` of the answer have not ended and name secrets: they cannot start again.
+    """
     caller.need(Role.ADMIN)
     if name not in doors.auth.accounts.users:
         raise UnknownName(f"no user {name!r}", hint="see: rota user ls")
+    await _forget_secrets(doors, name)  # first: the next of that name must not find them, whatever happens in between
     mine = [one.made.id for one in _valid(doors) if one.made.user == name]
     revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
     await doors.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
-    for secret in await asyncio.to_thread(doors.vault.names, name):
-        await asyncio.to_thread(doors.vault.remove, name, secret)
-    return {"api": API, "kind": "User", **_user(name, {})}
+    live = doors.loop.installation.live.values()
+    jobs = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
+    return {"api": API, "kind": "User", **_user(name, {}), "jobs": jobs}
 
 
 @router.get("/tokens")
@@ -224,6 +231,12 @@ def _owner(caller: Caller) -> str:
     if not any(role >= Role.USER for _, role in caller.grants):
         raise NotAllowed("secrets are for those who may submit jobs", hint="a token of the role user")
     return caller.user
+
+
+async def _forget_secrets(doors: Doors, owner: str) -> None:
+    for secret in await asyncio.to_thread(doors.vault.names, owner):
+        with suppress(UnknownName):  # somebody else was faster
+            await asyncio.to_thread(doors.vault.remove, owner, secret)
 
 
 def _valid(doors: Doors) -> list[Token]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -27,6 +29,8 @@ from rota.service.views.story import JobStory
 from rota.spec.errors import LimitExceeded, NotAllowed
 
 STREAMS_MAX = 64
+EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
+"""Commands that run beside instances at once, in all and of one user; each is a request that the gateway holds."""
 AUDITED_PATH_MAX = 200
 """Characters of a path that the audit keeps: a stranger may send any."""
 
@@ -54,6 +58,8 @@ class Doors:
     started_at: float
     ready: bool = False
     streams: int = 0
+    execs: Counter[str] = field(default_factory=Counter[str])
+    """Commands that run beside instances, by user."""
     playing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the jobs of now are played under other policies: one such play at a time."""
 
@@ -62,6 +68,18 @@ class Doors:
         if self.streams >= STREAMS_MAX:
             raise LimitExceeded(f"{STREAMS_MAX} streams are open", hint="close a page or a follower")
         self.streams += 1
+
+    @contextmanager
+    def executing(self, user: str) -> Iterator[None]:
+        """Count a command that runs beside an instance. Raises LimitExceeded."""
+        if self.execs.total() >= EXECS_MAX or self.execs[user] >= EXECS_OF_USER_MAX:
+            text = f"{self.execs.total()} commands run beside instances, {self.execs[user]} of {user}"
+            raise LimitExceeded(text, hint=f"at most {EXECS_MAX}, {EXECS_OF_USER_MAX} of one user: wait for one to end")
+        self.execs[user] += 1
+        try:
+            yield
+        finally:
+            self.execs -= Counter([user])  # leaves no zeros
 
     def seen(self, caller: Caller, job: str) -> JobStory:
         """A job that the caller may know of. Raises UnknownName or BadInput (several fit)."""

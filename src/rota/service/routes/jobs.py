@@ -23,7 +23,7 @@ from rota.service.views.story import JobStory
 from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
 from rota.spec import codec
-from rota.spec.errors import BadInput, Conflict, SeqConflict, UnknownName, VersionMismatch
+from rota.spec.errors import BadInput, Conflict, NotAllowed, SeqConflict, UnknownName, VersionMismatch
 from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.ids import InstanceId
 from rota.spec.reasons import Reason
@@ -236,10 +236,14 @@ async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Docum
 async def execute(job: str, body: ExecBody, request: Request, doors: Parts, caller: Asker) -> Document:
     """Run a command in the environment of a running instance, without input, to its end; the audit has the command."""
     story = doors.steered(caller, job)
+    if story.spec.secrets and story.submitted.user != caller.user and not caller.has(Role.ADMIN):
+        text = f"{story.id} has secrets of {story.submitted.user}, which a command could read"
+        raise NotAllowed(text, hint=f"ask {story.submitted.user}, or an admin")
     found = _instance_of(story, body.instance)
     command = shlex.join(body.argv)[:EXEC_AUDITED_MAX]
     doors.audit.add(request.state.request_id, instance=str(found), command=command)
-    done = await doors.engine.execute(story.id, found.role, found.rank, body.argv, timeout_s=body.timeout_s)
+    with doors.executing(caller.user):
+        done = await doors.engine.execute(story.id, found.role, found.rank, body.argv, timeout_s=body.timeout_s)
     if done is None:
         raise Conflict(f"{found} of {story.id} does not run", hint=f"see: rota show {story.id}")
     return {"api": API, "kind": "Exec", "job": story.id, "instance": str(found), **done}

@@ -46,6 +46,8 @@ def user(
             kept = [(path, word) for path, word in grants.items() if word != "none"]
             done = client.accounts.put_user(name, kept) if kept else client.accounts.remove_user(name)
     terminal.show(done, lambda term: _user_table(term, [done]))
+    for job in done.get("jobs", ()):
+        terminal.note(f"{job} names secrets that are gone now: it cannot start again")
     return 0
 
 

@@ -65,7 +65,7 @@ def test_a_collective_of_the_mesh_is_summed_and_a_member_that_sends_wrong_number
 
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(member, range(2)))
-    assert [[one.reason for one in each] for each in found] == [[Reason.NODE_SUSPECT] if broken else []] * 2
+    assert [[one.reason for one in each] for each in found] == [[Reason.COLLECTIVE_WRONG] if broken else []] * 2
 
 
 def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(

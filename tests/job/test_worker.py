@@ -17,12 +17,12 @@ from rota.job.executor import JobPlace, death_event
 from rota.job.peers import PeerTable
 from rota.job.probes import BeatAnswer
 from rota.job.spans import Spans
-from rota.job.worker import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Instance
+from rota.job.worker import Instance
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launch import ProcessDied
 from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch
-from rota.spec.reasons import Reason
+from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
 
 LIMIT_S = 10.0
 

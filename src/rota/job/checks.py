@@ -77,9 +77,8 @@ def compute(devices: int) -> list[Unfit]:
         product = left.float().to(place) @ right.float().to(place)
         wrong = int((product != wanted).sum())
         if wrong:
-            reason = Reason.GPU_ECC if devices else Reason.NODE_SUSPECT
             text = f"{place} computes {wrong} of {MATRIX_N**2} products wrong; take the node out of use and test it"
-            return [Unfit(check="compute", reason=reason, text=text)]
+            return [Unfit(check="compute", reason=Reason.NODE_SUSPECT, text=text)]
     return []
 
 
@@ -97,7 +96,7 @@ def collective(group: Any, rank: int, world: int, device: str) -> list[Unfit]:
     if torch.equal(mine, wanted):
         return []
     text = f"a sum over the {world} members of the mesh is wrong; a link or a device between them is broken"
-    return [Unfit(check="collective", reason=Reason.NODE_SUSPECT, text=text)]
+    return [Unfit(check="collective", reason=Reason.COLLECTIVE_WRONG, text=text)]
 
 
 def _folder(folder: Path, free_min_bytes: int) -> Unfit | None:

@@ -60,7 +60,7 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
-from rota.spec.reasons import Reason
+from rota.spec.reasons import ENDED_ITSELF, Reason
 
 INSTANCE_TARGET = "rota.job.worker:Instance"
 RESERVE_MAX_S = 120.0
@@ -342,6 +342,8 @@ def death_event(death: ProcessDied) -> InstanceLost:
     """The event of the death of a process; its epoch is the one the process was started under."""
     if death.signal is not None:
         reason, text = Reason.SIGNALLED, f"ended by {signal_name(death.signal)}"
+    elif (why := ENDED_ITSELF.get(death.exit_code or 0)) is not None:
+        reason, text = Reason.SELF_ENDED, f"ended itself with exit status {death.exit_code}: {why}"
     elif death.exit_code is not None:
         reason, text = Reason.EXIT_NONZERO, f"ended with exit status {death.exit_code}"
     else:

@@ -38,10 +38,9 @@ from rota.spec import codec
 from rota.spec.errors import BadInput, TensorError
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
-from rota.spec.reasons import Reason
+from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
 
 BEAT_ANSWER_S = 5.0
-FENCED_EXIT_STATUS, STUCK_EXIT_STATUS = 70, 71
 SPANS_WRITE_MAX_S = 2.0
 """An instance that stops waits no longer than this for the disk to take its last spans."""
 TEXT_MAX, TRACE_MAX = 4000, 20_000

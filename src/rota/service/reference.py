@@ -19,6 +19,7 @@ from rota.service.scripts import SBATCH, SHORT
 from rota.service.verbs.flags import Flags
 from rota.service.views.installation import Installation
 from rota.spec.errors import RotaError
+from rota.spec.reasons import ENDED_ITSELF
 
 EXITS = (
     (0, "Done; the job, if one was waited for, succeeded."),
@@ -174,6 +175,8 @@ def page_of_exits() -> str:
         by_exit.setdefault(cls.exit, []).append(f"`{cls.code}`")
     for status, text in EXITS:
         lines.append(f"| {status} | {text} | {', '.join(sorted(set(by_exit.get(status, []))))} |")
+    lines += ["", "Of a process of a job that ended itself so that another takes its place (`SELF_ENDED`):", ""]
+    lines += ["| status | meaning |", "|---|---|", *(f"| {code} | {why} |" for code, why in ENDED_ITSELF.items())]
     return "\n".join([*lines, ""])
 
 

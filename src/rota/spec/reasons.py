@@ -54,6 +54,7 @@ class Reason(StrEnum):
     # failure
     EXIT_NONZERO = "EXIT_NONZERO"
     SIGNALLED = "SIGNALLED"
+    SELF_ENDED = "SELF_ENDED"
     OOM_KILLED = "OOM_KILLED"
     GPU_OOM = "GPU_OOM"
     GPU_LOST = "GPU_LOST"
@@ -61,6 +62,7 @@ class Reason(StrEnum):
     NODE_LOST = "NODE_LOST"
     HANG = "HANG"
     COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
+    COLLECTIVE_WRONG = "COLLECTIVE_WRONG"
     NO_PROGRESS = "NO_PROGRESS"
     START_TIMEOUT = "START_TIMEOUT"
     PORT_BUSY = "PORT_BUSY"
@@ -103,6 +105,14 @@ class Reason(StrEnum):
     VERSION_MISMATCH = "VERSION_MISMATCH"
     SCHEMA_TOO_NEW = "SCHEMA_TOO_NEW"
     LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
+
+
+FENCED_EXIT_STATUS, STUCK_EXIT_STATUS = 70, 71
+ENDED_ITSELF = {
+    FENCED_EXIT_STATUS: "its master was not heard for too long, and may have replaced it",
+    STUCK_EXIT_STATUS: "an operation of an older epoch did not let go, so it could not take part in a recovery",
+}
+"""Exit statuses with which an instance makes room for another one, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +205,9 @@ INFO: dict[Reason, ReasonInfo] = {
         GPU_LOST="A device disappeared.",
         GPU_ECC="A device reported uncorrectable memory errors.",
         NODE_LOST="A node stopped answering.",
+        NODE_SUSPECT="Several instances of one node died together, or a full check found it unfit.",
+        COLLECTIVE_WRONG="A sum over the members of a mesh is wrong; which node spoils it is not known.",
+        SELF_ENDED="A process ended itself so that another takes its place: see the exit statuses 70 and 71.",
         START_TIMEOUT="An instance did not become ready in time.",
         PORT_BUSY="A port was taken.",
         IMAGE_PULL_FAILED="The image could not be fetched.",
@@ -211,7 +224,6 @@ INFO: dict[Reason, ReasonInfo] = {
         None,
         BUDGET_PROCESS="The limit of process restarts in the window is used up.",
         BUDGET_NODE="The limit of node replacements in the window is used up.",
-        NODE_SUSPECT="Several instances of one node died together.",
         SCOPE_NARROW="Only a part of the graph was touched.",
         NO_NODE="No other node is to be had.",
         NODE_HEALTHY="The node passed its check; only processes died.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.makers import admitted, at, command, fail, loop, mesh, rl, service, spec
 
@@ -9,7 +11,9 @@ from rota.job.core.context import Loss
 from rota.job.core.diagnosis import is_secondary, kind_of, root_cause
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import initial, replay
-from rota.spec.commands import Assemble, RunInstance, SetTimer, StartInstance
+from rota.job.executor import death_event
+from rota.runtime.launch import ProcessDied
+from rota.spec.commands import Assemble, CheckNode, RunInstance, SetTimer, StartInstance
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -31,7 +35,7 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, GangId, NodeId, RoleName
 from rota.spec.job import WeightsEdge
-from rota.spec.reasons import Reason
+from rota.spec.reasons import STUCK_EXIT_STATUS, Reason
 from rota.spec.states import JobState, Level
 
 
@@ -348,6 +352,50 @@ def test_deaths_count_at_the_node_where_they_were_and_one_on_the_next_does_not_c
     assert found == [Level.PROCESS, Level.PROCESS, Level.NODE, Level.PROCESS]
     assert [driven.ctx.bundle(at(who))[1].node for who in ("w/0", "w/1")] == ["h1", "h1"]
     assert [one.cause.node for one in driven.ctx.failovers] == ["h0", "h0", "h0", "h1"]
+
+
+@pytest.mark.parametrize("hosts", [("h0", "h1"), ("h0",)])
+def test_what_a_full_check_found_stands_without_a_second_one(driven, hosts: tuple[str, ...]):
+    driven.fit, driven.free = True, ["h2"]
+    driven.run(spec(service("w", 1), loop()), *hosts)
+    driven.feed(replace(lost_of(driven, "w/0"), reason=Reason.NODE_SUSPECT, alive=True))
+    driven.settle()
+    (found,) = [one for one in (r.event for r in driven.records) if isinstance(one, FailoverStarted)]
+    assert (found.level, found.move_reason) == (Level.NODE, Reason.NODE_SUSPECT)
+    assert driven.ctx.bundle(at("w/0"))[1].node == "h2" and not [c for c in driven.done if isinstance(c, CheckNode)]
+
+
+def test_a_wrong_sum_condemns_no_node_of_its_mesh(driven):
+    driven.free = ["h2", "h3"]
+    driven.run(spec(mesh("a", 2, fail=fail(limit_n=1, then=("node", "job"))), loop(), retry=1), "h0", "h1", "h0")
+    for _ in range(2):
+        both = (replace(lost_of(driven, who), reason=Reason.COLLECTIVE_WRONG, alive=True) for who in ("a/0", "a/1"))
+        driven.feed(*both)
+        driven.settle()
+    found = [one.level for one in (r.event for r in driven.records) if isinstance(one, FailoverStarted)]
+    assert (found[-1], Level.NODE in found, driven.ctx.state) == (Level.JOB, False, JobState.QUEUED)
+    assert not [r for r in driven.records if isinstance(r.event, GangAsked)]
+
+
+def test_a_survivor_that_ends_itself_in_a_recovery_is_part_of_it_and_one_that_does_so_alone_is_not(driven):
+    driven.run(spec(mesh("a", 2, fail=fail(restart="process", limit_n=2)), loop(), retry=0))
+    for _ in range(2):
+        driven.feed(lost_of(driven, "a/0"), after_s=1.0)
+        driven.settle(hold="assemble/a/1")
+        died = ProcessDied(
+            name="a-1",
+            job=driven.ctx.job,
+            instance=at("a/1"),
+            epoch=driven.ctx.instances[at("a/1")].process.epoch,
+            exit_code=STUCK_EXIT_STATUS,
+        )
+        driven.feed(death_event(died), after_s=20.0)
+        driven.settle()
+        assert (driven.ctx.state, driven.ctx.ending) == (JobState.RUNNING, None)
+    assert len(driven.ctx.charges) == 2 and driven.ctx.failover_count == 4
+    driven.feed(replace(lost_of(driven, "a/1"), reason=Reason.SELF_ENDED))
+    driven.settle()
+    assert len(driven.ctx.charges) > 2, "nothing was being recovered: it is a failure of its own"
 
 
 def test_one_reservation_that_the_engine_forgot_does_not_cost_the_others(driven):

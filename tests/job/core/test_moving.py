@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from tests.makers import admitted, at, loop, mesh, service, spec
+from tests.makers import admitted, at, command, loop, mesh, service, spec
 
 from rota.job.core.context import JobContext
 from rota.job.core.intent import wanted
@@ -111,6 +113,34 @@ def test_without_another_place_state_is_saved_all_the_same_and_the_queue_takes_n
     driven.settle()
     assert (driven.ctx.state, driven.ctx.committed) == (JobState.RUNNING, 3)
     assert not [record for record in driven.records if isinstance(record.event, RolledBack)]
+
+
+def test_of_two_drained_nodes_the_one_that_goes_first_is_left_first(driven):
+    driven.run(spec(service("w", 2), loop()), "h0", "h1", "h2")
+    drain(driven, "h0", driven.ctx.at_s + 3600.0)
+    drain(driven, "h1", driven.ctx.at_s + 60.0)
+    (timer,) = (one for one in wanted(driven.ctx) if isinstance(one, SetTimer) and one.timer.startswith("drain"))
+    assert timer.timer.startswith("drain/h1/")
+    driven.free = ["h3"]
+    driven.settle()
+    commit(driven, 1)
+    assert (homes(driven)["w/1"], homes(driven)["w/0"]) == ("h3", "h0")
+    commit(driven, 2)
+    assert homes(driven)["w/0"] == "h3"
+
+
+def test_a_boundary_from_before_there_was_a_place_does_not_move_anybody(driven):
+    driven.free = ["h1"]
+    world = command("train", 2, mesh=(("dp", 1), ("tp", 2)), elastic_axis="dp")
+    driven.run(spec(replace(world, replicas_max=3)))  # the third member waits for a fourth, for ever
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=100.0)
+    assert driven.ctx.boundary
+    driven.free = ["h2"]
+    drain(driven)
+    assert (moved(driven), set(homes(driven).values())) == ([], {"h0", "h1"})
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=1.0)
+    driven.settle()
+    assert len(moved(driven)) == 1 and "h0" not in homes(driven).values()
 
 
 @pytest.mark.parametrize("place", [True, False])

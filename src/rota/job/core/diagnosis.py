@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     Rule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC, Reason.NODE_SUSPECT)),
     Rule("out of memory", _one_of(Reason.OOM_KILLED, Reason.GPU_OOM)),
     Rule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE, Reason.CHECKPOINT_BAD)),
-    Rule("killed", _one_of(Reason.SIGNALLED)),
+    Rule("killed", _one_of(Reason.SIGNALLED, Reason.SELF_ENDED)),
     Rule("culprit of a wait", _one_of(Reason.HANG, Reason.NO_PROGRESS)),
     Rule("own exception", lambda loss: not is_secondary(loss)),
     Rule("peer lost", lambda loss: True),
@@ -83,8 +83,9 @@ def may_move(cause: Loss) -> bool:
 
 def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
     """How many died where the cause did; 0 when somebody died elsewhere too, or all were of one unit."""
-    past = [one.cause for one in ctx.failovers if one.cause.reason not in PLANNED]
-    recent = (one for one in (*past, *ctx.losses) if cause.at_s - one.at_s <= within_s and may_move(one))
+    past = [one.cause for one in ctx.failovers]
+    seen = (one for one in (*past, *ctx.losses) if one.reason not in (*PLANNED, Reason.SELF_ENDED))
+    recent = (one for one in seen if cause.at_s - one.at_s <= within_s and may_move(one))
     died = {(one.instance, one.at_s, one.node) for one in recent if one.node}
     units = {ctx.plan.unit(one) for one, _, _ in died if one in ctx.instances}
     return len(died) if len({node for _, _, node in died}) == 1 and len(units) > 1 else 0

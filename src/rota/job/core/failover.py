@@ -61,7 +61,7 @@ class FailoverCoordinator:
             return None
         cause = root_cause(ctx.losses)
         suspect = self.suspect(cause)
-        if suspect is not None and not self.repeats(cause) and (ctx.checked is None or ctx.checked[0] != suspect):
+        if suspect is not None and not self.condemned(cause) and (ctx.checked is None or ctx.checked[0] != suspect):
             return None
         move = self.move(cause)
         leave, restore = self.leaving(move, cause), self.restore(move.level, cause)
@@ -96,8 +96,8 @@ class FailoverCoordinator:
             return Move(Level.PROCESS if fit else Level.JOB, Level.NODE, Reason.NO_NODE)
         if cause.reason is Reason.ENGINE_LOST and self.is_part(cause):
             return Move(Level.PROCESS, Level.JOB, Reason.SCOPE_NARROW)
-        if (suspect := self.suspect(cause)) is not None and (self.repeats(cause) or self.ctx.checked is not None):
-            if self.repeats(cause) or self.ctx.checked == (suspect, False):
+        if (suspect := self.suspect(cause)) is not None and (self.condemned(cause) or self.ctx.checked is not None):
+            if self.condemned(cause) or self.ctx.checked == (suspect, False):
                 return Move(Level.NODE, ladder[0], Reason.NODE_SUSPECT)
             if self.budget_left(cause, ladder[0]) > 0:
                 return Move(ladder[0], Level.NODE, Reason.NODE_HEALTHY)
@@ -111,20 +111,25 @@ class FailoverCoordinator:
     def suspect(self, cause: Loss) -> NodeId | None:
         """The node to be checked before the verdict: its device failed, or units died there one after another.
 
-        A job that is on one node says nothing about it, and a fault of the code comes along to any other.
+        Deaths of a job that is on one node say nothing about it, and a fault of the code comes along to any other.
         """
         ctx = self.ctx
         level = next(self.ladder(cause))
         if level not in (Level.PROCESS, Level.ROLE) or ctx.escalated is not None or cause.instance not in ctx.bound:
             return None
         nodes = {bundle.node for _, bundle in ctx.bound.values()}
-        if len(nodes) < 2 or not may_move(cause) or self.budget_left(cause, Level.NODE) <= 0:
+        alone = len(nodes) < 2 and cause.reason is not Reason.NODE_SUSPECT
+        if alone or not may_move(cause) or self.budget_left(cause, Level.NODE) <= 0:
             return None
         here = ctx.bundle(cause.instance)[1].node
         if cause.reason in OF_THE_NODE:
             return here
         several = deaths_of_one_node(self.ctx, cause, SUSPECT_S) > 1 or self.repeats(cause)
         return here if several else None
+
+    def condemned(self, cause: Loss) -> bool:
+        """True when no check of the node is asked for: a full one has found it unfit, or its deaths say enough."""
+        return cause.reason is Reason.NODE_SUSPECT or self.repeats(cause)
 
     def repeats(self, cause: Loss) -> bool:
         """True when the node has lost processes again and again, whatever a check of it says."""
@@ -216,12 +221,14 @@ class FailoverCoordinator:
         elif cause.reason is Reason.NODE_LOST:
             yield from (Level.NODE, Level.JOB)
         else:
-            yield _LEVELS[role.restart]
-            yield from (_LEVELS[one] for one in role.fail.then)
+            levels = [_LEVELS[one] for one in (role.restart, *role.fail.then)]
+            # Which node of the mesh spoils a sum is not known, so none is left.
+            wrong = cause.reason is Reason.COLLECTIVE_WRONG
+            yield from (Level.JOB if wrong and one is Level.NODE else one for one in levels)
 
     def budget_left(self, cause: Loss, level: Level) -> int:
         """How many failures of the role the level may still absorb in the window that ends now."""
-        if level is Level.JOB:
+        if level is Level.JOB or is_free(self.ctx, cause):
             return 1
         fail = self._role(cause).fail
         limit_n = NODE_MOVES_MAX if level is Level.NODE else fail.limit_n
@@ -281,6 +288,16 @@ def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
     return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state
 
 
+def is_free(ctx: JobContext, cause: Loss) -> bool:
+    """True for a survivor that could not follow the open recovery and ended itself: part of what is charged already.
+
+    It was started before that recovery, so each process comes to this once at most.
+    """
+    process, failover = ctx.instances[cause.instance].process, ctx.failover
+    before = process is not None and failover is not None and process.epoch < failover.epoch
+    return before and cause.reason is Reason.SELF_ENDED
+
+
 def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
     """Apply a verdict, or a change of size: from here on the older epochs of its scope are fenced."""
     planned = event.reason in PLANNED and not ctx.losses
@@ -288,7 +305,7 @@ def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
         return ctx
     cause = _cause(ctx, event) if planned else root_cause(ctx.losses)
     new = _record(ctx, event, cause)
-    charge = () if planned else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
+    charge = () if planned or is_free(ctx, cause) else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
     resized = bool(event.join) or any(is_world_of(ctx, role) for role, _ in event.leave)
     ctx = replace(
         ctx,

@@ -266,7 +266,9 @@ def _reserved(ctx: JobContext, gang: Gang) -> JobContext:
     match known.get((gang.id, gang.epoch)):
         case Gang(state="reserving"):
             gangs = tuple(gang if (one.id, one.epoch) == (gang.id, gang.epoch) else one for one in ctx.gangs)
-            return replace(ctx, gangs=gangs)
+            # A boundary that was passed before there was a place says nothing of what would be lost by leaving now.
+            leaves = any(ask.gang == gang.id and ask.leaves for ask in ctx.asks)
+            return replace(ctx, gangs=gangs, boundary=ctx.boundary and not leaves)
         case Gang():
             return ctx
         case None:

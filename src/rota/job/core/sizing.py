@@ -97,10 +97,10 @@ def homeless(ctx: JobContext) -> tuple[Instance, ...]:
 
 
 def leavers(ctx: JobContext) -> tuple[Instance, ...]:
-    """Members on a node that is to be left, one node after another; none while anything is being recovered."""
+    """Members on a node that is to be left, of that which goes first; none while anything is being recovered."""
     if ctx.failover is not None or ctx.losses or ctx.ending is not None:
         return ()
-    for node in ctx.drains:
+    for node, _ in sorted(ctx.drains.items(), key=lambda drain: drain[1]):
         there = (one for one in ctx.instances.values() if not (one.retired or one.ended) and has_place(ctx, one))
         if found := tuple(one for one in there if ctx.bundle(one.id)[1].node == node):
             return found

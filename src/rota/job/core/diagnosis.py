@@ -81,6 +81,16 @@ def may_move(cause: Loss) -> bool:
     return INFO[cause.reason].fault == "infra" or cause.reason in (*OF_THE_NODE, Reason.MIGRATED_DRAIN)
 
 
+def is_free(ctx: JobContext, cause: Loss) -> bool:
+    """True for a survivor that could not follow the open recovery and ended itself: part of what is charged already.
+
+    It was started before that recovery, so each process comes to this once at most.
+    """
+    process, failover = ctx.instances[cause.instance].process, ctx.failover
+    before = process is not None and failover is not None and process.epoch < failover.epoch
+    return before and cause.reason is Reason.SELF_ENDED
+
+
 def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
     """How many died where the cause did; 0 when somebody died elsewhere too, or all were of one unit."""
     past = [one.cause for one in ctx.failovers]

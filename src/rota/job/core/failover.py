@@ -16,7 +16,7 @@ from rota.job.core.context import (
     JobContext,
     Loss,
 )
-from rota.job.core.diagnosis import deaths_of_one_node, is_secondary, may_move, root_cause
+from rota.job.core.diagnosis import deaths_of_one_node, is_free, is_secondary, may_move, root_cause
 from rota.job.core.graph import recovery_scope, replaced
 from rota.job.core.sizing import OF_THE_NODE, PLANNED, held, is_fit, is_world, leaving, world_of
 from rota.spec.events import FailoverStarted
@@ -286,16 +286,6 @@ def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
     """True when the state of the last commit is in the memory of the host of this instance."""
     assert ctx.spec is not None
     return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state
-
-
-def is_free(ctx: JobContext, cause: Loss) -> bool:
-    """True for a survivor that could not follow the open recovery and ended itself: part of what is charged already.
-
-    It was started before that recovery, so each process comes to this once at most.
-    """
-    process, failover = ctx.instances[cause.instance].process, ctx.failover
-    before = process is not None and failover is not None and process.epoch < failover.epoch
-    return before and cause.reason is Reason.SELF_ENDED
 
 
 def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:

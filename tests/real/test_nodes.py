@@ -414,6 +414,7 @@ def test_without_another_node_a_drained_one_is_left_when_the_notice_is_over(rayl
     run_on(raylets, {"a": 4.0}, steady(1), body)
 
 
+@deep
 @pytest.mark.usefixtures("registry")
 def test_a_mesh_on_a_drained_node_moves_with_its_state_and_repeats_no_commit(raylets: Raylets) -> None:
     async def body(run: NodesRun) -> None:

@@ -14,6 +14,7 @@ from standing import Standing, listening, standing, with_service
 
 from rota.runtime.clock import VirtualClock
 from rota.runtime.vault import Vault, masked
+from rota.service import audit as audit_file
 from rota.service.accounts import SOMEBODY, Caller, Role, Veil
 from rota.service.audit import Audit
 from rota.service.rest import application
@@ -403,11 +404,11 @@ def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_i
 
     async def test(service: Standing) -> None:
         audit, submit = service.doors.audit, service.doors.intake.submit
-        kept = audit._path
+        kept, strangers = audit._path, audit._strangers_path
 
         async def fills_the_disk(*given: Any, **named: Any) -> Any:
             done = await submit(*given, **named)
-            audit._path = full
+            audit._path = audit._strangers_path = full
             return done
 
         monkeypatch.setattr(service.doors.intake, "submit", fills_the_disk)
@@ -416,7 +417,7 @@ def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_i
         assert refused.status_code == 503 and "nothing was done" in refused.json()["detail"]
         assert (await service.get("/jobs/hello-1"))["state"] != JobState.CANCELLED
         assert (await service.http.post("/api/v1/jobs", headers={"Authorization": "Bearer x"})).status_code == 401
-        audit._path = kept
+        audit._path, audit._strangers_path = kept, strangers
         assert [(one["path"], one["status"]) for one in audit.newest(9)] == [("/api/v1/jobs", None)]
 
     with_service(tmp_path, test)
@@ -450,6 +451,19 @@ def test_a_flood_of_strangers_leaves_a_count_and_not_a_full_disk(tmp_path: Path)
     audit.stranger({"user": "", "status": 401})
     newest = audit.newest(1000)
     assert len(newest) == 62 and newest[0]["left_out"] == 940 and newest[-1]["status"] == 201
+
+
+def test_strangers_push_no_line_of_a_user_out_of_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_file, "FILE_BYTES_MAX", 500)
+    clock = VirtualClock()
+    audit = Audit(tmp_path / "audit.jsonl", clock)
+    audit.begin({"user": "ann", "request_id": "r1"})
+    for _ in range(50):
+        clock.advance(1)
+        audit.stranger({"user": "", "path": "/api/v1/jobs", "status": 401})
+    audit.end("r1", 201)
+    assert [one["status"] for one in audit.newest(100, user="ann")] == [201]
+    assert [one["status"] for one in audit.newest(2)] == [401, 401] and audit.newest(100)[-1]["user"] == "ann"
 
 
 def test_what_another_tenant_may_not_know_is_gathered_once_for_a_page(tmp_path: Path) -> None:

@@ -122,6 +122,55 @@ def test_notices_are_signed_in_order_and_survive_failures_and_a_restart(
     asyncio.run(test())
 
 
+def test_a_place_that_cannot_be_written_tells_nothing_twice_and_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notify, "POLL_S", 0.01)
+    monkeypatch.setattr(notify, "RETRY_S", (0.01, 0.02))
+
+    async def test() -> None:
+        async with receiving() as receiver, telling(tmp_path) as service:
+            made = await service.http.post("/api/v1/webhooks", json={"url": receiver.url, "on": ["started"]})
+            place = service.doors.home.webhooks / made.json()["id"]
+            for name in ("a", "b"):
+                await service.submit(HELLO.replace("hello", name).replace("gpus: 2", "gpus: 1"))
+                await until(lambda name=name: any(json.loads(body)["job"] == f"{name}-1" for _, body in receiver.got))
+                if name == "a":
+                    await until(place.is_file)
+                    place.unlink()
+                    place.mkdir()
+            place.rmdir()
+            await until(place.is_file)
+            last = int(receiver.got[-1][0]["rota-event-id"])
+            await until(lambda: int(place.read_text() or 0) >= last)
+            assert [json.loads(body)["job"] for _, body in receiver.got] == ["a-1", "b-1"]
+
+    asyncio.run(test())
+
+
+def test_a_webhook_whose_key_is_gone_is_tried_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notify, "POLL_S", 0.001)
+    monkeypatch.setattr(notify, "RETRY_S", (30.0, 60.0))
+
+    async def test() -> None:
+        async with standing(tmp_path) as service:
+            notifier = service.doors.notifier
+            notifier.allowed = frozenset({"127.0.0.1"})
+            made = await service.http.post("/api/v1/webhooks", json={"url": "http://127.0.0.1:9/"})
+            service.doors.vault.remove(notify.OWNER, made.json()["id"])
+            running = asyncio.create_task(notifier.run())
+            for _ in range(20):
+                await asyncio.sleep(0.002)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        told = [record.getMessage() for record in caplog.records if record.name == "rota.service"]
+        assert len(told) == 1 and "waits 30 s" in told[0]
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:9/x", "http://169.254.169.254/latest", "http://10.1.2.3/", "http://[::1]/"]
 )
@@ -132,7 +181,20 @@ def test_an_address_inside_needs_to_be_allowed(url: str) -> None:
     assert addresses_of(url, frozenset({host})) == (host,)
 
 
-@pytest.mark.parametrize("host", ["::ffff:7f00:1", "64:ff9b::a00:1", "2002:a00:1::", "ff02::1", "224.0.0.1"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "::ffff:7f00:1",
+        "64:ff9b::a00:1",
+        "2002:a00:1::",
+        "ff02::1",
+        "224.0.0.1",
+        "fec0::1",
+        "::a00:1",
+        "64:ff9b:1::a00:1",
+        "::ffff:0:a00:1",
+    ],
+)
 def test_an_address_inside_is_known_in_any_clothes(host: str) -> None:
     with pytest.raises(NotAllowed, match="an address inside"):
         addresses_of(f"http://[{host}]/" if ":" in host else f"http://{host}/", frozenset())

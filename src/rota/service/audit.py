@@ -7,6 +7,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterator
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rota.runtime.environ import PRIVATE_FILE
 from rota.spec.errors import StoreUnavailable
 
 FILE_BYTES_MAX = 32 * 2**20
-"""At this size the file becomes ``audit.jsonl.1`` in place of the one before."""
+"""At this size a file becomes ``audit.jsonl.1`` in place of the one before."""
 STRANGERS_MAX, STRANGERS_WINDOW_S = 60, 60.0
 """Lines about requests of nobody known in one window; the rest are counted, lest a flood wash the others out."""
 
@@ -25,11 +26,12 @@ class Audit:
 
     ``begin`` writes who asks for what before it is done, and nothing is done that could not be written; ``end`` adds
     the status before the answer leaves. So a full disk refuses a command and never hides one that was acknowledged. Not
-    in the event log: what was done stands there already (``by``), and what was refused did not happen. For one thread.
+    in the event log: what was done stands there already (``by``), and what was refused did not happen. Strangers have a
+    file of their own: they push out their own lines alone. For one thread.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self._path, self._old = path, path.with_name(f"{path.name}.1")
+        self._path, self._strangers_path = path, path.with_name(f"strangers-{path.name}")
         self._clock = clock
         self._window_s, self._strangers, self._left_out = float("-inf"), 0, 0
 
@@ -61,16 +63,17 @@ class Audit:
             self._left_out += 1
             return
         left_out = {"left_out": self._left_out} if self._left_out else {}
-        self._write({"at": iso(self._clock.wall_s()), **line, **left_out})
+        self._write({"at": iso(self._clock.wall_s()), **line, **left_out}, self._strangers_path)
         self._left_out = 0
 
     def _refused(self, error: OSError) -> StoreUnavailable:
         text = f"nothing was done: the audit {self._path} cannot be written: {error.strerror}"
         return StoreUnavailable(text, hint="free space on that disk, then ask again")
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], path: Path | None = None) -> None:
         """Add one line. Blocks for as long as one small write takes."""
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        path = path or self._path
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
         try:
             raw = json.dumps(line, ensure_ascii=False).encode() + b"\n"
             size = os.fstat(file).st_size
@@ -81,7 +84,7 @@ class Audit:
         finally:
             os.close(file)
         if full:
-            self._path.replace(self._old)
+            path.replace(_older(path))
 
     def newest(self, count: int, *, user: str = "") -> list[dict[str, Any]]:
         """The last requests, the newest first; of one user if named. A line that a crash cut short is left out.
@@ -90,7 +93,7 @@ class Audit:
         """
         found: deque[dict[str, Any]] = deque(maxlen=count)
         open_ones: dict[str, dict[str, Any]] = {}
-        for line in self._lines():
+        for line in _lines(self._path):
             if "at" not in line:
                 open_ones.get(line.get("request_id", ""), {}).update(line)
                 if "status" in line:
@@ -99,14 +102,20 @@ class Audit:
                 found.append(line)
                 if line.get("status") is None:
                     open_ones[line.get("request_id", "")] = line
-        return list(reversed(found))
+        strangers = deque([] if user else _lines(self._strangers_path), maxlen=count)
+        return list(merge(found, strangers, key=lambda line: line["at"]))[: -count - 1 : -1]
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        for path in (self._old, self._path):
-            if path.exists():
-                with path.open(encoding="utf-8") as file:
-                    for text in file:
-                        try:
-                            yield json.loads(text)
-                        except ValueError:
-                            continue
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for one in (_older(path), path):
+        if one.exists():
+            with one.open(encoding="utf-8") as file:
+                for text in file:
+                    try:
+                        yield json.loads(text)
+                    except ValueError:
+                        continue

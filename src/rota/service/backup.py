@@ -19,7 +19,8 @@ from rota.spec.errors import BadInput, Conflict
 
 FORM = 1
 EVENTS, FENCES, ABOUT = "events.jsonl", "fences.json", "about.json"
-KEPT = ("token", "config.toml", "secret.key", "audit.jsonl", "audit.jsonl.1")
+_AUDIT = ("audit.jsonl", "audit.jsonl.1", "strangers-audit.jsonl", "strangers-audit.jsonl.1")
+KEPT = ("token", "config.toml", "secret.key", *_AUDIT)
 """Files of the home that go with the log; ``secret.key`` and ``token`` make the file as precious as the home."""
 OWN = "config.toml"
 """What a restore leaves alone where it is: it may name the store to fill."""

@@ -32,8 +32,9 @@ KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "los
 """What a webhook can be told of; the last two are of nodes."""
 WEBHOOKS_MAX = 50
 OWNER = "webhooks"
-"""Under which the vault keeps the keys; no user may have this name."""
-"""Whose secrets the signing keys are."""
+"""Under which the vault keeps the signing keys; no user may have this name."""
+_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All that IANA gives out as global; outside of it lie site-local addresses and translators of every local kind."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 PAGE = 500
 POLL_S = 1.0
@@ -100,6 +101,8 @@ def _is_outside(address: str) -> bool:
         carried = one.ipv4_mapped or one.sixtofour
         if carried is None and one in _NAT64:
             carried = ipaddress.IPv4Address(int(one) & 0xFFFFFFFF)
+        if carried is None and one not in _UNICAST:
+            return False
         one = carried or one
     return one.is_global and not one.is_multicast
 
@@ -132,6 +135,8 @@ class Notifier:
         self._loop, self._vault, self._clock, self._chance, self._url = loop, vault, clock, chance, url
         self._folder = home.webhooks
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._places: dict[str, int] = {}
+        """The last record that each webhook is done with, also while the disk takes no note of it."""
 
     def apply(self, record: Record) -> None:
         """Take in one record, in order; a listener of the loop."""
@@ -163,11 +168,10 @@ class Notifier:
             while True:
                 for one in self._tasks.keys() - self.targets.keys():
                     await self._end(one)
+                    self._places.pop(one, None)
                     (self._folder / one).unlink(missing_ok=True)
-                for one in [one for one, task in self._tasks.items() if task.done()]:
-                    await self._end(one)  # it failed unforeseen; it is begun again where it was
                 for one in self.targets.keys() - self._tasks.keys():
-                    self._tasks[one] = asyncio.create_task(self._serve(one), name=f"webhook/{one}")
+                    self._tasks[one] = asyncio.create_task(self._keep(one), name=f"webhook/{one}")
                 await self._clock.sleep(POLL_S)
         finally:
             for one in tuple(self._tasks):
@@ -176,14 +180,23 @@ class Notifier:
     async def _end(self, one: str) -> None:
         task = self._tasks.pop(one)
         task.cancel()
-        (failed,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(failed, Exception):
-            _log.error("webhook %s failed: %r", one, failed)
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def _keep(self, one: str) -> None:
+        """Serve it; what fails unforeseen is begun again where it was, after a pause."""
+        pause_s, longest_s = RETRY_S
+        while True:
+            try:
+                await self._serve(one)
+            except Exception as error:  # noqa: BLE001 - the edge of its task; one webhook must not end the others
+                _log.error("webhook %s failed, and waits %.0f s: %r", one, pause_s, error)
+            await self._clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
 
     async def _serve(self, one: str) -> None:
         target, since = self.targets[one]
         secret = self._vault.open(OWNER, [one])[one]
-        cursor = self._place(one, since)
+        cursor = written = self._places[one] if one in self._places else self._place(one, since)
         async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=False, trust_env=False) as http:
             while True:
                 try:
@@ -194,10 +207,14 @@ class Notifier:
                 for record in records:
                     if (body := self._body(target, record)) is not None:
                         await self._deliver(http, target, record.number, body, secret)
-                    cursor = record.number
-                if records:
-                    write_private(self._folder / one, str(cursor))
-                else:
+                    cursor = self._places[one] = record.number
+                if cursor != written:
+                    try:
+                        write_private(self._folder / one, str(cursor))
+                        written = cursor
+                    except OSError as error:  # tried again at the next look
+                        _log.log(logging.ERROR if records else logging.DEBUG, "webhook %s: its place: %s", one, error)
+                if not records:
                     await self._clock.sleep(POLL_S)
 
     def _place(self, one: str, since: int) -> int:

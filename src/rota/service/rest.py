@@ -96,10 +96,6 @@ class Guard:
 
         try:
             await self._app(scope, limited, marked)
-        except Exception as error:
-            if status[0]:
-                raise
-            await _bug(Request(scope), error)(scope, limited, marked)
         finally:
             route = getattr(scope.get("route"), "path", "")
             took_s = self._doors.clock.monotonic_s() - started_s

@@ -414,6 +414,24 @@ def test_without_another_node_a_drained_one_is_left_when_the_notice_is_over(rayl
     run_on(raylets, {"a": 4.0}, steady(1), body)
 
 
+@pytest.mark.usefixtures("registry")
+def test_state_on_a_drained_node_goes_along_and_no_commit_is_repeated(raylets: Raylets) -> None:
+    async def body(run: NodesRun) -> None:
+        await run.until_committed(3)
+        home = run.node_of("counter/0")
+        drain(run, home, 120.0)
+        await run.until(lambda: run.starts("counter/0") == 2)
+        await healed(run)
+        await more_commits(run)
+        await succeed(run)
+        assert run.node_of("counter/0") != home
+        assert all(one.from_commit == one.to_commit for one in run.events(RolledBack)), run.story()
+        assert run.events(CheckpointSaved), "it was asked for before the node was left, though the job has no cadence"
+
+    roles = (role("counter", "counting:Counter"), role("loop", "counting:counting"))
+    run_on(raylets, {"a": 0.5, "b": 0.5, "c": 0.5}, job(*roles), body)
+
+
 @deep
 @pytest.mark.usefixtures("registry")
 def test_a_mesh_on_a_drained_node_moves_with_its_state_and_repeats_no_commit(raylets: Raylets) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from rota.job.core.sizing import world_of
 from rota.runtime.chance import SystemChance
-from rota.runtime.clock import SystemClock
+from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.environ import Home
 from rota.service import intake
 from rota.service.changes import checked_size
@@ -24,8 +24,9 @@ from rota.service.jobtext import job_text
 from rota.service.offline import plan_job
 from rota.service.plans import FILE_BYTES_MAX, read_json
 from rota.spec import codec
-from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded
+from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
 from rota.spec.job import JobSpec, RoleSpec
+from rota.train.plan.exchange import model_from_json
 from rota.train.plan.hardware import LevelSpec, cpu_ranks
 from rota.train.plan.model import ParallelPlan, data_parallel
 
@@ -79,6 +80,36 @@ def test_no_plan_for_any_size_is_told_with_what_would_help() -> None:
     ) as told:
         planned(FILE.replace("8GiB", "10MiB"))
     assert "more memory" in told.value.hint
+
+
+class Ticking(VirtualClock):
+    """A clock of which each look takes a second, from the given one on."""
+
+    def __init__(self, calm: int = 0) -> None:
+        super().__init__()
+        self.looks, self._calm = 0, calm
+
+    def monotonic_s(self) -> float:
+        self.looks += 1
+        return max(0.0, float(self.looks - self._calm))
+
+
+def test_a_search_that_takes_too_long_is_no_refusal_and_sizes_that_it_did_not_reach_are_named() -> None:
+    gpt3 = FILE.replace("layers: 4, hidden: 256, heads: 4", "layers: 96, hidden: 12288, heads: 96")
+    with pytest.raises(TimedOut, match=r"roles\.main\.plan: no plan was found in 5 s for 1, 2, 3, 4 instances"):
+        with_plans(read_job(gpt3.replace("8GiB", "640GiB"), filename="j"), "", clock := Ticking())
+    assert clock.looks < 20
+    one_size = read_job(FILE.replace("max: 4", "max: 1"), filename="j")
+    with_plans(one_size, "", clock := Ticking(10**9))
+    [plan] = with_plans(read_job(FILE, filename="j"), "", Ticking(clock.looks)).role("main").plans
+    assert plan.replicas == 1 and plan.why.endswith("No plan was found in time for 2, 3, 4 instances.")
+
+
+def test_a_model_beyond_all_measure_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: model\.layers: 20000 is above 10000"):
+        planned(FILE.replace("layers: 4", "layers: 20000"))
+    with pytest.raises(BadInput, match=r"model\.vocab: 9{400} is above"):
+        model_from_json({"layers": 4, "hidden": 256, "heads": 4, "seq": 128, "vocab": int("9" * 400)})
 
 
 def test_a_plan_file_gives_the_size_and_contradictions_are_refused(tmp_path: Path) -> None:

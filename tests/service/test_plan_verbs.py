@@ -55,6 +55,17 @@ def test_nothing_fits_is_exit_4_with_what_would_help(model: Path, capsys: pytest
     assert document["smallest_gpus"] >= 2
 
 
+def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*search_words(model), "--limit-s", "1e-9"]
+    assert call(words) == 4
+    document = json.loads(capsys.readouterr().out)
+    assert (document["plan"], document["reason"], "helps" in document) == (None, "timed_out", False)
+    assert call(words[:-3] + words[-2:]) == 4
+    assert "no plan was found in time" in capsys.readouterr().out
+
+
 def test_a_table_is_validated(capsys: pytest.CaptureFixture[str]) -> None:
     tables = str(DATA / "planner_time_tables.json")
     assert call(["plan", "validate", tables, "--table", "megatron_seqpar_table5", "--json"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rota.job.spmd import parse_command
 from rota.runtime.clock import Clock
 from rota.runtime.devices import local_node
 from rota.service.plans import find_hardware, load_plan
-from rota.spec.errors import BadInput, Infeasible
+from rota.spec.errors import BadInput, Infeasible, TimedOut
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
 from rota.train.plan.exchange import model_from_json
 from rota.train.plan.explain import summary
@@ -22,22 +23,25 @@ from rota.train.plan.space import MIXED, Question
 
 SIZES_MAX = 32
 SEARCH_S = 5.0
-"""Time for all sizes of a role; what is not proven by then says so."""
+"""Time for all sizes of all roles of a job; what is not proven by then says so."""
 
 
 def with_plans(spec: JobSpec, workdir: str, clock: Clock) -> JobSpec:
     """The job with the plans of its roles, which then have the sizes that a plan exists for.
 
-    Raises BadInput for a plan file or a model that makes no sense, Infeasible when no size of a role has a plan.
+    Raises BadInput for a plan file or a model that makes no sense, Infeasible when no size of a role has a plan,
+    TimedOut when none was found in time.
     """
-    return replace(spec, roles=tuple(_with_plan(role, workdir, clock) for role in spec.roles))
+    ends_s = clock.monotonic_s() + SEARCH_S
+    stop = lambda: clock.monotonic_s() > ends_s  # noqa: E731 - the whole of it
+    return replace(spec, roles=tuple(_with_plan(role, workdir, stop) for role in spec.roles))
 
 
-def _with_plan(role: RoleSpec, workdir: str, clock: Clock) -> RoleSpec:
+def _with_plan(role: RoleSpec, workdir: str, stop: Callable[[], bool]) -> RoleSpec:
     if role.plan is None:
         return replace(role, plans=()) if role.plans else role
     try:
-        plans = _searched(role, workdir, clock) if role.plan == AUTO_PLAN else (_read(role, workdir),)
+        plans = _searched(role, workdir, stop) if role.plan == AUTO_PLAN else (_read(role, workdir),)
     except BadInput as error:
         raise BadInput(f"roles.{role.name}.plan: {error}", hint=error.hint) from error
     return replace(role, replicas_min=plans[0].replicas, replicas_max=plans[-1].replicas, plans=plans)
@@ -58,21 +62,27 @@ def _read(role: RoleSpec, workdir: str) -> SizedPlan:
     return SizedPlan(replicas=size, plan=plan.to_json(), why=f"{role.plan}, for {world} ranks")
 
 
-def _searched(role: RoleSpec, workdir: str, clock: Clock) -> tuple[SizedPlan, ...]:
+def _searched(role: RoleSpec, workdir: str, stop: Callable[[], bool]) -> tuple[SizedPlan, ...]:
     """The best plan of each size, smallest first; a size that is no faster than a smaller one is left out."""
     assert role.model is not None, "spec.check lets no other in"
     sizes = range(role.replicas_min, role.replicas_max + 1)
     if len(sizes) > SIZES_MAX:
         raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
-    ends_s = clock.monotonic_s() + SEARCH_S
-    local, plans, fastest_s = parse_command(role).local, list[SizedPlan](), float("inf")
+    local, plans, fastest_s, late = parse_command(role).local, list[SizedPlan](), float("inf"), list[int]()
     one = _question(role, role.model, local, workdir)
     for size in sizes:
         question = replace(one, gpus=size * local)
-        found = search(question, top=2, stop=lambda: clock.monotonic_s() > ends_s)
+        found = search(question, top=2, stop=stop)
+        if not found.best and not found.certificate.complete:
+            late.append(size)
         if found.best and found.best[0].step.total_s < fastest_s:
             fastest_s = found.best[0].step.total_s
             plans.append(SizedPlan(replicas=size, plan=found.best[0].plan.to_json(), why=_why(found, question)))
+    if late and not plans:
+        raise TimedOut(
+            f"roles.{role.name}.plan: no plan was found in {SEARCH_S:g} s for {', '.join(map(str, late))} instances",
+            hint="ask for fewer sizes, or give a plan file: rota plan search",
+        )
     if not plans:
         raise Infeasible(
             f"roles.{role.name}.plan: no plan for {sizes[0] * local} to {sizes[-1] * local} ranks: batch "
@@ -80,6 +90,9 @@ def _searched(role: RoleSpec, workdir: str, clock: Clock) -> tuple[SizedPlan, ..
             f"each has {one.memory_gib:.3g} GiB",
             hint="another range of replicas or batch, more memory, or a smaller model",
         )
+    if late:
+        told = f"{plans[-1].why} No plan was found in time for {', '.join(map(str, late))} instances."
+        plans[-1] = replace(plans[-1], why=told)
     return tuple(plans)
 
 

@@ -102,7 +102,7 @@ def search_document(
     began_s = clock.monotonic_s()
     found = search(question, top=top, stop=lambda: limit_s > 0 and clock.monotonic_s() - began_s > limit_s)
     document = codec.to_json_value(found_to_json(found, question))
-    if not found.best:
+    if not found.best and found.certificate.complete:
         document |= _closest(question)
     asked = {"model": codec.to_json_value(shape), "hardware": codec.to_json_value(question.hardware)}
     asked |= {"gpus": gpus, "memory_gib": memory_gib, "batch": batch}

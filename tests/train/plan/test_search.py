@@ -17,7 +17,7 @@ from rota.train.plan.memory import host_bytes, memory
 from rota.train.plan.model import ParallelPlan, Recompute
 from rota.train.plan.rules import check
 from rota.train.plan.search import found_to_json, lower_bound_s, search
-from rota.train.plan.space import Question, Setting, cuts, plan_of, settings
+from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
 
 SEVEN_B = ModelShape(
     layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False, name="7B"
@@ -174,11 +174,24 @@ def test_a_model_that_fits_nowhere_gives_no_plan_and_says_why() -> None:
 
 
 def test_a_search_that_is_stopped_says_that_it_is_not_complete() -> None:
-    calls = itertools.count()
-    found = search(seven_b(), stop=lambda: next(calls) >= 20)
-    assert not found.certificate.complete
-    assert found.certificate.scored == 20
+    bounds = sum(1 for _ in settings(seven_b()))
+    early, late = itertools.count(), itertools.count()
+    none = search(seven_b(), stop=lambda: next(early) >= 3).certificate
+    assert (none.complete, none.enumerated, none.scored, none.gap_pct) == (False, 3, 0, 0.0)
+    found = search(seven_b(), stop=lambda: next(late) >= bounds + 40)
+    assert not found.certificate.complete and 0 < found.certificate.scored < 40
     assert found.certificate.lower_bound_s <= found.best[0].step.total_s if found.best else True
+
+
+def test_a_search_of_many_cuts_is_stopped_between_two_of_them() -> None:
+    question = seven_b(model=replace(SEVEN_B, layers=2000), pins={"pp": 2, "tp": 4, "micro_batch": 1}, memory_gib=1e6)
+    bounds, calls = sum(1 for _ in settings(question)), itertools.count()
+    found = search(question, stop=lambda: next(calls) >= bounds + 5)
+    assert next(calls) == bounds + 6 and not found.certificate.complete and found.certificate.scored == 0
+
+
+def test_divisors_are_all_of_them_in_order() -> None:
+    assert all(divisors(n) == [one for one in range(1, n + 1) if n % one == 0] for n in range(1, 200))
 
 
 @pytest.mark.slow

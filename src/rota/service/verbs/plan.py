@@ -56,6 +56,9 @@ def search(
 
 def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
     proof = doc["certificate"]
+    if doc["plan"] is None and doc["reason"] == "timed_out":
+        term.line("no plan was found in time; give --limit-s more")
+        return
     if doc["plan"] is None:
         term.line(f"no plan fits in {memory_gib} GiB a device")
         if doc.get("closest"):

@@ -11,6 +11,8 @@ from rota.spec.errors import BadInput
 from rota.train.plan.layers import ModelShape
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "vocab")
+NUMBER_MAX, LAYERS_MAX = 2**30, 10_000
+"""The time of a search grows with the layers; all numbers together still fit a float."""
 NATIVE = tuple(ModelShape.__dataclass_fields__)
 
 HUGGING_FACE = {
@@ -90,6 +92,10 @@ def _native(fields: dict[str, Any], warnings: tuple[str, ...]) -> tuple[ModelSha
     for key in (*REQUIRED, "top_k"):
         if getattr(model, key) < 1:
             raise BadInput(f"model.{key}: {getattr(model, key)} is below 1")
+    for key in (*REQUIRED, "kv_heads", "ffn", "experts", "top_k"):
+        limit = LAYERS_MAX if key == "layers" else NUMBER_MAX
+        if getattr(model, key) > limit:
+            raise BadInput(f"model.{key}: {getattr(model, key)} is above {limit}")
     if model.hidden % model.heads:
         raise BadInput(f"model.heads: hidden {model.hidden} does not divide by heads {model.heads}")
     if model.heads % model.key_heads:

@@ -8,7 +8,7 @@ score, so the result is the optimum of the space.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from rota.train.plan.cost import (
     stage_works,
     step_time,
 )
+from rota.train.plan.exchange import NUMBER_MAX
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import Layer, ParallelPlan, Recompute
 from rota.train.plan.space import RECOMPUTES, SPACE, Question, Setting, cheapest_plan, cuts, plan_of, settings
@@ -73,8 +74,8 @@ def check_question(question: Question) -> None:
     """Raise BadInput that names field, value and rule when the question makes no sense."""
     model = question.model
     for name, value in (("gpus", question.gpus), ("batch", question.batch), ("layers", model.layers)):
-        if value < 1:
-            raise BadInput(f"{name}: {value} is below 1")
+        if not 1 <= value <= NUMBER_MAX:
+            raise BadInput(f"{name}: {value} is not in 1 to {NUMBER_MAX}")
     if question.memory_gib <= question.hardware.device.reserve_gib:
         reserve = question.hardware.device.reserve_gib
         raise BadInput(f"memory: {question.memory_gib} GiB leaves nothing after the reserve of {reserve} GiB")
@@ -90,12 +91,16 @@ def check_question(question: Question) -> None:
 
 
 def search(question: Question, *, top: int = 5, stop: Callable[[], bool] = lambda: False) -> Found:
-    """The best ``top`` plans. ``stop`` is asked between settings; True ends the search with what is proven so far.
+    """The best ``top`` plans. ``stop`` is asked at each bound and each cut; True ends with what is proven so far.
 
     Raises BadInput for a question that makes no sense. Deterministic.
     """
     check_question(question)
-    heap = [(lower_bound_s(question, one), index, one) for index, one in enumerate(settings(question))]
+    heap: list[tuple[float, int, Setting]] = []
+    for index, one in enumerate(settings(question)):
+        if stop():
+            return Found(best=(), certificate=_certificate([], 0.0, False, index, index, 0))
+        heap.append((lower_bound_s(question, one), index, one))
     heapq.heapify(heap)
     enumerated, scored, best = len(heap), 0, list[Scored]()
     complete = True
@@ -103,12 +108,13 @@ def search(question: Question, *, top: int = 5, stop: Callable[[], bool] = lambd
         bound_s, _, setting = heap[0]
         if len(best) == top and bound_s >= best[-1].step.total_s:
             break
-        if stop():
+        plans = list(score_setting(question, setting, best, top, stop))
+        best = sorted([*best, *(one for one in plans if one is not None)], key=lambda one: one.order)[:top]
+        if None in plans:  # the setting stays in the heap: its bound holds for the cuts that are left
             complete = False
             break
         heapq.heappop(heap)
         scored += 1
-        best = sorted([*best, *score_setting(question, setting, best, top)], key=lambda one: one.order)[:top]
     if complete and not best and "offload" not in question.allow and question.hardware.host.gb_s:
         return search(replace(question, allow=(*question.allow, "offload")), top=top, stop=stop)
     bound_s = heap[0][0] if heap else float("inf")
@@ -120,7 +126,7 @@ def _certificate(
 ) -> Certificate:
     total_s = best[0].step.total_s if best else float("inf")
     proven_s = min(total_s, bound_s)
-    gap_pct = 0.0 if proven_s == total_s else 100 * (total_s - proven_s) / proven_s
+    gap_pct = 0.0 if proven_s == total_s or not best else 100 * (total_s - proven_s) / proven_s
     return Certificate(
         lower_bound_s=proven_s,
         gap_pct=gap_pct,
@@ -149,18 +155,24 @@ def layer_times(question: Question, setting: Setting) -> Times:
     }
 
 
-def score_setting(question: Question, setting: Setting, best: list[Scored], top: int) -> list[Scored]:
-    """The plans of one setting that fit, one a cut; cuts whose own bound is beaten already are left out."""
+def score_setting(
+    question: Question, setting: Setting, best: list[Scored], top: int, stop: Callable[[], bool]
+) -> Iterator[Scored | None]:
+    """The plans of one setting that fit, one a cut; cuts whose own bound is beaten already are left out.
+
+    None is the last when ``stop`` said so.
+    """
     times = layer_times(question, setting)
-    found: list[Scored] = []
     for cut in cuts(question.model.layers, setting.pp * setting.interleave):
+        if stop():
+            yield None
+            return
         if len(best) == top and _cut_bound_s(question, setting, cut, times) >= best[-1].step.total_s:
             continue
         plan = cheapest_plan(question, setting, cut, times)
         if plan is None or (len(best) == top and _plan_bound_s(plan, question, times) >= best[-1].step.total_s):
             continue
-        found.append(score(plan, question))
-    return found
+        yield score(plan, question)
 
 
 def score(plan: ParallelPlan, question: Question) -> Scored:
@@ -236,7 +248,7 @@ def found_to_json(found: Found, question: Question) -> dict[str, Any]:
         return {
             **document,
             "plan": None,
-            "reason": "out_of_memory",
+            "reason": "out_of_memory" if found.certificate.complete else "timed_out",
             "certificate": {**certificate, "lower_bound_s": None},
         }
     first = found.best[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -94,7 +95,8 @@ SPACE = (
 
 def divisors(number: int) -> list[int]:
     """All divisors in ascending order."""
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return [*small, *(number // size for size in reversed(small) if size * size != number)]
 
 
 def settings(question: Question) -> Iterator[Setting]:

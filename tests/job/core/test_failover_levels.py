@@ -365,6 +365,16 @@ def test_what_a_full_check_found_stands_without_a_second_one(driven, hosts: tupl
     assert driven.ctx.bundle(at("w/0"))[1].node == "h2" and not [c for c in driven.done if isinstance(c, CheckNode)]
 
 
+def test_a_member_that_went_with_its_peer_keeps_its_node_when_that_of_the_peer_is_left(driven):
+    driven.free = ["h2"]
+    driven.run(spec(mesh("a", 2), loop()), "h0", "h1", "h9")
+    driven.feed(lost("a", 1, 1, Reason.USER_ERROR, "Connection reset by peer"), lost("a", 0, 1, Reason.NODE_LOST))
+    driven.settle()
+    assert [driven.ctx.bundle(at(who))[1].node for who in ("a/0", "a/1")] == ["h2", "h1"]
+    (asked,) = [one for one in (r.event for r in driven.records) if isinstance(one, GangAsked)]
+    assert asked.avoid == ("h0",), "h1 is not marked suspect"
+
+
 def test_a_wrong_sum_condemns_no_node_of_its_mesh(driven):
     driven.free = ["h2", "h3"]
     driven.run(spec(mesh("a", 2, fail=fail(limit_n=1, then=("node", "job"))), loop(), retry=1), "h0", "h1", "h0")

@@ -146,6 +146,8 @@ async def mark_node(
     given = body or MarkBody()
     before = _one_node(doors, node)
     effect, notice_s = "goes on; new work goes elsewhere", None
+    if action in ("undrain", "uncordon"):
+        effect = "stays; new work may come here again"
     if action == "drain":
         effect, notice_s = f"moves within {given.notice_s:g} s, else waits in its queue", given.notice_s
     if not given.dry_run:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service.problems import did_you_mean
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
@@ -223,12 +224,15 @@ def _action_text(item: Mapping[str, Any]) -> str:
     return f"{item['job']} {item['state']}" if item["done"] else f"{item['job']} not stopped: {item['text']}"
 
 
+SETTABLE = ("priority", "queue", "time_limit", "grace", "retry", "labels.NAME")
+
+
 def set_(
     job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
-    *changes: Annotated[str, Parameter(help="priority=80, queue=prod, time_limit=2h, labels.k=v.")],
+    *changes: Annotated[str, Parameter(help="priority=80, queue=prod, time_limit=2h, grace=30s, retry=3, labels.k=v.")],
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Change priority, queue, time limit or labels of a job that has not ended.
+    """Change priority, queue, time limit, grace, retries or labels of a job that has not ended.
 
     Examples
     --------
@@ -241,14 +245,17 @@ def set_(
         path, equals, value = change.partition("=")
         if not equals:
             raise BadInput(f"{change!r} is not FIELD=VALUE")
-        if path == "time_limit":
-            wanted["time_limit_s"] = ago_s(value)
-        elif path == "priority":
+        if path in ("time_limit", "grace"):
+            wanted[f"{path}_s"] = ago_s(value)
+        elif path in ("priority", "retry"):
             if not value.lstrip("-").isdigit():
-                raise BadInput(f"priority={value}: a whole number from -1 to 100")
+                raise BadInput(f"{change}: a whole number from {'-1 to 100' if path == 'priority' else '0 to 1000'}")
             wanted[path] = int(value)
-        else:
+        elif path == "queue" or path.startswith("labels."):
             wanted[path] = value
+        else:
+            meant = did_you_mean(path, SETTABLE) or f"these can: {', '.join(SETTABLE)}"
+            raise BadInput(f"{path!r} cannot change after submit", hint=meant)
     terminal = flags.terminal()
     with flags.client() as client:
         document = client.change(job, wanted)

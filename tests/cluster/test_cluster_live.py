@@ -21,6 +21,7 @@ from rota.spec.events import (
     Event,
     GangAsked,
     GangGranted,
+    GangReleased,
     JobAdmitted,
     JobEnded,
     JobQueued,
@@ -37,7 +38,7 @@ from rota.spec.events import (
     event_to_json,
 )
 from rota.spec.gang import BundleAsk, GangRequest
-from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
@@ -315,6 +316,28 @@ def test_the_label_of_a_job_names_its_data_and_its_admission_says_how_many_nodes
     ((_, admitted),) = log.decide(4.0)
     assert isinstance(admitted, JobAdmitted)
     assert [slot.node for slot in admitted.placement.bundles] == ["r0n1"] and admitted.why["nodes_with_data"] == 1
+
+
+def test_who_left_his_first_place_for_good_holds_only_the_new_one() -> None:
+    log = with_nodes()
+    log.submit("runs", 1, 4)
+    log.decide(1.0)
+    (request,) = requests_of(spec("runs", 1, 4))
+    for number, left in enumerate(("r0n0", "r0n1", "r0n0")):
+        gang, before = GangId(f"drained-{number}"), GangId(f"drained-{number - 1}" if number else "all")
+        log.add(GangAsked(request=replace(request, gang=gang), avoid=(NodeId(left),)), "runs", 10.0 * number + 2)
+        (granted,) = [event for _, event in log.decide(10.0 * number + 3) if isinstance(event, GangGranted)]
+        log.add(GangReleased(gang=before, epoch=Epoch(1)), "runs", 10.0 * number + 4)  # it is made again: still held
+        assert not log.scheduler.state.dev_milli.any()
+        log.add(GangReleased(gang=before, epoch=Epoch(2), gone=True), "runs", 10.0 * number + 5)
+        (row,) = log.scheduler.state.holding()
+        (there,) = {bundle.node for bundle in granted.bundles}
+        assert there != left and {log.scheduler.state.nodes[slot.node].id for slot in row.held} == {there}
+        assert int(log.scheduler.state.dev_milli.sum()) == 4000
+    log.submit("next", 1, 4, at=50)
+    assert [type(event) for _, event in log.decide(51.0)] == [JobAdmitted]
+    log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "runs", 60.0)
+    assert int(log.scheduler.state.dev_milli.sum()) == 4000
 
 
 def test_a_job_that_lost_a_node_gets_the_spare_that_nobody_else_gets() -> None:

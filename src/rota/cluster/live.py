@@ -45,6 +45,7 @@ from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node
 
+_Place = tuple[GangRequest, Grant]
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
 
 
@@ -61,6 +62,10 @@ class _Known:
     """Gangs beside those of the admission, asked for or held; each is a row of its own in the state."""
     attempts: int = 0
     epoch: int = 0
+    own: tuple[_Place, ...] = ()
+    """What the row of the job itself holds: the gangs of the admission, or those that took their place."""
+    beside: tuple[_Place, ...] = ()
+    """What was granted of ``asks``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +144,9 @@ class Scheduler:
             case JobChanged(changes=changes) if known is not None:
                 self._learn(job, replace(known, spec=changed_spec(known.spec, changes)), at)
             case JobAdmitted(placement=placement) if known is not None:
-                self._jobs[job] = replace(known, attempts=event.attempt, epoch=int(event.epoch))
-                self._fact(facts.JobHolds(job=job, held=self._held(known.requests, placement)), at)
+                own = tuple((request, placement.gang(request.gang)) for request in known.requests)
+                self._jobs[job] = replace(known, attempts=event.attempt, epoch=int(event.epoch), own=own)
+                self._fact(facts.JobHolds(job=job, held=self._held(own)), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._fact(facts.JobWaits(job=job, wait=wait), at)
@@ -159,8 +165,11 @@ class Scheduler:
             case GangWaits(gang=gang, reason=reason):
                 wait = Wait(reason=reason, text=event.text)
                 self._fact(facts.JobWaits(job=row_of(job, gang), wait=wait), at)
-            case GangReleased(gang=gang) if known is not None:
-                self._forget(job, known, lambda request: request.gang == gang, at)
+            case GangReleased(gang=gang, gone=gone) if known is not None:
+                if gone and any(request.gang == gang for request, _ in known.own):
+                    self._moved(job, known, gang, at)
+                else:
+                    self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
                 self._fact(facts.JobStopping(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
@@ -207,8 +216,9 @@ class Scheduler:
             return
         for node in self._left.pop(row, ()):
             self._suspect(node, f"{job} left it after its processes died there")
-        placement = Placement(gangs=(Grant(gang=event.gang, bundles=event.bundles),))
-        self._fact(facts.JobHolds(job=row, held=self._held((request,), placement)), at)
+        place = (request, Grant(gang=event.gang, bundles=event.bundles))
+        self._jobs[job] = replace(known, beside=(*known.beside, place))
+        self._fact(facts.JobHolds(job=row, held=self._held((place,))), at)
 
     def _suspect(self, node: NodeId, text: str) -> None:
         """A node that a job had to leave takes no new work until somebody has looked at it."""
@@ -223,6 +233,25 @@ class Scheduler:
             self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
+
+    def _moved(self, job: JobId, known: _Known, gang: GangId, at: float) -> None:
+        """Nobody of a gang is at its first place any more: what took that place is the holding of the job itself."""
+        if self.state.jobs[job].phase != "running":
+            return  # all of it comes back at once
+        wanted = sum(len(request.bundles) for request, _ in known.own)
+        own = [place for place in known.own if place[0].gang != gang]
+        have = sum(len(request.bundles) for request, _ in own)
+        instead: list[_Place] = []
+        for place in known.beside:
+            if self._holds(row_of(job, place[0].gang)) and have + len(place[0].bundles) <= wanted:
+                instead.append(place)
+                have += len(place[0].bundles)
+        if have == wanted:
+            for request, _ in instead:
+                self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
+            self._jobs[job] = replace(known, own=(*own, *instead))
+            self._fact(facts.JobReleased(job=job), at)
+            self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
 
     def _holds(self, row: JobId) -> bool:
         return row in self.state.jobs and bool(self.state.jobs[row].held)
@@ -354,14 +383,15 @@ class Scheduler:
         devices = tuple(int(self.state.dev_index[d]) for d in held.devices)
         return BundleGrant(index=index, node=node.id, host=node.host, devices=devices, res=res)
 
-    def _held(self, requests: tuple[GangRequest, ...], placement: Placement) -> tuple[Held, ...]:
+    def _held(self, places: tuple[_Place, ...]) -> tuple[Held, ...]:
         """Inverse of ``_placement``; bundles on nodes that are gone hold nothing."""
-        shape = compile_shape(requests)
+        shape = compile_shape(tuple(request for request, _ in places))
         found: list[Held] = []
-        for slot, grant in zip(shape.slots, placement.bundles, strict=True):
-            row = self.state.node_row.get(grant.node)
+        bundles = [bundle for _, grant in places for bundle in grant.bundles]
+        for slot, bundle in zip(shape.slots, bundles, strict=True):
+            row = self.state.node_row.get(bundle.node)
             if row is not None:
-                devices = self.state.device_rows(row, grant.devices)
+                devices = self.state.device_rows(row, bundle.devices)
                 found.append(Held(row, devices, slot.milli, slot.cpu_milli, slot.mem))
         return tuple(found)
 

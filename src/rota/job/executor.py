@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job.core.context import START_TIMEOUT_S, JobContext
+from rota.job.core.sizing import places
 from rota.job.peers import CUT, table_of
 from rota.job.probes import Failure
 from rota.runtime import vault
@@ -168,7 +169,7 @@ class Executor:
                 return await self._reserve(command)
             case ReleaseGang(gang=gang, epoch=epoch):
                 await self.launcher.release(Reservation(job=self.place.job, gang=gang, epoch=epoch))
-                return GangReleased(gang=gang, epoch=epoch)
+                return GangReleased(gang=gang, epoch=epoch, gone=ctx.ending is None and gang not in places(ctx))
             case StartInstance():
                 return await self._start(command, ctx)
             case Assemble():

@@ -174,10 +174,14 @@ class GangReserveFailed(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangReleased(JobEvent):
-    """The reservation of a gang is gone, or what was asked for by GangAsked is wanted no more."""
+    """The reservation of a gang is gone, or what was asked for by GangAsked is wanted no more.
+
+    ``gone``: nobody has a place in it any more, so its devices are free; else it is made again at the same place.
+    """
 
     gang: GangId
     epoch: Epoch
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -426,13 +426,19 @@ def abandoned(ctx: JobContext) -> frozenset[GangId]:
     """Reservations that exist and are no place for anybody any more."""
     if not ctx.asks and not any(one.barred for one in ctx.instances.values()):
         return frozenset()
+    used = places(ctx)
+    return frozenset(gang.id for gang in ctx.gangs if gang.state == "reserved" and gang.id not in used)
+
+
+def places(ctx: JobContext) -> frozenset[GangId]:
+    """Reservations in which somebody runs or will run."""
     used = {
         ctx.bound[one.id][0]
         for one in ctx.instances.values()
         if one.id in ctx.bound and not (one.retired and (one.barred or one.id.rank >= _base(ctx, one)))
     }
     used |= {ask.gang for ask in ctx.asks if ask.state == "held" and leaves(ctx, ask)}
-    return frozenset(gang.id for gang in ctx.gangs if gang.state == "reserved" and gang.id not in used)
+    return frozenset(used)
 
 
 def _unused(ctx: JobContext) -> JobContext:

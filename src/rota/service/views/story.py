@@ -147,8 +147,11 @@ class JobStory:
 
     @property
     def placement(self) -> Placement | None:
-        """Where the present or last attempt runs."""
-        return self.attempts[-1].placement if self.attempts else None
+        """Where the present or last attempt runs, without the places that it left."""
+        if not self.attempts or self.ctx.placement is None or not self.ctx.gangs:
+            return self.attempts[-1].placement if self.attempts else None
+        there = {gang.id for gang in self.ctx.gangs}
+        return Placement(gangs=tuple(grant for grant in self.ctx.placement.gangs if grant.gang in there))
 
     @property
     def running_at(self) -> float | None:

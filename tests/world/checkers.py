@@ -90,7 +90,9 @@ class Checkers:
                 grant = Grant(gang=gang, bundles=bundles)
                 self.holding[job] = Placement(gangs=(*self.holding[job].gangs, grant))
                 self._capacity(job)
-            case GangReleased(gang=gang) if job in self.holding and gang != "all" and not gang.startswith("part"):
+            case GangReleased(gang=gang, gone=gone) if job in self.holding and (
+                gone or (gang != "all" and not gang.startswith("part"))
+            ):
                 left = tuple(grant for grant in self.holding[job].gangs if grant.gang != gang)
                 self.holding[job] = Placement(gangs=left)
             case _:

@@ -204,6 +204,10 @@ def wait_for_the_dead(rank: int, size: int, folder: str) -> tuple[float, str, in
             dist.all_reduce(value, group=g)
     except PeerLost as error:
         late_s = time.monotonic() - float(Path(folder, "killed").read_text())
+        Path(folder, f"told-{rank}").touch()
+        deadline = time.monotonic() + 30  # who goes first would be the next to be missed
+        while not all(Path(folder, f"told-{one}").exists() for one in (0, 2)) and time.monotonic() < deadline:
+            time.sleep(0.01)
         with pytest.raises(PeerLost):
             dist.barrier(group=g)
         return late_s, error.fields["operation"], error.fields["rank"], error.message

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.real.jobs import deep
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -147,7 +148,7 @@ def test_exit_statuses_are_those_of_the_jobs_and_down_leaves_no_process(installa
     assert "start one here with 'rota up'" in gone.stderr
 
 
-@pytest.mark.parametrize("template", ["torchrun", "ppo"])
+@pytest.mark.parametrize("template", ["torchrun", pytest.param("ppo", marks=deep)])
 def test_a_template_runs_as_it_comes(installation: Installation, template: str) -> None:
     assert installation.rota("init", template).returncode == 0
     done = installation.rota("run", f"{template}/job.yaml", "-w")

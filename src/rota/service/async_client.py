@@ -29,14 +29,7 @@ class AsyncClient(Wire):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(server, token, timeout_s)
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=self.headers,
-            timeout=self.timeout,
-            transport=transport,
-            trust_env=False,
-            verify=self.url.startswith("https:"),  # reading all authorities takes 40 ms, for http in vain
-        )
+        self._http = httpx.AsyncClient(**self.http_options, transport=transport)
         self.accounts = AccountCalls(self.ask)
         """Users, tokens, secrets, the audit."""
 

@@ -175,6 +175,9 @@ def test_a_drained_node_gets_no_new_work_until_it_is_undrained(tmp_path: Path) -
         assert [d["job"] for d in nodes["r0n1"]["devices"]].count("hello-1") == 2
         await service.http.post("/api/v1/nodes/r0n0:undrain")
         assert (await service.until("hello-3", JobState.ADMITTED))["nodes"] == ["r0n0"]
+        for action, effect in (("cordon", "new work goes elsewhere"), ("uncordon", "new work may come here again")):
+            (row,) = (await service.http.post(f"/api/v1/nodes/r0n0:{action}")).json()["jobs"]
+            assert row["job"] == "hello-3" and row["effect"].endswith(effect)
 
     with_service(tmp_path, test)
 

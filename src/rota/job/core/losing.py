@@ -15,8 +15,8 @@ from rota.job.core.context import (
     JobContext,
     Loss,
 )
-from rota.job.core.failover import job_level_ending
 from rota.job.core.intent import timers
+from rota.job.core.recovering import job_level_ending
 from rota.spec.events import FailoverEnded, InstanceLost, ProgressStalled, Reattached, RolledBack
 from rota.spec.ids import Epoch, GangId, InstanceId
 from rota.spec.reasons import Reason

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from rota.job.core import losing, moving, sizing, winding
 from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
-from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
 from rota.job.core.intent import wanted
 from rota.job.core.placement import requests_of
+from rota.job.core.recovering import open_failover
 from rota.job.core.settling import settle
 from rota.spec.changes import changed_spec
 from rota.spec.commands import Command

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from rota.job.core.context import Ending, GangState, JobContext, Loss
-from rota.job.core.failover import job_level_ending, keeps_on_host
+from rota.job.core.failover import keeps_on_host
+from rota.job.core.recovering import job_level_ending
 from rota.job.core.sizing import first, refused
 from rota.spec.events import GangReserveFailed, JobRequeued, StopAsked
 from rota.spec.ids import Epoch, GangId

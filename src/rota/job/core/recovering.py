@@ -38,7 +38,7 @@ def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
     cause = _cause(ctx, event) if planned else root_cause(ctx.losses)
     new = _record(ctx, event, cause)
     charge = () if planned or is_free(ctx, cause) else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
-    resized = bool(event.join) or any(is_world_of(ctx, role) for role, _ in event.leave)
+    resized = bool(event.join) or any(_is_world_of(ctx, role) for role, _ in event.leave)
     ctx = replace(
         ctx,
         failovers=(*_superseded(ctx, new), new)[-FAILOVERS_KEPT_MAX:],

@@ -95,6 +95,9 @@ PLANS: dict[str, ParallelPlan] = {
         plan(Mesh(dp_shard=4)), layers=(Layer(count=2), Layer(count=2, zero=3)), head=Layer(zero=3)
     ),
     "optimizer on the host": plan(Mesh(dp_replicate=4), Layer(offload="optimizer_cpu")),
+    "1f1b x dp, optimizer on the host": plan(
+        Mesh(pp=2, dp_replicate=2), Layer(offload="optimizer_cpu"), schedule="1f1b", micro_batches=4
+    ),
     "optimizer in files": plan(Mesh(dp_shard=4), Layer(zero=3, offload="optimizer_nvme")),
     "zero 2": plan(Mesh(dp_shard=4), Layer(zero=2)),
     "zero 3": plan(Mesh(dp_shard=4), Layer(zero=3)),

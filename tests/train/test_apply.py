@@ -20,11 +20,12 @@ from rota.train.loop import world
 from rota.train.machine import check_memory, this_machine
 from rota.train.mesh import PlanMesh
 from rota.train.models.gpt import Gpt
-from rota.train.optimizers import InFiles, by_bytes, deal
+from rota.train.optimizers import InFiles, OnHost, by_bytes, deal, fill_state
 from rota.train.parts import Parts
 from rota.train.pipeline import stages_of
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, Sync, data_parallel
+from rota.train.state import optimizer_tensors
 from rota.train.tensor_parallel import split_layers
 
 SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
@@ -121,6 +122,20 @@ def test_state_in_files_steps_like_state_in_memory(tmp_path: Path) -> None:
         plain.step()
         files.step()
     assert all(torch.equal(one, two) for one, two in zip(kept, filed, strict=True))
+
+
+def test_state_on_the_host_is_there_before_a_step_and_a_checkpoint_does_not_move_it() -> None:
+    layer = nn.Linear(4, 2)
+    optimizer = OnHost(partial(torch.optim.AdamW, lr=0.1), list(layer.parameters()))
+    fill_state(optimizer)
+    assert set(optimizer_tensors([layer], optimizer)) >= {"optim.weight.exp_avg", "optim.bias.exp_avg_sq"}
+    layer(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)  # as under DDP: the gradients stay, as zeros
+    before = {name: kept.clone() for name, kept in optimizer_tensors([layer], optimizer).items()}
+    fill_state(optimizer)
+    assert all(torch.equal(kept, before[name]) for name, kept in optimizer_tensors([layer], optimizer).items())
+    assert before["optim.weight.step"] == 1 and before["optim.weight.exp_avg"].abs().sum() > 0
 
 
 def test_a_full_disk_is_told_before_any_weight_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

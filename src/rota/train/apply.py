@@ -25,7 +25,7 @@ from rota.train.experts import spread_experts
 from rota.train.keep import DTYPES, mixed, recompute
 from rota.train.machine import check_memory, this_machine
 from rota.train.mesh import PlanMesh, plan_mesh
-from rota.train.optimizers import MakeOptimizer, optimizer_for
+from rota.train.optimizers import MakeOptimizer, fill_state, optimizer_for
 from rota.train.parts import Absent, Parts
 from rota.train.pipeline import Loss, schedule, stages_of
 from rota.train.plan.layers import ModelShape
@@ -204,7 +204,7 @@ class Parallel:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state on this rank by global name; to be saved, or filled in place."""
-        state.fill_state(self.optimizer)
+        fill_state(self.optimizer)
         return {**state.model_tensors(self.pieces), **state.optimizer_tensors(self.pieces, self.optimizer)}
 
     def close(self) -> None:

@@ -22,8 +22,7 @@ BUCKET_MIB = 25
 def only_data(plan: ParallelPlan) -> bool:
     """True when every rank holds the whole model and nothing but data is split: what DDP was made for."""
     mesh = plan.mesh
-    kinds = (*plan.layers, plan.embed, plan.head)
-    whole = max(kind.zero for kind in kinds) < 2 and not any(kind.offload == "all_cpu" for kind in kinds)
+    whole = max(kind.zero for kind in (*plan.layers, plan.embed, plan.head)) < 2
     return whole and mesh.pp == mesh.tp == mesh.ep == 1
 
 

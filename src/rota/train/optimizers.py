@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rota.spec.errors import BadInput
 from rota.train.parts import Parts
 from rota.train.plan.model import Layer, Offload, ParallelPlan
-from rota.train.state import fill_state, local
+from rota.train.state import local
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 FILE_BUDGET_BYTES = 64 << 20
@@ -76,10 +76,6 @@ def _placed(
             if folder is None:
                 raise BadInput("offload = optimizer_nvme: no folder for its files", hint="give offload_folder=")
             return InFiles(make, list(parameters), folder, FILE_BUDGET_BYTES)
-        case "all_nvme":
-            raise BadInput(
-                "offload = all_nvme: weights in files are not there yet", hint="use optimizer_nvme or all_cpu"
-            )
         case _:
             return make(parameters)
 
@@ -111,6 +107,32 @@ class Composed(torch.optim.Optimizer):
         """Of every part."""
         for part in self.parts:
             part.zero_grad(set_to_none)
+
+
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make the state that it otherwise makes in its first step; no weight changes."""
+    if isinstance(optimizer, Composed):
+        for part in optimizer.parts:
+            fill_state(part)
+        return
+    missing = {p for group in optimizer.param_groups for p in group["params"] if not optimizer.state.get(p)}
+    if not missing:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
+    for parameter in kept:
+        parameter.grad = torch.zeros_like(parameter) if parameter in missing else None
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, grad in kept.items():
+        parameter.grad = grad
+    for parameter in missing:
+        count = optimizer.state.get(parameter, {}).get("step")
+        if isinstance(count, torch.Tensor):
+            count.zero_()
 
 
 class Shared(Composed):
@@ -158,14 +180,8 @@ class OnHost(Composed):
     """ZeRO-Offload (Ren et al. 2021): a copy of the weights and all state on the host, where the update is computed."""
 
     def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor]) -> None:
-        """Raises BadInput for sharded parameters."""
-        if any(isinstance(one, DTensor) for one in parameters):
-            raise BadInput(
-                "offload = optimizer_cpu: the parameters are sharded (ZeRO 2 or 3, tp or ep)",
-                hint="use offload all_cpu, or zero 0 or 1",
-            )
-        self.device_of = {torch.nn.Parameter(one.detach().to("cpu", copy=True)): one for one in parameters}
-        self.versions = [one._version for one in parameters]
+        self.device_of = {torch.nn.Parameter(local(one).detach().to("cpu", copy=True)): one for one in parameters}
+        self.versions = [local(one)._version for one in parameters]
         super().__init__([make(list(self.device_of))])
 
     @property
@@ -181,13 +197,13 @@ class OnHost(Composed):
         """Gradients to the host, step there, weights back. Weights that another hand changed are fetched first."""
         with torch.no_grad():
             for (host, one), version in zip(self.device_of.items(), self.versions, strict=True):
-                host.grad = None if one.grad is None else one.grad.to("cpu")
-                if one._version != version:
-                    host.copy_(one)
+                host.grad = None if one.grad is None else local(one.grad).to("cpu")
+                if local(one)._version != version:
+                    host.copy_(local(one))
             super().step(closure)
             for host, one in self.device_of.items():
-                one.copy_(host)
-        self.versions = [one._version for one in self.device_of.values()]
+                local(one).copy_(host)
+        self.versions = [local(one)._version for one in self.device_of.values()]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of the model's parameters."""

@@ -35,29 +35,6 @@ def optimizer_tensors(pieces: Sequence[nn.Module], optimizer: torch.optim.Optimi
     }
 
 
-def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make the state that it otherwise makes in its first step; no weight changes."""
-    kept_state = optimizer.state
-    missing = {p for group in optimizer.param_groups for p in group["params"] if not kept_state.get(p)}
-    if not missing:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    kept = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
-    for parameter in kept:
-        parameter.grad = torch.zeros_like(parameter) if parameter in missing else None
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter, grad in kept.items():
-        parameter.grad = grad
-    for parameter in missing:
-        count = optimizer.state.get(parameter, {}).get("step")
-        if isinstance(count, torch.Tensor):
-            count.zero_()
-
-
 def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The numbers of each parameter group (rate, decay, ...), as JSON."""
     return [

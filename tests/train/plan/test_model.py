@@ -79,7 +79,20 @@ PIPELINED = replace(
 )
 
 
-@pytest.mark.parametrize("plan", [GOOD, PIPELINED, data_parallel(layers=4, dp=2, zero=3)])
+SHARDED = data_parallel(layers=4, dp=2, zero=3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        GOOD,
+        PIPELINED,
+        SHARDED,
+        replace(PIPELINED, layers=(Layer(count=4, zero=1, offload="optimizer_cpu"),)),
+        replace(SHARDED, layers=(Layer(count=4, zero=3, offload="all_cpu"),)),
+        replace(SHARDED, layers=(Layer(count=4, zero=3, offload="optimizer_nvme"),)),
+    ],
+)
 def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
     assert check(plan, MODEL) == ()
 
@@ -103,6 +116,11 @@ def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
         (replace(GOOD, layers=(Layer(count=4, zero=3),)), "layers[0].zero", "dp_shard"),
         (replace(GOOD, layers=(Layer(count=4, tp=2),)), "layers[0].tp", "tp 1"),
         (replace(GOOD, layers=(Layer(count=4, sp=True),)), "layers[0].sp", "tensor axis"),
+        (replace(GOOD, layers=(Layer(count=4, offload="all_nvme"),)), "layers[0].offload", "not there yet"),
+        (replace(GOOD, layers=(Layer(count=4, offload="all_cpu"),)), "layers[0].offload", "got zero 0"),
+        (replace(GOOD, layers=(Layer(count=4, zero=3, offload="optimizer_cpu"),)), "layers[0].offload", "got zero 3"),
+        (replace(GOOD, embed=Layer(tp=2, offload="optimizer_cpu")), "embed.offload", "tp 2"),
+        (replace(GOOD, mesh=Mesh(dp_shard=2, ep=2), head=Layer(offload="optimizer_cpu")), "head.offload", "ep 2"),
         (replace(PIPELINED, sync=Sync(mode="ps_sync", servers=1)), "sync.mode", "pp 2"),
         (replace(data_parallel(layers=4, dp=2, zero=1), sync=Sync(mode="local_sgd", H=2)), "sync.mode", "zero 1"),
         (replace(GOOD, mesh=Mesh(cp=2), sync=Sync(mode="local_sgd", H=2)), "sync.mode", "cp 2"),

@@ -14,7 +14,7 @@ from rota.train.plan.cost import step_time
 from rota.train.plan.hardware import A100_80G_DGX, HostSpec
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import host_bytes, memory
-from rota.train.plan.model import ParallelPlan, Recompute
+from rota.train.plan.model import Offload, ParallelPlan, Recompute
 from rota.train.plan.rules import check
 from rota.train.plan.search import found_to_json, lower_bound_s, search
 from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
@@ -73,13 +73,32 @@ def brute_force_s(question: Question) -> float | None:
 
 
 def best_of_all_s(question: Question) -> float | None:
+    """Settings, cuts, recompute and offload, whatever the space takes for legal: the rules decide."""
     fits = [
         step_time(plan, question.model, question.hardware).total_s
         for setting in settings(question)
-        for plan in plans_of(question, setting)
+        if not setting.offloads
+        for bare in plans_of(question, setting)
+        for plan in with_offloads(question, bare)
         if max(stage.total for stage in memory(plan, question.model)) <= question.budget_bytes
     ]
     return min(fits, default=None)
+
+
+def with_offloads(question: Question, plan: ParallelPlan) -> list[ParallelPlan]:
+    """The plan with its state here or there, where the rules let it and the host has room."""
+    kinds: tuple[Offload, ...] = ("none", "optimizer_cpu", "all_cpu", "all_nvme")
+    made = [
+        replace(
+            plan,
+            layers=tuple(replace(layer, offload=kind) for layer in plan.layers),
+            embed=replace(plan.embed, offload=kind),
+            head=replace(plan.head, offload=kind),
+        )
+        for kind in (kinds if "offload" in question.allow else kinds[:1])
+    ]
+    room = question.hardware.host.memory_gib * 2**30
+    return [one for one in made if check(one, question.model) == () and host_bytes(one, question.model) <= room]
 
 
 @pytest.mark.parametrize("seed", range(INSTANCES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import Fault, ParallelPlan
+from rota.train.plan.model import Fault, Layer, ParallelPlan
 
 _PS_MODES = ("ps_sync", "ps_async", "ps_ssp")
 
@@ -16,6 +16,7 @@ def check(plan: ParallelPlan, model: ModelShape) -> tuple[Fault, ...]:
         *_positive(plan),
         *_stages(plan, model),
         *_layers(plan, model),
+        *_offload(plan),
         *_tensor(plan, model),
         *_sequence(plan, model),
         *_sync(plan),
@@ -102,6 +103,22 @@ def _layers(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
                 rule="stages 2 and 3 shard over dp_shard, which is 1",
                 remedy="move the data-parallel degree from dp_replicate to dp_shard",
             )
+
+
+def _offload(plan: ParallelPlan) -> Iterator[Fault]:
+    """State is stepped on the host as whole weights or as shards of ZeRO; weights in files are not there yet."""
+    named: list[tuple[str, Layer]] = [(f"layers[{index}]", layer) for index, layer in enumerate(plan.layers)]
+    for name, kind in (*named, ("embed", plan.embed), ("head", plan.head)):
+        rule = remedy = ""
+        if kind.offload == "all_nvme":
+            rule, remedy = "weights in files are not there yet", "use optimizer_nvme or all_cpu"
+        elif kind.offload == "all_cpu" and kind.zero < 2:
+            rule, remedy = f"needs ZeRO 2 or 3; got zero {kind.zero}", "use optimizer_cpu, or zero 2 or 3"
+        elif kind.offload == "optimizer_cpu" and (kind.zero >= 2 or kind.tp > 1 or plan.mesh.ep > 1):
+            rule = f"needs zero 0 or 1 and tp = ep = 1; got zero {kind.zero}, tp {kind.tp}, ep {plan.mesh.ep}"
+            remedy = "use all_cpu with zero 2 or 3"
+        if rule:
+            yield Fault(field=f"{name}.offload", value=kind.offload, rule=rule, remedy=remedy)
 
 
 def _tensor(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:

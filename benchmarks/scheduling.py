@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from rota.cluster.core.asks import JobAsk, Shape, Slot
-from rota.cluster.core.cycle import apply, decide, step
-from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, Tick
+from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, Tick, apply
 from rota.cluster.core.plugins import Preempt, Profile
 from rota.cluster.core.snapshot import State
 from rota.cluster.policies.profiles import get_profile

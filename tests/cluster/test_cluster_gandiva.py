@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rota.cluster.core.check import check
-from rota.cluster.core.cycle import apply, step
-from rota.cluster.core.facts import JobArrived, JobGone, JobHolds, JobReleased, Tick
+from rota.cluster.core.cycle import step
+from rota.cluster.core.facts import JobArrived, JobGone, JobHolds, JobReleased, Tick, apply
 from rota.cluster.core.plugins import Admit, Decision, Preempt
+from rota.cluster.core.rows import Held
 from rota.cluster.core.slicing import choose_migration, potential
-from rota.cluster.core.snapshot import Held, State
+from rota.cluster.core.snapshot import State
 from rota.cluster.policies.gandiva import gandiva
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.sim import Overheads, SimJob, SimResult, Simulation

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.check import check
-from rota.cluster.core.cycle import apply, decide, step
-from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick
+from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.plugins import Admit, Preempt, WaitOn, WakeAt
 from rota.cluster.core.snapshot import TENANT_LABEL, State
 from rota.cluster.policies.las import ROUND_S, las

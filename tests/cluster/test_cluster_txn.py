@@ -8,7 +8,7 @@ from cluster_makers import ask, node, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster.core.snapshot import Held, JobRow
+from rota.cluster.core.rows import Held, JobRow
 from rota.cluster.core.txn import Txn
 
 WRITES = st.recursive(

@@ -8,7 +8,8 @@ from typing import Any
 
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.plugins import Profile
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.rows import JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.report import spread_of
 from rota.cluster.sim import SimJob, SimResult, Simulation

@@ -10,7 +10,8 @@ from rota.cluster.core import admission, cycle, explain, facts
 from rota.cluster.core.asks import JobAsk, Shape, compile_shape
 from rota.cluster.core.check import check
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
-from rota.cluster.core.snapshot import Held, State, Wait
+from rota.cluster.core.rows import Held, Wait
+from rota.cluster.core.snapshot import State
 from rota.spec import codec
 from rota.spec.changes import changed_spec
 from rota.spec.events import (
@@ -272,7 +273,7 @@ class Scheduler:
         self._fact(facts.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
 
     def _fact(self, fact: facts.Fact, at: float) -> None:
-        cycle.apply(self.state, fact, at)
+        facts.apply(self.state, fact, at)
 
     def _rebuild(self, at: float) -> None:
         """Lay the jobs over the new inventory. A lost node stays in it, unusable, while a job still holds it."""

@@ -17,7 +17,8 @@ from rota.cluster.core.check import InvariantBroken, violations
 from rota.cluster.core.packing import HALF, pair_of, partners
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.quota import GPU, UNLIMITED
-from rota.cluster.core.snapshot import Held, JobRow, LineKey, State, line_key
+from rota.cluster.core.rows import Held, JobRow, LineKey, line_key
+from rota.cluster.core.snapshot import State
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
@@ -247,7 +248,7 @@ class Simulation:
         if not self._could_ever_run(run.job.ask):
             run.state = "UNSCHEDULABLE"
             return
-        cycle.apply(self.state, facts.JobArrived(ask=run.job.ask), self.now)
+        facts.apply(self.state, facts.JobArrived(ask=run.job.ask), self.now)
 
     def _could_ever_run(self, ask: JobAsk) -> bool:
         """Whether the profile would start the job on the empty cluster; one answer for all equal jobs."""
@@ -270,7 +271,7 @@ class Simulation:
         run.state, run.end_s = "SUCCEEDED", self.now
         self.result.last_s = max(self.result.last_s, self.now)
         run.attempts = -run.attempts
-        cycle.apply(self.state, facts.JobGone(job=job), self.now)
+        facts.apply(self.state, facts.JobGone(job=job), self.now)
 
     def _release(self, job: JobId, saved_s: float | None = None) -> None:
         """A preempted job lets go; what was not saved is lost. ``saved_s`` is when it saved to be suspended."""
@@ -284,7 +285,7 @@ class Simulation:
         run.done_s += kept * run.rate
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
         run.state = "QUEUED"
-        cycle.apply(self.state, facts.JobReleased(job=job, back_at=self.now + self.profile.cool_down_s), self.now)
+        facts.apply(self.state, facts.JobReleased(job=job, back_at=self.now + self.profile.cool_down_s), self.now)
 
     def _account(self, run: JobRun) -> None:
         used = (self.now - run.started_s) * run.gpus
@@ -317,7 +318,7 @@ class Simulation:
     def _fail(self, node: NodeId, health: Health | None) -> None:
         """A node goes (None) or comes back; gangs on it stop and wait again."""
         row = self.state.node_row[node]
-        cycle.apply(self.state, facts.NodeChanged(node=node, health=health), self.now)
+        facts.apply(self.state, facts.NodeChanged(node=node, health=health), self.now)
         if health is None:
             for job in self.state.holding():
                 if any(held.node == row for held in job.held):
@@ -327,7 +328,7 @@ class Simulation:
 
     def _decide(self) -> None:
         for job, rate in self.measured.items():
-            cycle.apply(self.state, facts.JobMeasured(job=job, rate=rate), self.now)
+            facts.apply(self.state, facts.JobMeasured(job=job, rate=rate), self.now)
         self.measured.clear()
         began = self.clock.monotonic_s()
         decisions = cycle.step(self.state, facts.Tick(), self.profile, self.now)

@@ -14,7 +14,8 @@ from rota.cluster.core import cycle, facts
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.check import check
 from rota.cluster.core.plugins import Admit, Preempt, Profile
-from rota.cluster.core.snapshot import Held, State, asked
+from rota.cluster.core.rows import Held, asked
+from rota.cluster.core.snapshot import State
 from rota.cluster.policies.kai import kai
 from rota.spec.gang import CellLevel
 from rota.spec.ids import JobId, NodeId
@@ -102,9 +103,9 @@ class _Replay:
 
     def add(self, ask: JobAsk, held: tuple[Held, ...] = ()) -> None:
         """Put a job into the state, running if it holds something."""
-        cycle.apply(self.state, facts.JobArrived(ask=ask), ask.queued_at)
+        facts.apply(self.state, facts.JobArrived(ask=ask), ask.queued_at)
         if held:
-            cycle.apply(self.state, facts.JobHolds(job=ask.id, held=held), ask.queued_at)
+            facts.apply(self.state, facts.JobHolds(job=ask.id, held=held), ask.queued_at)
 
     def note(self) -> None:
         """Keep the largest counts of any round."""
@@ -116,7 +117,7 @@ class _Replay:
         self.act(profile)
         self.note()
         for job in sorted(self.state.stopping):
-            cycle.apply(self.state, facts.JobReleased(job=job), self.now)
+            facts.apply(self.state, facts.JobReleased(job=job), self.now)
         self._settle()
 
     def act(self, profile: Profile) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 from rota.cluster.cases.compare import Mismatch, Unsupported, expect_equal
 from rota.cluster.core import shares
 from rota.cluster.core.asks import JobAsk, Shape, Slot
-from rota.cluster.core.cycle import apply, decide
-from rota.cluster.core.facts import JobArrived, JobHolds
+from rota.cluster.core.cycle import decide
+from rota.cluster.core.facts import JobArrived, JobHolds, apply
 from rota.cluster.core.life import Life, LifeEvent, live
 from rota.cluster.core.plugins import Admit, Profile
 from rota.cluster.core.reclaim import GraceBook, QueueUse, ReclaimRules, reclaim

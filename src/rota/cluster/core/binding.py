@@ -9,7 +9,8 @@ import numpy as np
 
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.plugins import Placer
-from rota.cluster.core.snapshot import LOST, JobRow, State, Wait
+from rota.cluster.core.rows import JobRow, Wait
+from rota.cluster.core.snapshot import LOST, State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health

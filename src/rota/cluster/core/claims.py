@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rota.cluster.core.snapshot import Held, State
+from rota.cluster.core.rows import Held
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 

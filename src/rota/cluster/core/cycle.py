@@ -13,74 +13,24 @@ from rota.cluster.core.binding import awaits, waits_because, with_spares
 from rota.cluster.core.claims import Claims, take_what_is_free
 from rota.cluster.core.facts import (
     Fact,
-    JobArrived,
-    JobGone,
     JobHolds,
-    JobMeasured,
-    JobPaused,
     JobReleased,
     JobResized,
-    JobSaved,
     JobStopping,
     JobWaits,
-    NodeChanged,
     PairUndone,
-    Tick,
+    apply,
+    fold,
 )
 from rota.cluster.core.growth import grown, shrunk_for
 from rota.cluster.core.packing import pair_of, partners, share_with, too_slow
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
 from rota.cluster.core.reserve import Reservation, earliest_start
-from rota.cluster.core.snapshot import LOST, Held, JobRow, LineKey, State, Wait, line_key
+from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key
+from rota.cluster.core.snapshot import LOST, State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
-
-
-def apply(state: State, fact: Fact, now: float) -> None:
-    """Fold one fact into the state. Facts about jobs that are not there change nothing: they came late or twice."""
-    with state.txn() as txn:
-        _apply(state, txn, fact, now)
-        txn.keep()
-    state.version += 1
-
-
-def _apply(state: State, txn: Txn, fact: Fact, now: float) -> None:
-    row = state.jobs.get(fact.job) if not isinstance(fact, JobArrived | NodeChanged | Tick) else None
-    match fact:
-        case JobArrived(ask=ask):
-            old = state.jobs.get(ask.id)
-            if old is None or not old.held:
-                state.put(txn, replace(old, ask=ask) if old else JobRow(ask=ask))
-        case NodeChanged(node=node, health=health, devices=devices):
-            state.mark(txn, node, health, devices)
-        case JobHolds(job=job, held=held) if row is not None and not row.held:
-            state.hold(txn, job, held, now=now)
-        case JobResized(job=job, held=held) if row is not None and row.phase == "running":
-            state.resize(txn, job, held)
-        case JobMeasured(rate=rate) if row is not None and row.held:
-            state.put(txn, replace(row, rate=rate))
-        case PairUndone(pair=pair):
-            txn.put(state.undone, pair, None)
-        case JobStopping(for_job=for_job) if row is not None and row.held:
-            state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
-        case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
-            state.release(txn, job)
-            served_s = row.served_by(now)
-            state.put(txn, replace(state.jobs[job], back_at=back_at, left_at=now, served_s=served_s))
-        case JobSaved() if row is not None:
-            state.put(txn, replace(row, saved_at=now))
-        case JobPaused(paused=paused) if row is not None and not row.held:
-            state.put(txn, replace(row, phase="paused" if paused else "queued"))
-        case JobWaits(wait=wait) if row is not None and not row.held:
-            state.put(txn, replace(row, wait=wait))
-        case JobGone(job=job) if row is not None:
-            state.drop(txn, job)
-        case _:
-            pass
-
-
-# -- the cycle --
 
 
 def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decision]:
@@ -443,7 +393,7 @@ class _Pass:
             return True
         with self.txn.trial():
             for job in (*stopping, *(victim.job for victim in chosen)):
-                _apply(self.state, self.txn, JobReleased(job=job), self.now)
+                fold(self.state, self.txn, JobReleased(job=job), self.now)
             self.claims.let_go([])
             for victim in chosen:
                 if victim.to:

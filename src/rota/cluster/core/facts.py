@@ -1,11 +1,13 @@
-"""What happened, as the scheduling state takes it in."""
+"""What happened, and how the scheduling state takes it in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rota.cluster.core.asks import JobAsk
-from rota.cluster.core.snapshot import Held, Wait
+from rota.cluster.core.rows import Held, JobRow, Wait
+from rota.cluster.core.snapshot import State
+from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.resources import Health
 
@@ -124,3 +126,47 @@ Fact = (
     | NodeChanged
     | Tick
 )
+
+
+def apply(state: State, fact: Fact, now: float) -> None:
+    """Fold one fact into the state. Facts about jobs that are not there change nothing: they came late or twice."""
+    with state.txn() as txn:
+        fold(state, txn, fact, now)
+        txn.keep()
+    state.version += 1
+
+
+def fold(state: State, txn: Txn, fact: Fact, now: float) -> None:
+    """The same inside an open transaction, which may be undone."""
+    row = state.jobs.get(fact.job) if not isinstance(fact, JobArrived | NodeChanged | Tick) else None
+    match fact:
+        case JobArrived(ask=ask):
+            old = state.jobs.get(ask.id)
+            if old is None or not old.held:
+                state.put(txn, replace(old, ask=ask) if old else JobRow(ask=ask))
+        case NodeChanged(node=node, health=health, devices=devices):
+            state.mark(txn, node, health, devices)
+        case JobHolds(job=job, held=held) if row is not None and not row.held:
+            state.hold(txn, job, held, now=now)
+        case JobResized(job=job, held=held) if row is not None and row.phase == "running":
+            state.resize(txn, job, held)
+        case JobMeasured(rate=rate) if row is not None and row.held:
+            state.put(txn, replace(row, rate=rate))
+        case PairUndone(pair=pair):
+            txn.put(state.undone, pair, None)
+        case JobStopping(for_job=for_job) if row is not None and row.held:
+            state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
+        case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
+            state.release(txn, job)
+            served_s = row.served_by(now)
+            state.put(txn, replace(state.jobs[job], back_at=back_at, left_at=now, served_s=served_s))
+        case JobSaved() if row is not None:
+            state.put(txn, replace(row, saved_at=now))
+        case JobPaused(paused=paused) if row is not None and not row.held:
+            state.put(txn, replace(row, phase="paused" if paused else "queued"))
+        case JobWaits(wait=wait) if row is not None and not row.held:
+            state.put(txn, replace(row, wait=wait))
+        case JobGone(job=job) if row is not None:
+            state.drop(txn, job)
+        case _:
+            pass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.cluster.core.plugins import Placer
-from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rota.cluster.core.rows import JobRow, LineKey, Wait
 from rota.cluster.core.txn import Txn
-
-if TYPE_CHECKING:
-    from rota.cluster.core.snapshot import JobRow, LineKey, Wait
 
 
 class Memory:

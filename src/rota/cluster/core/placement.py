@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core.asks import Shape, Slot
-from rota.cluster.core.snapshot import Held, State, asked
+from rota.cluster.core.rows import Held, asked
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.gang import CellLevel
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.rows import Held, JobRow, Wait
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason

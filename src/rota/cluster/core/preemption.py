@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 
 from rota.cluster.core.plugins import Placer, Victim
-from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason

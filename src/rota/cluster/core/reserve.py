@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rota.cluster.core.asks import Shape, Slot
 from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.plugins import Placer
-from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 

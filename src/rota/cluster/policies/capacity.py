@@ -10,7 +10,8 @@ from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
 from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.reclaim import QueueUse, ReclaimRules, reclaim
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.rows import JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.default import guaranteed_gpu, needed_by_first, share_of
 from rota.cluster.policies.fifo import Fit, LimitsOnly

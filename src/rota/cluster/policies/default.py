@@ -8,7 +8,8 @@ from typing import Any
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
 from rota.cluster.core.quota import GPU
-from rota.cluster.core.snapshot import JobRow, State, Wait
+from rota.cluster.core.rows import JobRow, Wait
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.ids import JobId

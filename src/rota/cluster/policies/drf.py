@@ -9,7 +9,8 @@ import numpy as np
 
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.quota import CPU, GPU, MEM
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.rows import JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.quota import GPU
+from rota.cluster.core.rows import JobRow
 from rota.cluster.core.shares import borrowing_share
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.snapshot import State
 from rota.cluster.policies.default import LeastCost
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 

@@ -11,7 +11,8 @@ from rota.cluster.core.binding import hardest
 from rota.cluster.core.fragments import WHOLE, Board, Floats, Gradient, Ints, Kind, Mix, fragments
 from rota.cluster.core.placement import place
 from rota.cluster.core.plugins import Profile
-from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import ByArrival, LimitsOnly
 

@@ -8,7 +8,8 @@ from typing import Any
 from rota.cluster.core.admission import amount
 from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
 from rota.cluster.core.plugins import Profile
-from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.rows import Held, JobRow, Wait
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.reasons import Reason
 

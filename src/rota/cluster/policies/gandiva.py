@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from rota.cluster.core.placement import best_fit, place
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.preemption import enough_of, refit, take_all
+from rota.cluster.core.rows import Held, JobRow
 from rota.cluster.core.slicing import kinship, potential
-from rota.cluster.core.snapshot import Held, JobRow, State
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import LimitsOnly
 from rota.spec.ids import JobId

@@ -11,7 +11,8 @@ from rota.cluster.core.cells import CellSpec
 from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.quota import GPU
-from rota.cluster.core.snapshot import Held, JobRow, State, Wait, line_key
+from rota.cluster.core.rows import Held, JobRow, Wait, line_key
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.core.vcells import CellType, TenantCells, VirtualCells
 from rota.cluster.policies.fifo import ByArrival, LimitsOnly

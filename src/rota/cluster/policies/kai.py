@@ -13,8 +13,9 @@ import numpy as np
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.preemption import make_room
 from rota.cluster.core.quota import CPU, GPU, MEM, UNLIMITED, Vector
+from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.shares import Claim, fair_shares
-from rota.cluster.core.snapshot import JobRow, State, Wait
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.ids import JobId

@@ -7,7 +7,8 @@ from typing import Any
 
 from rota.cluster.core.plugins import Order, Placer, Profile, Victim
 from rota.cluster.core.preemption import enough_of, lost_gpu_s
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.rows import JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.reasons import Reason

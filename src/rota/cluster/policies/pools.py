@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rota.cluster.core.placement import PREFERENCES, Manner, place
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.quota import GPU
-from rota.cluster.core.snapshot import Held, JobRow, State, Wait
+from rota.cluster.core.rows import Held, JobRow, Wait
+from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import ByArrival, Fit
 from rota.spec.reasons import Reason

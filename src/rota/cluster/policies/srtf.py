@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.cluster.core.plugins import Profile
-from rota.cluster.core.snapshot import JobRow, State
+from rota.cluster.core.rows import JobRow
+from rota.cluster.core.snapshot import State
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.cluster.policies.las import Outranked
 

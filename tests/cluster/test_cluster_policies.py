@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from cluster_makers import ask, node, slot, state
+from cluster_makers import ask, node, shape, slot, state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -229,3 +229,46 @@ def test_spares_are_kept_for_who_loses_a_node_and_lent_to_opportunistic_work_mea
     apply(s, JobReleased(job=JobId("lent")), 4.0)
     (admit,) = (d for d in step(s, Tick(), profile, 4.0) if isinstance(d, Admit))
     assert (admit.job, s.nodes[admit.held[0].node].id) == ("one/again", "n2")
+
+
+def on_cells(nodes: int, promised: int, *asks: JobAsk) -> dict[str, list[str] | Reason]:
+    """Nodes that each job gets under cells, or why it waits."""
+    s = state(*(node(f"n{i}", 8) for i in range(nodes)), node("plain", 0), queues=(_promised("a", promised),))
+    for one in asks:
+        apply(s, JobArrived(ask=one), 0.0)
+    step(s, Tick(), get_profile("hived"), 0.0)
+    check(s)
+    rows = {row.ask.id: (row.held, row.wait) for row in s.jobs.values()}
+    return {job: [s.nodes[h.node].id for h in held] or wait.reason for job, (held, wait) in rows.items()}  # type: ignore[union-attr]
+
+
+def _promised(path: str, gpus: int) -> Queue:
+    return Queue(path=path, guaranteed=Res(cpus=0, gpus=gpus))
+
+
+def test_cells_of_nodes_that_are_not_there_are_missing_and_the_others_serve() -> None:
+    whole, half = ask("whole", slot(8), queue="a"), ask("half", slot(4), queue="a", at=1)
+    assert on_cells(1, 16, whole) == {"whole": ["n0"]}
+    assert on_cells(2, 12, whole, half) == {"whole": ["n0"], "half": ["n1"]}, "half a node is a cell as well"
+    assert on_cells(2, 4, whole, half) == {"whole": Reason.GUARANTEE_FULL_NO_BORROW, "half": Reason.BEHIND_IN_ORDER}
+
+
+def test_on_cells_slots_without_devices_share_what_is_left_beside_and_constraints_hold() -> None:
+    mixed = ask("mixed", slot(8, cpus=8), *(slot(0, cpus=8) for _ in range(3)), queue="a")
+    assert sorted(on_cells(1, 8, mixed)["mixed"]) == ["n0", "n0", "plain", "plain"], "16 cores a node"
+    assert on_cells(1, 8, ask("cores", slot(0, cpus=8), queue="a"))["cores"] == ["plain"]
+    apart = replace(mixed, shape=replace(mixed.shape, slots=mixed.shape.slots[:2], apart=(((0,), (1,), "node"),)))
+    assert on_cells(1, 8, apart)["mixed"] == ["n0", "plain"]
+    two = replace(mixed, shape=shape(slot(1), slot(1), apart=(((0,), (1,), "node"),)))
+    assert on_cells(1, 8, two)["mixed"] is Reason.TOPOLOGY
+    assert on_cells(1, 8, ask("share", slot(0.5), queue="a"))["share"] is Reason.TOO_LARGE
+
+
+def test_a_limit_above_two_queues_on_cells_holds_for_one_only_until_the_other_gives_back() -> None:
+    top = Queue(path="t", limit=Res(cpus=0, gpus=8))
+    s = state(node("n", 8), node("m", 8), queues=(top, _promised("t/a", 8), _promised("t/b", 8)))
+    hived = get_profile("hived")
+    step(s, JobArrived(ask=ask("a", slot(8), queue="t/a")), hived, 0.0)
+    step(s, JobArrived(ask=ask("b", slot(8), queue="t/b")), hived, 1.0)
+    assert s.jobs[JobId("b")].held == ()
+    assert [type(d) for d in step(s, JobGone(job=JobId("a")), hived, 2.0)] == [Admit]

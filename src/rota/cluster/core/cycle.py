@@ -76,6 +76,9 @@ def decide(state: State, profile: Profile, now: float) -> list[Decision]:
 FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
 """Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
 
+BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.CPU_OR_MEMORY})
+"""Reasons that jobs of other queues may undo, also where devices are promised to each queue by themselves."""
+
 
 class _Pass:
     """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass.
@@ -200,6 +203,7 @@ class _Pass:
                     and not self.claims
                     and self.profile.remember
                     and self.profile.block != "reserve"
+                    and not (local and wait.reason in BEYOND_QUEUE)
                 ):
                     self.state.memory.learn(self.profile.name, key, wait, local=local)
             if wait is not None and self._holds_up(wait):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,13 +61,17 @@ def place(
     prefer: Preference = best_fit,
     allowed: Mask | None = None,
     close: bool = True,
+    placed: Mapping[int, Held] | None = None,
 ) -> tuple[Held, ...] | None:
     """Find a slot holding for every slot of the shape at once, or None; the state is as before either way.
 
     With ``close`` one enclosing cell is tried first (fewest free devices), then the whole cluster. Deterministic.
-    Exact for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots.
+    Exact for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots. Slots that are
+    ``placed`` already lie there, and the others are found around them.
     """
     mask = state.usable if allowed is None else state.usable & allowed
+    if placed:
+        return _search(state, txn, shape, prefer, mask, placed)
     if shape.uniform and shape.slots[0].gpus:
         room = slots_that_fit(state, shape.slots[0], mask)
         if int(room.sum()) < len(shape.slots):
@@ -98,11 +102,16 @@ def _domains(state: State, shape: Shape, mask: Mask) -> Iterator[Mask]:
 def _place_in(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask) -> tuple[Held, ...] | None:
     if shape.uniform and shape.slots[0].gpus:
         return _place_uniform(state, txn, shape, prefer, slots_that_fit(state, shape.slots[0], mask))
-    with txn.trial():
-        found = _Search(state, txn, shape, prefer, mask, exact=False).run()
-    if found is None and len(shape.slots) > 1:
+    return _search(state, txn, shape, prefer, mask, {})
+
+
+def _search(
+    state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask, placed: Mapping[int, Held]
+) -> tuple[Held, ...] | None:
+    found = None
+    for exact in (False, True) if len(shape.slots) > 1 else (False,):
         with txn.trial():
-            found = _Search(state, txn, shape, prefer, mask, exact=True).run()
+            found = found or _Search(state, txn, shape, prefer, mask, exact=exact).run(placed)
     return found
 
 
@@ -202,8 +211,17 @@ class _Search:
         group = sum(self.shape.slots[j].gpus for members, _ in self.together[i] for j in members)
         return (-group, -slot.gpus, -slot.milli, -slot.cpu_milli, -slot.mem, i)
 
-    def run(self) -> tuple[Held, ...] | None:
+    def run(self, placed: Mapping[int, Held]) -> tuple[Held, ...] | None:
         """The holdings in slot order, or None. Leaves its trial writes to the caller's scope."""
+        for i, held in placed.items():
+            spot = self._spot(held)
+            if not self._keeps_bonds(i, spot) or self.state.cpu[held.node] < held.cpu_milli:
+                return None
+            if self.state.mem[held.node] < held.mem:
+                return None
+            self.state.take(self.txn, held, 1)
+            self.spots[i] = spot
+        self.order = [i for i in self.order if i not in placed]
         if not self._descend(0, -1):
             return None
         return tuple(self.spots[i].held for i in range(len(self.shape.slots)))

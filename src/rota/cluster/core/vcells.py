@@ -72,7 +72,8 @@ class VirtualCells:
             (self.chain[row], int(self.physical.level[row])): len(self.physical.children[row])
             for row in range(len(self.physical))
         }
-        self.chains: list[str] = sorted({self.chain[root] for root in self.physical.roots}, reverse=True)
+        with_devices = {self.chain[root] for root in self.physical.roots if self.physical.size[root]}
+        self.chains: list[str] = sorted(with_devices, reverse=True)
         self.tops: dict[str, int] = {self.chain[root]: int(self.physical.level[root]) for root in self.physical.roots}
         self._check_uniform()
         self.leaf_kind: dict[str, str] = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rota.cluster.core.asks import Shape
 from rota.cluster.core.cells import CellSpec
 from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
+from rota.cluster.core.placement import place
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.quota import GPU
 from rota.cluster.core.rows import Held, JobRow, Wait, line_key
@@ -33,6 +34,8 @@ class CellBook:
         self.row = {leaf: device for device, leaf in enumerate(self.leaf)}
         txn = Txn()
         self.seen_marks = -1
+        leaves_of = Counter(self.cluster.cells.tenant[leaf] for leaf in self.cluster.cells.virtual.leaf_cells)
+        self.owned = {tenant.name: leaves_of[i] for i, tenant in enumerate(self.cluster.cells.tenants)}
         self.tried: tuple[Txn, int, JobRow, GangPlan | None] | None = None
         self.follow_health(txn, state)
         for row in sorted(state.holding(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
@@ -122,7 +125,9 @@ def gang_ask(row: JobRow) -> GangAsk:
 
 def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:
     """A node as a tree of halves as long as its devices halve; nodes of one make share their kinds."""
-    device = node.devices[0].type if node.devices else "none"
+    if not node.devices:
+        return CellSpec(kind="no-device-node", address=node.id, is_node=True)
+    device = node.devices[0].type
 
     def build(indices: Sequence[int], top: bool) -> CellSpec:
         kind = f"{device}/{len(indices)}" + ("-node" if top else "")
@@ -141,19 +146,18 @@ def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:
 
 
 def _tenants(state: State) -> list[TenantCells]:
-    """Leaf queues own the nodes that carry their label, else as many nodes of the commonest make as were promised."""
+    """Leaf queues own the nodes that carry their label, else cells of the commonest make for what was promised."""
     tree = state.queues
-    kinds = [_node_cell(node, {}).kind for node in state.nodes]
+    cells = [_node_cell(node, {}) for node in state.nodes if node.devices]
     owned: dict[int, Counter[str]] = {}
-    for node, kind in enumerate(kinds):
-        if state.tenant[node] >= 0:
-            owned.setdefault(int(state.tenant[node]), Counter())[kind] += 1
-    if not owned and kinds:
-        kind = Counter(kinds).most_common(1)[0][0]
-        size = len(state.nodes[kinds.index(kind)].devices)
-        for row in range(len(tree.rows)):
-            if tree.leaf[row] and tree.guaranteed[row, GPU]:
-                owned[row] = Counter({kind: int(tree.guaranteed[row, GPU]) // (1000 * max(size, 1))})
+    for node in state.nodes:
+        if node.devices and (tenant := int(state.tenant[state.node_row[node.id]])) >= 0:
+            owned.setdefault(tenant, Counter())[_node_cell(node, {}).kind] += 1
+    if not owned and cells:
+        kind, count = Counter(cell.kind for cell in cells).most_common(1)[0]
+        node_cell = next(cell for cell in cells if cell.kind == kind)
+        promised = {row: int(tree.guaranteed[row, GPU]) // 1000 for row in range(len(tree.rows)) if tree.leaf[row]}
+        owned = {row: _cells_of(gpus, node_cell) for row, gpus in _kept(promised, count, _size(node_cell)).items()}
     return [
         TenantCells(name=queue.path, cells=tuple(sorted(owned.get(row, Counter[str]()).items())))
         for row, queue in enumerate(tree.rows)
@@ -161,20 +165,71 @@ def _tenants(state: State) -> list[TenantCells]:
     ]
 
 
+def _kept(promised: dict[int, int], nodes: int, size: int) -> dict[int, int]:
+    """Devices by queue that can be kept ready on the nodes there are.
+
+    Nodes that left for good, or have not come yet, are missing to whom most was promised.
+    """
+    kept = dict(promised)
+    while sum(kept.values()) > nodes * size:
+        row = max(kept, key=lambda row: (kept[row], row))
+        kept[row] = max(0, kept[row] - size)
+    return kept
+
+
+def _cells_of(gpus: int, node: CellSpec) -> Counter[str]:
+    """Whole nodes, and for the rest the largest cells inside a node, by their paths."""
+    found, cell, path = Counter[str](), node, node.kind
+    while gpus and cell.children:
+        found[path], gpus = divmod(gpus, _size(cell))
+        cell = cell.children[0]
+        path = f"{path}.{cell.kind}"
+    if gpus:
+        found[path] = gpus
+    return found
+
+
+def _size(cell: CellSpec) -> int:
+    return sum(map(_size, cell.children)) if cell.children else 1
+
+
+@dataclass(frozen=True, slots=True)
+class WithinCells:
+    """No queue passes its limit, and whole devices are asked, of a tenant that owns so many in its cells."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        wait, shape = LimitsOnly().verdict(state, row), row.ask.shape
+        if wait is not None:
+            return wait
+        if any(slot.milli for slot in shape.slots):
+            return Wait(reason=Reason.TOO_LARGE, text="Cells are made of whole devices; ask for whole ones.")
+        owned = book_of(state).owned.get(row.ask.queue, 0)
+        if row.ask.opportunistic or shape.gpus <= owned:
+            return None
+        return Wait(
+            reason=Reason.GUARANTEE_FULL_NO_BORROW,
+            text=f"Queue {row.ask.queue} is promised cells of {owned} gpus in all, the job asks {shape.gpus}; "
+            "work of a priority below 0 runs beyond them.",
+            fields={"queue": row.ask.queue},
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ByCells:
     """Guaranteed jobs in their tenant's cells, opportunistic ones packed on what is left."""
 
     def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        if not row.ask.shape.gpus:
+            return place(state, txn, row.ask.shape)
         book = book_of(state)
         plan = book.find(txn, state, row)
         if plan is None or plan.victims or plan.lazy:
             return None
-        return held_of(state, book, row.ask.shape, plan)
+        return held_of(state, txn, book, row.ask.shape, plan)
 
 
-def held_of(state: State, book: CellBook, shape: Shape, plan: GangPlan) -> tuple[Held, ...] | None:
-    """The plan as holdings in slot order; None if cores or memory beside the devices are short."""
+def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan) -> tuple[Held, ...] | None:
+    """The plan as holdings in slot order, slots without devices around them; None if anything beside is short."""
     order = sorted((i for i, slot in enumerate(shape.slots) if slot.gpus), key=lambda i: (shape.slots[i].gpus, i))
     found: dict[int, Held] = {}
     cpu: Counter[int] = Counter()
@@ -188,12 +243,8 @@ def held_of(state: State, book: CellBook, shape: Shape, plan: GangPlan) -> tuple
         found[i] = Held(node, devices, 0, slot.cpu_milli, slot.mem)
     if any(cpu[n] > state.cpu[n] or mem[n] > state.mem[n] for n in cpu):
         return None
-    for i, slot in enumerate(shape.slots):
-        if not slot.gpus:
-            able = (state.cpu >= slot.cpu_milli) & (state.mem >= slot.mem) & state.usable
-            if not able.any():
-                return None
-            found[i] = Held(int(able.argmax()), (), 0, slot.cpu_milli, slot.mem)
+    if len(found) < len(shape.slots) or shape.together or shape.apart:
+        return place(state, txn, shape, placed=found)
     return tuple(found[i] for i in range(len(shape.slots)))
 
 
@@ -221,7 +272,7 @@ def hived() -> Profile:
     return Profile(
         name="hived",
         order=ByArrival(),
-        division=LimitsOnly(),
+        division=WithinCells(),
         placer=ByCells(),
         victims=CellVictims(),
         block="queue",

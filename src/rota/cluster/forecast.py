@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.rows import JobRow
 from rota.cluster.core.snapshot import State
@@ -135,5 +134,4 @@ def _from_now(at: float | None, now: float) -> float | None:
 
 
 def _sim_job(row: JobRow, now: float, mean: float, factor: float) -> SimJob:
-    ask: JobAsk = row.ask
-    return SimJob(ask=ask, submit_s=now, work_s=(ask.est_s if ask.est_s is not None else mean) * factor)
+    return SimJob(ask=row.ask, submit_s=now, work_s=(mean if row.ask.est_s is None else row.ask.est_s) * factor)

@@ -178,7 +178,7 @@ class Scheduler:
             case JobRequeued(reason=reason):
                 self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
                 self._forget(job, known, lambda request: True, at)
-                self._fact(facts.JobReleased(job=job), at)
+                self._let_go(job, at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 self._fact(facts.JobSaved(job=job), at)
@@ -251,8 +251,13 @@ class Scheduler:
             for request, _ in instead:
                 self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
             self._jobs[job] = replace(known, own=(*own, *instead))
-            self._fact(facts.JobReleased(job=job), at)
+            self._let_go(job, at)
             self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
+
+    def _let_go(self, job: JobId, at: float) -> None:
+        """All is given back. A time limit counts every second on devices, whether its work was kept or not."""
+        row = self.state.jobs.get(job)
+        self._fact(facts.JobReleased(job=job, done_s=row.served_by(at) if row else 0.0), at)
 
     def _holds(self, row: JobId) -> bool:
         return row in self.state.jobs and bool(self.state.jobs[row].held)

@@ -163,7 +163,10 @@ class Simulation:
         self._gap_s = self._waiting_s = 0.0
         self.now = first
         for job in jobs:
-            if job.ask.id in state.jobs and state.jobs[job.ask.id].held:
+            row = state.jobs.get(job.ask.id)
+            if row is not None:
+                self.runs[job.ask.id].done_s = row.done_s
+            if row is not None and row.held:
                 self._already_running(job)
             else:
                 heappush(self.heap, (job.submit_s, ARRIVE, job.ask.id, 0, None))
@@ -203,7 +206,7 @@ class Simulation:
         run.first_start_s = run.started_s = self.now
         run.work_from_s = self.state.jobs[job.ask.id].started_at
         run.gpus = job.ask.shape.gpu_milli / 1000
-        heappush(self.heap, (max(self.now, run.work_from_s + job.work_s), END, job.ask.id, run.plan, None))
+        heappush(self.heap, (max(self.now, run.work_from_s + job.work_s - run.done_s), END, job.ask.id, run.plan, None))
         if self.state.jobs[job.ask.id].phase == "stopping":
             heappush(self.heap, (self.now + job.ask.grace_s, RELEASE, job.ask.id, 1, None))
 
@@ -285,7 +288,8 @@ class Simulation:
         run.done_s += kept * run.rate
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
         run.state = "QUEUED"
-        facts.apply(self.state, facts.JobReleased(job=job, back_at=self.now + self.profile.cool_down_s), self.now)
+        back_at = self.now + self.profile.cool_down_s
+        facts.apply(self.state, facts.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
 
     def _account(self, run: JobRun) -> None:
         used = (self.now - run.started_s) * run.gpus

@@ -164,9 +164,7 @@ class _Pass:
         """The next in the line that is over before the last of the reservations that this one would outlive."""
         line, jobs = self.state.lines[key], self.state.jobs
         before_s = max(r.at for r in self._outlived(jobs[line[depth][1]])) - self.now
-        return next(
-            (i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].ask.est_s or inf) <= before_s), len(line)
-        )
+        return next((i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].left_s or inf) <= before_s), len(line))
 
     def _outlived(self, row: JobRow) -> list[Reservation]:
         return [r for r in self.reservations if r.outlived_by(row, self.now)]

@@ -61,10 +61,14 @@ class JobStopping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReleased:
-    """A job let go of everything and waits again; with ``back_at`` not before that time."""
+    """A job let go of everything and waits again; with ``back_at`` not before that time.
+
+    ``done_s`` is how much of its estimated time is over with in all attempts, None: no more than before.
+    """
 
     job: JobId
     back_at: float = 0.0
+    done_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,10 +160,11 @@ def fold(state: State, txn: Txn, fact: Fact, now: float) -> None:
             txn.put(state.undone, pair, None)
         case JobStopping(for_job=for_job) if row is not None and row.held:
             state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
-        case JobReleased(job=job, back_at=back_at) if row is not None and row.held:
+        case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
             state.release(txn, job)
-            served_s = row.served_by(now)
-            state.put(txn, replace(state.jobs[job], back_at=back_at, left_at=now, served_s=served_s))
+            served_s, done_s = row.served_by(now), row.done_s if done_s is None else done_s
+            row = replace(state.jobs[job], back_at=back_at, left_at=now, served_s=served_s, done_s=done_s)
+            state.put(txn, row)
         case JobSaved() if row is not None:
             state.put(txn, replace(row, saved_at=now))
         case JobPaused(paused=paused) if row is not None and not row.held:

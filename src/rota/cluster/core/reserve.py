@@ -24,7 +24,7 @@ class Reservation:
 
     def outlived_by(self, row: JobRow, now: float) -> bool:
         """Whether a job started now would still run at the time of the reservation, or might."""
-        return row.ask.est_s is None or now + row.ask.est_s > self.at
+        return row.left_s is None or now + row.left_s > self.at
 
 
 def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> Reservation | None:

@@ -47,8 +47,15 @@ class JobRow:
     stopping_for: JobId | None = None
     back_at: float = 0.0
     left_at: float = 0.0
+    done_s: float = 0.0
+    """Seconds of its estimate that were over with when it last let go."""
     rate: float | None = None
     """Measured speed beside another job on the same devices, 1 = alone."""
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it is expected to run from its last start, or from its next one if it waits."""
+        return None if self.ask.est_s is None else max(0.0, self.ask.est_s - self.done_s)
 
     def served_by(self, now: float) -> float:
         """Seconds on devices until now, over all attempts."""

@@ -407,9 +407,9 @@ class State:
 
 
 def _end_of(row: JobRow | None) -> tuple[float, JobId] | None:
-    if row is None or not row.held or row.ask.est_s is None:
+    if row is None or not row.held or (left_s := row.left_s) is None:
         return None
-    return (row.started_at + row.ask.est_s, row.ask.id)
+    return (row.started_at + left_s, row.ask.id)
 
 
 def _group_of(row: JobRow | None) -> tuple[str, int] | None:

@@ -139,7 +139,7 @@ class MoveThenTurns:
 
 
 def _rest_s(row: JobRow, now: float, horizon_s: float) -> float:
-    return horizon_s if row.ask.est_s is None else row.ask.est_s - (now - row.started_at)
+    return horizon_s if row.left_s is None else row.left_s - (now - row.started_at)
 
 
 def _distance(state: State, held: Sequence[Held]) -> int:

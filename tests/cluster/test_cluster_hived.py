@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +92,24 @@ def test_more_cells_than_there_are_is_a_configuration_error_with_numbers() -> No
     with pytest.raises(TopologyError) as caught:
         cluster(("a", "pair.node", 4), ("b", "pair", 1))
     assert (caught.value.fields["need"], caught.value.fields["have"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        ("pair.rack", {}, "a: pair.rack: a pair has no rack in it"),
+        ("row", {}, "a: row: there is no physical cell of kind row"),
+        ("pair", {"gpu": CellType(child="pair", count=1)}, "would lie in itself: gpu4 > gpu > pair > node > gpu4"),
+    ],
+)
+def test_cells_that_contradict_each_other_are_refused(path: str, change: dict[str, CellType], said: str) -> None:
+    with pytest.raises(TopologyError, match=re.escape(said)):
+        VirtualCells(forest(), TYPES | change, [TenantCells(name="a", cells=((path, 1),))])
+
+
+def test_a_node_that_is_there_twice_is_refused_by_name() -> None:
+    with pytest.raises(TopologyError, match=r"node '0\.0' is there twice"):
+        VirtualCells([*forest(1), *forest(1)], TYPES, [])
 
 
 def test_an_unknown_tenant_is_refused() -> None:

@@ -56,6 +56,7 @@ class VirtualCells:
                 self.chain[row] = self.physical.specs[root].kind
         self.pinned: dict[str, int] = {spec.pinned: row for row, spec in enumerate(self.physical.specs) if spec.pinned}
         self._types = types
+        self._check_types()
         roots: list[tuple[int, str, str, CellSpec]] = []
         for number, tenant in enumerate(tenants):
             roots += [(number, chain, "", spec) for chain, spec in self._owned(tenant)]
@@ -84,6 +85,22 @@ class VirtualCells:
             key = (self.tenant[top], self.vchain[top], int(self.virtual.level[top]))
             self.quota[key] = self.quota.get(key, 0) + 1
         self._check_fits()
+
+    def _check_types(self) -> None:
+        for kind in self._types:
+            inside = [kind]
+            while (made := self._types.get(inside[-1])) is not None:
+                inside.append(made.child)
+                if made.child == kind:
+                    raise TopologyError(f"a {kind} would lie in itself: {' > '.join(inside)}")
+                if len(inside) > len(self._types) + 1:
+                    break
+        seen: set[tuple[str, str]] = set()
+        for cell in self.physical.node_cells:
+            name = (self.chain[cell], self.physical.specs[cell].address)
+            if name in seen:
+                raise TopologyError(f"node {name[1]!r} is there twice", hint="a node lies in one place of a chain")
+            seen.add(name)
 
     def _owned(self, tenant: TenantCells) -> list[tuple[str, CellSpec]]:
         made: list[tuple[str, CellSpec]] = []

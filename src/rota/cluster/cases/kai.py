@@ -28,7 +28,8 @@ ROUNDS, QUIET_ROUNDS = 2, 5
 """Rounds of all actions until the expected state must be reached, and rounds after that in which it must stay."""
 ACTIONS = {"consolidation": "consolidate", "reclaim": "reclaim", "preempt": "preempt"}
 NODE_CPU_MILLI, NODE_MEMORY = 20_000, 20_000_000_000
-MEMORY_PER_CPU_MILLI = 10_000_000
+NONE_CPUS, NONE_MEMORY = 1e-3, 1
+"""Next to nothing: in a queue a zero would say that nothing is stated."""
 UNLIMITED_GPUS = 1e15
 PREEMPTIBLE_BELOW = 100
 QUEUE_PRIORITY = 100
@@ -183,10 +184,14 @@ def _nodes(case: Raw) -> list[Node]:
             memory_bytes=_product(raw.get("CPUMemory") or NODE_MEMORY),
             # A device that is cut into parts is no whole device; parts of that kind are not asked here.
             devices=() if raw.get("MigStrategy") else tuple(Device(index=i, type="gpu") for i in range(_gpus(raw))),
-            cells=(str((raw.get("Labels") or {}).get(level, "")),) if level else (),
+            cells=(_cell(raw, level),) if level else (),
         )
-        for name, raw in case["nodes"].items()
+        for name, raw in sorted(case["nodes"].items(), key=lambda item: (_cell(item[1], level), item[0]))
     ]
+
+
+def _cell(raw: Raw, level: str | None) -> str:
+    return str((raw.get("Labels") or {}).get(level, ""))
 
 
 def _gpus(raw: Raw) -> int:
@@ -217,12 +222,24 @@ def _queues(case: Raw) -> tuple[dict[str, str], list[Queue]]:
 def _queue(path: str, raw: Raw, weight: Any) -> Queue:
     deserved, most = raw["deserved_gpus"], raw["max_gpus"]
     most = -1.0 if most is None else float(most)
+    gpus = UNLIMITED_GPUS if float(deserved or 0) < 0 else float(deserved or 0)
+    limit = _beside(raw, "max", gpus=max(0.0, most))
     return Queue(
         path=path,
-        guaranteed=Res(cpus=0, gpus=UNLIMITED_GPUS if float(deserved or 0) < 0 else float(deserved or 0)),
-        limit=Res(cpus=0, gpus=most) if most >= 0 else None,
+        guaranteed=_beside(raw, "deserved", gpus=gpus),
+        limit=limit if most >= 0 or limit.cpus or limit.memory_bytes else None,
         weight=max(0.0, float(weight or 0)),
         priority=_symbol(raw.get("priority"), QUEUE_PRIORITY),
+    )
+
+
+def _beside(raw: Raw, word: str, *, gpus: float) -> Res:
+    """Devices with what is stated of thousandths of cores and megabytes; a case counts whole cores as thousandths."""
+    cpus, memory = raw.get(f"{word}_cpus"), raw.get(f"{word}_memory")
+    return Res(
+        cpus=0.0 if cpus is None else max(NONE_CPUS, cpus / 1e6),
+        memory_bytes=0 if memory is None else max(NONE_MEMORY, int(memory * 1e6)),
+        gpus=gpus,
     )
 
 
@@ -259,7 +276,7 @@ class _Reader:
             states = {str(tasks[i]["state"]).lower() for i in members}
             if states - {"running", "pending"} or len(states) > 1:
                 raise Unsupported(f"tasks of one gang that are {' and '.join(sorted(states))}")
-            ask = self._ask(job, len(members), n)
+            ask = self._ask(job, [self._slot(tasks[i]) for i in members], n)
             held = tuple(self._holding(tasks[i]) for i in members) if states == {"running"} else ()
             self.replay.add(ask, held)
 
@@ -272,26 +289,31 @@ class _Reader:
         least = self.raw["min_available"]
         return len(self.raw["tasks"]) if least is None else int(least)
 
-    def _slot(self) -> Slot:
+    def _slot(self, task: Raw) -> Slot:
         gpus = float(self.raw["gpus_per_task"] or 0)
         cpu = int(self.raw["cpus_per_task"] or 0)
         if (self.raw.get("extra") or {}).get("IsBestEffortJob"):
             return Slot()
+        names = task.get("affinity", ())
+        if self.replay.state.node_row.keys() & names:
+            raise Unsupported("a task that must lie on a node that is there")
+        # One that is not there is like a type of device that nobody has.
         return Slot(
             gpus=int(gpus) if gpus >= 1 else 0,
             milli=round(gpus * 1000) if gpus < 1 else 0,
+            type=next(iter(names), None),
             cpu_milli=cpu,
-            mem=cpu * MEMORY_PER_CPU_MILLI,
+            mem=int(self.raw.get("memory_per_task") or 0),
         )
 
-    def _ask(self, job: JobId, count: int, extra: int) -> JobAsk:
+    def _ask(self, job: JobId, slots: Sequence[Slot], extra: int) -> JobAsk:
         level: CellLevel = "rack"
-        bound = _level(self.raw) is not None and count > 1
-        together: tuple[tuple[tuple[int, ...], CellLevel], ...] = ((tuple(range(count)), level),) if bound else ()
+        bound = _level(self.raw) is not None and len(slots) > 1
+        together: tuple[tuple[tuple[int, ...], CellLevel], ...] = ((tuple(range(len(slots))), level),) if bound else ()
         priority = _symbol(self.raw["priority"], 0)
         return JobAsk(
             id=job,
-            shape=Shape(slots=(self._slot(),) * count, together=together),
+            shape=Shape(slots=tuple(slots), together=together),
             queue=self.paths[self.raw["queue"]],
             priority=priority,
             queued_at=self.position + extra / 1000,
@@ -300,7 +322,7 @@ class _Reader:
 
     def _holding(self, task: Raw) -> Held:
         """Devices for a task that runs already: that of its group, else the first that have room."""
-        state, slot = self.replay.state, self._slot()
+        state, slot = self.replay.state, self._slot(task)
         node = state.node_row[NodeId(task["node"])]
         rows = range(int(state.dev0[node]), int(state.dev0[node + 1]))
         taken: dict[int, int] = {}

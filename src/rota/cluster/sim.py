@@ -182,9 +182,12 @@ class Simulation:
             if passes > PASSES_MAX:
                 raise InvariantBroken(f"{PASSES_MAX} passes at {self.now}: jobs are started and stopped in a circle")
             self._advance(self.heap[0][0])
+            happened = False
             while self.heap and self.heap[0][0] == self.now:
                 _, kind, name, attempt, extra = heappop(self.heap)
-                self._happen(kind, name, attempt, extra)
+                happened = self._happen(kind, name, attempt, extra) or happened
+            if not happened:
+                continue
             self._decide()
             if self.stop_when_started is not None and self.runs[self.stop_when_started].first_start_s is not None:
                 break
@@ -233,19 +236,22 @@ class Simulation:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    def _happen(self, kind: int, name: str, attempt: int, extra: object) -> None:
+    def _happen(self, kind: int, name: str, attempt: int, extra: object) -> bool:
+        """Take one event; False if it concerns an attempt of a job that is over."""
         if kind == ARRIVE:
             self._arrive(self.runs[JobId(name)])
         elif kind in (END, RELEASE):
             # A job that was stopped meanwhile neither ends nor lets go by what was expected of its last attempt.
             run = self.runs[JobId(name)]
-            if attempt == (run.plan if kind == END else run.attempts) and run.state == "RUNNING":
-                if kind == END:
-                    self._end(JobId(name))
-                else:
-                    self._release(JobId(name), extra if isinstance(extra, float) else None)
+            if attempt != (run.plan if kind == END else run.attempts) or run.state != "RUNNING":
+                return False
+            if kind == END:
+                self._end(JobId(name))
+            else:
+                self._release(JobId(name), extra if isinstance(extra, float) else None)
         elif kind == FAIL:
             self._fail(NodeId(name), extra if isinstance(extra, Health) else None)
+        return True
 
     def _arrive(self, run: JobRun) -> None:
         if not self._could_ever_run(run.job.ask):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
@@ -101,36 +101,40 @@ class _Pass:
         self.started = 0
         self.shared = False
         self.tried = self.sets = 0
+        self.by_queue = profile.block == "queue"
+        self.tracks: Mapping[Any, Sequence[tuple[Any, ...]]] = state.asking if self.by_queue else state.lines
 
     def run(self) -> list[Decision]:
         # 0. who shares devices without gain, or with nobody any more
         if self.profile.pack_gain is not None:
             self._unpack(self.profile.pack_gain)
-        # 1. the first job of every line of equal jobs, in the order of the policy
-        heap = [entry for key in self.state.lines for entry in self._heads(key)]
+        # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
+        heap = [entry for track in self.tracks for entry in self._heads(track)]
         heapify(heap)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
         while heap:
-            place, key, depth = heap[0]
+            place, track, depth = heap[0]
             row = self.state.jobs[place[-1]]
             if (now_place := place_in_order(self.state, self.profile, row, self.now)) > place:
-                heapreplace(heap, (now_place, key, depth))
+                heapreplace(heap, (now_place, track, depth))
                 continue
             heappop(heap)
-            if key.queue in self.blocked and row.wait is not None:
+            if row.ask.queue in self.blocked and row.wait is not None:
                 continue
+            key = line_key(row) if self.by_queue else track
             wait = self._try(key, row)
             if wait is not None:
                 self._tell(row, wait)
             if row.ask.id == self.until:
                 return self.decisions
-            again = self._after(key, depth, wait)
+            again = self._after(track, depth, wait)
             if again is not None:
                 heappush(heap, again)
         # 3. whoever came since the last pass learns why it waits
         for job in sorted(self.state.fresh):
             row = self.state.jobs[job]
-            if (wait := self.verdicts.get(line_key(row)) or self._gate_order(row)) is not None:
+            key = line_key(row)
+            if wait := self.verdicts.get(key) or self._gate_time(key) or self._gate_queue(row) or self._gate_order(row):
                 self._tell(row, wait)
         # 4. lend what is idle when nobody waits for it
         if self.profile.grows and not self.state.lines:
@@ -145,20 +149,21 @@ class _Pass:
     def _somebody_waits_beside_others(self) -> bool:
         return bool(self.state.lines) and any(self.state.running.values())
 
-    def _heads(self, key: LineKey) -> list[_Entry]:
-        if not self.profile.order.by_job:
-            return [self._at(key, 0)]
-        return [self._at(key, depth) for depth in range(len(self.state.lines[key]))]
+    def _heads(self, track: Any) -> list[_Entry]:
+        return [self._at(track, depth) for depth in range(len(self.tracks[track]) if self.profile.order.by_job else 1)]
 
-    def _after(self, key: LineKey, depth: int, wait: Wait | None) -> _Entry | None:
-        """Who of the line is tried after this one: the next, unless what stops this one stops them all."""
+    def _after(self, track: Any, depth: int, wait: Wait | None) -> _Entry | None:
+        """Who of the line, or queue, is tried after this one: the next, unless what stops this one stops them all."""
         if self.profile.order.by_job:
             return None
         if wait is None:
-            return self._next(key, depth)
+            return self._next(track, depth)
         if wait.reason is Reason.RESERVED_FOR_OTHER:
-            return self._next(key, self._shorter(key, depth))
-        return self._next(key, depth + 1) if wait.reason in FOR_ONE_JOB else None
+            return self._next(track, self._shorter(track, depth))
+        if wait.reason in FOR_ONE_JOB:
+            return self._next(track, depth + 1)
+        # What stops one job of a queue stops those behind it, unless its own time has not come.
+        return self._next(track, depth + 1) if self.by_queue and wait.reason is Reason.NOT_BEFORE else None
 
     def _shorter(self, key: LineKey, depth: int) -> int:
         """The next in the line that is over before the last of the reservations that this one would outlive."""
@@ -169,12 +174,12 @@ class _Pass:
     def _outlived(self, row: JobRow) -> list[Reservation]:
         return [r for r in self.reservations if r.outlived_by(row, self.now)]
 
-    def _next(self, key: LineKey, depth: int) -> _Entry | None:
-        return self._at(key, depth) if depth < len(self.state.lines.get(key, ())) else None
+    def _next(self, track: Any, depth: int) -> _Entry | None:
+        return self._at(track, depth) if depth < len(self.tracks.get(track, ())) else None
 
-    def _at(self, key: LineKey, depth: int) -> _Entry:
-        row = self.state.jobs[self.state.lines[key][depth][1]]
-        return (place_in_order(self.state, self.profile, row, self.now), key, depth)
+    def _at(self, track: Any, depth: int) -> _Entry:
+        row = self.state.jobs[self.tracks[track][depth][-1]]
+        return (place_in_order(self.state, self.profile, row, self.now), track, depth)
 
     def _tell(self, row: JobRow, wait: Wait) -> None:
         if row.wait is None or row.wait.reason is not wait.reason:
@@ -442,7 +447,7 @@ class _Pass:
         return None
 
 
-_Entry = tuple[tuple[Any, ...], LineKey, int]
+_Entry = tuple[tuple[Any, ...], Any, int]
 
 
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:

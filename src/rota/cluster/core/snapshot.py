@@ -238,6 +238,8 @@ class State:
     def _out_of(self, key: LineKey, entry: tuple[float, JobId]) -> None:
         asking = self.asking[key.queue]
         del asking[bisect_left(asking, (-key.priority, *entry))]
+        if not asking:
+            del self.asking[key.queue]
         line = self.lines[key]
         del line[bisect_left(line, entry)]
         if not line:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.real.jobs import WORKLOADS, deep
 from tests.real.test_service import Installation, made_settings
 
 from rota.service import daemon
@@ -113,7 +113,7 @@ def test_four_nodes_share_devices_by_priority_and_pause_and_the_log_replays_to_t
     assert found["different"] == [] and found["decisions"] >= 6
 
 
-@pytest.mark.skipif(os.environ.get("ROTA_DEEP") != "1", reason="ROTA_DEEP=1 runs it")
+@deep
 def test_a_drained_node_gets_nothing_new_and_is_named_as_what_binds(four_nodes: Installation) -> None:
     cluster = Cluster(four_nodes)
     nodes = [one["id"] for one in four_nodes.ask("/nodes")["items"]]
@@ -130,3 +130,42 @@ def test_a_drained_node_gets_nothing_new_and_is_named_as_what_binds(four_nodes: 
     four_nodes.ask(f"/nodes/{gone}:uncordon", {})
     four_nodes.running(all_four)
     cluster.finish(all_four)
+
+
+@deep
+def test_a_world_grows_shrinks_and_comes_back_after_its_raylet_died_and_the_books_follow(
+    four_nodes: Installation,
+) -> None:
+    cluster = Cluster(four_nodes)
+    role = {
+        "run": f"{sys.executable} {WORKLOADS / 'tiny_train.py'} --steps 100000",
+        "replicas": {"min": 1, "max": 3},
+        "mesh": {"dp": "*"},
+        "resources": {"cpus": 0.5, "gpus": 2},
+    }
+    spec = {"name": "world", "roles": {"main": role}, "grace": "2s"}
+    job = str(four_nodes.ask("/jobs", {"source": json.dumps(spec), "filename": "job.json"})["id"])
+
+    def has(n: int, attempt: int = 1) -> None:
+        """So many members run, on a node each, and the queue is charged for them and nobody else."""
+        four_nodes.wait(
+            job,
+            lambda one: (
+                (one["attempt"], one["state"]) == (attempt, "RUNNING")
+                and sum(row["state"] == "RUNNING" for row in one["instances"]) == n
+                and four_nodes.ask("/queues")["items"][0]["used_gpus"] == 2 * n
+            ),
+            f"at {n}",
+        )
+        held = list(cluster.where(job).values())
+        assert len({node for node, *_ in held}) == len(held) == n
+
+    for n in (3, 1, 2):
+        four_nodes.ask(f"/jobs/{job}:scale", {"role": "main", "n": n})
+        has(n)
+    four_nodes.kill(four_nodes.ask("/status")["parts"]["engine"]["raylet_pid"])
+    has(1, attempt=2)
+    four_nodes.ask(f"/jobs/{job}:stop", {})
+    assert four_nodes.ended(job)["state"] == "CANCELLED"
+    assert four_nodes.ask("/queues")["items"][0]["used_gpus"] == 0
+    assert sim_replay(four_nodes.home.db, "default")["different"] == []

@@ -404,7 +404,6 @@ def _shares_of(state: State) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     A dominant share (DRF, NSDI'11) is the largest part of a resource that a queue uses; over what it is promised it is
     1 where it uses just that.
     """
-    cores, memory = sum(node.cpus for node in state.nodes), sum(node.memory_bytes for node in state.nodes)
-    whole = np.maximum(np.array([1000 * len(state.dev_milli), 1000 * cores, memory], dtype=np.float64), 1.0)
+    whole = np.maximum(state.capacity, 1.0)
     promised = state.queues.guaranteed[:, GPU] / whole[0]
     return whole, np.where(promised > 0, promised, 1.0)

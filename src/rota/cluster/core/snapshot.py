@@ -78,7 +78,7 @@ class State:
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
-    health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
+    health, enclosing cell; ``capacity`` is what there is of devices, cores and memory. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
     """
 
     def __init__(self, nodes: Sequence[Node], queues: Sequence[Queue] = ()) -> None:
@@ -113,6 +113,7 @@ class State:
         self.domain = self.cells.domain_of_nodes()
         self.cpu = np.array([round(node.cpus * 1000) for node in self.nodes], dtype=np.int64)
         self.mem = np.array([node.memory_bytes for node in self.nodes], dtype=np.int64)
+        self.capacity = np.array([1000 * len(devices), self.cpu.sum(), self.mem.sum()], dtype=np.float64)
         self.node_health = np.array([HEALTH_ROW[node.health] for node in self.nodes], dtype=np.int8)
         self.tenant = np.array([self._tenant(node) for node in self.nodes], dtype=np.int32)
         self.free = np.zeros((len(self.nodes), len(self.types)), dtype=np.int32)

@@ -31,18 +31,9 @@ class LowestDominantShare:
 
 def dominant_share(state: State, queue: int) -> float:
     """Largest part of the cluster that a queue uses, over its weight; resources that do not exist do not count."""
-    total = np.array([1000 * len(state.dev_milli), _capacity_cpu(state), _capacity_mem(state)], dtype=np.float64)
     used = state.used[queue, [GPU, CPU, MEM]]
-    parts = np.divide(used, total, out=np.zeros(3), where=total > 0)
+    parts = np.divide(used, state.capacity, out=np.zeros(3), where=state.capacity > 0)
     return float(parts.max()) / max(state.queues.rows[queue].weight, 1e-9)
-
-
-def _capacity_cpu(state: State) -> float:
-    return 1000 * sum(node.cpus for node in state.nodes)
-
-
-def _capacity_mem(state: State) -> float:
-    return sum(node.memory_bytes for node in state.nodes)
 
 
 def drf() -> Profile:

@@ -78,7 +78,8 @@ class State:
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
-    health, enclosing cell; ``capacity`` is what there is of devices, cores and memory. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
+    health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
+    ``capacity`` is what there is of devices, cores and memory.
     """
 
     def __init__(self, nodes: Sequence[Node], queues: Sequence[Queue] = ()) -> None:

@@ -231,8 +231,8 @@ class Simulation:
     def _share_gap(self) -> float:
         """How much more of its part the best served queue uses than the worst served of those that wait."""
         shares = (self.state.used[:, : len(self._whole)] / self._whole).max(axis=1) / self._part
-        rows = {self.state.queues.row.get(key.queue, -1) for key in self.state.lines}
-        return float(shares.max() - min(shares[row] for row in rows))
+        rows = [self.state.queues.row.get(queue, -1) for queue in self.state.asking]
+        return float(shares.max() - shares[rows].min())
 
     # -- what happens ------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class _Pass:
             wait = self._try(key, row)
             if wait is not None:
                 self._tell(row, wait)
-            if row.ask.id == self.until:
+            if self.until is not None and (row.ask.id == self.until or self._is_barred(self.until)):
                 return self.decisions
             again = self._after(track, depth, wait)
             if again is not None:
@@ -145,6 +145,9 @@ class _Pass:
         if self.wake:
             self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
         return self.decisions
+
+    def _is_barred(self, job: JobId) -> bool:
+        return self.state.jobs[job].ask.queue in self.blocked
 
     def _somebody_waits_beside_others(self) -> bool:
         return bool(self.state.lines) and any(self.state.running.values())

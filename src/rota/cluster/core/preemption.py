@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
+from itertools import islice
 
 from rota.cluster.core.plugins import Placer, Victim
 from rota.cluster.core.rows import Held, JobRow
@@ -58,6 +59,26 @@ def _place_without(
 
 def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]) -> list[JobId] | None:
     """The first of these whose release lets the job be placed, without those that are superfluous, or None."""
+    found = _least_prefix(state, txn, row, placer, order)
+    if found is None:
+        return None
+    least, held = found
+    # Only those on the nodes that it would get can matter to that placement.
+    nodes = {slot.node for slot in held}
+    chosen = [job for job in order[:least] if any(slot.node in nodes for slot in state.jobs[job].held)]
+    if _place_without(state, txn, row, placer, chosen) is None:
+        chosen = list(order[:least])
+    for job in reversed(chosen):
+        rest = [other for other in chosen if other != job]
+        if rest and _place_without(state, txn, row, placer, rest) is not None:
+            chosen = rest
+    return chosen
+
+
+def _least_prefix(
+    state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]
+) -> tuple[int, tuple[Held, ...]] | None:
+    """How many of these must let go, the first ones, until the job has a place, and which; None: all are too few."""
     held = _place_without(state, txn, row, placer, order) if order else None
     if held is None:
         return None
@@ -66,16 +87,7 @@ def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequen
         middle = (low + high) // 2
         found = _place_without(state, txn, row, placer, order[:middle])
         low, high, held = (low, middle, found) if found is not None else (middle + 1, high, held)
-    # Only those on the nodes that it would get can matter to that placement.
-    nodes = {slot.node for slot in held}
-    chosen = [job for job in order[:high] if any(slot.node in nodes for slot in state.jobs[job].held)]
-    if _place_without(state, txn, row, placer, chosen) is None:
-        chosen = list(order[:high])
-    for job in reversed(chosen):
-        rest = [other for other in chosen if other != job]
-        if rest and _place_without(state, txn, row, placer, rest) is not None:
-            chosen = rest
-    return chosen
+    return high, held
 
 
 def _cheapest(
@@ -128,18 +140,17 @@ def make_room(
     there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
     taken. None if no such set of at most ``victims_max`` jobs was found; the state stays as it was.
     """
-    taken: list[JobRow] = []
-    for other in candidates:
-        taken.append(other)
-        if len(taken) > victims_max:
-            return None
+    pool = list(islice(candidates, victims_max))
+    least = _least_prefix(state, txn, row, placer, [other.ask.id for other in pool])
+    for count in range(least[0], len(pool) + 1) if least is not None else ():
+        taken = pool[:count]
         places = _refit(state, txn, row, placer, taken)
         if places is not None and allowed([r for r in taken if r.ask.id not in places]):
             # Whoever stays on its nodes need not stop at all, if the job fits beside it device by device.
             moved = [r for r in taken if _nodes(places.get(r.ask.id, ())) != _nodes(r.held)]
-            least = _refit(state, txn, row, placer, moved) if len(moved) < len(taken) else None
-            if least is not None and allowed([r for r in moved if r.ask.id not in least]):
-                taken, places = moved, least
+            fewer = _refit(state, txn, row, placer, moved) if len(moved) < len(taken) else None
+            if fewer is not None and allowed([r for r in moved if r.ask.id not in fewer]):
+                taken, places = moved, fewer
             return tuple(
                 Victim(job=r.ask.id, reason=reason, lost_gpu_s=lost_gpu_s(r, now), to=places.get(r.ask.id, ()))
                 for r in taken

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rota.runtime.clock import Clock
-from rota.service.views.cluster import cluster_totals, node_list, queue_tree
+from rota.service.views.cluster import cluster_totals, node_list, queue_tree, waiting_in
 from rota.service.views.installation import Installation
 from rota.service.views.streams import stream_rows
 from rota.spec import events as e
@@ -212,10 +212,11 @@ class Metrics(Collector):
                 if row[key] is not None:
                     family.add_metric((row["path"],), row[key])
             yield family
-        oldest = GaugeMetricFamily("rota_oldest_pending_seconds", "Age of the oldest waiting job.", labels=("queue",))
+        text = "Since the longest waiting job began to wait; one that was preempted began again then."
+        oldest = GaugeMetricFamily("rota_oldest_pending_seconds", text, labels=("queue",))
         for row in rows:
-            waiting = [s for s in self._installation.live.values() if s.queue == row["path"] and not s.attempts]
-            oldest.add_metric((row["path"],), max((now - s.submitted_at for s in waiting), default=0.0))
+            began = min((s.since for s in waiting_in(self._installation, row["path"])), default=now)
+            oldest.add_metric((row["path"],), now - began)
         yield oldest
 
     def _cluster(self) -> Iterator[Metric]:

@@ -111,14 +111,14 @@ def _token_table(term: Terminal, items: list[dict[str, Any]]) -> None:
             one["id"],
             one["user"],
             one["name"],
-            one["role"],
-            one["queue"],
+            "as its user" if one["role"] == "admin" else f"at most {one['role']}",
+            one["queue"] or "all",
             clock_time(one["made_at"]),
             "revoked" if one["revoked"] else clock_time(one["expires_at"]),
         )
         for one in items
     ]
-    term.table(["ID", "USER", "NAME", "AT MOST", "QUEUE", "MADE", "ENDS"], rows, empty="no tokens but the first one")
+    term.table(["ID", "USER", "NAME", "MAY", "QUEUE", "MADE", "ENDS"], rows, empty="no tokens but the first one")
 
 
 def secret(

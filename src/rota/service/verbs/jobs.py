@@ -73,7 +73,7 @@ def _job_table(term: Terminal, items: list[dict[str, Any]]) -> None:
                 amount(job["gpus"]),
                 age(job["submitted_at"]),
                 lasting(job["run_s"]) if job["run_s"] else "",
-                job.get("reason") or job.get("phase") or "",
+                ", ".join(filter(None, (job["reason"], job["phase"] if job["state"] == "QUEUED" else ""))) or job["phase"],
             )
             for job in items
         ],
@@ -114,7 +114,7 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
     term.pairs(
         [
             ("job", job["id"]),
-            ("state", f"{job['state']} for {age(job['since'])}" + (f" ({job['phase']})" if job.get("phase") else "")),
+            ("state", state_text(job)),
             ("why", f"{job['reason']}: {job['text']}" if job.get("reason") else ""),
             ("queue", f"{job['queue']}, priority {job['priority']}"),
             ("master", _master_text(job)),
@@ -156,6 +156,11 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
     if error and error.get("traceback"):
         term.line()
         term.line(str(error["traceback"]).rstrip())
+
+
+def state_text(doc: Mapping[str, Any]) -> str:
+    """The state of a Job or Explanation, since when, and what it does inside it."""
+    return f"{doc['state']} for {age(doc['since'])}" + (f" ({doc['phase']})" if doc["phase"] else "")
 
 
 def _master_text(job: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.service.verbs.jobs import stream_table
+from rota.service.verbs.jobs import state_text, stream_table
 from rota.service.verbs.words import age, amount, clock_time, lasting, shortened
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
@@ -40,7 +40,7 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
     placement = doc.get("placement") or {}
     term.pairs(
         [
-            ("job", f"{doc['job']}  {doc['state']} for {age(doc['since'])}"),
+            ("job", f"{doc['job']}  {state_text(doc)}"),
             ("why", f"{why['code']}: {why['text']}" if why else ""),
             ("queue", f"{queue['path']}: {amount(queue['used'])} devices used{_limits(queue)}"),
             ("ahead", f"{ahead['jobs']} jobs, {amount(ahead['gpus'])} devices" if doc["waiting"] else ""),
@@ -169,14 +169,17 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.line(f"slow: {one['instance']} takes {one['factor']:g} times as long for a step as its role")
     for name in doc["dropped"]:
         term.line(f"dropped: {name} uses far less of the processor than while it made progress")
+    said = bool(cause or named or doc["slow"] or doc["dropped"])
     if doc["waits"]:
-        term.line()
+        if said:
+            term.line()
         term.table(
             ["WHO WAITS", "FOR WHOM", "KIND", "WHAT", "FOR"],
             [(one["source"], one["target"], one["kind"], one["what"], lasting(one["age_s"])) for one in doc["waits"]],
         )
     if doc["items"]:
-        term.line()
+        if said or doc["waits"]:
+            term.line()
         term.table(
             ["NOT READY", "STATE", "FOR"],
             [(item["instance"], item["state"], age(item["since"])) for item in doc["items"]],

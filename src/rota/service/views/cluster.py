@@ -9,6 +9,7 @@ from typing import Any
 from rota.service.views.explain import used_gpus
 from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when
+from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.ids import NodeId
 from rota.spec.resources import CORES_LABEL, Health, Node
@@ -105,11 +106,7 @@ def queue_tree(installation: Installation) -> dict[str, Any]:
     """Every queue, parents first, with what it promises, holds and lets wait."""
     items: list[dict[str, Any]] = []
     for queue in sorted(installation.queues, key=lambda one: one.path):
-        waiting = [
-            one
-            for one in installation.live.values()
-            if one.state is JobState.QUEUED and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
-        ]
+        waiting = waiting_in(installation, queue.path)
         running = [
             one
             for one in installation.live.values()
@@ -128,10 +125,16 @@ def queue_tree(installation: Installation) -> dict[str, Any]:
                 "running_jobs": len(running),
                 "pending_jobs": len(waiting),
                 "pending_gpus": sum(r.res.gpus * r.replicas_min for one in waiting for r in one.spec.roles),
-                "oldest_wait_since": when(min((one.queued_at or one.submitted_at for one in waiting), default=None)),
+                "oldest_wait_since": when(min((one.since for one in waiting), default=None)),
             }
         )
     return {"api": API, "kind": "QueueTree", "items": items, "next": None}
+
+
+def waiting_in(installation: Installation, queue: str) -> list[JobStory]:
+    """Jobs that wait in a queue and in those below it."""
+    live = (one for one in installation.live.values() if one.state is JobState.QUEUED)
+    return [one for one in live if one.queue == queue or one.queue.startswith(f"{queue}/")]
 
 
 def cluster_totals(installation: Installation) -> dict[str, Any]:

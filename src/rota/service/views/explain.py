@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rota.service.views.installation import Installation
-from rota.service.views.jobs import API, reason_of, when
+from rota.service.views.jobs import API, moved_text, phase, reason_of, when
 from rota.service.views.story import JobStory
 from rota.spec import codec
-from rota.spec.reasons import INFO
 from rota.spec.states import JobState
 
 BLOCKERS_MAX = 10
@@ -40,6 +39,7 @@ def explanation(story: JobStory, installation: Installation, found: dict[str, An
         "job": story.id,
         "state": story.state.value,
         "since": when(story.since),
+        "phase": phase(story),
         "waiting": waiting,
         "queue": _queue(story, installation),
         **base,
@@ -114,8 +114,8 @@ def _decisions(story: JobStory) -> list[dict[str, Any]]:
     for one in story.attempts:
         rows.append((one.admitted_at, {"decision": "admitted", "attempt": one.attempt, "why": one.why}))
         if one.ended_at is not None and one.reason is not None:
-            text = INFO[one.reason].text
-            rows.append((one.ended_at, {"decision": "attempt ended", "reason": one.reason, "text": text}))
+            ended = {"decision": "attempt ended", "reason": one.reason, "text": moved_text(one.reason, one.for_job)}
+            rows.append((one.ended_at, ended | {"attempt": one.attempt}))
     if story.waits is not None:
         waits = {"decision": "waits", "reason": story.waits.reason, "text": story.waits.text}
         rows.append((story.waits_at, waits | {"fields": codec.to_json_value(story.waits.fields)}))

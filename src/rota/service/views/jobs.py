@@ -44,6 +44,8 @@ def phase(story: JobStory) -> str:
             return f"{left} processes are being stopped" if left else "its devices are being given back"
         case JobState.RUNNING if story.commit is not None:
             return f"at commit {story.commit.n}"
+        case JobState.QUEUED if story.attempts and story.attempts[-1].for_job:
+            return f"preempted for {story.attempts[-1].for_job}"
         case _:
             return ""
 
@@ -65,7 +67,7 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
     if story.state is JobState.PAUSED:
         return Reason.PAUSED, INFO[Reason.PAUSED].text
     if story.preempt is not None:
-        return story.preempt.reason, INFO[story.preempt.reason].text
+        return story.preempt.reason, moved_text(story.preempt.reason, story.preempt.for_job)
     if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
         return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
     if story.state is JobState.RESIZING and story.ctx.failover is not None:
@@ -74,6 +76,11 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
         cause = story.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text
     return None, ""
+
+
+def moved_text(reason: Reason, for_job: str) -> str:
+    """Why an attempt ended, and for whom if it had to make room."""
+    return INFO[reason].text + (f" It made room for {for_job}." if for_job else "")
 
 
 def job_summary(story: JobStory, now: float) -> dict[str, Any]:
@@ -254,6 +261,7 @@ def _attempt(one: Attempt) -> dict[str, Any]:
         "started_at": when(one.running_at),
         "ended_at": when(one.ended_at),
         "reason": one.reason,
+        "for_job": one.for_job,
         "nodes": list(one.placement.nodes),
         "why": one.why,
     }

@@ -65,6 +65,8 @@ class Attempt:
     running_at: float | None = None
     ended_at: float | None = None
     reason: Reason | None = None
+    for_job: str = ""
+    """Whom it made room for, when it was preempted for another job."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,6 +246,8 @@ class JobStory:
             case e.JobRequeued(reason=reason):
                 self._close_attempt(at, reason)
                 self._restarted(at, event)
+                if self.attempts and self.preempt is not None and self.preempt.reason is reason:
+                    self.attempts[-1].for_job = self.preempt.for_job
                 self.preempt = None
             case e.JobEnded(reason=reason):
                 self._close_attempt(at, reason)

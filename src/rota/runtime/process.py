@@ -294,6 +294,17 @@ def usage_of(process: ProcessId) -> Usage | None:
     return usage if is_alive(process) else None
 
 
+def listening_on(port: int) -> tuple[int, str, tuple[str, ...]] | None:
+    """Pid, name and open files of the process that listens on a TCP port; None of one of another user."""
+    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid)
+    for one in listening:
+        with contextlib.suppress(psutil.Error):
+            if one.laddr.port == port:
+                holder = psutil.Process(one.pid)
+                return holder.pid, holder.name(), tuple(file.path for file in holder.open_files())
+    return None
+
+
 class ExitWatch:
     """Learns how a process ended although somebody else is its parent (Linux 6.15 and later; else nothing is known)."""
 

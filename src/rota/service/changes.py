@@ -8,7 +8,7 @@ from typing import Any
 
 from rota.cluster.live import Scheduler
 from rota.job.core.sizing import is_world, world_of
-from rota.service.problems import did_you_mean
+from rota.service.problems import unknown
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.job import JobSpec, RoleSpec
 
@@ -75,9 +75,7 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
     """The role, if it may have ``n`` instances. Raises UnknownName or BadInput, naming role, number and rule."""
     role = next((role for role in spec.roles if role.name == name), None)
     if role is None:
-        names = {role.name for role in spec.roles}
-        hint = did_you_mean(name, names) or ", ".join(sorted(names))
-        raise UnknownName(f"{spec.name} has no role {name!r}", hint=hint)
+        raise unknown(f"{spec.name} has no role {name!r}", name, [one.name for one in spec.roles], "roles")
     if n > role.replicas_max > role.replicas_min:
         hint = f"submit it with replicas: {{min: {role.replicas_min}, max: {n}}}"
         raise BadInput(f"{name}={n}: {name} has at most {role.replicas_max} instances (replicas.max)", hint=hint)

@@ -16,12 +16,17 @@ LOGIN = "login.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """How to reach a service. ``local`` is False when another address was asked for."""
+    """How to reach a service.
+
+    ``local`` is False when another address was asked for. ``guessed``: no service of this home runs and no token was
+    given, so whoever answers at the default address is somebody else's.
+    """
 
     url: str
     token: str
     home: Path
     local: bool
+    guessed: bool = False
 
 
 def find_service(server: str = "", token: str = "") -> Address:
@@ -31,8 +36,14 @@ def find_service(server: str = "", token: str = "") -> Address:
         given = settings.token if settings.origins["token"] != "default" else kept["token"]
         return Address(url=kept["url"], token=given, home=settings.root, local=False)
     local = not settings.server
-    url = (_recorded_url(settings) if local else "") or settings.url
-    return Address(url=url, token=settings.token or _token(settings), home=settings.root, local=local)
+    recorded = _recorded_url(settings) if local else ""
+    return Address(
+        url=recorded or settings.url,
+        token=settings.token or _token(settings),
+        home=settings.root,
+        local=local,
+        guessed=local and not recorded and not settings.token,
+    )
 
 
 def keep_login(url: str, token: str) -> Path:

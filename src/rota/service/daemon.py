@@ -127,6 +127,17 @@ def ask(home: Home, method: str, path: str, body: Mapping[str, Any] | None = Non
         raise NotReachable(f"{record['url']} does not answer: {error}", hint="see rota status") from error
 
 
+def holder_of(port: int) -> str:
+    """Who listens on a port of this machine, in words: the Rota service of which home, else which process."""
+    found = process.listening_on(port)
+    if found is None:
+        return "a process of another user"
+    pid, name, files = found
+    lock = Home.of("/").service_lock
+    root = next((str(Path(one).parents[1]) for one in files if Path(one).parts[-2:] == lock.parts[-2:]), "")
+    return f"the Rota service of {root} (process {pid})" if root else f"process {pid} ({name})"
+
+
 def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
     seen = home.service_log.stat().st_size if home.service_log.exists() else 0
     flags = {name: getattr(settings, name) for name, origin in settings.origins.items() if origin == "flag"}

@@ -22,7 +22,7 @@ from rota.runtime.devices import local_node
 from rota.runtime.environ import Home
 from rota.runtime.process import RunFolder
 from rota.service.config import Settings
-from rota.service.daemon import find_service
+from rota.service.daemon import find_service, holder_of
 
 PYTHON_MIN = (3, 11)
 RAY_TESTED = "2.60"
@@ -180,8 +180,8 @@ def _service(settings: Settings) -> Iterator[Finding]:
         fact = f"still running without a service: {', '.join(left)}"
         yield Finding(name="leftovers", mark="warn", fact=fact, remedy="'rota up' adopts them, 'rota down' ends them")
     if settings.port and not _is_free(settings.host, settings.port):
-        fact = f"port {settings.port} of {settings.host} is taken"
-        yield Finding(name="port", mark="warn", fact=fact, remedy="stop what uses it, or: rota up --port N")
+        fact = f"port {settings.port} of {settings.host} is taken by {holder_of(settings.port)}"
+        yield Finding(name="port", mark="warn", fact=fact, remedy="stop it, or: rota up --port N")
     elif settings.port:
         yield _ok("port", f"{settings.port} of {settings.host} is free")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rota.service.problems import did_you_mean
+from rota.service.problems import did_you_mean, nearest
 from rota.service.yamltree import Node, Sink, plain_value
 from rota.spec.resources import parse_duration, parse_size
 
@@ -297,7 +297,7 @@ class Record:
         for key, value in node.entries:
             known = self.fields.get(key.text)
             if known is None:
-                hint = did_you_mean(key.text, self.fields)
+                hint = nearest(key.text, [*self.fields], "fields")
                 sink.add(key, child(loc, key.text), "unknown field", hint=hint, code="UNKNOWN_FIELD")
             elif key.text not in found:
                 found[key.text] = known.kind.read(value, child(loc, key.text), sink)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.service.fieldkinds import child
-from rota.service.problems import did_you_mean
+from rota.service.problems import nearest
 from rota.service.yamltree import Node, Sink
 
 _TOP = {"jobName": "name", "image": "image", "dataDir": "data", "outputDir": "output"}
@@ -39,7 +39,7 @@ def _named(key: Node, text: str) -> Node:
 
 
 def _unknown(key: Node, loc: str, known: list[str], sink: Sink) -> None:
-    sink.add(key, loc, "unknown field", hint=did_you_mean(key.text, known), code="UNKNOWN_FIELD")
+    sink.add(key, loc, "unknown field", hint=nearest(key.text, [*known], "fields"), code="UNKNOWN_FIELD")
 
 
 def _roles(node: Node, sink: Sink) -> Node:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rota.spec.errors import UnknownName
+
 PROBLEMS_MAX = 100
 """Problems reported at once; a file with more is not a job file."""
+NAMED_MAX = 20
+"""Names that a hint lists."""
 SOURCE_LINE_MAX = 160
 """Characters of a source line that are shown."""
 
@@ -70,3 +74,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_fold = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.6)
     return f"did you mean '{by_fold[near[0]]}'?" if near else ""
+
+
+def nearest(word: str, known: Sequence[str], what: str) -> str:
+    """The hint for a word that is not known: the nearest one, else the first of those that are."""
+    more = f" and {len(known) - NAMED_MAX} more" if len(known) > NAMED_MAX else ""
+    return did_you_mean(word, known) or f"{what}: {', '.join(known[:NAMED_MAX])}{more}"
+
+
+def unknown(text: str, word: str, known: Sequence[str], what: str) -> UnknownName:
+    """The error for a name that is not there."""
+    return UnknownName(text, hint=nearest(word, known, what))

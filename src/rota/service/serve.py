@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -23,6 +24,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
+from rota.service.daemon import holder_of
 from rota.service.rest import make_app
 from rota.service.retention import keep_logs
 from rota.service.routes.doors import Doors
@@ -72,11 +74,12 @@ def bind(settings: Settings) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise NotReachable(
-            f"port {settings.port} of {settings.host} cannot be used: {error.strerror}",
-            hint="stop what uses it, or choose another: rota up --port N",
-            port=settings.port,
-        ) from None
+        where = f"port {settings.port} of {settings.host}"
+        if error.errno != errno.EADDRINUSE:
+            hint = "choose another: rota up --host ADDRESS --port N"
+            raise NotReachable(f"{where} cannot be used: {error.strerror}", hint=hint, port=settings.port) from None
+        hint = "give this home a port of its own: rota up --port N (0 takes a free one)"
+        raise NotReachable(f"{where} is taken by {holder_of(settings.port)}", hint=hint, port=settings.port) from None
     return listener
 
 

@@ -13,7 +13,7 @@ import httpx
 from rota.service import calls
 from rota.service.calls import Ask
 from rota.service.connect import find_service
-from rota.spec.errors import BadInput, RotaError, TimedOut
+from rota.spec.errors import BadInput, NotReachable, RotaError, TimedOut
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
@@ -110,7 +110,7 @@ class Wire:
     """What both clients know: the address, the headers, and when to send again."""
 
     def __init__(self, server: str, token: str, timeout_s: float) -> None:
-        address = find_service(server, token)
+        self.address = address = find_service(server, token)
         self.url = address.url
         self.timeout_s = timeout_s
         self.headers = {"Accept": "application/json", "User-Agent": "rota-client"}
@@ -150,6 +150,10 @@ class Wire:
         return calls.not_reachable(self.url, str(exc) or type(exc).__name__)
 
     def read(self, answer: httpx.Response) -> Document:
+        if answer.status_code == 401 and self.address.guessed:
+            text = f"no service of {self.address.home} runs; the one at {self.url} is of another home"
+            hint = "start this home's own: rota up --port 0; or use that one: rota login, with a token of it"
+            raise NotReachable(text, hint=hint)
         if answer.status_code >= 400:
             raise calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
         if not answer.content:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.runtime.clock import iso
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
 from rota.service.notify import OWNER
+from rota.service.problems import unknown
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API, when
 from rota.spec.errors import BadInput, NotAllowed, UnknownName
@@ -101,7 +102,7 @@ async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> D
     grants = {one.queue: Role.of(one.role) for one in body.grants}
     for queue, role in grants.items():
         if queue and not any(is_below(path, queue) for path in paths):
-            raise UnknownName(f"no queue {queue!r}", hint=f"queues: {', '.join(sorted(paths)[:20])}")
+            raise unknown(f"no queue {queue!r}", queue, sorted(paths), "queues")
         if role is Role.ADMIN and queue:
             raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
     if name not in doors.auth.accounts.users:

@@ -11,13 +11,14 @@ from rota.cluster.core.queue_rules import broken_rules
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
+from rota.service.problems import unknown
 from rota.service.queuefile import read_queues
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
 from rota.spec import codec
-from rota.spec.errors import BadInput, EngineUnavailable, UnknownName
+from rota.spec.errors import BadInput, EngineUnavailable
 from rota.spec.events import NodeMarked, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
@@ -170,7 +171,7 @@ def _one_node(doors: Doors, node: str) -> Document:
     items = node_list(doors.loop.installation)["items"]
     found = next((one for one in items if one["id"] == node), None)
     if found is None:
-        raise UnknownName(f"no node {node!r}", hint=f"nodes: {', '.join(one['id'] for one in items[:20])}")
+        raise unknown(f"no node {node!r}", node, [one["id"] for one in items], "nodes")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -25,8 +25,10 @@ from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.notify import Notifier
+from rota.service.problems import unknown
 from rota.service.views.story import JobStory
-from rota.spec.errors import LimitExceeded, NotAllowed
+from rota.spec.errors import BadInput, LimitExceeded, NotAllowed
+from rota.spec.ids import InstanceId
 
 STREAMS_MAX = 64
 EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
@@ -112,6 +114,28 @@ def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: C
         hint = f"ask {story.submitted.user}, or a queue-admin of {story.queue}"
         raise NotAllowed(f"{story.id}: only its owner may {what}; {mine}", hint=hint)
     return story
+
+
+def member_of(story: JobStory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:
+    """Role, and rank if one is named, of a job's ``role`` or ``role/rank``; ``more`` names members of earlier times.
+
+    Raises BadInput for another form, UnknownName for a role or instance that the job has not.
+    """
+    name, slash, _ = text.partition("/")
+    role = next((one for one in story.spec.roles if one.name == name), None)
+    if role is None:
+        raise unknown(f"{story.id} has no role {name!r}", name, [one.name for one in story.spec.roles], "roles")
+    if not slash:
+        return role.name, None
+    try:
+        found = InstanceId.parse(text)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    there = [str(one.id) for one in story.instances.values() if one.id.role == name]
+    if found.rank >= role.seats and text not in (*there, *more):
+        known = there or [f"{name}/{rank}" for rank in range(role.gang_size)]
+        raise unknown(f"{story.id} has no instance {text}", "", known, "instances")
+    return role.name, found.rank
 
 
 async def doors_of(request: Request) -> Doors:

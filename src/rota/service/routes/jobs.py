@@ -14,7 +14,7 @@ from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.changes import checked_changes, checked_size
 from rota.service.intake import Submission
-from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document
@@ -23,9 +23,9 @@ from rota.service.views.story import JobStory
 from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
 from rota.spec import codec
-from rota.spec.errors import BadInput, Conflict, NotAllowed, SeqConflict, UnknownName, VersionMismatch
+from rota.spec.errors import BadInput, Conflict, NotAllowed, SeqConflict, VersionMismatch
 from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
-from rota.spec.ids import InstanceId
+from rota.spec.ids import InstanceId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
@@ -239,7 +239,8 @@ async def execute(job: str, body: ExecBody, request: Request, doors: Parts, call
     if story.spec.secrets and story.submitted.user != caller.user and not caller.has(Role.ADMIN):
         text = f"{story.id} has secrets of {story.submitted.user}, which a command could read"
         raise NotAllowed(text, hint=f"ask {story.submitted.user}, or an admin")
-    found = _instance_of(story, body.instance)
+    role, rank = member_of(story, body.instance)
+    found = InstanceId(RoleName(role), rank or 0)
     command = shlex.join(body.argv)[:EXEC_AUDITED_MAX]
     doors.audit.add(request.state.request_id, instance=str(found), command=command)
     with doors.executing(caller.user):
@@ -344,16 +345,6 @@ def show_document(
     if not caller.reads(story):
         document = outlined(document)
     return doors.veiled(caller, document | {"url": f"{doors.settings.url}/jobs/{story.id}"})
-
-
-def _instance_of(story: JobStory, text: str) -> InstanceId:
-    try:
-        found = InstanceId.parse(text if "/" in text else f"{text}/0")
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    if found.role not in (roles := [one.name for one in story.spec.roles]):
-        raise UnknownName(f"{story.id} has no role {found.role!r}", hint=f"roles: {', '.join(roles)}")
-    return found
 
 
 async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
+from rota.runtime.logs import log_files
 from rota.service.accounts import Caller, Role, Veil
 from rota.service.follow import (
     LogQuery,
@@ -23,11 +24,11 @@ from rota.service.follow import (
     record_document,
     write_cursor,
 )
-from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.events import ACCOUNT_EVENTS, Record
-from rota.spec.ids import InstanceId, JobId
+from rota.spec.ids import JobId
 
 EVENT_STREAM = "text/event-stream"
 TAIL_MAX = 100_000
@@ -132,10 +133,9 @@ async def logs(
 ) -> Response:
     """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
     story = doors.read(caller, job)
-    role, rank = _instance(instance) if instance else (role, rank)
-    if role and role not in {one.name for one in story.spec.roles}:
-        known = ", ".join(one.name for one in story.spec.roles)
-        raise UnknownName(f"{story.id} has no role {role!r}", hint=f"roles: {known}")
+    folder = doors.home.job(story.id).logs
+    if wanted := instance or (role if rank is None else f"{role}/{rank}"):
+        role, rank = member_of(story, wanted, log_files(folder))
     query = LogQuery(
         role=role,
         rank=rank,
@@ -148,7 +148,6 @@ async def logs(
         attempt=attempt,
     )
     read_cursor(query.cursor)
-    folder = doors.home.job(story.id).logs
     if story.ended is not None and not folder.is_dir():
         cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
         raise UnknownName(f"{story.id} has no logs any more", hint=cause)
@@ -199,13 +198,3 @@ def _number(last_event_id: str, after: int) -> int:
     if not last_event_id.isdecimal() or len(last_event_id) > len(str(NUMBER_MAX)):
         raise BadInput(f"Last-Event-ID {last_event_id[:40]!r} is not the number of an event")
     return min(int(last_event_id), NUMBER_MAX)
-
-
-def _instance(text: str) -> tuple[str, int | None]:
-    if "/" not in text:
-        return text, None
-    try:
-        found = InstanceId.parse(text)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    return found.role, found.rank

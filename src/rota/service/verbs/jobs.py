@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.problems import did_you_mean
+from rota.service.problems import nearest
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
@@ -73,7 +73,9 @@ def _job_table(term: Terminal, items: list[dict[str, Any]]) -> None:
                 amount(job["gpus"]),
                 age(job["submitted_at"]),
                 lasting(job["run_s"]) if job["run_s"] else "",
-                ", ".join(filter(None, (job["reason"], job["phase"] if job["state"] == "QUEUED" else ""))) or job["phase"],
+                ", ".join(part for part in (job["reason"], job["phase"]) if part)
+                if job["state"] in ("QUEUED", "PREEMPTING")
+                else job["reason"] or job["phase"],
             )
             for job in items
         ],
@@ -259,7 +261,7 @@ def set_(
         elif path == "queue" or path.startswith("labels."):
             wanted[path] = value
         else:
-            meant = did_you_mean(path, SETTABLE) or f"these can: {', '.join(SETTABLE)}"
+            meant = nearest(path, SETTABLE, "these can")
             raise BadInput(f"{path!r} cannot change after submit", hint=meant)
     terminal = flags.terminal()
     with flags.client() as client:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from rota.service.problems import Problem
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s, amount, resources, shortened
-from rota.spec.errors import BadInput, NotReachable
+from rota.spec.errors import BadInput, JobFileError, NotReachable
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
     from rota.service.client import Client
+    from rota.spec.job import JobSpec
 
 INTERRUPTED = 130
 SCRIPTS = (".sh", ".sbatch", ".slurm")
@@ -58,15 +61,15 @@ def run(
     rota run -n hello -- python -c "print('hello')"
     """
     changes = _changes(set_, name, queue, priority, time_limit, env)
-    body = _body(file, argv, changes, {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    body = _body(file, argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
     terminal = flags.terminal()
+    spec = _read(body, changes)  # every mistake is told before anything is started
     if check:
-        return _check(terminal, body)
+        return _check(terminal, body, spec)
     if dry_run:
         return _plan(flags, terminal, body, pretend)
     if pretend:
         raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
-    _read(body)  # every mistake is told before anything is started
     with _client(flags, terminal) as client:
         handle = client.submit(body)
         follow = terminal.live and not detach and not terminal.json and not wait
@@ -79,20 +82,17 @@ def run(
 
 def _changes(
     sets: list[str] | None, name: str, queue: str, priority: int | None, time_limit: str, env: list[str] | None
-) -> list[str]:
-    """The short flags as ``--set`` values, before the explicit ones."""
-    short = {
-        "name": name,
-        "queue": queue,
-        "priority": "" if priority is None else str(priority),
-        "time_limit": time_limit,
-    }
+) -> dict[str, str]:
+    """The short flags as ``--set`` values, before the explicit ones; each with the flag that it came by."""
+    number = "" if priority is None else str(priority)
+    short = [("name", name, "-n"), ("queue", queue, "-q"), ("priority", number, "-p"), ("time_limit", time_limit, "-t")]
     for pair in env or ():
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise BadInput(f"-e {pair}: not K=V")
-        short[f"env.{key}"] = value
-    return [f"{path}={value}" for path, value in short.items() if value] + (sets or [])
+        short.append((f"env.{key}", value, "-e"))
+    made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
+    return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
 
 
 def _body(
@@ -141,10 +141,21 @@ def _only_role(source: str, name: str) -> str:
     return roles[0].name
 
 
-def _read(body: Mapping[str, Any]) -> Any:
+def _read(body: Mapping[str, Any], changes: Mapping[str, str]) -> Any:
+    """The job; what is wrong with a flag is told of the flag as it was given."""
     from rota.service.jobfile import read_job
 
-    return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+    try:
+        return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+    except JobFileError as exc:
+        raise JobFileError(tuple(_told_of_flag(one, changes) for one in exc.problems)) from None
+
+
+def _told_of_flag(problem: Problem, changes: Mapping[str, str]) -> Problem:
+    flag = changes.get(problem.source, "") if problem.file.startswith("--set") else ""
+    if not flag or flag.startswith("--set"):
+        return replace(problem, file=flag or problem.file)
+    return replace(problem, file=flag, line=0)  # the text behind a short flag is ours: a place in it says nothing
 
 
 def _client(flags: Flags, terminal: Terminal) -> Client:
@@ -167,8 +178,7 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
     return client
 
 
-def _check(terminal: Terminal, body: Mapping[str, Any]) -> int:
-    spec = _read(body)
+def _check(terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
     words = f"{counts['roles']} roles, {counts['instances']} instances"
@@ -177,7 +187,6 @@ def _check(terminal: Terminal, body: Mapping[str, Any]) -> int:
 
 
 def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> int:
-    _read(body)
     report: dict[str, Any] | None = None
     if not pretend:
         try:

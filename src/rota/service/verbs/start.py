@@ -7,10 +7,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rota.service.problems import did_you_mean
+from rota.service.problems import unknown
 from rota.service.starters import about, template_files, template_names
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.spec.errors import BadInput, Conflict, UnknownName
+from rota.spec.errors import BadInput, Conflict
 
 
 def init(
@@ -35,7 +35,7 @@ def init(
         terminal.show(document, lambda term: term.table(["TEMPLATE", "WHAT"], [(o["name"], o["text"]) for o in items]))
         return 0
     if template not in names:
-        raise UnknownName(f"no template {template!r}", hint=did_you_mean(template, names) or ", ".join(names))
+        raise unknown(f"no template {template!r}", template, names, "templates")
     folder = (dir_ or Path(template)).expanduser()
     files = template_files(template)
     taken = [name for name in files if (folder / name).exists()]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from rota.cluster.live import queue_from_json
+from rota.service.problems import unknown
 from rota.service.views.story import JobStory, begin_story
 from rota.spec import events as e
 from rota.spec.errors import BadInput, UnknownName
@@ -118,9 +119,7 @@ class Installation:
         known = {queue.path: queue for queue in self.queues}
         if path in known:
             return known[path]
-        near = get_close_matches(path, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"queues: {', '.join(known)}"
-        raise UnknownName(f"no queue {path!r}", hint=hint)
+        raise unknown(f"no queue {path!r}", path, [*known], "queues")
 
     def usable_nodes(self) -> Iterable[Node]:
         """Nodes that are there, whatever their fitness."""

@@ -41,7 +41,9 @@ def phase(story: JobStory) -> str:
             return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(story)}"
         case JobState.STOPPING | JobState.PREEMPTING:
             left = sum(bool(one.now.doomed) for one in story.instances.values())
-            return f"{left} processes are being stopped" if left else "its devices are being given back"
+            what = f"{left} processes are being stopped" if left else "its devices are being given back"
+            room_for = story.preempt.for_job if story.preempt is not None else ""
+            return f"makes room for {room_for}: {what}" if room_for else what
         case JobState.RUNNING if story.commit is not None:
             return f"at commit {story.commit.n}"
         case JobState.QUEUED if story.attempts and story.attempts[-1].for_job:

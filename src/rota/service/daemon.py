@@ -64,22 +64,23 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
     """
     home = Home.of(settings.home)
     if not home.root.exists():
-        return _down_document([], [])
+        return _down_document([], [], [])
     home.make()
     with _alone(home):
         ended: list[str] = []
         left: list[ProcessId] = []
+        stopped: list[str] = []
         record = find_service(home)
         if record is not None:
             if jobs == "stop" and not force:
-                _stop_jobs(home)
+                stopped = _stop_jobs(home)
             service = _identity(record)
             ended.append("service")
             if not process.stop(service, grace_s=0.0 if force else STOP_GRACE_S):
                 left.append(service)
         home.service_record.unlink(missing_ok=True)
         left += _end_rest(home, ended, grace_s=0.0 if force else STOP_GRACE_S)
-    return _down_document(ended, left)
+    return _down_document(ended, left, stopped)
 
 
 def status(settings: Settings) -> dict[str, Any]:
@@ -199,21 +200,25 @@ def _leaves(cls: type[RotaError]) -> Iterator[type[RotaError]]:
         yield from _leaves(below)
 
 
-def _stop_jobs(home: Home) -> None:
-    """Ask every live job to end and wait for it, at most ``STOP_JOBS_S``; what is left ends with the engine."""
+def _stop_jobs(home: Home) -> list[str]:
+    """Ask every live job to end and wait for it, at most ``STOP_JOBS_S``; what is left ends with the engine.
+
+    Returns the jobs that were asked.
+    """
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + STOP_JOBS_S
-    asked: set[str] = set()
+    asked: list[str] = []
     with contextlib.suppress(RotaError):
         while clock.monotonic_s() < until_s:
             live = [row["id"] for row in ask(home, "GET", "/api/v1/jobs")["items"]]
             if not live:
-                return
+                break
             for job in live:
                 if job not in asked:
-                    asked.add(job)
+                    asked.append(job)
                     ask(home, "POST", f"/api/v1/jobs/{job}:stop", {"grace_s": STOP_GRACE_S})
             blocking_sleep(0.1)
+    return asked
 
 
 def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId]:
@@ -239,12 +244,13 @@ def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId
     return left
 
 
-def _down_document(ended: list[str], left: list[ProcessId]) -> dict[str, Any]:
+def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str]) -> dict[str, Any]:
     return {
         "api": "rota/v1",
         "kind": "Status",
         "state": "down" if not left else "stuck",
         "ended": ended,
+        "stopped_jobs": stopped,
         "still_running": [one.pid for one in left],
     }
 

@@ -183,7 +183,7 @@ class Intake:
         if shortfall is not None:
             raise Infeasible(
                 shortfall.text,
-                hint="; ".join(str(change["text"]) for change in shortfall.nearest) or "ask for less",
+                hint=shortfall.remedy,
                 reason=str(shortfall.reason),
                 role=shortfall.role,
                 resource=shortfall.resource,

@@ -34,10 +34,18 @@ class Shortfall:
     @property
     def text(self) -> str:
         """One sentence for people."""
-        sentence = f"{self.role} asks {self.asked}; the cluster has {self.available}"
+        return f"{self.role} asks {self.asked}; the cluster has {self.available}"
+
+    @property
+    def remedy(self) -> str:
+        """What to ask for instead, or to add."""
         if self.nearest:
-            sentence += f"; it would fit with {self.nearest[0]['text']}"
-        return sentence
+            return f"it would fit with {'; or with '.join(str(change['text']) for change in self.nearest)}"
+        if self.reason is Reason.QUOTA_LIMIT:
+            return "ask for less, or an admin for a higher limit"
+        if self.resource in ("gpu", "gpu_type"):
+            return "ask for devices that there are (gpus: 0 is none), or add nodes that have these"
+        return "ask for less, or add nodes that can hold it"
 
 
 def empty_twin(state: State, spares: int = 0) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -11,7 +12,7 @@ from rota.cluster.core.queue_rules import broken_rules
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
-from rota.service.problems import unknown
+from rota.service.problems import nearest, unknown
 from rota.service.queuefile import read_queues
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
@@ -26,6 +27,7 @@ from rota.spec.reasons import INFO
 from rota.spec.resources import Health
 
 NODES_MAX = 10_000
+QUEUE_FIELDS = [one.name for one in fields(Queue)]
 NOTICE_S = 600.0
 """So long jobs on a drained node have to move, unless somebody says otherwise."""
 
@@ -219,6 +221,8 @@ def _given_tree(doors: Doors, body: QueuesBody) -> tuple[Queue, ...]:
     if body.source:
         given = read_queues(body.source, filename=body.filename, nodes=nodes)
     else:
+        for i, key in ((i, key) for i, raw in enumerate(body.queues) for key in raw if key not in QUEUE_FIELDS):
+            raise BadInput(f"queues[{i}].{key}: unknown field", hint=nearest(key, QUEUE_FIELDS, "fields"))
         try:
             given = tuple(queue_from_json(raw) for raw in body.queues)
         except (TypeError, ValueError) as error:

@@ -74,7 +74,8 @@ def down(
     terminal = flags.terminal()
     document = end(flags.settings(), jobs=jobs, force=force)
     ended = ", ".join(document["ended"]) or "nothing was running"
-    terminal.show(document, lambda term: term.line(f"{document['state']}: {ended}"))
+    jobs_text = f"; stopped {', '.join(document['stopped_jobs'])}" if document["stopped_jobs"] else ""
+    terminal.show(document, lambda term: term.line(f"{document['state']}: {ended}{jobs_text}"))
     return 0 if document["state"] == "down" else 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,8 +17,18 @@ from typing import Any
 import pytest
 from standing import HELLO, Standing, listening, with_service
 
+from rota.runtime.clock import iso
 from rota.service import cli
-from rota.spec.events import InstanceLost, InstanceStarted, JobEnded
+from rota.spec.events import (
+    GangReleased,
+    InstanceLost,
+    InstanceStarted,
+    JobEnded,
+    JobRequeued,
+    MasterStarted,
+    PreemptAsked,
+    Reattached,
+)
 from rota.spec.ids import Epoch, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
@@ -136,6 +147,8 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["--server", NO_SERVICE, "ps"], 3, f"answers at {NO_SERVICE} (connection refused)\n      start"),
         (["--server", NO_SERVICE, "run", "--", "true"], 3, f"no Rota service answers at {NO_SERVICE}"),
         (["status"], 3, "no Rota service runs for"),
+        (["run", "-t", "10", "--check", "--", "true"], 2, "-t 10: time_limit: '10' is not a duration with a unit"),
+        (["run", "-n", "x", "--set", "priority=900", "--check", "--", "true"], 2, "--set #1:1:10: priority: expected"),
         (["up", "--port", "99999"], 2, "port=99999 (from flag) is not between 0 and 65535"),
     ],
 )  # fmt: skip
@@ -385,6 +398,53 @@ def test_a_bug_is_told_in_one_line_and_keeps_its_story(monkeypatch: pytest.Monke
     story.unlink()
 
 
+def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> None:
+    small = HELLO.replace("hello", "small").replace("gpus: 2", "gpus: 4") + "    replicas: 2\n"
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit(small)
+        await service.until("small-1", JobState.ADMITTED)
+        first = Epoch(1)
+        service.as_master("small-1", MasterStarted(master_epoch=first, pid=1))
+        await service.seen(service.as_master("small-1", Reattached(master_epoch=first)))
+        story = service.doors.loop.installation.jobs[JobId("small-1")]
+        asked = PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, for_job="hello-1")
+        await service.doors.loop.append([asked], job=story.id, expected_seq=story.seq)
+        assert "PREEMPTED_PRIORITY, makes room for hello-1" in (await ask("ps")).out
+        assert "It made room for hello-1." in (await ask("explain", "small-1")).out
+        assert (await ask("nodes", "cordon", "r0n1")).status == 0  # so that it has no room again
+        gang = story.ctx.gangs[0]
+        service.as_master("small-1", GangReleased(gang=gang.id, epoch=gang.epoch))
+        gone = JobRequeued(attempt=1, reason=Reason.PREEMPTED_PRIORITY, counts=False)
+        await service.seen(service.as_master("small-1", gone))
+        small_line = next(line for line in (await ask("ps")).out.splitlines() if line.startswith("small-1"))
+        assert "QUEUED" in small_line and small_line.endswith(", preempted for hello-1")
+        told = (await ask("explain", "small-1")).out
+        assert "(preempted for hello-1)" in told and "attempt ended (attempt 1)" in told
+        assert (await ask("show", "small-1", "--json")).document["attempts"][0]["for_job"] == "hello-1"
+        text = (await service.http.get("/metrics")).text
+        oldest = float(text.partition('rota_oldest_pending_seconds{queue="default"} ')[2].partition("\n")[0])
+        assert 0 < oldest <= service.doors.clock.wall_s() - story.since
+        assert (await service.get("/queues"))["items"][0]["oldest_wait_since"] == iso(story.since)
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_a_home_without_a_service_says_whose_the_one_at_its_port_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing) -> None:
+        async with listening(service) as http:
+            monkeypatch.setenv("ROTA_PORT", str(http.base_url.port))
+            done = await asyncio.to_thread(rota, "ps")
+            said = f"no service of {tmp_path / 'home'} runs; the one at {http.base_url} is of another home"
+            assert (done.status, said in done.err, "rota up --port 0" in done.err) == (3, True, True)
+            found = {one["name"]: one for one in rota("doctor", "--json").document["items"]}
+            assert f"is taken by process {os.getpid()} (" in found["port"]["fact"]
+
+    with_service(tmp_path / "other", test)
+
+
 def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
     (tmp_path / "queues.yaml").write_text(
         "- {path: default}\n- {path: prod, guaranteed: {gpus: 2}, limit: {gpus: 3}}\n"
@@ -466,8 +526,6 @@ def test_documents_keep_the_fields_that_programs_rely_on(tmp_path: Path) -> None
 
 
 def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run(
         [sys.executable, "-m", "rota", *words],
         env={**os.environ, **env},

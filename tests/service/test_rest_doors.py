@@ -118,6 +118,29 @@ def test_every_error_is_a_problem_with_code_hint_and_request_id(tmp_path: Path) 
     with_service(tmp_path, test)
 
 
+def test_a_mistake_in_a_request_names_the_place_and_the_remedy(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        jobs, plain = "/api/v1/jobs", {"content-type": "text/plain"}
+        spec = {"name": "x", "roles": [{"name": "a", "run": ["true"], "res": {"cpus": 1.0, "gpu": 1.0}}]}
+        for method, path, sent, told in (
+            ("POST", jobs, {"json": {"sorce": "x"}}, "body.sorce: unknown field; did you mean 'source'?"),
+            ("POST", jobs, {"json": [1]}, "body: expected an object; fields: source, filename, sets, workdir, spec"),
+            ("POST", jobs, {"content": b"{}", "headers": plain}, "add the header 'Content-Type: application/json'"),
+            ("POST", jobs, {"content": b'{"a"', "headers": {"content-type": "application/json"}}, "no JSON: Expecting"),
+            ("POST", jobs, {"json": {"spec": {"name": "x"}}}, "spec: roles: missing"),
+            ("POST", jobs, {"json": {"spec": spec}}, "spec.roles[0].res.gpu: unknown field; did you mean 'gpus'?"),
+            ("GET", f"{jobs}?stat=RUNNING", {}, "query.stat: unknown parameter; did you mean 'state'?"),
+            ("GET", "/api/v1/nodes/r0n0?x=1", {}, "query.x: unknown parameter; this route takes none"),
+            ("GET", "/api/v1/job", {}, "no GET of /api/v1/job; did you mean '/api/v1/jobs'?"),
+            ("DELETE", jobs, {}, "no DELETE of /api/v1/jobs; what there is: /openapi.json"),
+            ("PUT", "/api/v1/queues", {"json": {"queues": [{"path": "a", "limt": {}}]}}, "did you mean 'limit'?"),
+        ):
+            problem = (await service.http.request(method, path, **sent)).json()
+            assert told in f"{problem['detail']}; {problem['hint']}", problem
+
+    with_service(tmp_path, test)
+
+
 def test_a_body_over_the_limit_is_refused(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         answer = await service.http.post("/api/v1/jobs", content=b'{"source": "' + b"x" * BODY_BYTES_MAX + b'"}')

@@ -280,8 +280,15 @@ def test_logs_merge_by_time_and_can_be_narrowed(tmp_path: Path) -> None:
             assert [line["text"] for line in page["items"]] == expected, narrowed
         text = await service.http.get("/api/v1/jobs/hello-1/logs", headers={"Accept": "text/plain"})
         assert text.text.splitlines()[0].endswith("main/0 loss 1")
-        unknown = await service.http.get("/api/v1/jobs/hello-1/logs", params={"role": "mane"})
-        assert (unknown.status_code, "main" in unknown.json()["hint"]) == (404, True)
+        for name, hint in (
+            ("mane", "did you mean 'main'?"),
+            ("x", "roles: main"),
+            ("main/9", "instances: main/0, main/1"),
+        ):
+            unknown = await service.http.get("/api/v1/jobs/hello-1/logs", params={"instance": name})
+            assert (unknown.status_code, unknown.json()["hint"]) == (404, hint)
+        slip = await service.http.get("/api/v1/jobs/hello-1/logs", params={"grp": "loss"})
+        assert (slip.status_code, slip.json()["hint"]) == (422, "did you mean 'grep'?")
 
     with_service(tmp_path, test)
 

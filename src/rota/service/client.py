@@ -325,9 +325,9 @@ class JobHandle:
         self.document = self._client.wait(self.id, timeout_s=timeout_s)
         return self
 
-    def logs(self, role: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
-        """Log lines."""
-        return self._client.logs(self.id, follow=follow, role=role, **filters)
+    def logs(self, instance: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+        """Log lines of ``role/rank``, of a role, or of all."""
+        return self._client.logs(self.id, follow=follow, instance=instance, **filters)
 
     def events(self, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Events."""

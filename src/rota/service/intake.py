@@ -22,6 +22,7 @@ from rota.service.inspection import Refused, inspect_workloads
 from rota.service.jobfile import problems_of, read_job
 from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
+from rota.service.problems import nearest
 from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.errors import BadInput, IdempotencyConflict, Infeasible, JobFileError, LimitExceeded, UnknownName
@@ -219,9 +220,25 @@ def _from_json(raw: dict[str, Any]) -> JobSpec:
         raise BadInput(
             f"spec: {error}", hint="send the text of a job file as 'source', or JobSpec.to_json()"
         ) from error
+    if unread := _unread(raw, spec.to_json(), "spec"):
+        path, name, known = unread
+        raise BadInput(f"{path}.{name}: unknown field", hint=nearest(name, known, "fields"))
     if problems := problems_of(spec):
         raise JobFileError(problems)
     return spec
+
+
+def _unread(raw: Any, read: Any, path: str) -> tuple[str, str, list[str]] | None:
+    """Where, how and among which names a value has one that reading it passed over."""
+    if isinstance(raw, dict) and isinstance(read, dict):
+        for name, below in raw.items():
+            found = _unread(below, read[name], f"{path}.{name}") if name in read else (path, name, [*read])
+            if found is not None:
+                return found
+    elif isinstance(raw, list) and isinstance(read, list):
+        rows = (_unread(one, other, f"{path}[{i}]") for i, (one, other) in enumerate(zip(raw, read)))
+        return next((found for found in rows if found is not None), None)
+    return None
 
 
 def _workdir(spec: JobSpec, given: Submission) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.auth import SAFE_METHODS
 from rota.service.config import rota_version
+from rota.service.problems import Problem, did_you_mean, nearest
 from rota.service.routes import accounts, cluster, jobs, page, sim, streams
 from rota.service.routes.doors import Doors, asked_line
 from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
@@ -159,25 +160,43 @@ def _rota_error(request: Request, error: Exception) -> Response:
 
 def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    errors = [
-        {
-            "loc": ".".join(str(part) for part in one["loc"]),
-            "line": 0,
-            "col": 0,
-            "message": one["msg"],
-            "hint": "",
-            "code": str(one["type"]).upper(),
-        }
-        for one in error.errors()
-    ]
-    detail = "; ".join(f"{one['loc']}: {one['message']}" for one in errors)
+    problems = [_plain(request, one) for one in error.errors()]
+    detail, errors = "; ".join(map(str, problems)), [one.to_json() for one in problems]
     return problem(request, status=422, code="INVALID", detail=detail, exit=2, errors=errors)
+
+
+def _plain(request: Request, raw: dict[str, Any]) -> Problem:
+    """What is wrong with a parameter or a part of the body, in our words where pydantic's name no remedy."""
+    kind, loc = str(raw["type"]), [str(part) for part in raw["loc"]]
+    message, hint = str(raw["msg"]).removeprefix("Value error, "), ""
+    if kind == "json_invalid":
+        message, loc = f"no JSON: {raw['ctx']['error']} at character {loc[-1]}", loc[:1]
+    elif loc == ["body"] and "json" not in request.headers.get("content-type", ""):
+        message, hint = "not sent as JSON", "add the header 'Content-Type: application/json'"
+    elif loc == ["body"]:
+        message, hint = "expected an object", f"fields: {', '.join(_body_fields(request))}"
+    elif kind == "missing":
+        message = "missing"
+    elif kind == "extra_forbidden":
+        message, hint = "unknown field", nearest(loc[-1], _body_fields(request), "fields") if len(loc) == 2 else ""
+    return Problem(loc=".".join(loc), line=0, col=0, message=message, hint=hint, code=kind.upper())
+
+
+def _body_fields(request: Request) -> list[str]:
+    """The names that the body of this route may have."""
+    given = [one.field_info.annotation for one in request.scope["route"].dependant.body_params]
+    kinds = [kind for one in given for kind in (one, *get_args(one))]
+    return [name for kind in kinds if hasattr(kind, "model_fields") for name in kind.model_fields]
 
 
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = _HTTP_CODES.get(error.status_code, "INVALID")
-    return problem(request, status=error.status_code, code=code, detail=str(error.detail), exit=2)
+    code, path = _HTTP_CODES.get(error.status_code, "INVALID"), request.url.path
+    detail, hint = str(error.detail), ""
+    if error.status_code in (404, 405):
+        detail, hint = f"no {request.method} of {path}", did_you_mean(path, request.app.openapi()["paths"])
+        hint = (hint if error.status_code == 404 else "") or "what there is: /openapi.json"
+    return problem(request, status=error.status_code, code=code, detail=detail, hint=hint, exit=2)
 
 
 def _bug(request: Request, error: Exception) -> Response:

@@ -81,10 +81,17 @@ def _plain(cls: Any, raw: Any) -> Any:
 def _dataclass(cls: type, raw: Any) -> Any:
     if not isinstance(raw, dict):
         raise TypeError(f"expected an object for {cls.__name__}, got {type(raw).__name__}")
-    hints = _hints(cls)
-    known = {field.name for field in dataclasses.fields(cls) if field.init}
-    pairs = cast("dict[str, Any]", raw)
-    return cls(**{key: from_json_value(hints[key], item) for key, item in pairs.items() if key in known})
+    hints, pairs = _hints(cls), cast("dict[str, Any]", raw)
+    given: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        if field.init and field.name in pairs:
+            try:
+                given[field.name] = from_json_value(hints[field.name], pairs[field.name])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{field.name}: {error}") from error
+        elif field.init and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{field.name}: missing")
+    return cls(**given)
 
 
 def _collection(cls: Any, origin: Any, raw: Any) -> Any:

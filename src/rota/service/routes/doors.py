@@ -25,7 +25,7 @@ from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.notify import Notifier
-from rota.service.problems import unknown
+from rota.service.problems import nearest, unknown
 from rota.service.views.story import JobStory
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed
 from rota.spec.ids import InstanceId
@@ -131,9 +131,10 @@ def member_of(story: JobStory, text: str, more: Collection[str] = ()) -> tuple[s
         found = InstanceId.parse(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    there = [str(one.id) for one in story.instances.values() if one.id.role == name]
-    if found.rank >= role.seats and text not in (*there, *more):
-        known = there or [f"{name}/{rank}" for rank in range(role.gang_size)]
+    there = [str(one.id) for one in story.instances.values()]
+    known = [one for one in dict.fromkeys((*there, *more)) if one.startswith(f"{name}/")]
+    if found.rank >= role.seats and text not in known:
+        known = known or [f"{name}/{rank}" for rank in range(role.gang_size)]
         raise unknown(f"{story.id} has no instance {text}", "", known, "instances")
     return role.name, found.rank
 
@@ -157,10 +158,20 @@ async def caller_of(request: Request) -> Caller:
     """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
     doors = await doors_of(request)
     caller = doors.auth.check(asked_of(request))
+    _refuse_unknown_parameters(request)
     if request.method not in SAFE_METHODS:
         doors.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller
     return caller
+
+
+def _refuse_unknown_parameters(request: Request) -> None:
+    """A filter with a slip in its name would be no filter."""
+    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            hint = nearest(name, known, "parameters of this route") if known else "this route takes none"
+            raise BadInput(f"query.{name}: unknown parameter", hint=hint)
 
 
 def asked_line(scope: Scope, caller: Caller | None) -> Document:

@@ -117,8 +117,6 @@ async def logs(
     job: str,
     doors: Parts,
     caller: Asker,
-    role: str = "",
-    rank: int | None = None,
     instance: str = "",
     follow: bool = False,
     tail: Annotated[int | None, Query(ge=0, le=TAIL_MAX)] = None,
@@ -134,8 +132,7 @@ async def logs(
     """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
     story = doors.read(caller, job)
     folder = doors.home.job(story.id).logs
-    if wanted := instance or (role if rank is None else f"{role}/{rank}"):
-        role, rank = member_of(story, wanted, log_files(folder))
+    role, rank = member_of(story, instance, log_files(folder)) if instance else ("", None)
     query = LogQuery(
         role=role,
         rank=rank,

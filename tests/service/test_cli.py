@@ -6,11 +6,14 @@ import asyncio
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 from standing import HELLO, Standing, listening, with_service
 
 from rota.runtime.clock import iso
+from rota.runtime.logs import format_line, log_name
 from rota.service import cli
 from rota.spec.events import (
     GangReleased,
@@ -428,6 +432,32 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         assert (await service.get("/queues"))["items"][0]["oldest_wait_since"] == iso(story.since)
 
     with_cli(tmp_path / "service", test)
+
+
+def test_times_are_local_with_their_zone_for_people_and_iso_with_zone_for_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        at_s = service.doors.clock.wall_s()
+        local = f"{(datetime.fromtimestamp(at_s, UTC) + timedelta(hours=9)):%H:%M:%S} +09"
+        await service.submit()
+        folder = service.doors.home.job("hello-1").logs
+        folder.mkdir(exist_ok=True)
+        (folder / log_name("main", 0)).write_text(format_line(at_s, 1, 1, "out", "said"))
+        assert (await ask("logs", "hello-1", "--timestamps")).out == f"{local} main/0 | said\n"
+        for words in (["show", "hello-1"], ["explain", "hello-1"], ["events", "hello-1"]):
+            assert re.search(r"\b\d\d:\d\d:\d\d \+09\b", (await ask(*words)).out), words
+        document = (await ask("show", "hello-1", "--json")).document
+        assert abs(datetime.fromisoformat(document["submitted_at"]).timestamp() - at_s) < 20
+        assert document["submitted_at"].endswith("Z")
+
+    try:
+        monkeypatch.setenv("TZ", "<+09>-9")
+        time.tzset()
+        with_cli(tmp_path / "service", test)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_home_without_a_service_says_whose_the_one_at_its_port_is(

@@ -58,6 +58,7 @@ SHOWS = {
     "compare": "Play both",
     "admin": "fan 3 is slow",
 }
+ZONED = re.compile(r"GMT[+-]\d{4}|Z$")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
@@ -89,6 +90,8 @@ def test_every_page_is_drawn_and_clean(
                 f"{name} is wider than the window"
             )
             shot(page, f"{name}-{theme}-{width}")
+            hovered = page.evaluate("[...document.querySelectorAll('time')].map(one => one.title)")
+            found += [f"{name}: a time without its zone: {one}" for one in hovered if not ZONED.search(one)]
             # the debugging protocol may load what the page's own policy would refuse
             page.evaluate(AXE.read_text())
             result = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'best-practice']})")

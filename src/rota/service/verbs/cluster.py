@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
-from rota.service.verbs.words import age, ago_s, amount, shortened, size
+from rota.service.verbs.words import age, ago_s, amount, lasting, shortened, size
 from rota.spec.errors import BadInput
 
 ACTIONS = ("drain", "cordon", "undrain", "uncordon")
@@ -111,15 +111,15 @@ def queues(
         from rota.service.wire import read_file
 
         diff = client.apply_queues(read_file(Path(file)), filename=file, dry_run=dry_run)
-    terminal.show(
-        diff, lambda term: term.pairs((name, shortened(diff[name], 20)) for name in ("added", "changed", "removed"))
-    )
+    rows = [(name, shortened(diff[name], 20)) for name in ("added", "changed", "removed")]
+    same = not any(text for _, text in rows)
+    terminal.show(diff, lambda term: term.line("nothing changes") if same else term.pairs(rows))
     return 0
 
 
 def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
     term.table(
-        ["QUEUE", "STATE", "USED", "GUARANTEED", "LIMIT", "BORROWED", "RUNNING", "WAITING", "WANTED", "OLDEST"],
+        ["QUEUE", "STATE", "GPUS", "GUARANTEED", "LIMIT", "BORROWED", "RUNNING", "WAITING", "GPUS WANTED", "OLDEST"],
         [
             (
                 "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
@@ -164,8 +164,8 @@ def report(
         "cancelled",
         "gpu_hours",
         "cpu_hours",
-        "wait p50",
-        "wait p95",
+        "wait_s p50",
+        "wait_s p95",
         "restarts",
     ]
     rows = [
@@ -177,5 +177,7 @@ def report(
         writer = csv_writer(terminal.out)
         writer.writerows([columns, *rows])
         return 0
+    columns = [name.replace("_s ", " ").replace("_", " ") for name in columns]
+    rows = [(*row[:7], lasting(row[7]), lasting(row[8]), row[9]) for row in rows]
     terminal.show(document, lambda term: term.table([name.upper() for name in columns], rows, empty="nothing ran"))
     return 0

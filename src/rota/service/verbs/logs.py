@@ -32,6 +32,7 @@ def logs(
     stream: Annotated[str, Parameter(help="out or err.")] = "",
     attempt: Annotated[int | None, Parameter(help="Only of this attempt.")] = None,
     no_prefix: Annotated[bool, Parameter(help="Only the text of each line.")] = False,
+    timestamps: Annotated[bool, Parameter(help="With the local time of each line.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Show the output of a job.
@@ -63,7 +64,8 @@ def logs(
         shown = False
         for line in lines:
             shown = True
-            terminal.show_line(line, log_text(line, terminal, prefix=not no_prefix))
+            at = f"{clock_time(line['ts'])} " if timestamps else ""
+            terminal.show_line(line, at + log_text(line, terminal, prefix=not no_prefix))
         if not shown:
             terminal.note(_why_nothing(client.job(job), any(value not in ("", None) for value in filters.values())))
         elif follow:

@@ -21,12 +21,12 @@ def moment(text: str | None) -> datetime | None:
 
 
 def clock_time(text: str | None) -> str:
-    """Local time: of today only the hour, else the date too."""
+    """Local time with its zone: of today only the hour, else the date too."""
     at = moment(text)
     if at is None:
         return ""
     local = at.astimezone()
-    return local.strftime("%H:%M:%S" if local.date() == now().astimezone().date() else "%Y-%m-%d %H:%M")
+    return local.strftime("%H:%M:%S %Z" if local.date() == now().astimezone().date() else "%Y-%m-%d %H:%M %Z")
 
 
 def age(text: str | None) -> str:

@@ -157,6 +157,8 @@ def _translated(url: str) -> Iterator[None]:
         cause = str(error.orig)
         if isinstance(error, DatabaseError) and any(word in cause.lower() for word in _CORRUPT):
             raise StoreCorrupt(f"{shown}: {cause}", hint="restore a back-up; nothing was changed") from error
-        raise StoreUnavailable(f"{shown}: {cause}", hint="see rota doctor") from error
+        full = "full" in cause or "No space left" in cause
+        hint = "free space on that disk; nothing was written" if full else "see rota doctor"
+        raise StoreUnavailable(f"{shown}: {cause}", hint=hint) from error
     except SQLAlchemyError as error:
         raise StoreUnavailable(f"{make_url(url).render_as_string(hide_password=True)}: {error}") from error

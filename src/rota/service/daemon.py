@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import os
+import shutil
 import sys
 import urllib.error
 import urllib.request
@@ -17,6 +20,7 @@ from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.process import ProcessId, RunFolder, Spawn
 from rota.service.config import Settings
+from rota.service.problems import cannot_use
 from rota.spec.errors import Conflict, NotReachable, RotaError, TimedOut
 
 UP_TIMEOUT_S = 60.0
@@ -25,6 +29,7 @@ STOP_GRACE_S = 10.0
 REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LOG_SHOWN_LINES = 20
+SAID_BYTES = 4096
 SERVE_MODULE = "rota.service.serve"
 PRIVATE = ("db_url", "redis_url", "token")
 
@@ -186,6 +191,9 @@ def _failure(log: Path, seen: int, exit_status: int) -> RotaError:
         file.seek(seen)
         lines = file.read().decode(errors="replace").splitlines()
     said = next((line for line in reversed(lines) if line.startswith("rota serve failed: ")), None)
+    if said is None and shutil.disk_usage(log.parent).free < SAID_BYTES:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.parent))  # so that it could not even say so
+        return cannot_use(full)
     if said is None:
         shown = "\n".join(lines[-LOG_SHOWN_LINES:])
         return RotaError(f"the service ended with status {exit_status}:\n{shown}", hint=f"see {log}")

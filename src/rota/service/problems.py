@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rota.spec.errors import UnknownName
+from rota.spec.errors import BadInput, UnknownName
 
 PROBLEMS_MAX = 100
 """Problems reported at once; a file with more is not a job file."""
+DISK_REMEDIES = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space: the quota on that disk is used up",
+    errno.EROFS: "it is mounted read-only: set ROTA_HOME to a folder that can be written",
+}
+"""What to do when a disk takes nothing."""
 NAMED_MAX = 20
 """Names that a hint lists."""
 SOURCE_LINE_MAX = 160
@@ -85,3 +92,9 @@ def nearest(word: str, known: Sequence[str], what: str) -> str:
 def unknown(text: str, word: str, known: Sequence[str], what: str) -> UnknownName:
     """The error for a name that is not there."""
     return UnknownName(text, hint=nearest(word, known, what))
+
+
+def cannot_use(error: OSError) -> BadInput:
+    """The error for a file that the system refuses."""
+    hint = DISK_REMEDIES.get(error.errno or 0, "see: rota doctor")
+    return BadInput(f"{error.filename or 'a file'}: {error.strerror or error}", hint=hint)

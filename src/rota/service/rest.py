@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.auth import SAFE_METHODS
 from rota.service.config import rota_version
-from rota.service.problems import Problem, did_you_mean, nearest
+from rota.service.problems import DISK_REMEDIES, Problem, did_you_mean, nearest
 from rota.service.routes import accounts, cluster, jobs, page, sim, streams
 from rota.service.routes.doors import Doors, asked_line
-from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError
+from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError, StoreUnavailable
 
 BODY_BYTES_MAX = 16 * 2**20
 PROBLEM = "application/problem+json"
@@ -200,6 +200,10 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _bug(request: Request, error: Exception) -> Response:
+    if isinstance(error, OSError) and (remedy := DISK_REMEDIES.get(error.errno or 0)):
+        text = f"nothing was written: {error.filename or 'a file'}: {error.strerror}"
+        away = StoreUnavailable
+        return problem(request, status=away.http, code=away.code, detail=text, hint=remedy, exit=away.exit)
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"{type(error).__name__}: a bug in Rota; the service log has its story"
     return problem(request, status=500, code="INTERNAL", detail=detail)

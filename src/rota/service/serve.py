@@ -25,6 +25,7 @@ from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
 from rota.service.daemon import holder_of
+from rota.service.problems import cannot_use
 from rota.service.rest import make_app
 from rota.service.retention import keep_logs
 from rota.service.routes.doors import Doors
@@ -190,11 +191,12 @@ def run(settings: Settings) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``serve [SETTINGS-AS-JSON]``; an error is one JSON line, and the exit status is its own."""
+    """``serve [SETTINGS-AS-JSON]``; what keeps it from serving is one JSON line, and the exit status is its own."""
     try:
         flags: dict[str, Any] = json.loads(arguments[0]) if arguments else {}
         run(load_settings(flags))
-    except RotaError as error:
+    except (RotaError, OSError) as raised:
+        error = raised if isinstance(raised, RotaError) else cannot_use(raised)
         said = {"code": error.code, "message": error.message, "hint": error.hint, "exit": error.exit}
         sys.stderr.write(f"{FAILED}{json.dumps(said)}\n")
         return error.exit

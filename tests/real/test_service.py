@@ -263,8 +263,12 @@ def test_up_again_is_the_same_service_and_a_taken_port_is_named(site: Installati
     first, second = site.up(), site.up()
     assert (first["pid"], second["started"]) == (second["pid"], False)
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as other:
-        with pytest.raises(NotReachable, match=str(site.settings.port)):
+        taken = (
+            rf"port {site.settings.port} .* is taken by the Rota service of {site.home.root} \(process {first['pid']}\)"
+        )
+        with pytest.raises(NotReachable, match=taken) as refused:
             daemon.up(made_settings(Path(other), port=site.settings.port))
+        assert "rota up --port" in refused.value.hint
         assert of_home(Path(other)) == []
 
 

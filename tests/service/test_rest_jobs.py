@@ -274,6 +274,13 @@ def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: P
         plan = await service.http.post("/api/v1/jobs:plan", json={"source": source, "workdir": str(tmp_path)})
         assert plan.status_code == 422
         assert "no such luck" in plan.json()["detail"]
+        for text, remedy in (
+            ("import sys\nsys.modules['torch'] = None\nimport torch\n", "pip install './[engine]'"),
+            ("import nowhere.at_all\n", "put nowhere beside the job file (workdir), or install it into"),
+        ):
+            (tmp_path / "bad.py").write_text(text)
+            plan = await service.http.post("/api/v1/jobs:plan", json={"source": source, "workdir": str(tmp_path)})
+            assert remedy in plan.json()["detail"], plan.text
 
     with_service(tmp_path / "home", test)
 

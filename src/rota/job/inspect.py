@@ -58,9 +58,19 @@ def inspect_all(workloads: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         try:
             found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; the answer carries it
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}{_remedy(error)}"
             found[role] = {"error": text, "traceback": "".join(traceback.format_exception(error))}
     return found
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about a package that is not there; empty for any other error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    package = (error.name or "").partition(".")[0]
+    if package in ("torch", "ray"):
+        return "; it comes with the extra 'engine': pip install './[engine]' in the source folder"
+    return f"; put {package} beside the job file (workdir), or install it into {sys.prefix}"
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ STOP_GRACE_S = 10.0
 REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LOG_SHOWN_LINES = 20
-SAID_BYTES = 4096
+ROOM_MIN_BYTES = 2**20
 SERVE_MODULE = "rota.service.serve"
 PRIVATE = ("db_url", "redis_url", "token")
 
@@ -191,9 +191,8 @@ def _failure(log: Path, seen: int, exit_status: int) -> RotaError:
         file.seek(seen)
         lines = file.read().decode(errors="replace").splitlines()
     said = next((line for line in reversed(lines) if line.startswith("rota serve failed: ")), None)
-    if said is None and shutil.disk_usage(log.parent).free < SAID_BYTES:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.parent))  # so that it could not even say so
-        return cannot_use(full)
+    if not lines and shutil.disk_usage(log.parent).free < ROOM_MIN_BYTES:  # it could not even say so
+        return cannot_use(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log.parent)))
     if said is None:
         shown = "\n".join(lines[-LOG_SHOWN_LINES:])
         return RotaError(f"the service ended with status {exit_status}:\n{shown}", hint=f"see {log}")

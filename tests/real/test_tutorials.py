@@ -1,0 +1,84 @@
+"""The tutorials, typed word by word into a shell; what a page asks a person to wait for or look up is filled in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.real.jobs import deep
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300), deep]
+
+PAGES = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+FILES = re.compile(r"as\s+`([\w.-]+)`[^`]*?:\n\n```(?:yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+WAITING = """
+until_said() { for _ in $(seq 600); do "${@:2}" 2>/dev/null | grep -q -- "$1" && return; sleep 0.2; done; false; }
+pid_of() { rota show "$1" --json | python -c "import json, sys; print(json.load(sys.stdin)['instances'][0]['pid'])"; }
+"""
+
+
+def typed(page: str, folder: Path, home: Path, *fills: tuple[str, str]) -> str:
+    """Save the files of a page, type its commands into one shell, and give back all that was printed."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    for name, content in FILES.findall(text):
+        (folder / name).write_text(content)
+    script = "".join(SHELL.findall(text))
+    for line, instead in fills:
+        assert line in script, line
+        script = script.replace(line, instead)
+    env = {
+        **os.environ,
+        "ROTA_HOME": str(home),
+        "ROTA_PORT": "0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-c", WAITING + script], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_the_first_job(engine_home: Path, tmp_path: Path) -> None:
+    # elsewhere than on a terminal 'run' returns at once
+    fill = ("rota run hello.yaml\n", "rota run hello.yaml\nuntil_said SUCCEEDED rota ps -a\n")
+    out = typed("first-job.md", tmp_path, engine_home, fill)
+    assert "main/1 | hello from rank 1" in out and "JobEnded state=SUCCEEDED" in out
+    assert out.splitlines()[-1].startswith("down: service")
+
+
+def test_why_it_waits(engine_home: Path, tmp_path: Path) -> None:
+    runs = "rota run train.yaml -d\n"
+    out = typed(
+        "why-it-waits.md",
+        tmp_path,
+        engine_home,
+        ("export ROTA_HOME=$(mktemp -d)\n", ""),  # the home of this test is looked after
+        (runs, f"{runs}until_said RUNNING rota ps\n"),
+        ("rota ps\nrota explain eval-1\n", "until_said NO_FREE_DEVICES rota ps\nrota explain eval-1\n"),
+        ("rota ps                  # until both are gone\n", "until_said 'no jobs' rota ps\n"),
+        ("rota stop pretrain-2\n", "rota run too-big.yaml || [ $? = 4 ]\nrota stop pretrain-2\n"),
+        ("rota ps\nrota down\n", "until_said RUNNING rota show eval-2\nrota down\n"),
+    )
+    assert "why       NO_FREE_DEVICES" in out and "why       TOPOLOGY" in out
+    assert "would start now with:" in out
+
+
+def test_the_first_failure(engine_home: Path, tmp_path: Path) -> None:
+    healed = "until_said worker/0 rota failures counting-1\nuntil_said RUNNING rota show counting-1\n"
+    out = typed(
+        "first-failure.md",
+        tmp_path,
+        engine_home,
+        ("rota show counting-1\nkill", "until_said RUNNING rota show counting-1\nkill"),
+        ("PID_OF_WORKER_0\n", f"$(pid_of counting-1)\n{healed}"),
+        ("--type MasterStarted\n", "--type MasterStarted\nrota down\n"),
+    )
+    line = next(line for line in out.splitlines() if re.match(r"\s*1 .* worker/0 ", line))
+    assert "SIGNALLED" in line and "open" not in line
+    assert "MasterStarted" in out

@@ -60,9 +60,10 @@ class EngineSettings:
 
     ``cpus`` are logical: a pretend cluster gives more than the machine has. ``storage`` is what is tried first;
     RocksDB falls back to memory, which ``EngineState.storage`` tells. ``warm`` idle processes are kept ready, each with
-    the modules ``preload`` imported.
+    the modules ``preload`` imported. ``address``: join the engine that somebody else runs there, and start none.
     """
 
+    address: str = ""
     host: str = "local"
     cpus: float = 16.0
     storage: Storage = "rocksdb"

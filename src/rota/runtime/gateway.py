@@ -126,10 +126,11 @@ class Gateway:
                 if left:
                     raise EngineUnavailable(f"processes of the engine do not end: {[each.pid for each in left]}")
                 return None
-            case "ensure_master":
-                return await (await self._attached()).ensure_master(**args)
+            case "ensure_master" | "nodes":
+                return await getattr(await self._attached(), op)(**args)
             case "find" | "master_status" | "master_why" | "execute" | "kill_master" | "sweep" | "list_jobs":
-                ops = await self._attached() if find_engine(self._home) is not None else None
+                there = self._settings.address or find_engine(self._home) is not None
+                ops = await self._attached() if there else None
                 return _NOTHING[op] if ops is None else await getattr(ops, op)(**args)
             case _:
                 raise ValueError("no such operation")
@@ -141,13 +142,18 @@ class Gateway:
         return await asyncio.shield(self._attaching)
 
     async def _attach(self) -> GatewayOps:
+        if given := self._settings.address:  # with what the environment says of its token
+            module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
+            self._ops = await asyncio.to_thread(module.connect, given, self._namespace)
+            self._engine = given
+            return self._ops
         state = await asyncio.to_thread(start_engine, self._home, self._settings)
         for name, value in client_environment(state.token_path, state.folder).items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
         module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
-        ops: GatewayOps = await asyncio.to_thread(module.connect, state, self._namespace)
+        ops: GatewayOps = await asyncio.to_thread(module.connect, state.address, self._namespace)
         ops.keep_warm(state, self._settings.warm)
         self._ops, self._engine, self._raylet = ops, state.engine, state.raylet
         return ops
@@ -159,6 +165,11 @@ class Gateway:
         return await asyncio.to_thread(stop_engine, self._home)
 
     def _status(self) -> dict[str, Any]:
+        if given := self._settings.address:
+            found = {"state": "off"}
+            if self._ops is not None:
+                found = {"state": "running", "hosts": self._ops.hosts, "text": self._ops.unlabelled_text}
+            return {"engine": self._engine, "address": given, **found}
         head = find_engine(self._home)
         if head is None:
             return {"state": "off", "engine": ""}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -87,7 +88,9 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 def command_of(home: Path, settings: EngineSettings) -> tuple[str, ...]:
     """The command that starts a gateway."""
-    return (sys.executable, "-m", "rota.runtime.gateway", "--home", str(home), "--engine", json.dumps(asdict(settings)))
+    words = ("-m", "rota.runtime.gateway", "--home", str(home), "--engine", json.dumps(asdict(settings)))
+    own = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]  # others may use a given engine too
+    return (sys.executable, *words, *(("--namespace", f"rota/{own}") if settings.address else ()))
 
 
 class GatewayClient:
@@ -140,6 +143,10 @@ class GatewayClient:
     async def start_engine(self, *, timeout_s: float = 90.0) -> dict[str, Any]:
         """Start the engine, or adopt the living one; returns its status."""
         return await self._ask("start_engine", {}, timeout_s=timeout_s)
+
+    async def nodes(self, *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
+        """The machines of a given engine with what each has."""
+        return await self._ask("nodes", {}, timeout_s=timeout_s)
 
     async def ensure_master(
         self,

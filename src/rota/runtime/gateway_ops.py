@@ -6,29 +6,35 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime.engine import EngineState
+from rota.runtime.devices import local_node
+from rota.runtime.engine import HOST_LABEL, EngineState
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.launch_ray import MasterStart, RayLauncher
 from rota.runtime.warm import keep_warm
+from rota.spec import codec
 from rota.spec.ids import JobId
+from rota.spec.resources import CORES_LABEL
 
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
 _STATUS_S = 1.0
 _EXECUTE_EXTRA_S = 10.0
+_INVENTORY_S = 30.0
 _WHY_S = 15.0
 """Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
 
-def connect(state: EngineState, namespace: str) -> GatewayOps:
+def connect(address: str, namespace: str) -> GatewayOps:
     """Become a client of the engine; its environment must be set already. Blocks. Raises ConnectionError."""
-    ray.init(state.address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+    ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
     return GatewayOps(namespace)
 
 
@@ -41,6 +47,43 @@ class GatewayOps:
         self._kept = dict[JobId, asyncio.Task[None]]()
         self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
         """One start of a master at a time; a lock is gone with the last who uses it."""
+        self._inventories = dict[str, dict[str, Any]]()
+        self._unlabelled = 0
+
+    async def nodes(self) -> list[dict[str, Any]]:
+        """The living machines of the engine that carry our label: devices as each tells them, cores as Ray does.
+
+        A machine is asked once; one that does not answer in time is left out and asked again.
+        """
+        rows: list[dict[str, Any]] = [row for row in await asyncio.to_thread(ray.nodes) if row["Alive"]]
+        labelled = [row for row in rows if row["Labels"].get(HOST_LABEL)]
+        self._unlabelled = len(rows) - len(labelled)
+        found = await asyncio.gather(*(self._inventory(row) for row in labelled))
+        self._inventories = {one["NodeID"]: node for one, node in zip(labelled, found) if node}
+        return list(self._inventories.values())
+
+    async def _inventory(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        if known := self._inventories.get(row["NodeID"]):
+            return known
+        host: str = row["Labels"][HOST_LABEL]
+        here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
+        asked = _inventory_of.options(scheduling_strategy=here).remote(host, row["Resources"].get("CPU", 0.0))
+        try:
+            return await asyncio.wait_for(asked, _INVENTORY_S)
+        except (TimeoutError, RayError) as error:
+            _say(f"{host} does not say what it has: {type(error).__name__}: {error}")
+            return {}
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the machines that ``nodes`` found last."""
+        return sorted(node["host"] for node in self._inventories.values())
+
+    @property
+    def unlabelled_text(self) -> str:
+        """What to do about machines that cannot be used; empty when there are none."""
+        how = f"start each with: ray start --address=HOST:PORT --labels={HOST_LABEL}=NAME"
+        return f"{self._unlabelled} machines have no name to place jobs by; {how}" if self._unlabelled else ""
 
     def keep_warm(self, state: EngineState, count: int) -> None:
         """Keep idle processes ready for masters and instances from now on."""
@@ -142,6 +185,14 @@ class GatewayOps:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _inventory_of(host: str, cpus: float) -> dict[str, Any]:
+    """What the machine has that this runs on, under the name it carries."""
+    node = local_node(host)
+    labels = tuple(pair for pair in node.labels if pair[0] != CORES_LABEL)  # Ray's number is not shared in time
+    return codec.to_json_value(replace(node, cpus=cpus, labels=labels))
 
 
 def _master(job: str) -> Handle:

@@ -28,7 +28,7 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rota.runtime import process
+from rota.runtime import environ, process
 from rota.runtime.launch import (
     Call,
     CallTimeout,
@@ -141,7 +141,7 @@ class RayLauncher:
             namespace=self.namespace,
             target=spec.target,
             args=spec.args,
-            env=spec.env,
+            env={environ.HOME: str(environ.Home.find().root), **spec.env},  # a given engine knows nothing of ours
             devices=spec.devices,
             cpus=spec.res.cpus,
             workdir=spec.workdir,

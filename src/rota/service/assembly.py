@@ -115,6 +115,8 @@ def make_engine(settings: Settings, home: Home) -> Engine:
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:  # a mere folder of that name, as Ray leaves one in /tmp, is no package
         return NoEngine("Ray is not installed")
+    if settings.ray_address:
+        return GatewayEngine(home, db_url=db_url(settings), settings=EngineSettings(address=settings.ray_address))
     cpus = sum(node.cpus for node in wanted_nodes(settings))
     engine = EngineSettings(host=LOCAL_HOST, cpus=cpus, warm=WARM, preload=PRELOAD)
     return GatewayEngine(home, db_url=db_url(settings), settings=engine)

@@ -40,7 +40,7 @@ class Settings:
     token: Annotated[str, "Token that clients show. Empty: the one that `rota up` wrote into `home`."] = ""
     db_url: Annotated[str, "Event log as an SQLAlchemy URL (PostgreSQL). Empty: SQLite in `home`."] = ""
     redis_url: Annotated[str, "Registry of shared tensors. Empty: an embedded one on a unix socket."] = ""
-    ray_address: Annotated[str, "Engine to join; not supported yet. Empty: an embedded one."] = ""
+    ray_address: Annotated[str, "`HOST:PORT` of a Ray cluster to run jobs on. Empty: an embedded one."] = ""
     pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES`."] = ""
     profile: Annotated[str, "Scheduling profile, as `rota sim compare` names them."] = "default"
     spares: Annotated[int, "Nodes the scheduler keeps free for jobs that lose one."] = 0
@@ -133,12 +133,11 @@ def _checked(settings: Settings) -> Settings:
     for name in ("spares", "logs_kept_days"):
         if not getattr(settings, name) >= 0:
             raise BadInput(f"{name}={getattr(settings, name)} (from {settings.origins[name]}) is below 0")
-    if settings.ray_address:
-        raise BadInput(
-            f"ray_address={settings.ray_address} (from {settings.origins['ray_address']}): joining a given cluster is "
-            "not supported yet",
-            hint="leave it out: the service starts its own engine",
-        )
+    given = f"ray_address={settings.ray_address} (from {settings.origins['ray_address']})"
+    if settings.ray_address and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", settings.ray_address):
+        raise BadInput(f"{given} is not HOST:PORT", hint="the address that 'ray start --head' prints")
+    if settings.ray_address and settings.pretend:
+        raise BadInput(f"{given}: its machines are real, those of pretend={settings.pretend} are not")
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")

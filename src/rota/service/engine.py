@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from rota.runtime import environ
 from rota.runtime.engine import EngineSettings, find_engine
 from rota.runtime.environ import Home
 from rota.runtime.gateway_client import RECORD, GatewayClient
 from rota.runtime.process import RunFolder
 from rota.runtime.redis_server import find_running
+from rota.spec import codec
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
+from rota.spec.resources import Node
 
 MASTER_TARGET = "rota.job.master:Master"
 STATUS_TIMEOUT_S = 2.0
@@ -56,6 +59,10 @@ class Engine(Protocol):
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
 
+    async def nodes(self) -> tuple[Node, ...]:
+        """The machines of an engine that somebody else runs."""
+        ...
+
     async def close(self, *, stop_engine: bool) -> None:
         """Let go; with ``stop_engine`` end the engine and everything in it."""
         ...
@@ -96,6 +103,9 @@ class NoEngine:
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
 
+    async def nodes(self) -> tuple[Node, ...]:
+        raise EngineUnavailable(self._why)
+
     async def close(self, *, stop_engine: bool) -> None:
         """Nothing to let go of."""
 
@@ -106,7 +116,7 @@ class GatewayEngine:
     def __init__(self, home: Home, *, db_url: str, settings: EngineSettings) -> None:
         self._home, self._db_url = home, db_url
         self._client = GatewayClient(home.root, settings)
-        self._started = False
+        self._started = bool(settings.address)
 
     @property
     def generation(self) -> int:
@@ -117,7 +127,8 @@ class GatewayEngine:
         args = {"job": job, "db_url": self._db_url, "home": str(self._home.root)}
         log_path = str(self._home.job(job).root / "master.log")
         try:
-            await self._client.ensure_master(job, MASTER_TARGET, args, log_path=log_path)
+            env = {environ.HOME: str(self._home.root)}  # which a given engine has not
+            await self._client.ensure_master(job, MASTER_TARGET, args, env=env, log_path=log_path)
         except (TimedOut, ValueError) as error:
             raise EngineUnavailable(f"{job}: {error}") from error
 
@@ -179,6 +190,12 @@ class GatewayEngine:
             return {"engine": await self._client.engine_status(timeout_s=STATUS_TIMEOUT_S)}
         except (EngineUnavailable, TimedOut) as error:
             return {"gateway": {"state": "down", "text": str(error)}, "engine": {"state": "unknown"}}
+
+    async def nodes(self) -> tuple[Node, ...]:
+        try:
+            return tuple(codec.from_json_value(Node, one) for one in await self._client.nodes())
+        except (TimedOut, ValueError) as error:
+            raise EngineUnavailable(str(error)) from error
 
     async def close(self, *, stop_engine: bool) -> None:
         if stop_engine and self._started:

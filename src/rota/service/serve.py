@@ -25,6 +25,7 @@ from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
 from rota.service.daemon import holder_of
+from rota.service.nodes import keep_nodes
 from rota.service.problems import cannot_use
 from rota.service.rest import make_app
 from rota.service.retention import keep_logs
@@ -123,9 +124,10 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     keeping = asyncio.create_task(
         keep_logs(doors.loop.installation.jobs, doors.home, doors.clock, settings.logs_kept_days), name="retention"
     )
-    # 3. what this machine has
-    if changes := node_changes(doors, wanted_nodes(settings)):
+    # 3. what this machine has; a given engine is asked for its machines, again and again
+    if not settings.ray_address and (changes := node_changes(doors, wanted_nodes(settings))):
         await doors.loop.append(changes)
+    looking = asyncio.create_task(keep_nodes(doors) if settings.ray_address else asyncio.sleep(0), name="nodes")
     doors.ready = True
     _record(doors)
     _log.info("serving %s from %s as install epoch %s", doors.home.root, settings.url, doors.loop.writer.epoch)
@@ -139,9 +141,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         server.should_exit = True
         await doors.loop.stop()
         waiting.cancel()
-        for task in (telling, keeping):
+        for task in (telling, keeping, looking):
             task.cancel()
-        await asyncio.gather(telling, keeping, return_exceptions=True)
+        await asyncio.gather(telling, keeping, looking, return_exceptions=True)
         ends = await asyncio.gather(turning, answering, return_exceptions=True)
         await doors.engine.close(stop_engine=False)
         log.close()

@@ -108,6 +108,8 @@ def _warnings(doors: Doors) -> list[str]:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if doors.settings.host not in ("127.0.0.1", "localhost", "::1"):
         found.append("the service listens beyond this machine; who submits a job runs code as this user")
+    if doors.settings.ray_address and not doors.settings.db_url:
+        found.append("the event log is a file here: masters on other machines need ROTA_DB_URL=postgresql://...")
     return found
 
 

@@ -1,0 +1,25 @@
+"""Keep the nodes of the installation those of an engine that somebody else runs: asked for again and again."""
+
+from __future__ import annotations
+
+import logging
+
+from rota.service.assembly import node_changes
+from rota.service.routes.doors import Doors
+from rota.spec.errors import EngineUnavailable, StoreUnavailable
+
+LOOK_S = 2.0
+"""Between two looks: so long after 'ray start' a machine gets work at the latest."""
+
+_log = logging.getLogger("rota.service")
+
+
+async def keep_nodes(doors: Doors) -> None:
+    """Until cancelled. While the engine does not answer, the nodes that are known stay."""
+    while True:
+        try:
+            if changes := node_changes(doors, await doors.engine.nodes()):
+                await doors.loop.append(changes)
+        except (EngineUnavailable, StoreUnavailable) as error:
+            _log.warning("the machines of the engine are not known now: %s", error)
+        await doors.clock.sleep(LOOK_S)

@@ -1,0 +1,63 @@
+"""A service on an engine that somebody else runs: its machines, one that joins later, one that leaves."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.real.conftest import HOST, Engine
+from tests.real.nodes import Raylets
+from tests.real.test_service import Installation, free_port, of_home
+
+from rota.runtime import process
+from rota.service import daemon
+from rota.service.config import load_settings
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMIT_S = 60.0
+
+
+def until(look: Callable[[], Any], wanted: Any) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while (seen := look()) != wanted:
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.05)
+
+
+def test_jobs_run_on_the_machines_of_a_given_engine_and_on_one_that_joins_later(engine: Engine) -> None:
+    given = {"port": free_port(), "ray_address": engine.address}
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        site, raylets = Installation(load_settings({"home": folder, **given}, environ={})), Raylets(engine)
+
+        def states() -> dict[str, str]:
+            return {one["id"]: one["state"] for one in site.ask("/nodes")["items"]}
+
+        try:
+            site.up()
+            raylets.ensure("second", cpus=4)
+            until(states, {HOST: "healthy", "second": "healthy"})
+            say = "import os, pathlib, time; print(os.environ['ROTA_HOME'], flush=True)\n"
+            say += f"while not pathlib.Path('{folder}/apart.flag').exists(): time.sleep(0.05)"
+            role = {"run": [sys.executable, "-c", say], "replicas": 2, "apart": [{"role": "self", "level": "node"}]}
+            source = json.dumps({"name": "apart", "roles": {"main": role}})
+            job = site.ask("/jobs", {"source": source, "filename": "job.json"})["id"]
+            running = site.running(job)
+            assert {one["node"] for one in running["instances"]} == {HOST, "second"}
+            site.finish(job)
+            assert site.ended(job)["state"] == "SUCCEEDED"
+            assert {line["text"] for line in site.ask(f"/jobs/{job}/logs")["items"]} == {folder}
+            assert site.ask("/status")["parts"]["engine"]["hosts"] == [HOST, "second"]
+            raylets.stop()
+            until(states, {HOST: "healthy"})
+        finally:
+            ended = daemon.down(site.settings)
+            raylets.stop()
+        assert (ended["state"], of_home(Path(folder))) == ("down", [])
+        assert process.is_alive(engine.state.raylet)

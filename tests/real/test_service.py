@@ -282,7 +282,7 @@ def test_down_ends_service_gateway_and_engine_and_stops_its_jobs() -> None:
         stranger = subprocess.Popen(["sleep", "60"])
         document = daemon.down(site.settings)
         assert (document["state"], document["still_running"]) == ("down", [])
-        assert {"service", "gateway", "engine"} <= set(document["ended"])
+        assert {"service", "gateway", "engine"} <= set(document["ended"]) and document["stopped_jobs"] == [job]
         assert of_home(home) == []
         assert stranger.poll() is None
         stranger.kill()

@@ -86,12 +86,12 @@ def _changes(
     """The short flags as ``--set`` values, before the explicit ones; each with the flag that it came by."""
     number = "" if priority is None else str(priority)
     short = [("name", name, "-n"), ("queue", queue, "-q"), ("priority", number, "-p"), ("time_limit", time_limit, "-t")]
+    made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
     for pair in env or ():
-        key, equals, value = pair.partition("=")
+        key, equals, _ = pair.partition("=")
         if not equals or not key:
             raise BadInput(f"-e {pair}: not K=V")
-        short.append((f"env.{key}", value, "-e"))
-    made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
+        made[f"env.{pair}"] = f"-e {pair}"
     return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
 
 

@@ -41,7 +41,8 @@ def test_flags_that_were_not_given_do_not_count(tmp_path: Path) -> None:
         ("", {"ROTA_PORT": "many"}, r"port='many' \(from ROTA_PORT\)"),
         ("", {"ROTA_PORT": "70000"}, "between 0 and 65535"),
         ("", {"ROTA_PRETEND": "3by4"}, "3by4"),
-        ("", {"ROTA_RAY_ADDRESS": "ray://x"}, "not supported"),
+        ("", {"ROTA_RAY_ADDRESS": "ray://x"}, r"ray_address=ray://x \(from ROTA_RAY_ADDRESS\) is not HOST:PORT"),
+        ("pretend = '1x2x4'", {"ROTA_RAY_ADDRESS": "head:6379"}, "its machines are real, those of pretend=1x2x4"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_origin(

@@ -157,7 +157,7 @@ def _translated(url: str) -> Iterator[None]:
         cause = str(error.orig)
         if isinstance(error, DatabaseError) and any(word in cause.lower() for word in _CORRUPT):
             raise StoreCorrupt(f"{shown}: {cause}", hint="restore a back-up; nothing was changed") from error
-        full = "full" in cause or "No space left" in cause
+        full = "disk is full" in cause or "No space left" in cause
         hint = "free space on that disk; nothing was written" if full else "see rota doctor"
         raise StoreUnavailable(f"{shown}: {cause}", hint=hint) from error
     except SQLAlchemyError as error:

@@ -158,10 +158,10 @@ async def caller_of(request: Request) -> Caller:
     """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
     doors = await doors_of(request)
     caller = doors.auth.check(asked_of(request))
-    _refuse_unknown_parameters(request)
     if request.method not in SAFE_METHODS:
         doors.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller
+    _refuse_unknown_parameters(request)
     return caller
 
 

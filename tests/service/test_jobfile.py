@@ -283,7 +283,7 @@ roles:
 def test_mistakes_in_the_older_form_speak_of_its_own_keys() -> None:
     text = '{"jobName": "t",\n "retryCount": 1,\n "taskRoles": [{"taskNumbr": 2,\n "memoryMB": "x", "command": "c"}]}'
     assert problems(text) == [
-        "job.yaml:2:2: retryCount: unknown field",
+        "job.yaml:2:2: retryCount: unknown field; fields: jobName, image, dataDir, outputDir, taskRoles",
         "job.yaml:3:17: taskRoles[0].taskNumbr: unknown field; did you mean 'taskNumber'?",
         "job.yaml:4:14: taskRoles[0].memoryMB: 'xMiB' is not a size with a unit; for example 512MiB",
     ]

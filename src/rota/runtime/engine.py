@@ -324,12 +324,12 @@ def _start_node(
     state_path = files.state_path(settings.host)
     state_path.unlink(missing_ok=True)
     plan: dict[str, object] = {
+        **asdict(settings),
         **config,
         "engine": engine,
         "token_path": str(files.token),
         "state_path": str(state_path),
         "environment": environment,
-        **asdict(settings),
     }
     command = (sys.executable, "-m", "rota.runtime.ray_engine", json.dumps(plan))
     child = process.spawn(

@@ -87,7 +87,9 @@ def _dataclass(cls: type, raw: Any) -> Any:
         if field.init and field.name in pairs:
             try:
                 given[field.name] = from_json_value(hints[field.name], pairs[field.name])
-            except (TypeError, ValueError) as error:
+            except TypeError as error:
+                raise TypeError(f"{field.name}: {error}") from error
+            except ValueError as error:
                 raise ValueError(f"{field.name}: {error}") from error
         elif field.init and field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{field.name}: missing")

@@ -18,6 +18,7 @@ from rota.train.plan.model import Offload, ParallelPlan, Recompute
 from rota.train.plan.rules import check
 from rota.train.plan.search import found_to_json, lower_bound_s, search
 from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
+from rota.train.plan.table import Table
 
 SEVEN_B = ModelShape(
     layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False, name="7B"
@@ -116,8 +117,9 @@ def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(0, INSTANCES, 3))
 def test_no_plan_of_a_setting_is_faster_than_its_bound(seed: int) -> None:
     question = small_question(seed)
+    table = Table(question)
     for setting in settings(question):
-        bound_s = lower_bound_s(question, setting)
+        bound_s = lower_bound_s(question, setting, table)
         for cut in cuts(question.model.layers, setting.pp * setting.interleave):
             plan = plan_of(question, setting, cut, [(("none", size),) for size in cut])
             assert step_time(plan, question.model, question.hardware).total_s >= bound_s * (1 - 1e-12)

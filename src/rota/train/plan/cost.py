@@ -19,8 +19,8 @@ from rota.train.plan.comm import Link, all_gather_s, all_reduce_s, reduce_scatte
 from rota.train.plan.hardware import DeviceSpec, Hardware
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, held_params, state_bytes
-from rota.train.plan.model import Layer, ParallelPlan, Stage
-from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
+from rota.train.plan.model import Dtype, Layer, Offload, ParallelPlan, Stage
+from rota.train.plan.schedule import Kind, StageCost, pipeline_s
 
 HALF_BYTES = 2
 NORM_BYTES, RESIDUAL_BYTES, GELU_BYTES = 2 * HALF_BYTES, 3 * HALF_BYTES + 1, 2 * HALF_BYTES
@@ -148,36 +148,39 @@ class StepTime:
 
 def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> StepTime:
     """Predict one step of a plan that has passed ``rules.check``."""
-    pp = plan.mesh.pp
+    mesh, dtype, pp = plan.mesh, plan.dtype.param, plan.mesh.pp
     times = {
-        run: layer_time(model, run, plan.micro_batch, hardware, plan.dtype.param, cp=plan.mesh.cp)
+        run: layer_time(model, run, plan.micro_batch, hardware, dtype, cp=mesh.cp)
         for run in {replace(layer, count=1) for layer in plan.layers}
     }
-    work = stage_works(plan, times, head_s(plan, model, hardware))
+    last_s = head_s(model, plan.head.tp, plan.micro_batch, hardware, dtype, cp=mesh.cp)
+    work = _stage_works(plan, times, last_s)
     costs = [[one.cost for one in work[rank::pp]] for rank in range(pp)]
-    line = simulate(order_of(plan), costs, transfers_s=transfers_s(plan, model, hardware))
-    busiest = max(range(pp), key=line.busy_s.__getitem__)
     micro = plan.micro_batches
+    total_s = pipeline_s(_order_of(plan), micro, costs, transfers_s=transfers_s(plan, model, hardware))
+    busy_s = [micro * sum(cost.forward_s + cost.backward_s for cost in rank) for rank in costs]
+    busiest = max(range(pp), key=busy_s.__getitem__)
     again_s = micro * sum(one.again_s for one in work[busiest::pp])
     comm_s = micro * sum(one.comm_s for one in work[busiest::pp])
     ring_s = micro * sum(one.ring_s for one in work[busiest::pp])
     host_s = micro * sum(one.host_s for one in work[busiest::pp])
+    kept = state_time(keeping(plan), hardware, held_params(plan, model), layers_max(plan))
     parts = {
-        "compute": line.busy_s[busiest] - again_s - comm_s - ring_s - host_s,
+        "compute": busy_s[busiest] - again_s - comm_s - ring_s - host_s,
         "host": host_s,
         "recompute": again_s,
         "tp": comm_s,
         "cp": ring_s,
-        "bubble": line.bubble_s,
-        "dp": gradient_s(plan, model, hardware, line.busy_s[busiest]),
-        "optimizer": optimizer_s(plan, model, hardware),
-        "offload": offload_s(plan, model, hardware),
+        "bubble": total_s - busy_s[busiest],
+        "dp": kept.exposed_s(hardware, busy_s[busiest]),
+        "optimizer": kept.optimizer_s,
+        "offload": kept.offload_s,
     }
     return StepTime(total_s=sum(parts.values()), breakdown_s=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageWork:
+class _StageWork:
     """What one stage costs for one micro-batch: both passes, and in them what is computed twice, the communication of
     tensor and of context ranks and the waits for the host."""
 
@@ -188,13 +191,13 @@ class StageWork:
     host_s: float
 
 
-def stage_works(plan: ParallelPlan, times: Mapping[Layer, LayerTime], last_s: float) -> list[StageWork]:
+def _stage_works(plan: ParallelPlan, times: Mapping[Layer, LayerTime], last_s: float) -> list[_StageWork]:
     """The work of every stage in order; ``times`` has each kind of layer with ``count`` 1, ``last_s`` the head."""
     per_layer = [replace(layer, count=1) for layer in expand_layers(plan)]
     return [_stage_work(stage, per_layer, times, last_s) for stage in plan.stages]
 
 
-def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, LayerTime], last_s: float) -> StageWork:
+def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, LayerTime], last_s: float) -> _StageWork:
     forward_s = backward_s = again_s = comm_s = ring_s = host_s = 0.0
     for layer, count in Counter(per_layer[stage.layers[0] : stage.layers[1]]).items():
         time = times[layer]
@@ -207,22 +210,21 @@ def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, Laye
     if stage.head:
         forward_s, backward_s = forward_s + last_s, backward_s + 2 * last_s
     cost = StageCost(forward_s=forward_s, backward_s=backward_s)
-    return StageWork(cost=cost, again_s=again_s, comm_s=comm_s, ring_s=ring_s, host_s=host_s)
+    return _StageWork(cost=cost, again_s=again_s, comm_s=comm_s, ring_s=ring_s, host_s=host_s)
 
 
-def order_of(plan: ParallelPlan) -> tuple[tuple[Task, ...], ...]:
-    """The tasks of every pipeline rank in the order of the schedule; without a pipeline, one rank in turn."""
-    pp, micro = plan.mesh.pp, plan.micro_batches
-    if plan.schedule == "interleaved":
-        return interleaved(pp, micro, len(plan.stages) // pp)
-    return gpipe(pp, micro) if plan.schedule == "gpipe" else one_f_one_b(pp, micro)
+def _order_of(plan: ParallelPlan) -> Kind:
+    """The schedule that is simulated; zero-bubble ones as 1F1B, which is no faster."""
+    if plan.schedule == "interleaved" or plan.schedule == "gpipe":
+        return plan.schedule
+    return "1f1b"
 
 
-def head_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
+def head_s(model: ModelShape, tp: int, micro_batch: int, hardware: Hardware, dtype: str, *, cp: int = 1) -> float:
     """The product with the vocabulary and the loss over it, both split over the tensor ranks."""
-    tokens, vocab = plan.micro_batch * model.seq / plan.mesh.cp, model.vocab / plan.head.tp
+    tokens, vocab = micro_batch * model.seq / cp, model.vocab / tp
     loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_BYTES)
-    return gemm_s(hardware.device, plan.dtype.param, tokens, vocab, model.hidden) + loss_s
+    return gemm_s(hardware.device, dtype, tokens, vocab, model.hidden) + loss_s
 
 
 def transfers_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> list[float]:
@@ -239,63 +241,89 @@ def transfers_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> li
     return [(send_s(size / tp, hardware.link_over(*end)) + gather_s) * (1 - hardware.overlap.pp) for end in ends]
 
 
-def gradient_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware, busy_s: float) -> float:
-    """Exposed time of what data and context ranks exchange, over the slowest level that they span.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """Who keeps the state of a layer: ``ranks`` data and context ranks, ``tp`` apart."""
+
+    ranks: int
+    tp: int
+    zero: int
+    offload: Offload
+    micro_batches: int
+    dtype: Dtype
+
+
+def keeping(plan: ParallelPlan) -> Keeping:
+    """Of a plan: the highest ZeRO stage of its layers, the offload of the first."""
+    return Keeping(
+        ranks=plan.mesh.dp * plan.mesh.cp,
+        tp=plan.mesh.tp,
+        zero=max((layer.zero for layer in plan.layers), default=0),
+        offload=plan.layers[0].offload,
+        micro_batches=plan.micro_batches,
+        dtype=plan.dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTime:
+    """Seconds of one step for state: ``exchange_s`` between data ranks, the optimizer, the link to the host."""
+
+    exchange_s: float
+    optimizer_s: float
+    offload_s: float
+
+    def exposed_s(self, hardware: Hardware, busy_s: float) -> float:
+        """The part of the exchange that does not hide behind ``busy_s`` of computation."""
+        return self.exchange_s - min(hardware.overlap.dp * self.exchange_s, busy_s)
+
+    def total_s(self, hardware: Hardware, busy_s: float) -> float:
+        """All three as the clock sees them."""
+        return self.exposed_s(hardware, busy_s) + self.optimizer_s + self.offload_s
+
+
+def state_time(kind: Keeping, hardware: Hardware, held: float, layers: int) -> StateTime:
+    """Of a rank that holds ``held`` parameters in ``layers`` layers; more of either is never faster.
+
+    Adam reads and writes master, moments, gradient and parameter once. The link to the host is hidden by nothing, and
+    host memory is taken to be as fast. With the optimizer there, gradients go down and weights come up once a step;
+    with all of the state there, weights come up each time that they are gathered, and gradients go down with every
+    micro-batch.
+    """
+    stepped, costs = held / (kind.ranks if kind.zero else 1), state_bytes(kind.dtype)
+    size = stepped * 2 * costs.total
+    exchange_s = _exchange_s(kind, hardware, held, 1 + layers) if kind.ranks > 1 else 0.0
+    if kind.offload == "none":
+        return StateTime(exchange_s=exchange_s, optimizer_s=_stream_s(hardware.device, size), offload_s=0.0)
+    up = down = 1
+    if kind.offload.startswith("all"):
+        down = kind.micro_batches
+        up = 2 * kind.micro_batches if kind.zero == 3 else 1
+    rate = hardware.host.gb_s * 1e9
+    moved = stepped * (up * costs.param + down * costs.grad)
+    return StateTime(exchange_s=exchange_s, optimizer_s=size / rate, offload_s=moved / rate)
+
+
+def _exchange_s(kind: Keeping, hardware: Hardware, held: float, pieces: int) -> float:
+    """What data and context ranks exchange, over the slowest level that they span, with nothing hidden.
 
     ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and
     gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients. Under 2 and
     3 each layer is a collective of its own, and the embedding with the head one more.
     """
-    dp = plan.mesh.dp * plan.mesh.cp
-    if dp == 1:
-        return 0.0
-    link = hardware.link_of(dp, plan.mesh.tp)
-    held = held_params(plan, model)
-    gradients, params = held * NUMBER_BYTES[plan.dtype.reduce], held * NUMBER_BYTES[plan.dtype.param]
-    pieces = 1 + max(
-        sum(last - first for first, last in (one.layers for one in plan.stages[rank :: plan.mesh.pp]))
-        for rank in range(plan.mesh.pp)
-    )
-    scatter_s = pieces * reduce_scatter_s(dp, gradients / pieces, link)
-    gather_s = pieces * all_gather_s(dp, params / pieces, link)
-    zero, micro = max((layer.zero for layer in plan.layers), default=0), plan.micro_batches
-    if zero < 2:
-        total_s = all_reduce_s(dp, gradients, link)
-        if zero == 1:
-            total_s += all_gather_s(dp, held * NUMBER_BYTES[plan.dtype.master], link)
-    elif zero == 2:
-        total_s = micro * scatter_s + gather_s
-    else:
-        total_s = micro * (2 * gather_s + scatter_s)
-    return total_s - min(hardware.overlap.dp * total_s, busy_s)
+    ranks, link, micro = kind.ranks, hardware.link_of(kind.ranks, kind.tp), kind.micro_batches
+    gradients, params = held * NUMBER_BYTES[kind.dtype.reduce], held * NUMBER_BYTES[kind.dtype.param]
+    if kind.zero < 2:
+        total_s = all_reduce_s(ranks, gradients, link)
+        if kind.zero == 1:
+            total_s += all_gather_s(ranks, held * NUMBER_BYTES[kind.dtype.master], link)
+        return total_s
+    scatter_s = pieces * reduce_scatter_s(ranks, gradients / pieces, link)
+    gather_s = pieces * all_gather_s(ranks, params / pieces, link)
+    return micro * scatter_s + (gather_s if kind.zero == 2 else 2 * micro * gather_s)
 
 
-def optimizer_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
-    """Adam reads and writes master, moments, gradient and parameter once."""
-    kind = plan.layers[0]
-    size = _stepped(plan, model) * 2 * state_bytes(plan).total
-    if kind.offload == "none":
-        return _stream_s(hardware.device, size)
-    return size / (hardware.host.gb_s * 1e9)  # host memory is taken to be as fast as the link to it
-
-
-def offload_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> float:
-    """Time on the link to the host, none of it hidden.
-
-    With the optimizer there, gradients go down and weights come up once a step. With all of the state there, weights
-    come up each time that they are gathered, and gradients go down with every micro-batch.
-    """
-    kind, costs = plan.layers[0], state_bytes(plan)
-    if kind.offload == "none":
-        return 0.0
-    up = down = 1
-    if kind.offload.startswith("all"):
-        down = plan.micro_batches
-        up = 2 * plan.micro_batches if kind.zero == 3 else 1
-    return _stepped(plan, model) * (up * costs.param + down * costs.grad) / (hardware.host.gb_s * 1e9)
-
-
-def _stepped(plan: ParallelPlan, model: ModelShape) -> float:
-    """Parameters that a rank updates."""
-    zero = max((layer.zero for layer in plan.layers), default=0)
-    return held_params(plan, model) / (plan.mesh.dp * plan.mesh.cp if zero else 1)
+def layers_max(plan: ParallelPlan) -> int:
+    """Layers of the rank with the most."""
+    pp = plan.mesh.pp
+    return max(sum(one.layers[1] - one.layers[0] for one in plan.stages[rank::pp]) for rank in range(pp))

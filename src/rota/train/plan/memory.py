@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rota.train.plan.layers import ModelShape, embed_params, head_params
-from rota.train.plan.model import Layer, Mesh, ParallelPlan, Schedule, Stage
+from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Schedule, Stage
 
 GIB = 2**30
 NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -40,9 +40,9 @@ class StateBytes:
         return self.param + self.grad + self.optimizer
 
 
-def state_bytes(plan: ParallelPlan) -> StateBytes:
+def state_bytes(dtype: Dtype) -> StateBytes:
     """Everything in the master format: ``4 + 4 + 8`` with Adam in fp32."""
-    master = NUMBER_BYTES[plan.dtype.master]
+    master = NUMBER_BYTES[dtype.master]
     return StateBytes(param=master, grad=master, optimizer=ADAM_MOMENTS * master)
 
 
@@ -122,9 +122,17 @@ def memory(plan: ParallelPlan, model: ModelShape) -> tuple[StageMemory, ...]:
     )
 
 
-def stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequence[Layer]) -> float:
-    """Bytes of pipeline rank ``rank`` if it held ``layers`` instead of its own; linear in the layers."""
-    return _stage_memory(plan, model, rank, layers).total
+def ends_bytes(plan: ParallelPlan, model: ModelShape, rank: int) -> float:
+    """Bytes of pipeline rank ``rank`` without its layers; each adds ``layer_bytes``."""
+    return _stage_memory(plan, model, rank, []).total
+
+
+def layer_bytes(model: ModelShape, layer: Layer, mesh: Mesh, dtype: Dtype) -> float:
+    """Bytes of state that a layer adds to a rank; ``activation_bytes_per_layer`` come on top."""
+    costs, shares = state_bytes(dtype), _shares(layer, mesh)
+    copy = NUMBER_BYTES[dtype.param] if _copied(layer, mesh, dtype) else 0
+    each = costs.param * shares[0] + costs.grad * shares[1] + costs.optimizer * shares[2] + copy
+    return layer_params_per_rank(model, layer.tp) * each
 
 
 def expand_layers(plan: ParallelPlan) -> tuple[Layer, ...]:
@@ -137,7 +145,7 @@ def _chunks(plan: ParallelPlan, rank: int) -> tuple[Stage, ...]:
 
 
 def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequence[Layer]) -> StageMemory:
-    costs, chunks, pp = state_bytes(plan), _chunks(plan, rank), plan.mesh.pp
+    costs, chunks, pp = state_bytes(plan.dtype), _chunks(plan, rank), plan.mesh.pp
     in_flight = layers_in_flight(plan.schedule, stage=rank, p=pp, m=_live(plan), v=len(chunks))
     held = [(float(count * layer_params_per_rank(model, layer.tp)), layer) for layer, count in Counter(layers).items()]
     held += _ends(plan, model, chunks)
@@ -162,12 +170,16 @@ def _copies(plan: ParallelPlan, model: ModelShape, held: Sequence[tuple[float, L
     Under ZeRO 3 only the layers in use are whole; with a pipeline each stays whole from its backward pass to its next
     forward pass.
     """
-    number, mixed = NUMBER_BYTES[plan.dtype.param], plan.dtype.param != plan.dtype.master
     first = plan.layers[0]
-    passing = plan.mesh.pp == 1
-    kept = sum(p for p, kind in held if kind.zero == 2 or (kind.zero < 2 and mixed) or (kind.zero == 3 and not passing))
-    moving = UNSHARDED_LAYERS * layer_params_per_rank(model, first.tp) if first.zero == 3 and passing else 0
-    return (kept + moving) * number
+    kept = sum(params for params, kind in held if _copied(kind, plan.mesh, plan.dtype))
+    passing = first.zero == 3 and plan.mesh.pp == 1
+    moving = UNSHARDED_LAYERS * layer_params_per_rank(model, first.tp) if passing else 0
+    return (kept + moving) * NUMBER_BYTES[plan.dtype.param]
+
+
+def _copied(layer: Layer, mesh: Mesh, dtype: Dtype) -> bool:
+    mixed = dtype.param != dtype.master
+    return layer.zero == 2 or (layer.zero < 2 and mixed) or (layer.zero == 3 and mesh.pp > 1)
 
 
 def _ends(plan: ParallelPlan, model: ModelShape, chunks: tuple[Stage, ...]) -> list[tuple[float, Layer]]:
@@ -204,7 +216,7 @@ def _shares(layer: Layer, mesh: Mesh) -> tuple[float, float, float]:
 
 def host_bytes(plan: ParallelPlan, model: ModelShape) -> float:
     """Host memory behind the fullest rank: all state that is offloaded, and a copy of the weights beside moments."""
-    kind, costs = plan.layers[0], state_bytes(plan)
+    kind, costs = plan.layers[0], state_bytes(plan.dtype)
     if kind.offload == "none":
         return 0.0
     shards = plan.mesh.dp * plan.mesh.cp if kind.zero else 1

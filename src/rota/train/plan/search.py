@@ -8,28 +8,18 @@ score, so the result is the optimum of the space.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.spec.errors import BadInput
-from rota.train.plan.cost import (
-    LayerTime,
-    StepTime,
-    gradient_s,
-    head_s,
-    layer_time,
-    offload_s,
-    optimizer_s,
-    stage_works,
-    step_time,
-)
+from rota.train.plan.cost import LayerTime, StepTime, step_time, transfers_s
 from rota.train.plan.exchange import NUMBER_MAX
-from rota.train.plan.memory import GIB, memory
-from rota.train.plan.model import Layer, ParallelPlan, Recompute
-from rota.train.plan.space import RECOMPUTES, SPACE, Question, Setting, cheapest_plan, cuts, plan_of, settings
-
-Times = dict[Recompute, LayerTime]
+from rota.train.plan.memory import GIB, host_bytes, memory
+from rota.train.plan.model import Layer, ParallelPlan
+from rota.train.plan.space import SPACE, Question, Room, Setting, cuts, plan_of, settings, spread
+from rota.train.plan.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,40 +80,126 @@ def check_question(question: Question) -> None:
             raise BadInput(f"pin {name}: unknown degree", hint=f"one of {', '.join(known)}")
 
 
-def search(question: Question, *, top: int = 5, stop: Callable[[], bool] = lambda: False) -> Found:
-    """The best ``top`` plans. ``stop`` is asked at each bound and each cut; True ends with what is proven so far.
+def search(
+    question: Question,
+    *,
+    top: int = 5,
+    stop: Callable[[], bool] = lambda: False,
+    table: Table | None = None,
+    under_s: float = float("inf"),
+) -> Found:
+    """The best ``top`` plans that take less than ``under_s``. Deterministic.
 
-    Raises BadInput for a question that makes no sense. Deterministic.
+    ``stop`` is asked at each bound and each cut; True ends with the best so far and what is proven of it. Searches for
+    the same model, hardware and number formats may share a ``table``. Raises BadInput for a question that makes no
+    sense.
     """
     check_question(question)
-    heap: list[tuple[float, int, Setting]] = []
-    for index, one in enumerate(settings(question)):
-        if stop():
-            return Found(best=(), certificate=_certificate([], 0.0, False, index, index, 0))
-        heap.append((lower_bound_s(question, one), index, one))
-    heapq.heapify(heap)
-    enumerated, scored, best = len(heap), 0, list[Scored]()
-    complete = True
-    while heap:
-        bound_s, _, setting = heap[0]
-        if len(best) == top and bound_s >= best[-1].step.total_s:
-            break
-        plans = list(score_setting(question, setting, best, top, stop))
-        best = sorted([*best, *(one for one in plans if one is not None)], key=lambda one: one.order)[:top]
-        if None in plans:  # the setting stays in the heap: its bound holds for the cuts that are left
-            complete = False
-            break
-        heapq.heappop(heap)
-        scored += 1
-    if complete and not best and "offload" not in question.allow and question.hardware.host.gb_s:
-        return search(replace(question, allow=(*question.allow, "offload")), top=top, stop=stop)
-    bound_s = heap[0][0] if heap else float("inf")
-    return Found(best=tuple(best), certificate=_certificate(best, bound_s, complete, enumerated, len(heap), scored))
+    table = table or Table(question)
+    run = _Search(question, table, top, stop, under_s)
+    complete = run.finish()
+    anywhere = under_s == float("inf") and not run.best
+    if complete and anywhere and "offload" not in question.allow and question.hardware.host.gb_s:
+        return search(replace(question, allow=(*question.allow, "offload")), top=top, stop=stop, table=table)
+    return Found(best=tuple(run.best), certificate=run.certificate(complete))
 
 
-def _certificate(
-    best: list[Scored], bound_s: float, complete: bool, enumerated: int, left: int, scored: int
-) -> Certificate:
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A cut of a setting with the cheapest recompute that fits: (selective, full) layers of each rank."""
+
+    setting: Setting
+    cut: tuple[int, ...]
+    chosen: tuple[tuple[int, int], ...]
+
+
+class _Search:
+    """Best first: a heap of settings and of candidates by their bounds, and the best plans scored so far."""
+
+    def __init__(self, question: Question, table: Table, top: int, stop: Callable[[], bool], under_s: float) -> None:
+        self.best: list[Scored] = []
+        self._question, self._table, self._top = question, table, top
+        self._stop, self._under_s = stop, under_s
+        self._heap: list[tuple[float, int, Setting | _Candidate]] = []
+        self._count = itertools.count()
+        self._enumerated = self._opened = 0
+
+    def finish(self) -> bool:
+        """Search until nothing left can be among the best; False when stopped before."""
+        for one in settings(self._question):
+            if self._stop():
+                self._heap.clear()
+                return False
+            self._enumerated += 1
+            if self._table.least_bytes(one) <= self._question.budget_bytes:
+                self._push(lower_bound_s(self._question, one, self._table), one)
+        while self._heap and self._heap[0][0] < self._cutoff_s:
+            bound_s, _, one = heapq.heappop(self._heap)
+            if isinstance(one, _Candidate):
+                self._score(one)
+            elif self._open(one, bound_s):
+                self._opened += 1
+            else:  # its bound holds for the cuts that are left
+                heapq.heappush(self._heap, (bound_s, next(self._count), one))
+                return False
+        return True
+
+    @property
+    def _cutoff_s(self) -> float:
+        """What a plan must beat to be among the best."""
+        return self.best[-1].step.total_s if len(self.best) == self._top else self._under_s
+
+    def _push(self, bound_s: float, one: Setting | _Candidate) -> None:
+        if bound_s < self._cutoff_s:
+            heapq.heappush(self._heap, (bound_s, next(self._count), one))
+
+    def _open(self, setting: Setting, bound_s: float) -> bool:
+        """Put the cuts of a setting that fit on the heap; score the best at once while there is no plan at all."""
+        time = self._table.layer(setting)
+        room = Room(self._question, setting, time)
+        bounds = _CutBounds(self._question, setting, self._table, room)
+        found: list[tuple[float, _Candidate]] = []
+        for cut in cuts(self._question.model.layers, setting.pp * setting.interleave):
+            if self._stop():
+                return False
+            counts = [sum(cut[rank :: setting.pp]) for rank in range(setting.pp)]
+            if bounds.without_last_s(counts) >= self._cutoff_s:
+                break  # a smaller last chunk leaves the others with no less
+            chosen = [room.recompute(rank, count) for rank, count in enumerate(counts)]
+            if None in chosen[:-1]:
+                break
+            fits = tuple(one for one in chosen if one is not None)
+            if len(fits) == setting.pp and self._host_fits(setting, cut):
+                candidate = _Candidate(setting, cut, fits)
+                found.append((max(bound_s, bounds.of(cut, counts, fits)), candidate))
+        if found and not self.best:
+            first = min(range(len(found)), key=lambda index: found[index][0])
+            self._score(found.pop(first)[1])
+        for bound, candidate in found:
+            self._push(bound, candidate)
+        return True
+
+    def _host_fits(self, setting: Setting, cut: tuple[int, ...]) -> bool:
+        if not setting.offloads:
+            return True
+        bare = plan_of(self._question, setting, cut, [(("none", count),) for count in cut])
+        return host_bytes(bare, self._question.model) <= self._question.hardware.host.memory_gib * GIB
+
+    def _score(self, one: _Candidate) -> None:
+        runs = spread(one.chosen, one.cut, one.setting.pp)
+        scored = score(plan_of(self._question, one.setting, one.cut, runs), self._question)
+        if scored.step.total_s < self._under_s:
+            self.best = sorted([*self.best, scored], key=lambda other: other.order)[: self._top]
+
+    def certificate(self, complete: bool) -> Certificate:
+        """What the search has proven of its best plan."""
+        bound_s = self._heap[0][0] if self._heap else float("inf")
+        if not complete and not self._heap:
+            bound_s = 0.0
+        return _certificate(self.best, bound_s, complete, self._enumerated, self._opened)
+
+
+def _certificate(best: list[Scored], bound_s: float, complete: bool, enumerated: int, opened: int) -> Certificate:
     total_s = best[0].step.total_s if best else float("inf")
     proven_s = min(total_s, bound_s)
     gap_pct = 0.0 if proven_s == total_s or not best else 100 * (total_s - proven_s) / proven_s
@@ -132,47 +208,10 @@ def _certificate(
         gap_pct=gap_pct,
         complete=complete,
         enumerated=enumerated,
-        bounded=left,
-        scored=scored,
+        bounded=enumerated - opened,
+        scored=opened,
         space=SPACE,
     )
-
-
-def layer_times(question: Question, setting: Setting) -> Times:
-    """Times of a layer under each kind of recompute."""
-    base = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero)
-    dtype = question.dtype.param
-    return {
-        kind: layer_time(
-            question.model,
-            replace(base, recompute=kind),
-            setting.micro_batch,
-            question.hardware,
-            dtype,
-            cp=setting.cp,
-        )
-        for kind in RECOMPUTES
-    }
-
-
-def score_setting(
-    question: Question, setting: Setting, best: list[Scored], top: int, stop: Callable[[], bool]
-) -> Iterator[Scored | None]:
-    """The plans of one setting that fit, one a cut; cuts whose own bound is beaten already are left out.
-
-    None is the last when ``stop`` said so.
-    """
-    times = layer_times(question, setting)
-    for cut in cuts(question.model.layers, setting.pp * setting.interleave):
-        if stop():
-            yield None
-            return
-        if len(best) == top and _cut_bound_s(question, setting, cut, times) >= best[-1].step.total_s:
-            continue
-        plan = cheapest_plan(question, setting, cut, times)
-        if plan is None or (len(best) == top and _plan_bound_s(plan, question, times) >= best[-1].step.total_s):
-            continue
-        yield score(plan, question)
 
 
 def score(plan: ParallelPlan, question: Question) -> Scored:
@@ -182,62 +221,59 @@ def score(plan: ParallelPlan, question: Question) -> Scored:
     return Scored(plan=plan, step=step, memory_bytes=need.total, memory_by_class_gib=need.by_class_gib())
 
 
-def lower_bound_s(question: Question, setting: Setting) -> float:
+def lower_bound_s(question: Question, setting: Setting, table: Table) -> float:
     """No plan of this setting is faster: perfect cut, no recompute, transfers for free.
 
-    With stages of work ``w_i`` and ``m`` micro-batches, 1F1B and GPipe take at least ``sum_{j<i} w_j + m w_i`` for
-    every stage ``i``. The cut that minimises the largest of these makes them all equal to ``W / (1 - (1 - 1/m)^p)``.
-    Interleaved schedules take at least ``m W / p``, and one micro-batch must pass everything.
+    With stages of work ``w_i`` and ``m`` micro-batches, 1F1B takes at least ``sum_{j<i} w_j + m w_i`` for every stage
+    ``i``. The cut that minimises the largest of these makes them all equal to ``W / (1 - (1 - 1/m)^p)``. With several
+    chunks a rank the sum is over first chunks ``c_j`` alone; their mean over ``i`` is ``m W / p + sum_i sum_{j<i} c_j /
+    p``, and no first chunk is smaller than that of the cut with the largest last one. One micro-batch must pass
+    everything, and some rank holds an even share of layers or more.
     """
-    none = layer_times(question, setting)["none"]
-    layer_s = none.ahead_s + none.backward_s(Layer())
-    bare = plan_of(question, setting, (question.model.layers,), [(("none", question.model.layers),)])
-    work_s = question.model.layers * layer_s + 3 * head_s(bare, question.model, question.hardware)
+    layer_s, layers = both_s(table.layer(setting)), question.model.layers
+    work_s = layers * layer_s + 3 * table.head_s(setting)
     m, p = setting.micro_batches, setting.pp
-    if setting.interleave > 1:
-        pipeline_s = max(m * work_s / p, work_s)
-    else:
-        pipeline_s = work_s / (1 - (1 - 1 / m) ** p) if p > 1 else m * work_s
-    return pipeline_s + _state_bound_s(question, setting)
+    if p == 1:
+        return m * work_s + table.least_s(setting)
+    even_s = max(work_s, m * -(-layers // p) * layer_s)
+    if setting.interleave == 1:
+        return max(even_s, work_s / (1 - (1 - 1 / m) ** p)) + table.least_s(setting)
+    chunks = p * setting.interleave
+    first = (layers - -(-layers // chunks)) // (chunks - 1)
+    return max(even_s, m * work_s / p + (p - 1) / 2 * first * layer_s) + table.least_s(setting)
 
 
-def _state_bound_s(question: Question, setting: Setting) -> float:
-    """Gradient exchange and optimizer of a rank that holds an even share of the layers and no embedding.
-
-    All of the exchange that may hide behind compute is taken as hidden.
-    """
-    share = max(question.model.layers // setting.pp, 1)
-    part = replace(question.model, layers=share, vocab=1)
-    plan = plan_of(replace(question, model=part), replace(setting, pp=1, interleave=1), (share,), [(("none", share),)])
-    exchange_s = gradient_s(plan, part, question.hardware, float("inf"))
-    return exchange_s + optimizer_s(plan, part, question.hardware) + offload_s(plan, part, question.hardware)
+def both_s(time: LayerTime) -> float:
+    """A layer forward and backward for one micro-batch, nothing repeated."""
+    return time.ahead_s + time.backward_s(Layer())
 
 
-def _cut_bound_s(question: Question, setting: Setting, cut: tuple[int, ...], times: Times) -> float:
-    """As ``lower_bound_s`` for one cut: the work of a rank, and the first chunks that pass before and after it."""
-    none = times["none"]
-    layer_s = none.ahead_s + none.backward_s(Layer())
-    pp, m = setting.pp, setting.micro_batches
-    work = [sum(cut[rank::pp]) * layer_s for rank in range(pp)]
-    first = [count * layer_s for count in cut[:pp]]
-    bound_s = max(sum(first[:rank]) + m * work[rank] for rank in range(pp))
-    return bound_s + _state_bound_s(question, setting)
+class _CutBounds:
+    """As ``lower_bound_s`` for one cut after the other: the work of a rank, and what the first micro-batch must pass
+    before it and the last one after it, transfers included."""
 
+    def __init__(self, question: Question, setting: Setting, table: Table, room: Room) -> None:
+        time = table.layer(setting)
+        self._setting, self._table = setting, table
+        self._layer_s, self._last_s = both_s(time), 3 * table.head_s(setting)
+        self._again_s = [time.again_s(Layer(recompute=kind)) for kind in ("selective", "full")]
+        self._hops_s = [2 * one for one in transfers_s(room.bare, question.model, question.hardware)]
 
-def _plan_bound_s(plan: ParallelPlan, question: Question, times: Times) -> float:
-    """As ``_cut_bound_s``, with the recompute that the plan needs and its head."""
-    model, hardware, pp = question.model, question.hardware, plan.mesh.pp
-    kinds = {replace(layer, count=1): times[layer.recompute] for layer in plan.layers}
-    costs = [work.cost for work in stage_works(plan, kinds, head_s(plan, model, hardware))]
-    both = [cost.forward_s + cost.backward_s for cost in costs]
-    work = [sum(both[rank::pp]) for rank in range(pp)]
-    bound_s = max(sum(both[:rank]) + plan.micro_batches * work[rank] for rank in range(pp))
-    return (
-        bound_s
-        + gradient_s(plan, model, hardware, float("inf"))
-        + optimizer_s(plan, model, hardware)
-        + offload_s(plan, model, hardware)
-    )
+    def without_last_s(self, counts: Sequence[int]) -> float:
+        """Of the ranks without the head, nothing repeated."""
+        others = max(counts[:-1], default=0)
+        return self._setting.micro_batches * others * self._layer_s
+
+    def of(self, cut: tuple[int, ...], counts: list[int], chosen: Sequence[tuple[int, int]]) -> float:
+        """Of a cut with its recompute."""
+        setting, bound_s, passed_s = self._setting, 0.0, 0.0
+        last = len(counts) - 1
+        for rank, (count, (selective, full)) in enumerate(zip(counts, chosen, strict=True)):
+            again_s = selective * self._again_s[0] + full * self._again_s[1]
+            work_s = count * self._layer_s + again_s + (self._last_s if rank == last else 0.0)
+            bound_s = max(bound_s, passed_s + setting.micro_batches * work_s)
+            passed_s += self._hops_s[rank] + (work_s if setting.interleave == 1 else cut[rank] * self._layer_s)
+        return bound_s + self._table.state_s(setting, self._table.held(setting, counts), max(counts))
 
 
 def found_to_json(found: Found, question: Question) -> dict[str, Any]:

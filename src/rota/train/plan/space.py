@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from rota.train.plan.cost import LayerTime
 from rota.train.plan.hardware import Hardware
 from rota.train.plan.layers import ModelShape
-from rota.train.plan.memory import GIB, host_bytes, stage_memory
+from rota.train.plan.memory import activation_bytes_per_layer, ends_bytes, layer_bytes, layers_in_flight
 from rota.train.plan.model import Dtype, Layer, Mesh, Offload, ParallelPlan, Recompute, Schedule, Stage
 
 INTERLEAVE_MAX = 8
@@ -173,65 +173,77 @@ def cuts(layers: int, pieces: int) -> Iterator[tuple[int, ...]]:
         yield (*([base] * (pieces - 1 - extra)), *([base + 1] * extra), last)
 
 
-def cheapest_plan(
-    question: Question, setting: Setting, cut: tuple[int, ...], times: dict[Recompute, LayerTime]
-) -> ParallelPlan | None:
-    """The plan of this setting and cut with the least recompute that fits; None when nothing fits.
+class Room:
+    """What fits on the ranks of one setting: memory is linear in the layers, and each rank has its own.
 
     A pipeline is never slower when one of its stages is faster, and stages share no memory; so each rank may take the
     cheapest recompute that fits it, alone.
     """
-    bare = plan_of(question, setting, cut, [(("none", count),) for count in cut])
-    if host_bytes(bare, question.model) > question.hardware.host.memory_gib * GIB:
-        return None
-    runs: list[tuple[tuple[Recompute, int], ...]] = [()] * len(cut)
-    for rank in range(setting.pp):
-        chosen = _cheapest_recompute(question, bare, rank, times)
-        if chosen is None:
-            return None
-        _spread(chosen, cut, rank, setting.pp, runs)
-    return plan_of(question, setting, cut, runs)
+
+    def __init__(self, question: Question, setting: Setting, time: LayerTime) -> None:
+        model, pp = question.model, setting.pp
+        kinds = {kind: _layer(setting, recompute=kind) for kind in RECOMPUTES}
+        first = next(cuts(model.layers, pp * setting.interleave))
+        self.bare = plan_of(question, setting, first, [(("none", count),) for count in first])
+        self._again_s = (time.again_s(kinds["selective"]), time.again_s(kinds["full"]))
+        ends = [ends_bytes(self.bare, model, rank) for rank in sorted({0, min(1, pp - 1), pp - 1})]
+        middle = ends[1:2] * (pp - 2)  # ranks without an end are alike
+        self._left = [question.budget_bytes - size for size in (*ends[:1], *middle, *ends[-1:])[:pp]]
+        state = layer_bytes(model, kinds["none"], setting.mesh, question.dtype)
+        micro = setting.micro_batches if pp > 1 else 1
+        kept = [activation_bytes_per_layer(model, kinds[kind], setting.micro_batch) / setting.cp for kind in RECOMPUTES]
+        flying = [
+            layers_in_flight(setting.schedule, stage=rank, p=pp, m=micro, v=setting.interleave) for rank in range(pp)
+        ]
+        self._each = [tuple(state + one * many for one in kept) for many in flying]
+        self._known: dict[tuple[int, int], tuple[int, int] | None] = {}
+
+    def recompute(self, rank: int, layers: int) -> tuple[int, int] | None:
+        """(selective, full) layers of so many on a rank, with the least repeated time that fits; None: nothing fits."""
+        key = (rank, layers)
+        if key not in self._known:
+            self._known[key] = self._cheapest(rank, layers)
+        return self._known[key]
+
+    def _cheapest(self, rank: int, layers: int) -> tuple[int, int] | None:
+        none, selective, full = self._each[rank]
+        best: tuple[float, int, int] | None = None
+        for whole in range(layers + 1):
+            left = self._left[rank] - whole * full - (layers - whole) * none
+            saved = none - selective
+            partly = 0 if left >= 0 else layers + 1 if saved <= 0 else int(-(left // saved))
+            if partly <= layers - whole:
+                found = (partly * self._again_s[0] + whole * self._again_s[1], partly, whole)
+                best = min(best, found) if best else found
+            if partly == 0:
+                break  # more would only be repeated for nothing
+        return (best[1], best[2]) if best else None
 
 
-def _cheapest_recompute(
-    question: Question, bare: ParallelPlan, rank: int, times: dict[Recompute, LayerTime]
-) -> tuple[int, int] | None:
-    """(selective, full) layers of one rank with the least repeated time that fits; None when even full does not."""
-    chunks = bare.stages[rank :: bare.mesh.pp]
-    count = sum(chunk.layers[1] - chunk.layers[0] for chunk in chunks)
-    kinds = {kind: replace(bare.layers[0], count=1, recompute=kind) for kind in RECOMPUTES}
-    fixed = stage_memory(bare, question.model, rank, [])
-    each = {kind: stage_memory(bare, question.model, rank, [layer]) - fixed for kind, layer in kinds.items()}
-    room = question.budget_bytes - fixed
-    best: tuple[float, int, int] | None = None
-    selective_s = times["selective"].again_s(Layer(recompute="selective"))
-    full_s = times["full"].ahead_s
-    for full in range(count + 1):
-        left = room - full * each["full"] - (count - full) * each["none"]
-        saved = each["none"] - each["selective"]
-        selective = 0 if left >= 0 else count - full + 1 if saved <= 0 else int(-(left // saved))
-        if selective <= count - full:
-            found = (selective * selective_s + full * full_s, selective, full)
-            best = min(best, found) if best else found
-    return (best[1], best[2]) if best else None
-
-
-def _spread(
-    chosen: tuple[int, int],
-    cut: tuple[int, ...],
-    rank: int,
-    pp: int,
-    runs: list[tuple[tuple[Recompute, int], ...]],
-) -> None:
-    """Give the layers of one rank their recompute, chunk after chunk: full ones first, then selective, then none."""
-    selective, full = chosen
-    for index in range(rank, len(cut), pp):
-        here_full = min(full, cut[index])
-        here_selective = min(selective, cut[index] - here_full)
-        full, selective = full - here_full, selective - here_selective
-        rest = cut[index] - here_full - here_selective
+def spread(chosen: Sequence[tuple[int, int]], cut: tuple[int, ...], pp: int) -> list[tuple[tuple[Recompute, int], ...]]:
+    """Each chunk's layers as (recompute, count): of each rank full ones first, then selective, then none."""
+    left = list(chosen)
+    runs: list[tuple[tuple[Recompute, int], ...]] = []
+    for index, size in enumerate(cut):
+        selective, full = left[index % pp]
+        here_full = min(full, size)
+        here_selective = min(selective, size - here_full)
+        left[index % pp] = (selective - here_selective, full - here_full)
+        rest = size - here_full - here_selective
         kinds: tuple[tuple[Recompute, int], ...] = (("full", here_full), ("selective", here_selective), ("none", rest))
-        runs[index] = tuple((kind, count) for kind, count in kinds if count)
+        runs.append(tuple((kind, count) for kind, count in kinds if count))
+    return runs
+
+
+def _layer(setting: Setting, *, count: int = 1, recompute: Recompute = "none") -> Layer:
+    return Layer(
+        count=count,
+        tp=setting.tp,
+        sp=setting.sp,
+        zero=setting.zero,
+        offload=setting.offload,
+        recompute=recompute,
+    )
 
 
 def plan_of(
@@ -241,23 +253,23 @@ def plan_of(
     runs: list[tuple[tuple[Recompute, int], ...]],
 ) -> ParallelPlan:
     """The plan as a value; ``runs`` gives each chunk its layers as (recompute, count)."""
-    ends = [sum(cut[: i + 1]) for i in range(len(cut))]
-    base = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero, offload=setting.offload)
-    layers: list[Layer] = []
+    bounds = [0, *itertools.accumulate(cut)]
+    counts: list[tuple[Recompute, int]] = []
     for kind, count in (run for chunk in runs for run in chunk):
-        if layers and layers[-1].recompute == kind:
-            layers[-1] = replace(layers[-1], count=layers[-1].count + count)
+        if counts and counts[-1][0] == kind:
+            counts[-1] = (kind, counts[-1][1] + count)
         else:
-            layers.append(replace(base, count=count, recompute=kind))
+            counts.append((kind, count))
+    ends = Layer(tp=setting.tp, zero=setting.zero, offload=setting.offload)
     return ParallelPlan(
         mesh=setting.mesh,
         stages=tuple(
-            Stage(layers=(end - size, end), chunk=i // setting.pp, embed=i == 0, head=i == len(cut) - 1)
-            for i, (size, end) in enumerate(zip(cut, ends, strict=True))
+            Stage(layers=span, chunk=i // setting.pp, embed=i == 0, head=i == len(cut) - 1)
+            for i, span in enumerate(itertools.pairwise(bounds))
         ),
-        layers=tuple(layers),
-        embed=Layer(tp=setting.tp, zero=setting.zero, offload=setting.offload),
-        head=Layer(tp=setting.tp, zero=setting.zero, offload=setting.offload),
+        layers=tuple(_layer(setting, count=count, recompute=kind) for kind, count in counts),
+        embed=ends,
+        head=ends,
         schedule=setting.schedule,
         micro_batch=setting.micro_batch,
         micro_batches=setting.micro_batches,

@@ -1,0 +1,81 @@
+"""What searches for one model on one kind of device need again and again, computed once for all settings and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from rota.train.plan.cost import Keeping, LayerTime, head_s, layer_time, state_time
+from rota.train.plan.layers import head_params
+from rota.train.plan.memory import activation_bytes_per_layer, layer_bytes, layer_params_per_rank
+from rota.train.plan.model import Layer
+from rota.train.plan.space import Question, Setting
+
+T = TypeVar("T")
+
+
+class Table:
+    """Costs by the degrees that they depend on. Questions that differ in devices and batch may share one."""
+
+    def __init__(self, question: Question) -> None:
+        self._model, self._hardware, self._dtype = question.model, question.hardware, question.dtype
+        self._known: dict[Hashable, Any] = {}
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = make()
+        return found
+
+    def layer(self, setting: Setting) -> LayerTime:
+        """Times of a layer; they are those of every kind of recompute."""
+        tp, sp, micro, cp = setting.tp, setting.sp, setting.micro_batch, setting.cp
+        kind, dtype = Layer(tp=tp, sp=sp), self._dtype.param
+        return self._once(
+            ("layer", tp, sp, micro, cp),
+            lambda: layer_time(self._model, kind, micro, self._hardware, dtype, cp=cp),
+        )
+
+    def head_s(self, setting: Setting) -> float:
+        """Forward pass of the head for one micro-batch."""
+        tp, micro, cp = setting.tp, setting.micro_batch, setting.cp
+        return self._once(
+            ("head", tp, micro, cp),
+            lambda: head_s(self._model, tp, micro, self._hardware, self._dtype.param, cp=cp),
+        )
+
+    def state_s(self, setting: Setting, held: float, layers: int) -> float:
+        """Exchange, optimizer and offload of a rank of so many parameters, all hidden that may be."""
+        kind = Keeping(
+            ranks=setting.dp * setting.cp,
+            tp=setting.tp,
+            zero=setting.zero,
+            offload=setting.offload,
+            micro_batches=setting.micro_batches if setting.zero >= 2 else 1,  # the others exchange once
+            dtype=self._dtype,
+        )
+        return self._once(
+            (kind, held, layers),
+            lambda: state_time(kind, self._hardware, held, layers).total_s(self._hardware, float("inf")),
+        )
+
+    def held(self, setting: Setting, counts: list[int]) -> float:
+        """Parameters of the fullest pipeline rank by the layers of each; the first and the last have an embedding."""
+        each = layer_params_per_rank(self._model, setting.tp)
+        ends = head_params(self._model, setting.tp)
+        return float(max(max(counts) * each, counts[0] * each + ends, counts[-1] * each + ends))
+
+    def least_s(self, setting: Setting) -> float:
+        """As ``state_s`` of a rank that holds no more than an even share of layers and ends."""
+        layers, pp = self._model.layers, setting.pp
+        each, most = layer_params_per_rank(self._model, setting.tp), -(-layers // pp)
+        ends = head_params(self._model, setting.tp) * min(pp, 2)
+        return self.state_s(setting, max(most * each, (layers * each + ends) / pp), most)
+
+    def least_bytes(self, setting: Setting) -> float:
+        """Bytes of the most layers that some rank holds whatever the cut, all repeated, one micro-batch alive."""
+        micro, cp, most = setting.micro_batch, setting.cp, -(-self._model.layers // setting.pp)
+        layer = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero, recompute="full", offload=setting.offload)
+        key = ("bytes", layer, setting.dp, cp, setting.pp > 1)
+        state = self._once(key, lambda: layer_bytes(self._model, layer, setting.mesh, self._dtype))
+        return most * (state + activation_bytes_per_layer(self._model, layer, micro) / cp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rota.job.spmd import parse_command
@@ -20,6 +20,7 @@ from rota.train.plan.memory import GIB
 from rota.train.plan.model import Dtype
 from rota.train.plan.search import Found, search
 from rota.train.plan.space import MIXED, Question
+from rota.train.plan.table import Table
 
 SIZES_MAX = 32
 SEARCH_S = 5.0
@@ -32,16 +33,29 @@ def with_plans(spec: JobSpec, workdir: str, clock: Clock) -> JobSpec:
     Raises BadInput for a plan file or a model that makes no sense, Infeasible when no size of a role has a plan,
     TimedOut when none was found in time.
     """
-    ends_s = clock.monotonic_s() + SEARCH_S
-    stop = lambda: clock.monotonic_s() > ends_s  # noqa: E731 - the whole of it
-    return replace(spec, roles=tuple(_with_plan(role, workdir, stop) for role in spec.roles))
+    limit = _Limit(clock, clock.monotonic_s() + SEARCH_S)
+    return replace(spec, roles=tuple(_with_plan(role, workdir, limit) for role in spec.roles))
 
 
-def _with_plan(role: RoleSpec, workdir: str, stop: Callable[[], bool]) -> RoleSpec:
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """When all searches must be over."""
+
+    clock: Clock
+    ends_s: float
+
+    def share(self, left: int) -> Callable[[], bool]:
+        """True once the first of ``left`` searches has had its part of the time."""
+        now_s = self.clock.monotonic_s()
+        ends_s = now_s + (self.ends_s - now_s) / left
+        return lambda: self.clock.monotonic_s() > ends_s
+
+
+def _with_plan(role: RoleSpec, workdir: str, limit: _Limit) -> RoleSpec:
     if role.plan is None:
         return replace(role, plans=()) if role.plans else role
     try:
-        plans = _searched(role, workdir, stop) if role.plan == AUTO_PLAN else (_read(role, workdir),)
+        plans = _searched(role, workdir, limit) if role.plan == AUTO_PLAN else (_read(role, workdir),)
     except BadInput as error:
         raise BadInput(f"roles.{role.name}.plan: {error}", hint=error.hint) from error
     return replace(role, replicas_min=plans[0].replicas, replicas_max=plans[-1].replicas, plans=plans)
@@ -62,7 +76,7 @@ def _read(role: RoleSpec, workdir: str) -> SizedPlan:
     return SizedPlan(replicas=size, plan=plan.to_json(), why=f"{role.plan}, for {world} ranks")
 
 
-def _searched(role: RoleSpec, workdir: str, stop: Callable[[], bool]) -> tuple[SizedPlan, ...]:
+def _searched(role: RoleSpec, workdir: str, limit: _Limit) -> tuple[SizedPlan, ...]:
     """The best plan of each size, smallest first; a size that is no faster than a smaller one is left out."""
     assert role.model is not None, "spec.check lets no other in"
     sizes = range(role.replicas_min, role.replicas_max + 1)
@@ -70,12 +84,13 @@ def _searched(role: RoleSpec, workdir: str, stop: Callable[[], bool]) -> tuple[S
         raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
     local, plans, fastest_s, late = parse_command(role).local, list[SizedPlan](), float("inf"), list[int]()
     one = _question(role, role.model, local, workdir)
-    for size in sizes:
+    table = Table(one)
+    for index, size in enumerate(sizes):
         question = replace(one, gpus=size * local)
-        found = search(question, top=2, stop=stop)
+        found = search(question, top=2, stop=limit.share(len(sizes) - index), table=table, under_s=fastest_s)
         if not found.best and not found.certificate.complete:
             late.append(size)
-        if found.best and found.best[0].step.total_s < fastest_s:
+        if found.best:
             fastest_s = found.best[0].step.total_s
             plans.append(SizedPlan(replicas=size, plan=found.best[0].plan.to_json(), why=_why(found, question)))
     if late and not plans:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rota.train.plan import comm
 from rota.train.plan.comm import Link
-from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, simulate
+from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, pipeline_s, simulate
 
 FAST = Link(gb_s=100, latency_us=5)
 
@@ -96,3 +96,23 @@ def test_a_parameter_server_is_bound_by_its_servers_until_there_are_enough() -> 
     assert comm.parameter_server_s(16, 1, 1e9, link, link) == pytest.approx(16 * 0.2)
     assert comm.parameter_server_s(16, 16, 1e9, link, link) == pytest.approx(0.2)
     assert comm.send_s(1e9, link.shared_by(2)) == pytest.approx(0.2)
+
+
+@given(
+    st.sampled_from(["1f1b", "interleaved", "gpipe"]),
+    st.lists(st.sampled_from([1.0, 1.0, 1.3, 2.0]), min_size=2, max_size=5),
+    st.integers(1, 60),
+    st.integers(1, 3),
+    st.floats(0, 0.5),
+)
+def test_micro_batches_beyond_those_that_settle_are_not_simulated_and_cost_the_same(
+    kind: str, stages_s: list[float], m: int, v: int, hop_s: float
+) -> None:
+    """Neighbours that are equally slow settle to a rhythm of several micro-batches; one slowest stage to one of one."""
+    p = len(stages_s)
+    m, v = (m * p, v + 1) if kind == "interleaved" else (4 * m, 1)
+    costs = [[StageCost(forward_s=one, backward_s=2.1 * one)] * v for one in stages_s]
+    orders = {"1f1b": one_f_one_b(p, m), "gpipe": gpipe(p, m)}
+    order = orders[kind] if kind in orders else interleaved(p, m, v)
+    whole = simulate(order, costs, transfers_s=[hop_s] * p)
+    assert pipeline_s(kind, m, costs, transfers_s=[hop_s] * p) == pytest.approx(whole.total_s, rel=1e-9)  # type: ignore[arg-type]

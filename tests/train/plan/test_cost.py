@@ -95,8 +95,7 @@ def test_a_hardware_file_survives_reading_and_its_mistakes_are_named() -> None:
 
 def test_a_pipeline_pays_the_slow_link_where_two_stages_lie_in_different_nodes() -> None:
     """Eight stages of four ranks over nodes of eight: every second hop leaves a node, and so does the way back."""
-    plan = even_plan(layers=8, tp=1, pp=8, dp=4, micro_batch=1, global_batch=32, interleave=1, layer=Layer())
-    hops = transfers_s(plan, gpt(8, 1024, 8), A100_80G_DGX)
+    hops = transfers_s(gpt(8, 1024, 8), Mesh(pp=8, dp_replicate=4), 1, A100_80G_DGX, "bf16")
     inside, across = hops[0], hops[1]
     assert across > 5 * inside
     assert hops == [inside, across] * 4

@@ -19,7 +19,7 @@ from rota.train.plan.comm import Link, all_gather_s, all_reduce_s, reduce_scatte
 from rota.train.plan.hardware import DeviceSpec, Hardware
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, held_params, state_bytes
-from rota.train.plan.model import Dtype, Layer, Offload, ParallelPlan, Stage
+from rota.train.plan.model import Dtype, Layer, Mesh, Offload, ParallelPlan, Stage
 from rota.train.plan.schedule import Kind, StageCost, pipeline_s
 
 HALF_BYTES = 2
@@ -157,7 +157,8 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
     work = _stage_works(plan, times, last_s)
     costs = [[one.cost for one in work[rank::pp]] for rank in range(pp)]
     micro = plan.micro_batches
-    total_s = pipeline_s(_order_of(plan), micro, costs, transfers_s=transfers_s(plan, model, hardware))
+    hops_s = transfers_s(model, mesh, plan.micro_batch, hardware, dtype)
+    total_s = pipeline_s(_order_of(plan), micro, costs, transfers_s=hops_s)
     busy_s = [micro * sum(cost.forward_s + cost.backward_s for cost in rank) for rank in costs]
     busiest = max(range(pp), key=busy_s.__getitem__)
     again_s = micro * sum(one.again_s for one in work[busiest::pp])
@@ -227,17 +228,17 @@ def head_s(model: ModelShape, tp: int, micro_batch: int, hardware: Hardware, dty
     return gemm_s(hardware.device, dtype, tokens, vocab, model.hidden) + loss_s
 
 
-def transfers_s(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> list[float]:
+def transfers_s(model: ModelShape, mesh: Mesh, micro_batch: int, hardware: Hardware, dtype: str) -> list[float]:
     """Activations from each pipeline rank to the next, the last to the first.
 
     Each tensor rank sends its slice, over the level that holds both stages, and the receivers gather it in their node.
     """
-    pp, tp = plan.mesh.pp, plan.mesh.tp
+    pp, tp = mesh.pp, mesh.tp
     if pp == 1:
         return [0.0]
-    size = plan.micro_batch * model.seq / plan.mesh.cp * model.hidden * NUMBER_BYTES[plan.dtype.param]
-    gather_s, wide = all_gather_s(tp, size, hardware.link_of(tp)), plan.mesh.world // pp
-    ends = [(rank * wide, (rank + 2) * wide - 1) for rank in range(pp - 1)] + [(0, plan.mesh.world - 1)]
+    size = micro_batch * model.seq / mesh.cp * model.hidden * NUMBER_BYTES[dtype]
+    gather_s, wide = all_gather_s(tp, size, hardware.link_of(tp)), mesh.world // pp
+    ends = [(rank * wide, (rank + 2) * wide - 1) for rank in range(pp - 1)] + [(0, mesh.world - 1)]
     return [(send_s(size / tp, hardware.link_over(*end)) + gather_s) * (1 - hardware.overlap.pp) for end in ends]
 
 

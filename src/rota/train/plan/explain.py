@@ -11,6 +11,7 @@ from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Found, Scored, binds, predicted, score, search
 from rota.train.plan.space import Question
+from rota.train.plan.table import Table
 
 WORTH_TELLING = 0.01
 """A part of a step is named when it makes up at least this share of the difference."""
@@ -127,10 +128,11 @@ def why_not(pins: Mapping[str, int], best: Scored, question: Question) -> dict[s
 def least_memory(question: Question) -> Scored:
     """Among the best plans of each memory limit, the one that needs least: the limit is bisected to 1 %."""
     low, high = question.hardware.device.reserve_gib, 1e6
-    best = search(replace(question, memory_gib=high), top=1).best[0]
+    table = Table(question)
+    best = search(replace(question, memory_gib=high), top=1, table=table).best[0]
     while high - low > 0.01 * high:
         middle = (low + high) / 2 if high < 4 * max(low, 1) else (max(low, 1) * high) ** 0.5
-        found = search(replace(question, memory_gib=middle), top=1)
+        found = search(replace(question, memory_gib=middle), top=1, table=table)
         if found.best:
             best, high = found.best[0], middle
         else:

@@ -7,11 +7,10 @@ al., PipeDream-Flush (2021); interleaved 1F1B: Narayanan et al., SC21, section 2
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Pass = Literal["F", "B"]
 PROGRAMS_MAX = 32
@@ -20,8 +19,7 @@ SAME = 1e-11
 """Two shifts are equal up to this share of the whole: rounding of some ten thousand sums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One pass of one micro-batch on one chunk of a rank."""
 
     kind: Pass
@@ -108,51 +106,47 @@ class Program:
     """An order as one list in which everything comes after what it waits for; durations do not matter for it.
 
     A step is (step before it on its rank, step whose result it needs, link it comes over, cost); step 0 has no cost.
-    ``shifts`` pairs steps with the same ones a period of micro-batches later, up to the last forward pass of each rank:
-    empty when there are too few.
+    ``regular`` are the steps of each rank while it runs one pass of each kind in turn.
     """
 
     steps: tuple[tuple[int, int, int, int], ...]
-    alive_max: tuple[int, ...]
-    shifts: tuple[tuple[int, int], ...]
+    regular: tuple[tuple[int, ...], ...]
 
 
-def program_of(order: Sequence[Sequence[Task]], period: int = 1) -> Program:
+def program_of(order: Sequence[Sequence[Task]]) -> Program:
     """Sort the tasks. Raises ValueError for an order that can never finish (each rank waits for another)."""
-    ranks, chunks = len(order), 1 + max(task.chunk for tasks in order for task in tasks)
-    stages = ranks * chunks
-    steps, made = [(0, 0, ranks, 2 * stages)], dict[tuple[Pass, int, int], int]()
+    ranks, chunks = len(order), 1 + max(task.chunk for task in order[0])
+    micro = 1 + max(task.micro for task in order[0])
+    half = ranks * chunks * micro  # a task is numbered by pass, stage, micro-batch
+    codes = [
+        [(half if kind == "B" else 0) + (chunk * ranks + rank) * micro + number for kind, number, chunk in tasks]
+        for rank, tasks in enumerate(order)
+    ]
+    steps, made = [(0, 0, ranks, 0)], [-1] * (2 * half)
     placed: list[list[int]] = [[] for _ in order]
-    left = sum(map(len, order))
-    while left:
-        before = left
-        for rank, tasks in enumerate(order):
-            mine = placed[rank]
-            while len(mine) < len(tasks):
-                task = tasks[len(mine)]
-                stage = task.chunk * ranks + rank
-                source, link = _input_of(task, stage, stages, ranks, made)
+    while any(len(mine) < len(todo) for mine, todo in zip(placed, codes, strict=True)):
+        before = len(steps)
+        for rank, (mine, todo) in enumerate(zip(placed, codes, strict=True)):
+            for at in range(len(mine), len(todo)):
+                code = todo[at]
+                if code < micro:
+                    source, link = 0, ranks  # the first stage waits for nothing
+                elif code < half:
+                    source, link = made[code - micro], (rank - 1) % ranks
+                elif code < 2 * half - micro:
+                    source, link = made[code + micro], rank
+                else:
+                    source, link = made[code - half], ranks
                 if source < 0:
                     break
-                made[task.kind, stage, task.micro] = len(steps)
-                steps.append((mine[-1] if mine else 0, source, link, 2 * stage + (task.kind == "B")))
-                mine.append(len(steps) - 1)
-                left -= 1
-        if left == before:
+                made[code] = len(steps)
+                steps.append((mine[-1] if mine else 0, source, link, code // micro))
+                mine.append(made[code])
+        if len(steps) == before:
+            left = sum(map(len, codes)) - before + 1
             raise ValueError(f"the schedule can never finish; {left} tasks wait for each other")
-    shifts = _shifts(order, placed, 2 * period * chunks)
-    return Program(steps=tuple(steps), alive_max=tuple(map(_alive_max, order)), shifts=shifts)
-
-
-def _input_of(
-    task: Task, stage: int, stages: int, ranks: int, made: dict[tuple[Pass, int, int], int]
-) -> tuple[int, int]:
-    """The step that a task waits for and the link between them; -1 when that step is not there yet."""
-    if task.kind == "F":
-        return (made.get(("F", stage - 1, task.micro), -1), (stage - 1) % ranks) if stage else (0, ranks)
-    if stage == stages - 1:
-        return made.get(("F", stage, task.micro), -1), ranks
-    return made.get(("B", stage + 1, task.micro), -1), stage % ranks
+    regular = tuple(tuple(mine[_regular(tasks)]) for tasks, mine in zip(order, placed, strict=True))
+    return Program(steps=tuple(steps), regular=regular)
 
 
 def _alive_max(tasks: Sequence[Task]) -> int:
@@ -163,19 +157,11 @@ def _alive_max(tasks: Sequence[Task]) -> int:
     return most
 
 
-def _shifts(
-    order: Sequence[Sequence[Task]], placed: Sequence[Sequence[int]], period: int
-) -> tuple[tuple[int, int], ...]:
-    """Pairs over a window that holds every input of what comes later: what waits is ``2 ranks`` steps away at most."""
-    pairs: list[tuple[int, int]] = []
-    for tasks, mine in zip(order, placed, strict=True):
-        turn = 1 + max(k for k, task in enumerate(tasks) if task.kind == "F")
-        first = turn - period - 2 * len(order)
-        warm_up = next(k for k, task in enumerate(tasks) if task.kind == "B") - 1
-        if first - period < warm_up:
-            return ()
-        pairs += [(mine[k - period], mine[k]) for k in range(first, turn)]
-    return tuple(pairs)
+def _regular(tasks: Sequence[Task]) -> slice:
+    """From the forward pass before the first backward pass to the last forward pass."""
+    first_back = next((k for k, task in enumerate(tasks) if task.kind == "B"), len(tasks))
+    last_ahead = max((k for k, task in enumerate(tasks) if task.kind == "F"), default=-1)
+    return slice(max(first_back - 1, 0), last_ahead + 1)
 
 
 def simulate(
@@ -186,26 +172,20 @@ def simulate(
     ``transfers_s[r]`` passes on the way from rank ``r`` to the next one or back; the last is the way to the first rank,
     between chunks. Raises ValueError for an order that can never finish (each rank waits for another).
     """
-    program = program_of(order)
-    ends_s = _run(program, costs, transfers_s)
-    busy: dict[int, float] = defaultdict(float)
+    ends_s, busy_s = _run(program_of(order), costs, transfers_s), [0.0] * len(order)
     for rank, tasks in enumerate(order):
         for task in tasks:
             cost = costs[rank][task.chunk]
-            busy[rank] += cost.forward_s if task.kind == "F" else cost.backward_s
-    return Timeline(
-        total_s=max(ends_s), busy_s=tuple(busy[rank] for rank in range(len(order))), alive_max=program.alive_max
-    )
+            busy_s[rank] += cost.forward_s if task.kind == "F" else cost.backward_s
+    return Timeline(total_s=max(ends_s), busy_s=tuple(busy_s), alive_max=tuple(map(_alive_max, order)))
 
 
 def _run(program: Program, costs: Sequence[Sequence[StageCost]], transfers_s: Sequence[float]) -> list[float]:
     """When each step of a program ends."""
     ranks = len(costs)
     links = [*(transfers_s or [0.0] * ranks), 0.0]
-    took: list[float] = []
-    for chunk in range(len(costs[0])):
-        for rank in range(ranks):
-            took += (costs[rank][chunk].forward_s, costs[rank][chunk].backward_s)
+    stages = [costs[rank][chunk] for chunk in range(len(costs[0])) for rank in range(ranks)]
+    took = [*(one.forward_s for one in stages), *(one.backward_s for one in stages)]
     ends_s = [0.0]
     for before, source, link, cost in program.steps[1:]:
         free_s, ready_s = ends_s[before], ends_s[source] + links[link]
@@ -219,7 +199,7 @@ Kind = Literal["gpipe", "1f1b", "interleaved"]
 @lru_cache(maxsize=PROGRAMS_MAX)
 def _program(kind: Kind, ranks: int, micro: int, chunks: int) -> Program:
     if kind == "interleaved":
-        return program_of(interleaved(ranks, micro, chunks), ranks)
+        return program_of(interleaved(ranks, micro, chunks))
     return program_of(gpipe(ranks, micro) if kind == "gpipe" else one_f_one_b(ranks, micro))
 
 
@@ -228,19 +208,45 @@ def pipeline_s(
 ) -> float:
     """Total seconds of ``micro`` micro-batches, as ``simulate`` gives them.
 
-    Few micro-batches are simulated when these settle: once every step comes the same time after the one a period before
-    it (a micro-batch; interleaved: one for each rank), each further period adds just that, since an end is the maximum
-    of sums of earlier ends (Baccelli et al., "Synchronization and Linearity", 1992).
+    Few micro-batches are simulated when these settle: once every step comes the same time after the one so many
+    micro-batches before it, as many more add just that time, since each end is a maximum of sums of earlier ends
+    (Baccelli et al., "Synchronization and Linearity", 1992). As many are as stages that bound each other: one for a
+    single slowest stage, several where neighbours are equally slow.
     """
     ranks, chunks = len(costs), len(costs[0])
-    period = ranks if kind == "interleaved" else 1
+    unit = ranks if kind == "interleaved" else 1
     few = 4 * ranks
     while kind != "gpipe" and few < micro:
         program = _program(kind, ranks, few, chunks)
         ends_s = _run(program, costs, transfers_s)
-        total_s = max(ends_s)
-        grown = [ends_s[late] - ends_s[early] for early, late in program.shifts]
-        if grown and max(grown) - min(grown) <= SAME * total_s:
-            return total_s + grown[0] * ((micro - few) // period)
+        settled = _settled(program, ends_s, 2 * unit * chunks)
+        if settled is not None:
+            units, grown_s = settled
+            more, rest = divmod(micro - few, units * unit)
+            if rest:
+                ends_s = _run(_program(kind, ranks, few + rest, chunks), costs, transfers_s)
+            return max(ends_s) + more * grown_s
         few *= 2
     return max(_run(_program(kind, ranks, micro, chunks), costs, transfers_s))
+
+
+def _settled(program: Program, ends_s: Sequence[float], unit: int) -> tuple[int, float] | None:
+    """(units, seconds): every step lies so many seconds after the one so many units of steps before it on its rank.
+
+    Compared over a window that holds whatever a later step waits for: that is ``2 ranks`` steps away at most.
+    """
+    ranks, least = len(program.regular), min(map(len, program.regular))
+    for units in range(1, ranks + 1):
+        span = units * unit
+        window = span + 2 * ranks
+        if window + span > least:
+            return None
+        one = program.regular[0]
+        grown_s = ends_s[one[-1]] - ends_s[one[-1 - span]]
+        if all(
+            abs(ends_s[steps[-k]] - ends_s[steps[-k - span]] - grown_s) <= SAME * ends_s[-1]
+            for steps in program.regular
+            for k in range(1, window + 1)
+        ):
+            return units, grown_s
+    return None

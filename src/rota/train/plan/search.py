@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.spec.errors import BadInput
-from rota.train.plan.cost import LayerTime, StepTime, step_time, transfers_s
+from rota.train.plan.cost import LayerTime, StepTime, step_time
 from rota.train.plan.exchange import NUMBER_MAX
 from rota.train.plan.memory import GIB, host_bytes, memory
 from rota.train.plan.model import Layer, ParallelPlan
-from rota.train.plan.space import SPACE, Question, Room, Setting, cuts, plan_of, settings, spread
+from rota.train.plan.room import Room
+from rota.train.plan.space import SPACE, Question, Setting, cuts, plan_of, settings, spread
 from rota.train.plan.table import Table
 
 
@@ -155,9 +156,8 @@ class _Search:
 
     def _open(self, setting: Setting, bound_s: float) -> bool:
         """Put the cuts of a setting that fit on the heap; score the best at once while there is no plan at all."""
-        time = self._table.layer(setting)
-        room = Room(self._question, setting, time)
-        bounds = _CutBounds(self._question, setting, self._table, room)
+        room = Room(self._question, setting, self._table)
+        bounds = _CutBounds(setting, self._table)
         found: list[tuple[float, _Candidate]] = []
         for cut in cuts(self._question.model.layers, setting.pp * setting.interleave):
             if self._stop():
@@ -182,12 +182,12 @@ class _Search:
     def _host_fits(self, setting: Setting, cut: tuple[int, ...]) -> bool:
         if not setting.offloads:
             return True
-        bare = plan_of(self._question, setting, cut, [(("none", count),) for count in cut])
+        bare = plan_of(self._question.dtype, setting, cut, [(("none", count),) for count in cut])
         return host_bytes(bare, self._question.model) <= self._question.hardware.host.memory_gib * GIB
 
     def _score(self, one: _Candidate) -> None:
         runs = spread(one.chosen, one.cut, one.setting.pp)
-        scored = score(plan_of(self._question, one.setting, one.cut, runs), self._question)
+        scored = score(plan_of(self._question.dtype, one.setting, one.cut, runs), self._question)
         if scored.step.total_s < self._under_s:
             self.best = sorted([*self.best, scored], key=lambda other: other.order)[: self._top]
 
@@ -252,12 +252,12 @@ class _CutBounds:
     """As ``lower_bound_s`` for one cut after the other: the work of a rank, and what the first micro-batch must pass
     before it and the last one after it, transfers included."""
 
-    def __init__(self, question: Question, setting: Setting, table: Table, room: Room) -> None:
+    def __init__(self, setting: Setting, table: Table) -> None:
         time = table.layer(setting)
         self._setting, self._table = setting, table
         self._layer_s, self._last_s = both_s(time), 3 * table.head_s(setting)
         self._again_s = [time.again_s(Layer(recompute=kind)) for kind in ("selective", "full")]
-        self._hops_s = [2 * one for one in transfers_s(room.bare, question.model, question.hardware)]
+        self._hops_s = [2 * one for one in table.hops_s(setting)]
 
     def without_last_s(self, counts: Sequence[int]) -> float:
         """Of the ranks without the head, nothing repeated."""

@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rota.train.plan.cost import LayerTime
 from rota.train.plan.hardware import Hardware
 from rota.train.plan.layers import ModelShape
-from rota.train.plan.memory import activation_bytes_per_layer, ends_bytes, layer_bytes, layers_in_flight
 from rota.train.plan.model import Dtype, Layer, Mesh, Offload, ParallelPlan, Recompute, Schedule, Stage
 
 INTERLEAVE_MAX = 8
@@ -173,53 +171,6 @@ def cuts(layers: int, pieces: int) -> Iterator[tuple[int, ...]]:
         yield (*([base] * (pieces - 1 - extra)), *([base + 1] * extra), last)
 
 
-class Room:
-    """What fits on the ranks of one setting: memory is linear in the layers, and each rank has its own.
-
-    A pipeline is never slower when one of its stages is faster, and stages share no memory; so each rank may take the
-    cheapest recompute that fits it, alone.
-    """
-
-    def __init__(self, question: Question, setting: Setting, time: LayerTime) -> None:
-        model, pp = question.model, setting.pp
-        kinds = {kind: _layer(setting, recompute=kind) for kind in RECOMPUTES}
-        first = next(cuts(model.layers, pp * setting.interleave))
-        self.bare = plan_of(question, setting, first, [(("none", count),) for count in first])
-        self._again_s = (time.again_s(kinds["selective"]), time.again_s(kinds["full"]))
-        ends = [ends_bytes(self.bare, model, rank) for rank in sorted({0, min(1, pp - 1), pp - 1})]
-        middle = ends[1:2] * (pp - 2)  # ranks without an end are alike
-        self._left = [question.budget_bytes - size for size in (*ends[:1], *middle, *ends[-1:])[:pp]]
-        state = layer_bytes(model, kinds["none"], setting.mesh, question.dtype)
-        micro = setting.micro_batches if pp > 1 else 1
-        kept = [activation_bytes_per_layer(model, kinds[kind], setting.micro_batch) / setting.cp for kind in RECOMPUTES]
-        flying = [
-            layers_in_flight(setting.schedule, stage=rank, p=pp, m=micro, v=setting.interleave) for rank in range(pp)
-        ]
-        self._each = [tuple(state + one * many for one in kept) for many in flying]
-        self._known: dict[tuple[int, int], tuple[int, int] | None] = {}
-
-    def recompute(self, rank: int, layers: int) -> tuple[int, int] | None:
-        """(selective, full) layers of so many on a rank, with the least repeated time that fits; None: nothing fits."""
-        key = (rank, layers)
-        if key not in self._known:
-            self._known[key] = self._cheapest(rank, layers)
-        return self._known[key]
-
-    def _cheapest(self, rank: int, layers: int) -> tuple[int, int] | None:
-        none, selective, full = self._each[rank]
-        best: tuple[float, int, int] | None = None
-        for whole in range(layers + 1):
-            left = self._left[rank] - whole * full - (layers - whole) * none
-            saved = none - selective
-            partly = 0 if left >= 0 else layers + 1 if saved <= 0 else int(-(left // saved))
-            if partly <= layers - whole:
-                found = (partly * self._again_s[0] + whole * self._again_s[1], partly, whole)
-                best = min(best, found) if best else found
-            if partly == 0:
-                break  # more would only be repeated for nothing
-        return (best[1], best[2]) if best else None
-
-
 def spread(chosen: Sequence[tuple[int, int]], cut: tuple[int, ...], pp: int) -> list[tuple[tuple[Recompute, int], ...]]:
     """Each chunk's layers as (recompute, count): of each rank full ones first, then selective, then none."""
     left = list(chosen)
@@ -235,7 +186,8 @@ def spread(chosen: Sequence[tuple[int, int]], cut: tuple[int, ...], pp: int) -> 
     return runs
 
 
-def _layer(setting: Setting, *, count: int = 1, recompute: Recompute = "none") -> Layer:
+def layer_of(setting: Setting, *, count: int = 1, recompute: Recompute = "none") -> Layer:
+    """``count`` layers as the setting wants them."""
     return Layer(
         count=count,
         tp=setting.tp,
@@ -247,7 +199,7 @@ def _layer(setting: Setting, *, count: int = 1, recompute: Recompute = "none") -
 
 
 def plan_of(
-    question: Question,
+    dtype: Dtype,
     setting: Setting,
     cut: tuple[int, ...],
     runs: list[tuple[tuple[Recompute, int], ...]],
@@ -267,11 +219,11 @@ def plan_of(
             Stage(layers=span, chunk=i // setting.pp, embed=i == 0, head=i == len(cut) - 1)
             for i, span in enumerate(itertools.pairwise(bounds))
         ),
-        layers=tuple(_layer(setting, count=count, recompute=kind) for kind, count in counts),
+        layers=tuple(layer_of(setting, count=count, recompute=kind) for kind, count in counts),
         embed=ends,
         head=ends,
         schedule=setting.schedule,
         micro_batch=setting.micro_batch,
         micro_batches=setting.micro_batches,
-        dtype=question.dtype,
+        dtype=dtype,
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from rota.train.plan.cost import Keeping, LayerTime, head_s, layer_time, state_time
+from rota.train.plan.cost import Keeping, LayerTime, head_s, layer_time, state_time, transfers_s
 from rota.train.plan.layers import head_params
-from rota.train.plan.memory import activation_bytes_per_layer, layer_bytes, layer_params_per_rank
+from rota.train.plan.memory import activation_bytes_per_layer, ends_bytes, layer_bytes, layer_params_per_rank
 from rota.train.plan.model import Layer
-from rota.train.plan.space import Question, Setting
+from rota.train.plan.space import Question, Setting, layer_of, plan_of
 
 T = TypeVar("T")
 
@@ -72,10 +73,33 @@ class Table:
         ends = head_params(self._model, setting.tp) * min(pp, 2)
         return self.state_s(setting, max(most * each, (layers * each + ends) / pp), most)
 
+    def hops_s(self, setting: Setting) -> list[float]:
+        """Activations from each pipeline rank to the next, the last to the first."""
+        key = ("hops", setting.pp, setting.tp, setting.dp, setting.cp, setting.micro_batch)
+        micro, dtype = setting.micro_batch, self._dtype.param
+        return self._once(key, lambda: transfers_s(self._model, setting.mesh, micro, self._hardware, dtype))
+
+    def layer_bytes(self, setting: Setting) -> float:
+        """State that a layer adds to a rank."""
+        key = ("bytes", setting.tp, setting.zero, setting.offloads, setting.dp, setting.cp, setting.pp > 1)
+        return self._once(key, lambda: layer_bytes(self._model, layer_of(setting), setting.mesh, self._dtype))
+
+    def ends_bytes(self, setting: Setting) -> tuple[float, float, float]:
+        """What the first pipeline rank holds without its layers, one between, and the last."""
+        degrees = (setting.tp, setting.dp, setting.cp, setting.zero, setting.offloads)
+        return self._once(
+            ("ends", *degrees, setting.micro_batch, min(setting.pp, 3)), lambda: self._ends_bytes(setting)
+        )
+
+    def _ends_bytes(self, setting: Setting) -> tuple[float, float, float]:
+        few = min(setting.pp, 3)  # all between the first and the last are alike
+        short = replace(setting, pp=few, interleave=1)
+        bare = plan_of(self._dtype, short, (1,) * few, [(("none", 1),)] * few)
+        made = [ends_bytes(bare, self._model, rank) for rank in range(few)]
+        return made[0], made[few // 2], made[-1]
+
     def least_bytes(self, setting: Setting) -> float:
         """Bytes of the most layers that some rank holds whatever the cut, all repeated, one micro-batch alive."""
-        micro, cp, most = setting.micro_batch, setting.cp, -(-self._model.layers // setting.pp)
-        layer = Layer(tp=setting.tp, sp=setting.sp, zero=setting.zero, recompute="full", offload=setting.offload)
-        key = ("bytes", layer, setting.dp, cp, setting.pp > 1)
-        state = self._once(key, lambda: layer_bytes(self._model, layer, setting.mesh, self._dtype))
-        return most * (state + activation_bytes_per_layer(self._model, layer, micro) / cp)
+        kind = layer_of(setting, recompute="full")
+        kept = activation_bytes_per_layer(self._model, kind, setting.micro_batch) / setting.cp
+        return -(-self._model.layers // setting.pp) * (self.layer_bytes(setting) + kept)

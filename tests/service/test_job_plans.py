@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +102,8 @@ def test_a_search_that_takes_too_long_is_no_refusal_and_sizes_that_it_did_not_re
     assert clock.looks < 20
     one_size = read_job(FILE.replace("max: 4", "max: 1"), filename="j")
     with_plans(one_size, "", clock := Ticking(10**9))
+    [cut_short] = with_plans(one_size, "", Ticking(clock.looks - 6)).role("main").plans
+    assert re.search(r"Gap to the bound [\d.]+ %, \d+ settings, \d+ of them not looked into in time", cut_short.why)
     [plan] = with_plans(read_job(FILE, filename="j"), "", Ticking(clock.looks)).role("main").plans
     assert plan.replicas == 1 and plan.why.endswith("No plan was found in time for 2, 3, 4 instances.")
 

@@ -149,6 +149,8 @@ def _why(found: Found, question: Question) -> str:
     proof = found.certificate
     text = " ".join(summary(found.best[0], question))
     text += f" Gap to the bound {proof.gap_pct:.3g} %, {proof.enumerated} settings"
+    if not proof.complete:
+        text += f", {proof.bounded} of them not looked into in time"
     if len(found.best) > 1:
         return f"{text}; the next best takes {found.best[1].step.total_s:.3g} s."
     return f"{text}."

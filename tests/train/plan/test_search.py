@@ -206,6 +206,18 @@ def test_a_search_of_many_cuts_is_stopped_between_two_of_them() -> None:
     assert next(calls) == bounds + 6 and not found.certificate.complete and found.certificate.scored == 0
 
 
+def test_sizes_share_a_table_and_look_only_for_what_beats_the_size_before() -> None:
+    eight, sixteen, table = seven_b(), seven_b(gpus=16), Table(seven_b())
+    first = search(eight, table=table)
+    best_s = first.best[0].step.total_s
+    assert first == search(eight)
+    assert search(sixteen, table=table).best == search(sixteen).best
+    faster = search(sixteen, top=1, table=table, under_s=best_s)
+    assert faster.best[0].step.total_s < best_s and faster.certificate.gap_pct == 0.0
+    none = search(eight, table=table, under_s=best_s)
+    assert none.best == () and none.certificate.complete
+
+
 def test_divisors_are_all_of_them_in_order() -> None:
     assert all(divisors(n) == [one for one in range(1, n + 1) if n % one == 0] for n in range(1, 200))
 

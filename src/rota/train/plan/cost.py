@@ -268,15 +268,19 @@ def keeping(plan: ParallelPlan) -> Keeping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTime:
-    """Seconds of one step for state: ``exchange_s`` between data ranks, the optimizer, the link to the host."""
+    """Seconds of one step for state: gradients and parameters of data ranks, the optimizer, the link to the host."""
 
-    exchange_s: float
+    reduce_s: float
+    gather_s: float
     optimizer_s: float
     offload_s: float
 
     def exposed_s(self, hardware: Hardware, busy_s: float) -> float:
         """The part of the exchange that does not hide behind ``busy_s`` of computation."""
-        return self.exchange_s - min(hardware.overlap.dp * self.exchange_s, busy_s)
+        overlap = hardware.overlap
+        gathered = overlap.dp if overlap.gather is None else overlap.gather
+        hidden_s = overlap.dp * self.reduce_s + gathered * self.gather_s
+        return self.reduce_s + self.gather_s - min(hidden_s, busy_s)
 
     def total_s(self, hardware: Hardware, busy_s: float) -> float:
         """All three as the clock sees them."""
@@ -293,20 +297,21 @@ def state_time(kind: Keeping, hardware: Hardware, held: float, layers: int) -> S
     """
     stepped, costs = held / (kind.ranks if kind.zero else 1), state_bytes(kind.dtype)
     size = stepped * 2 * costs.total
-    exchange_s = _exchange_s(kind, hardware, held, 1 + layers) if kind.ranks > 1 else 0.0
+    reduce_s, gather_s = _exchange_s(kind, hardware, held, 1 + layers) if kind.ranks > 1 else (0.0, 0.0)
     if kind.offload == "none":
-        return StateTime(exchange_s=exchange_s, optimizer_s=_stream_s(hardware.device, size), offload_s=0.0)
+        optimizer_s = _stream_s(hardware.device, size)
+        return StateTime(reduce_s=reduce_s, gather_s=gather_s, optimizer_s=optimizer_s, offload_s=0.0)
     up = down = 1
     if kind.offload.startswith("all"):
         down = kind.micro_batches
         up = 2 * kind.micro_batches if kind.zero == 3 else 1
     rate = hardware.host.gb_s * 1e9
     moved = stepped * (up * costs.param + down * costs.grad)
-    return StateTime(exchange_s=exchange_s, optimizer_s=size / rate, offload_s=moved / rate)
+    return StateTime(reduce_s=reduce_s, gather_s=gather_s, optimizer_s=size / rate, offload_s=moved / rate)
 
 
-def _exchange_s(kind: Keeping, hardware: Hardware, held: float, pieces: int) -> float:
-    """What data and context ranks exchange, over the slowest level that they span, with nothing hidden.
+def _exchange_s(kind: Keeping, hardware: Hardware, held: float, pieces: int) -> tuple[float, float]:
+    """Gradients and parameters that data and context ranks exchange, over the slowest level that they span.
 
     ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and
     gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients. Under 2 and
@@ -315,13 +320,11 @@ def _exchange_s(kind: Keeping, hardware: Hardware, held: float, pieces: int) -> 
     ranks, link, micro = kind.ranks, hardware.link_of(kind.ranks, kind.tp), kind.micro_batches
     gradients, params = held * NUMBER_BYTES[kind.dtype.reduce], held * NUMBER_BYTES[kind.dtype.param]
     if kind.zero < 2:
-        total_s = all_reduce_s(ranks, gradients, link)
-        if kind.zero == 1:
-            total_s += all_gather_s(ranks, held * NUMBER_BYTES[kind.dtype.master], link)
-        return total_s
+        stepped = held * NUMBER_BYTES[kind.dtype.master] if kind.zero else 0.0
+        return all_reduce_s(ranks, gradients, link), all_gather_s(ranks, stepped, link) if kind.zero else 0.0
     scatter_s = pieces * reduce_scatter_s(ranks, gradients / pieces, link)
     gather_s = pieces * all_gather_s(ranks, params / pieces, link)
-    return micro * scatter_s + (gather_s if kind.zero == 2 else 2 * micro * gather_s)
+    return micro * scatter_s, gather_s if kind.zero == 2 else 2 * micro * gather_s
 
 
 def layers_max(plan: ParallelPlan) -> int:

@@ -62,11 +62,13 @@ class LevelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Share of communication that hides behind compute, by axis."""
+    """Share of communication that hides behind compute, by axis; ``gather`` is that of parameters that data ranks
+    gather, as ``dp`` when left out."""
 
     dp: float = 0.8
     tp: float = 0.0
     pp: float = 0.0
+    gather: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,24 +14,47 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-with-a-plan.md"
 
 
+def blocks(kind: str) -> list[str]:
+    """The text of every block of one kind on the page, in order."""
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """A line as a user types it, with the scripts of this environment on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(
+        command, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
 @pytest.mark.real
 @pytest.mark.timeout(150)
 def test_the_script_of_the_how_to_trains_under_torchrun_with_the_planners_plan(tmp_path: Path) -> None:
-    blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    script = next(text for kind, text in blocks if kind == "python")
-    command = next(text for kind, text in blocks if kind == "bash").split()
-    assert command[0] == "torchrun"
-    (tmp_path / command[-1]).write_text(script)
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    [script], command = blocks("python"), blocks("bash")[0]
+    (tmp_path / "train.py").write_text(script)
+    ended = run(command.replace("torchrun", "torchrun --standalone"), tmp_path)
     rows = [line.split() for line in ended.stdout.splitlines()]
     assert [row[0] for row in rows] == ["0", "1", "2", "3", "4"], ended.stderr
     assert float(rows[-1][1]) < float(rows[0][1])
     assert {row[2] for row in rows} == {str(16 * 64)}
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="starts a process for each command; ROTA_DEEP=1 runs it")
+@pytest.mark.timeout(400)
+def test_every_other_command_of_the_how_to_runs_as_it_stands_there(tmp_path: Path) -> None:
+    """The plan that one finds is explained by the next; the tables of the repository are where the page says."""
+    (tmp_path / "tests").symlink_to(PAGE.parents[2] / "tests")
+    [model], [job] = blocks("json"), blocks("yaml")
+    (tmp_path / "model.json").write_text(model)
+    (tmp_path / "job.yaml").write_text("name: pretrain\n" + job)
+    (tmp_path / "pretrain.py").write_text(blocks("python")[0])
+    lines = [line for block in blocks("bash")[1:] for line in block.splitlines()]
+    asked = re.findall(r"`(rota run [^`]*)`", PAGE.read_text(encoding="utf-8"))
+    told = {line: run(line, tmp_path, ROTA_HOME=str(tmp_path / "home")) for line in [*lines, *asked]}
+    assert len(told) == 5
+    assert [(line, one.stderr) for line, one in told.items() if one.returncode] == []
+    assert json.loads((tmp_path / "found.json").read_text())["certificate"]["gap_pct"] == 0
+    assert "a step is" in told[lines[1]].stdout
+    assert "Gap to the bound 0 %" in told[asked[0]].stdout

@@ -62,6 +62,11 @@ class LayerTime:
         """The forward pass as the clock sees it."""
         return max(self.forward_s + self.comm_s + self.ring_s[0], self.host_s)
 
+    @property
+    def both_s(self) -> float:
+        """Both passes, nothing repeated."""
+        return self.ahead_s + self.backward_s(Layer())
+
     def again_s(self, layer: Layer) -> float:
         """What is computed twice, with its communication."""
         return {"none": 0.0, "selective": self.core_s + self.ring_s[0], "full": self.ahead_s}[layer.recompute]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.spec.errors import BadInput
-from rota.train.plan.cost import LayerTime, StepTime, step_time
+from rota.train.plan.cost import StepTime, step_time
 from rota.train.plan.exchange import NUMBER_MAX
 from rota.train.plan.memory import GIB, host_bytes, memory
 from rota.train.plan.model import Layer, ParallelPlan
@@ -91,9 +91,9 @@ def search(
 ) -> Found:
     """The best ``top`` plans that take less than ``under_s``. Deterministic.
 
-    ``stop`` is asked at each bound and each cut; True ends with the best so far and what is proven of it. Searches for
-    the same model, hardware and number formats may share a ``table``. Raises BadInput for a question that makes no
-    sense.
+    ``stop`` is asked at each bound, each cut and each score; True ends with the best so far and what is proven of it.
+    Searches for the same model, hardware and number formats may share a ``table``. Raises BadInput for a question that
+    makes no sense.
     """
     check_question(question)
     table = table or Table(question)
@@ -136,11 +136,8 @@ class _Search:
                 self._push(lower_bound_s(self._question, one, self._table), one)
         while self._heap and self._heap[0][0] < self._cutoff_s:
             bound_s, _, one = heapq.heappop(self._heap)
-            if isinstance(one, _Candidate):
-                self._score(one)
-            elif self._open(one, bound_s):
-                self._opened += 1
-            else:  # its bound holds for the cuts that are left
+            done = self._open(one, bound_s) if isinstance(one, Setting) else self._score(one)
+            if not done:  # its bound holds for what is left of it
                 heapq.heappush(self._heap, (bound_s, next(self._count), one))
                 return False
         return True
@@ -174,9 +171,10 @@ class _Search:
                 found.append((max(bound_s, bounds.of(cut, counts, fits)), candidate))
         if found and not self.best:
             first = min(range(len(found)), key=lambda index: found[index][0])
-            self._score(found.pop(first)[1])
+            self._take(found.pop(first)[1])
         for bound, candidate in found:
             self._push(bound, candidate)
+        self._opened += 1
         return True
 
     def _host_fits(self, setting: Setting, cut: tuple[int, ...]) -> bool:
@@ -185,7 +183,13 @@ class _Search:
         bare = plan_of(self._question.dtype, setting, cut, [(("none", count),) for count in cut])
         return host_bytes(bare, self._question.model) <= self._question.hardware.host.memory_gib * GIB
 
-    def _score(self, one: _Candidate) -> None:
+    def _score(self, one: _Candidate) -> bool:
+        if self._stop():
+            return False
+        self._take(one)
+        return True
+
+    def _take(self, one: _Candidate) -> None:
         runs = spread(one.chosen, one.cut, one.setting.pp)
         scored = score(plan_of(self._question.dtype, one.setting, one.cut, runs), self._question)
         if scored.step.total_s < self._under_s:
@@ -230,7 +234,7 @@ def lower_bound_s(question: Question, setting: Setting, table: Table) -> float:
     p``, and no first chunk is smaller than that of the cut with the largest last one. One micro-batch must pass
     everything, and some rank holds an even share of layers or more.
     """
-    layer_s, layers = both_s(table.layer(setting)), question.model.layers
+    layer_s, layers = table.layer(setting).both_s, question.model.layers
     work_s = layers * layer_s + 3 * table.head_s(setting)
     m, p = setting.micro_batches, setting.pp
     if p == 1:
@@ -243,11 +247,6 @@ def lower_bound_s(question: Question, setting: Setting, table: Table) -> float:
     return max(even_s, m * work_s / p + (p - 1) / 2 * first * layer_s) + table.least_s(setting)
 
 
-def both_s(time: LayerTime) -> float:
-    """A layer forward and backward for one micro-batch, nothing repeated."""
-    return time.ahead_s + time.backward_s(Layer())
-
-
 class _CutBounds:
     """As ``lower_bound_s`` for one cut after the other: the work of a rank, and what the first micro-batch must pass
     before it and the last one after it, transfers included."""
@@ -255,7 +254,7 @@ class _CutBounds:
     def __init__(self, setting: Setting, table: Table) -> None:
         time = table.layer(setting)
         self._setting, self._table = setting, table
-        self._layer_s, self._last_s = both_s(time), 3 * table.head_s(setting)
+        self._layer_s, self._last_s = time.both_s, 3 * table.head_s(setting)
         self._again_s = [time.again_s(Layer(recompute=kind)) for kind in ("selective", "full")]
         self._hops_s = [2 * one for one in table.hops_s(setting)]
 

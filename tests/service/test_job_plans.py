@@ -108,6 +108,20 @@ def test_a_search_that_takes_too_long_is_no_refusal_and_sizes_that_it_did_not_re
     assert plan.replicas == 1 and plan.why.endswith("No plan was found in time for 2, 3, 4 instances.")
 
 
+@pytest.mark.slow
+def test_sixteen_sizes_of_a_model_of_175_billion_parameters_are_searched_to_the_end() -> None:
+    """The work is counted, not timed: bounds, cuts and scores, each a look at the clock."""
+    gpt3 = "{layers: 96, hidden: 12288, heads: 96, seq: 2048, vocab: 51200, batch: 512}"
+    text = NO_PLAN.replace("per-node 2", "per-node 8").replace("max: 4", "max: 16").replace("memory: 8GiB", "gpus: 8")
+    clock = Ticking(10**9)
+    spec = with_plans(read_job(f"{text}    plan: auto\n    model: {gpt3}\n", filename="j"), "", clock)
+    plans = spec.role("main").plans
+    sizes = [one.replicas for one in plans]
+    assert sizes == [3, *range(5, 17)], "nothing fits on 16 devices, and 32 are no faster than 24"
+    assert all("Gap to the bound 0 %" in one.why and "in time" not in one.why for one in plans)
+    assert clock.looks < 60_000
+
+
 def test_a_model_beyond_all_measure_is_refused() -> None:
     with pytest.raises(BadInput, match=r"roles\.main\.plan: model\.layers: 20000 is above 10000"):
         planned(FILE.replace("layers: 4", "layers: 20000"))

@@ -16,7 +16,7 @@ import torch
 from rota.spec.errors import BadInput
 from rota.train.checkpoint import MANIFEST, Checkpoints, candidates
 
-KILLS = 100 if os.environ.get("ROTA_DEEP") else 25
+KILLS = 100 if os.environ.get("ROTA_DEEP") else 15
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

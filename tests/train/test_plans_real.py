@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +33,11 @@ def losses(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.mark.real
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plan_trains_like_one_process(name: str, losses: dict[str, list[float]]) -> None:
+def test_a_plan_trains_like_one_process(
+    name: str, losses: dict[str, list[float]], record_property: Callable[[str, object], None]
+) -> None:
     expected = equal.reference(equal.shape_of(name))
     worst = max(abs(got - want) for got, want in zip(losses[name], expected, strict=True))
+    record_property("worst", worst)  # ``--junitxml`` tells it
     assert worst <= equal.TOLERANCE[equal.PLANS[name.split(" -> ")[0]].dtype.param]
     assert expected[-1] != expected[0]

@@ -179,7 +179,7 @@ def test_a_cut_line_is_mended_and_a_push_that_came_twice_counts_once() -> None:
 
 def test_a_server_goes_on_from_its_snapshot_with_the_same_weights_and_clock() -> None:
     with servers(2, mode="ps_ssp", s=1) as (made, addresses):
-        client = PsClient(addresses, 0, token="s", retry_s=0.3)
+        client = PsClient(addresses, 0, token="s", retry_s=0.1)
         client.offer_dense(np.arange(5, dtype=np.float32))
         for _ in range(3):
             client.wait_turn(dense=True)
@@ -220,7 +220,7 @@ def test_a_fenced_push_leaves_the_acknowledged_one_of_the_living_worker() -> Non
 
 def test_after_a_lost_server_the_others_answers_are_not_taken_for_later_ones() -> None:
     with servers(2, mode="ps_async") as (made, addresses):
-        client = PsClient(addresses, 0, token="s", retry_s=0.2)
+        client = PsClient(addresses, 0, token="s", retry_s=0.1)
         port = int(addresses[0].rpartition(":")[2])
         made[0].close()
         client._links[0].close()
@@ -267,6 +267,6 @@ def test_errors_come_back_as_they_were_raised() -> None:
         with pytest.raises(BadInput, match="no worker has offered"):
             client.wait_turn(dense=True)
         with pytest.raises(ServerLost):
-            PsClient([address], 1, token="wrong", retry_s=0.2)
+            PsClient([address], 1, token="wrong", retry_s=0.1)
     finally:
         server.close()

@@ -23,7 +23,7 @@ from rota.train.plan.table import Table
 SEVEN_B = ModelShape(
     layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False, name="7B"
 )
-INSTANCES = 1000 if os.environ.get("ROTA_DEEP") else 12
+INSTANCES = 1000 if os.environ.get("ROTA_DEEP") else 7
 
 
 def seven_b(**changes: object) -> Question:
@@ -207,7 +207,8 @@ def test_a_search_of_many_cuts_is_stopped_between_two_of_them() -> None:
 
 
 def test_sizes_share_a_table_and_look_only_for_what_beats_the_size_before() -> None:
-    eight, sixteen, table = seven_b(), seven_b(gpus=16), Table(seven_b())
+    eight = seven_b(model=replace(SEVEN_B, layers=8))
+    sixteen, table = replace(eight, gpus=16), Table(eight)
     first = search(eight, table=table)
     best_s = first.best[0].step.total_s
     assert first == search(eight)

@@ -108,6 +108,14 @@ def is_alive(process: ProcessId) -> bool:
     return identify(process.pid) == process
 
 
+def command_line(pid: int) -> str:
+    """The words a process was started with (or named itself), one blank between them; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def own_id() -> ProcessId:
     """The identity of the calling process."""
     found = identify(os.getpid())

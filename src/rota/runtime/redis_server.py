@@ -185,6 +185,11 @@ def _record(home: environ.Home) -> Path:
     return home.run / "registry.json"
 
 
+def _started(home: environ.Home) -> Path:
+    """Written by the server itself, before it listens."""
+    return home.run / "registry.pid"
+
+
 def _read_record(home: environ.Home) -> dict[str, Any]:
     try:
         return json.loads(_record(home).read_text())
@@ -252,6 +257,7 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     home.run.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
     home.run.chmod(environ.PRIVATE_DIR)
     path = socket_path(home)
+    _end_unrecorded(home, path)
     path.unlink(missing_ok=True)
     options = {
         "--port": "0",
@@ -260,6 +266,7 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
         "--save": "",
         "--appendonly": "no",
         "--daemonize": "yes",
+        "--pidfile": str(_started(home)),
         "--dir": str(home.run),
         "--logfile": str(home.run / "registry.log"),
     }
@@ -281,6 +288,15 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     server = Server(address=address, pid=identity.pid, start_time=identity.start_time, kept=keep, program=program)
     _write_record(home, server)
     return server
+
+
+def _end_unrecorded(home: environ.Home, path: Path) -> None:
+    """Kill the server of a starter that died before it wrote the record, or that waited for the answer in vain."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        found = process.identify(int(_started(home).read_text()))
+        if found is not None and str(path) in process.command_line(found.pid):
+            process.send_signal(found, signal.SIGKILL)
+            process.wait_gone((found,), _STOP_S)
 
 
 def _why_no_answer(address: Address) -> str | None:

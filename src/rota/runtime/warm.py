@@ -23,7 +23,7 @@ PAUSE_S = (3.0, 30.0)
 ANSWER_MAX_S = 10.0
 KEEP_S = 365 * 86_400
 """So long the raylet does not end an idle process by itself."""
-_IDLE, _STARTING = b"ray::IDLE", b"default_worker.py"
+_IDLE, _STARTING = "ray::IDLE", "default_worker.py"
 
 
 async def keep_warm(state: EngineState, count: int) -> None:
@@ -34,7 +34,7 @@ async def keep_warm(state: EngineState, count: int) -> None:
     pause_s, pause_max_s = PAUSE_S
     while process.is_alive(state.raylet):
         await asyncio.sleep(pause_s)
-        commands = [_command(pid) for pid in process.children_of(state.raylet.pid)]
+        commands = [process.command_line(pid) for pid in process.children_of(state.raylet.pid)]
         idle = sum(command.startswith(_IDLE) for command in commands)
         if idle >= count:
             pause_s = PAUSE_S[0]
@@ -66,10 +66,3 @@ def _start(state: EngineState, count: int) -> None:
 
 def _own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""

@@ -242,6 +242,17 @@ def test_what_was_brought_down_is_not_started_again_by_those_who_are_left(tensor
     shutil.rmtree(home)
 
 
+def test_a_server_whose_starter_died_before_it_wrote_it_down_is_ended_by_the_next(tmp_path: Path) -> None:
+    home = environ.Home.of(Path(tempfile.mkdtemp(prefix="rt")))
+    lost = redis_server.find_or_start(home)
+    (home.run / "registry.json").unlink()
+    found = redis_server.find_or_start(home)
+    assert not process.is_alive(lost.process)
+    assert process.is_alive(found.process) and redis_server.find_running(home) == found
+    assert redis_server.end_running(home)
+    shutil.rmtree(home.root)
+
+
 def test_two_starters_agree_on_one_server(tensor_home: Path) -> None:
     home = Path(tempfile.mkdtemp(prefix="rt"))
     folder = Path(tempfile.mkdtemp(prefix="rt"))

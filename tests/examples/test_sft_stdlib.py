@@ -16,7 +16,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set"),
+]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "sft_stdlib" / "train.py"
 STEPS = 60

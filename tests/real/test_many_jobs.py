@@ -116,7 +116,7 @@ def outcome(site: Installation, job: str) -> tuple[str, str]:
     return ended["state"], ended["reason"]
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=deep)])
+@pytest.mark.parametrize("count", [2, pytest.param(10, marks=deep)])
 def test_jobs_in_sequence_leave_nothing(site: Installation, count: int) -> None:
     for number in range(count):
         job = submit(site, "sequence", STATEFUL if number % 5 == 0 else STATELESS)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.examples.test_sft_stdlib import result, torchrun
-from tests.real.jobs import Run, example, run_job
+from tests.real.jobs import Run, deep, example, run_job
 
 from rota.service.jobfile import read_job
 from rota.spec.events import Committed
@@ -25,8 +25,6 @@ from rota.spec.states import JobState
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 shares_tensors = pytest.mark.usefixtures("registry")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-DEEP = bool(os.environ.get("ROTA_DEEP"))
-deep = pytest.mark.skipif(not DEEP, reason="ROTA_DEEP is not set")
 SFT = 2
 """Supervised steps of the shortened grpo_sums."""
 Rows = dict[int, dict[str, float]]
@@ -64,10 +62,10 @@ def reference(name: str, **env: Any) -> list[dict[str, Any]]:
 @shares_tensors
 def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_one_is_killed(engine) -> None:
     pytest.importorskip("sklearn")
-    steps = 300 if DEEP else 8
+    steps = 300
 
     async def body(run: Run) -> None:
-        for n, victim in ((2, "speller/1"), *(((40, "vision/0"), (80, "loop/0")) if DEEP else ())):
+        for n, victim in ((2, "speller/1"), (40, "vision/0"), (80, "loop/0")):
             await run.until_committed(n)
             run.kill(victim)
         ended = await run.end(500)
@@ -80,18 +78,19 @@ def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_on
             assert row == pytest.approx(want, rel=0, abs=1e-5 if step < 100 else 1e-4)
         right = json.loads((run.output / "result.json").read_text())["right"]
         assert right == pytest.approx(wanted[-1]["right"], abs=1e-9)
-        assert not DEEP or right >= 0.95
+        assert right >= 0.95
 
     run_job(engine, scenario("mm_digits", MM_STEPS=steps), body, 550)
 
 
+@deep
 @shares_tensors
-def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_three_are_killed(engine) -> None:
+def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_four_are_killed(engine) -> None:
     pytest.importorskip("gymnasium")
-    steps = 100 if DEEP else 6
+    steps = 100
 
     async def body(run: Run) -> None:
-        for n, victim in ((2, "player/0"), (4, "actor/0"), *(((20, "critic/0"), (50, "loop/0")) if DEEP else ())):
+        for n, victim in ((2, "player/0"), (4, "actor/0"), (20, "critic/0"), (50, "loop/0")):
             await run.until_committed(n)
             run.kill(victim)
         ended = await run.end(500)
@@ -102,7 +101,7 @@ def test_players_an_actor_and_a_critic_give_the_run_of_one_process_though_three_
         commits = run.events(Committed)
         assert [one.n for one in commits] == list(range(1, steps + 2))
         assert commits[-1].metrics == wanted["last"], "bit for bit, to the last step"
-        assert not DEEP or greedy >= 195
+        assert greedy >= 195
 
     run_job(engine, scenario("ppo_cartpole", PPO_STEPS=steps), body, 550)
 

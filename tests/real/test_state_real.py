@@ -54,7 +54,10 @@ def test_a_stateful_mesh_and_readers_of_its_weights_run_to_success(engine) -> No
     run_job(engine, training(pause_at=-1), body)
 
 
-@pytest.mark.parametrize("victim", ["learner/0", "learner/1", "loop/0", "reader/1"])
+ALSO = [pytest.param(one, marks=deep) for one in ("learner/0", "reader/1")]
+
+
+@pytest.mark.parametrize("victim", ["learner/1", "loop/0", *ALSO])
 def test_kill_9_goes_back_to_the_last_commit_and_reaches_the_same_numbers(engine, victim: str) -> None:
     async def body(run: Run) -> None:
         await until_paused(run)
@@ -72,7 +75,7 @@ def test_kill_9_goes_back_to_the_last_commit_and_reaches_the_same_numbers(engine
     run_job(engine, training(), body)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=deep)])
 def test_restart_process_replaces_the_dead_rank_and_re_forms_the_living_one_in_place(engine, dead: int) -> None:
     async def body(run: Run) -> None:
         await until_paused(run)

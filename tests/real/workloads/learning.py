@@ -1,12 +1,14 @@
-"""A stateful mesh, a reader of its weights, and the loop over both: every number is a function of the commit alone."""
+"""A stateful mesh, a reader of its weights, and the loop over both: every number is a function of the commit alone.
+
+Only the learner loads torch, so that the others start quickly.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 
-import torch
-import torch.distributed as dist
+import numpy as np
 
 import rota
 
@@ -15,7 +17,9 @@ class Learner(rota.Workload):
     """Adds the mean of each batch to its vector; all ranks must agree, or the update raises."""
 
     def setup(self, ctx) -> None:
-        self.ctx = ctx
+        import torch
+
+        self.ctx, self.torch = ctx, torch
         ctx.process_group()
         kept = ctx.restored
         self.vector = kept["vector"] if kept else torch.zeros(4)
@@ -28,8 +32,8 @@ class Learner(rota.Workload):
         if trap.exists() and self.ctx.rank == 1:
             trap.unlink()
             raise RuntimeError("planned failure in update")
-        grad = batch["x"].mean(dim=0)
-        dist.all_reduce(grad)
+        grad = self.torch.tensor(batch["x"]).mean(dim=0)
+        self.torch.distributed.all_reduce(grad)
         self.vector += grad / self.ctx.world_size
         self.updates += 1
         with (self.ctx.work_dir / "updates.txt").open("a") as file:
@@ -75,7 +79,7 @@ async def training(f) -> None:
         if os.environ.get("LATE"):
             ((version, late_total),) = set(await f.roles.late.look([0, 1]))
             assert version == (n - 1) // 2 * 2 and late_total == totals(version), (n, version, late_total)
-        rows = torch.arange(8.0).reshape(4, 2).repeat(1, 2) * n
+        rows = np.tile(np.arange(8, dtype=np.float32).reshape(4, 2), 2) * np.float32(n)
         got = await f.roles.learner.update({"x": rows})
         assert got["updates"] == n, got
         total = got["total"]

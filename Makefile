@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # uv takes the same extra folder of wheels as pip, unless it has its own.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Tests and jobs start hundreds of processes: whoever forbids bytecode makes each of them compile everything again.
+export PYTHONDONTWRITEBYTECODE :=
 RUN_EXTRAS := .[engine,examples]
 DEV_EXTRAS := .[engine,examples,dev]
 INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) uv pip install -q -c constraints.txt $(1); \

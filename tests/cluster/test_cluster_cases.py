@@ -19,6 +19,7 @@ def test_every_recorded_case_passes(name: str) -> None:
     assert document["passed"] > 0
 
 
+@pytest.mark.slow
 def test_fair_share_actions_come_out_as_recorded_but_for_the_differences_that_are_documented() -> None:
     document = run_cases(DATA / "kai.json")
     causes = (DATA.parents[2] / "docs" / "reference" / "kai-differences.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 from cluster_makers import ask, node, shape, slot, state
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,7 @@ def gangs(draw: st.DrawFn) -> Shape:
     return shape(*slots, together=tuple(together), apart=tuple(apart))
 
 
+@pytest.mark.slow
 @given(gangs(), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.sampled_from([0, 500])), max_size=4))
 def test_a_gang_fits_exactly_when_brute_force_says_so(gang: Shape, taken: list[tuple[int, int, int]]) -> None:
     s = state(node("a", 3, rack="r0", cpus=6), node("b", 2, rack="r0", cpus=6), node("c", 2, rack="r1", cpus=4))

@@ -102,6 +102,7 @@ def random_input(seed: int, load: float, jobs: int = 250, opportunistic: int = 0
     return SimInput(trace=trace, tenants=tenants, scale=1.0, seed=seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_no_guaranteed_job_starts_later_on_shared_cells_than_on_a_private_cluster(seed: int) -> None:
     given = random_input(seed, load=0.9)
@@ -112,6 +113,7 @@ def test_no_guaranteed_job_starts_later_on_shared_cells_than_on_a_private_cluste
     assert starts["private"] == starts["hived"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40 if DEEP else 2))
 def test_opportunistic_work_that_fills_the_rest_makes_no_guaranteed_job_later(seed: int) -> None:
     given = random_input(seed, 0.9, 100, opportunistic=100)

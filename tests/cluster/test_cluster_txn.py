@@ -36,6 +36,7 @@ def _apply(txn: Txn, array: np.ndarray, mapping: dict[int, int], write: object) 
             txn.drop(mapping, key)
 
 
+@pytest.mark.slow
 @given(st.lists(WRITES, max_size=12))
 def test_a_scope_that_is_not_kept_leaves_every_byte_as_it_was(writes: list[object]) -> None:
     array, mapping = np.arange(5), {0: 1, 3: 4}

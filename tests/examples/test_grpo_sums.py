@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("reasoning_gym")
 
 import torch
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning_gym is not installed"),
+]
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "grpo_sums"
 MODULES = ("curve", "grpo", "grpo_sums", "learner", "model", "sampling", "sft", "task")

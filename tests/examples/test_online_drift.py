@@ -6,14 +6,14 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("river")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "online_drift"
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("river") is None, reason="river is not installed")]
 
 
 @pytest.fixture

@@ -187,6 +187,7 @@ def test_aliases_and_merge_keys_work() -> None:
     assert [(role.run, role.replicas_min) for role in spec.roles] == [(("hi",), 3), (("hi",), 2), (("hi",), 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -389,6 +389,7 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 30)) + "name: x\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "status", "said"),
     [

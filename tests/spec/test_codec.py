@@ -60,6 +60,7 @@ specs = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(specs)
 def test_a_job_survives_its_json_form(spec: JobSpec) -> None:
     text = codec.dumps(spec)

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from rota.train.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Pipeline = (
-    Schedule1F1B | ScheduleGPipe | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble
-)
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-_ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zb": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-}
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def stages_of(plan: ParallelPlan, rank: int) -> list[int]:
@@ -42,13 +29,24 @@ def stages_of(plan: ParallelPlan, rank: int) -> list[int]:
     return list(range(rank, count, pp))
 
 
-def schedule(pieces: list[nn.Module], plan: ParallelPlan, mesh: PlanMesh, device: torch.device, loss: Loss) -> Pipeline:
+def schedule(
+    pieces: list[nn.Module], plan: ParallelPlan, mesh: PlanMesh, device: torch.device, loss: Loss
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """The schedule of this rank over its pieces of the model. ``loss`` is already scaled: gradients are summed."""
+    # Loads more than a second of torch, which plans without stages do not need.
+    pipelining: Any = importlib.import_module("torch.distributed.pipelining")
+    schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
     indices = stages_of(plan, mesh.index("pp"))
     stages = [
-        PipelineStage(piece, index, len(plan.stages), device, group=mesh.group("pp"))
+        pipelining.PipelineStage(piece, index, len(plan.stages), device, group=mesh.group("pp"))
         for index, piece in zip(indices, pieces, strict=True)
     ]
-    if plan.schedule in _ONE_STAGE:
-        return _ONE_STAGE[plan.schedule](stages[0], plan.micro_batches, loss_fn=loss, scale_grads=False)
-    return _SEVERAL[plan.schedule](stages, plan.micro_batches, loss_fn=loss, scale_grads=False)
+    one = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
+    if plan.schedule in one:
+        return one[plan.schedule](stages[0], plan.micro_batches, loss_fn=loss, scale_grads=False)
+    several = {
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zb": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }
+    return several[plan.schedule](stages, plan.micro_batches, loss_fn=loss, scale_grads=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +79,7 @@ def reach(after: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @given(edges)
 def test_components_are_those_of_mutual_reachability_and_come_after_what_they_wait_for(pairs) -> None:
     after = {name: {b for a, b in pairs if a == name} for name in NAMES}

@@ -102,6 +102,7 @@ def interleavings(lengths: list[int]) -> Iterator[tuple[int, ...]]:
     yield from sorted(set(itertools.permutations(letters)))
 
 
+@pytest.mark.slow
 def test_every_interleaving_of_two_writers_and_two_readers_with_a_crash_is_clean() -> None:
     """Each actor may be killed before any of its steps; then its client is swept. All orders are tried."""
     actors = [("w1", writer("w1")), ("w2", writer("w2")), ("r1", reader("r1")), ("r2", reader("r2"))]

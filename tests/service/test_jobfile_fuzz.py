@@ -30,7 +30,7 @@ SCRAPS = st.sampled_from(
 )  # fmt: skip
 
 
-SCALE = 25 if os.environ.get("ROTA_DEEP") else 1
+SCALE = 75 if os.environ.get("ROTA_DEEP") else 1
 """25 makes 24,750 inputs."""
 
 
@@ -44,13 +44,13 @@ def is_read_or_refused(text: str | bytes, sets: list[str]) -> bool:
     return not check(spec)
 
 
-@settings(max_examples=300 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(SCRAPS, max_size=30).map("".join), st.lists(st.text(max_size=20), max_size=2))
 def test_scraps_of_yaml_never_break_the_reader(text: str, sets: list[str]) -> None:
     assert is_read_or_refused(text, sets)
 
 
-@settings(max_examples=150 * SCALE, deadline=None)
+@settings(max_examples=50 * SCALE, deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_never_break_the_reader(raw: bytes) -> None:
     assert is_read_or_refused(raw, [])
@@ -63,7 +63,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=300 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from([*JOB.fields, "rols"]), VALUES, max_size=6), VALUES)
 def test_known_fields_with_any_value_never_break_the_reader(fields: dict[str, object], role: object) -> None:
     import json
@@ -165,7 +165,7 @@ def jobs(draw: st.DrawFn) -> JobSpec:
 
 
 @pytest.mark.parametrize("form", ["yaml", "json"])
-@settings(max_examples=120 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spec=jobs())
 def test_a_job_written_and_read_again_is_the_same(form: str, spec: JobSpec) -> None:
     assert read_job(job_text(spec, form), filename="f") == spec  # type: ignore[arg-type]

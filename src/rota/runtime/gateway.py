@@ -144,9 +144,9 @@ class Gateway:
     async def _attach(self) -> GatewayOps:
         if given := self._settings.address:  # with what the environment says of its token
             module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
-            self._ops = await asyncio.to_thread(module.connect, given, self._namespace)
-            self._engine = given
-            return self._ops
+            joined: GatewayOps = await asyncio.to_thread(module.connect, given, self._namespace)
+            self._ops, self._engine = joined, given
+            return joined
         state = await asyncio.to_thread(start_engine, self._home, self._settings)
         for name, value in client_environment(state.token_path, state.folder).items():
             os.environ.pop(name, None)

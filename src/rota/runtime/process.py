@@ -304,10 +304,9 @@ def usage_of(process: ProcessId) -> Usage | None:
 
 def listening_on(port: int) -> tuple[int, str, tuple[str, ...]] | None:
     """Pid, name and open files of the process that listens on a TCP port; None of one of another user."""
-    listening = (one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid)
-    for one in listening:
-        with contextlib.suppress(psutil.Error):
-            if one.laddr.port == port:
+    for one in psutil.net_connections("tcp"):
+        if one.status == psutil.CONN_LISTEN and one.pid and one.laddr[1:] == (port,):
+            with contextlib.suppress(psutil.Error):  # it may end meanwhile
                 holder = psutil.Process(one.pid)
                 return holder.pid, holder.name(), tuple(file.path for file in holder.open_files())
     return None

@@ -140,7 +140,7 @@ def test_an_estimate_is_exact_when_durations_are_and_leaves_the_state_alone() ->
     step(s, JobArrived(ask=ask("next", slot(8), at=10, est_s=50.0)), fifo, 10.0)
     step(s, JobArrived(ask=ask("last", slot(1), at=20, est_s=5.0)), fifo, 20.0)
     before = s.digest()
-    found = Forecast(s, fifo, JobId("last"), 30.0).estimate(VirtualClock())
+    found = Forecast(s, fifo, 30.0).play(VirtualClock()).of(JobId("last"))
     assert found.p50 == 150.0
     assert s.digest() == before
 
@@ -176,7 +176,7 @@ def test_an_estimate_is_the_next_start_under_every_profile_when_nobody_comes_lat
     assert len(waiting) >= 2
     for job in waiting if DEEP else waiting[1:2]:
         after = [at for at, one in real.__dict__["starts"] if one == job and at > fork]
-        found = Forecast(live, get_profile(profile), job, fork).estimate(VirtualClock())
+        found = Forecast(live, get_profile(profile), fork, until=job).play(VirtualClock()).of(job)
         assert found.p50 == (after[0] if after else None)
 
 

@@ -40,30 +40,45 @@ class Estimate:
         return {"p50": self.p50, "p90": self.p90, "basis": self.basis}
 
 
-class Forecast:
-    """When a waiting job would start if nobody else came, by playing the live jobs to that moment on a copy.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What one play says of every job that there was at its beginning."""
 
-    The copy is made at once, so ``estimate`` may run beside the scheduler; the live state is not touched. Durations are
-    the declared estimates or time limits; a job without one takes the mean of those that have one. Raises KeyError for
-    a job that is not known.
+    starts: Mapping[JobId, tuple[float | None, float | None]]
+    basis: str
+
+    def of(self, job: JobId) -> Estimate:
+        """The estimate of one job; nothing is known of one that came later."""
+        likely, late = self.starts.get(job, (None, None))
+        return Estimate(p50=likely, p90=late, basis=self.basis)
+
+
+class Forecast:
+    """When the waiting jobs would start if nobody else came, by playing the live jobs on a copy.
+
+    The copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Durations are
+    the declared estimates or time limits; a job without one takes the mean of those that have one. With ``until`` the
+    play ends where that job starts.
     """
 
-    def __init__(self, state: State, profile: Profile, job: JobId, now: float) -> None:
-        self._job, self._profile, self._now = state.jobs[job].ask.id, profile, now
+    def __init__(self, state: State, profile: Profile, now: float, *, until: JobId | None = None) -> None:
+        self._until, self._profile, self._now, self._jobs = until, profile, now, tuple(state.jobs)
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
-        self._blind = not known and bool(state.holding())
+        blind = not known and bool(state.holding())
         self._mean = sum(known) / len(known) if known else 0.0
         self._basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
-        self._forks = () if self._blind else (state.copy(), state.copy())
+        if blind:
+            self._basis = "no job has an estimate or a time limit"
+        self._forks = () if blind else (state.copy(), state.copy())
 
-    def estimate(self, clock: Clock) -> Estimate:
+    def play(self, clock: Clock) -> Estimates:
         """Play the copies: once with the durations as they are, once with longer ones."""
-        if self._blind:
-            return Estimate(p50=None, p90=None, basis="no job has an estimate or a time limit")
-        likely, late = (self._start(fork, factor, clock) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
-        return Estimate(p50=likely, p90=late, basis=self._basis)
+        if not self._forks:
+            return Estimates(starts=dict.fromkeys(self._jobs, (None, None)), basis=self._basis)
+        likely, late = (self._starts(fork, factor, clock) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
+        return Estimates(starts={job: (likely[job], late[job]) for job in self._jobs}, basis=self._basis)
 
-    def _start(self, fork: State, factor: float, clock: Clock) -> float | None:
+    def _starts(self, fork: State, factor: float, clock: Clock) -> dict[JobId, float | None]:
         jobs = [_sim_job(fork.jobs[job], self._now, self._mean, factor) for job in sorted(fork.jobs)]
         run = Simulation(
             fork,
@@ -71,11 +86,11 @@ class Forecast:
             jobs,
             clock,
             until_s=self._now + HORIZON_S,
-            stop_when_started=self._job,
+            stop_when_started=self._until,
             now=self._now,
             wall_max_s=WALL_MAX_S,
         )
-        return run.run().runs[self._job].first_start_s
+        return {job: one.first_start_s for job, one in run.run().runs.items()}
 
 
 def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, Any]:

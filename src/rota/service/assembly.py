@@ -22,6 +22,7 @@ from rota.service.audit import Audit
 from rota.service.auth import Auth, ensure_token
 from rota.service.config import LOOPBACK, Settings, rota_version
 from rota.service.engine import Engine, GatewayEngine, NoEngine
+from rota.service.forecasts import Forecasts
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
@@ -81,6 +82,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         clock=clock,
         chance=chance,
         loop=loop,
+        forecasts=Forecasts(loop.scheduler, clock),
         intake=Intake(loop, home=home, clock=clock, chance=chance),
         auth=auth,
         vault=vault,

@@ -113,8 +113,8 @@ class Intake:
         explanation = self._loop.scheduler.explain_spec(completed, now).to_json()
         placement, waits, forecast = self._trial(completed, now)
         if forecast is not None:
-            estimate = await asyncio.to_thread(forecast.estimate, self._clock)
-            explanation |= {"estimate": estimate.to_json()}
+            estimates = await asyncio.to_thread(forecast.play, self._clock)
+            explanation |= {"estimate": estimates.of(_DRY_RUN).to_json()}
         if waits is not None:
             why = {"code": waits.reason, "text": waits.text or INFO[waits.reason].text, "fields": waits.fields}
             explanation |= {"why": why, "starts_now": False}
@@ -206,7 +206,7 @@ class Intake:
             outcome = scheduler.decide(now)
             mine = [event for job, event in outcome.events if job == _DRY_RUN]
             placement = next((event.placement for event in mine if isinstance(event, JobAdmitted)), None)
-            forecast = None if placement else Forecast(scheduler.state, scheduler.profile, _DRY_RUN, now)
+            forecast = None if placement else Forecast(scheduler.state, scheduler.profile, now, until=_DRY_RUN)
         finally:
             ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))

@@ -21,6 +21,7 @@ from rota.service.audit import Audit
 from rota.service.auth import COOKIE, SAFE_METHODS, Asked, Auth
 from rota.service.config import Settings
 from rota.service.engine import Engine
+from rota.service.forecasts import Forecasts
 from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
@@ -48,6 +49,7 @@ class Doors:
     clock: Clock
     chance: Chance
     loop: ServiceLoop
+    forecasts: Forecasts
     intake: Intake
     auth: Auth
     vault: Vault

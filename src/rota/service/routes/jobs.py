@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.cluster.forecast import Forecast
 from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.changes import checked_changes, checked_size
@@ -256,11 +255,9 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
     story = doors.seen(caller, job)
     found = None
     if story.state is JobState.QUEUED:
-        scheduler, now = doors.loop.scheduler, doors.clock.wall_s()
-        if (answer := scheduler.explain(story.id, now)) is not None:
-            forecast = Forecast(scheduler.state, scheduler.profile, story.id, now)
-            estimate = await asyncio.to_thread(forecast.estimate, doors.clock)
-            found = answer.to_json() | {"estimate": estimate.to_json()}
+        answer = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
+        if answer is not None:
+            found = answer.to_json() | {"estimate": (await doors.forecasts.of(story.id)).to_json()}
     return doors.veiled(caller, explanation(story, doors.loop.installation, found))
 
 

@@ -1,0 +1,61 @@
+"""When the waiting jobs would start: one play of the live jobs answers for all of them, until something changes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rota.cluster.core.snapshot import State
+from rota.cluster.forecast import Estimate, Estimates, Forecast
+from rota.cluster.live import Scheduler
+from rota.runtime.clock import Clock
+from rota.spec.ids import JobId
+
+AGE_MAX_S = 10.0
+"""How old an answer may be while a newer one is played, and how long one holds when nothing changes."""
+PATIENCE_S = 0.1
+"""How long a newer answer is waited for when there is one that is not too old."""
+PLAYS_MAX = 2
+"""The play under way may have begun before the job came; the next one knows it."""
+
+
+class Forecasts:
+    """Estimates of the live jobs; at most one play is under way."""
+
+    def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._made = Estimates(starts={}, basis="")
+        self._made_of: tuple[State, int] | None = None
+        self._made_at = float("-inf")
+        self._playing: asyncio.Task[None] | None = None
+
+    async def of(self, job: JobId) -> Estimate:
+        """When a job that waits would start; unknown for one that does not wait any more."""
+        for _ in range(PLAYS_MAX):
+            if self._is_new() and job in self._made.starts:
+                break
+            if self._playing is None:
+                self._playing = asyncio.create_task(self._play())
+            serves = job in self._made.starts and self._age_s() < AGE_MAX_S
+            done, _ = await asyncio.wait({self._playing}, timeout=PATIENCE_S if serves else None)
+            for task in done:
+                task.result()
+            if serves:
+                break
+        return self._made.of(job)
+
+    def _is_new(self) -> bool:
+        state = self._scheduler.state
+        return self._made_of == (state, state.version) and self._age_s() < AGE_MAX_S
+
+    def _age_s(self) -> float:
+        return self._clock.monotonic_s() - self._made_at
+
+    async def _play(self) -> None:
+        try:
+            state, at = self._scheduler.state, self._clock.monotonic_s()
+            made_of = (state, state.version)
+            forecast = Forecast(state, self._scheduler.profile, self._clock.wall_s())
+            self._made = await asyncio.to_thread(forecast.play, self._clock)
+            self._made_of, self._made_at = made_of, at
+        finally:
+            self._playing = None

@@ -223,7 +223,7 @@ class Simulation:
             if self.state.lines:
                 self._gap_s += seconds * gap
                 self._waiting_s += seconds
-            used = sum(int(self.state.used[row, GPU]) for row in self._roots) / 1000
+            used = int(self.state.used[self._roots, GPU].sum()) / 1000
             waiting = sum(map(len, self.state.asking.values()))
             self.result.samples.append(Sample(self.now, seconds, used, waiting, gap))
         self.now = to

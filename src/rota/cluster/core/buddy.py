@@ -286,7 +286,10 @@ def _use(
         for level, change in ((old, -1), (new, 1)):
             if level != FREE:
                 txn.put(used[cell], level, used[cell].get(level, 0) + change)
-        highest = new if cell == leaf else max((prio[child] for child in children[cell]), default=FREE)
-        if prio[cell] != highest:
-            txn.set_item(prio, cell, highest)
+        if new > prio[cell] or cell == leaf:
+            txn.set_item(prio, cell, new)
+        elif new < old == prio[cell]:
+            highest = max([prio[child] for child in children[cell]])
+            if highest != old:
+                txn.set_item(prio, cell, highest)
         cell = parent[cell]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rota.cluster.core.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells
+from rota.cluster.core.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key
 from rota.cluster.core.intra import View, place_members, view_nodes
 from rota.cluster.core.mapping import map_leaves
 from rota.cluster.core.txn import Txn
@@ -82,6 +82,7 @@ class HivedCluster:
     _views: dict[tuple[str, str, int], list[int]] = field(default_factory=dict[tuple[str, str, int], list[int]])
 
     _owned: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    _roots: dict[tuple[str, str, Key], list[int]] = field(default_factory=dict[tuple[str, str, Key], list[int]])
 
     def __post_init__(self) -> None:
         self.buddy = BuddyCells(self.cells)
@@ -368,18 +369,25 @@ class HivedCluster:
         if buddy.level[cell] == level:
             if not buddy.is_free(cell):
                 return NONE
-            candidates = [
-                root
-                for root in cells.virtual.roots
-                if self._is_mine(root, ask.tenant)
-                and cells.pin[root] == (ask.pinned or "")
-                and (cells.vchain[root], buddy.vlevel[root]) == buddy.key(cell)
-            ]
+            candidates = self._roots_of(ask.tenant, ask.pinned or "", buddy.key(cell))
         else:
             above = self._virtual_above(ask, buddy.parent[cell], level)
             candidates = cells.virtual.children[above] if above != NONE else []
         able = [v for v in candidates if buddy.serves[v] == NONE or FREE < buddy.vprio[v] < ask.priority]
         return min(able, key=lambda v: buddy.vprio[v], default=NONE)
+
+    def _roots_of(self, tenant: str, pin: str, key: Key) -> list[int]:
+        """Virtual cells that a tenant owns, of this chain and level."""
+        if (tenant, pin, key) not in self._roots:
+            cells, buddy = self.cells, self.buddy
+            self._roots[tenant, pin, key] = [
+                root
+                for root in cells.virtual.roots
+                if self._is_mine(root, tenant)
+                and cells.pin[root] == pin
+                and (cells.vchain[root], buddy.vlevel[root]) == key
+            ]
+        return self._roots[tenant, pin, key]
 
     def _virtual_above(self, ask: GangAsk, cell: int, level: int) -> int:
         if cell == NONE or self.buddy.level[cell] > level:

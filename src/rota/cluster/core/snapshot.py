@@ -253,8 +253,10 @@ class State:
         for slot in held:
             self.take(txn, slot, 1)
         self.charge(txn, row, 1)
-        row = replace(row, phase="running", held=held, attempt=row.attempt + 1, wait=None, rate=None)
-        row = replace(row, started_at=now, saved_at=now)
+        attempt = row.attempt + 1
+        row = replace(
+            row, phase="running", held=held, attempt=attempt, wait=None, rate=None, started_at=now, saved_at=now
+        )
         self.put(txn, row)
         for slot in held if row.ask.data else ():
             node = self.nodes[slot.node].id
@@ -266,14 +268,17 @@ class State:
     def release(self, txn: Txn, job: JobId) -> None:
         """Take back what a job holds, if anything; it is queued again with its old queue time."""
         row = self.jobs[job]
-        for slot in row.held:
-            self.take(txn, slot, -1)
+        self._give_back(txn, row)
+        self.put(txn, replace(row, phase="queued", held=(), stopping_for=None))
+
+    def _give_back(self, txn: Txn, row: JobRow) -> None:
         if row.held:
+            for slot in row.held:
+                self.take(txn, slot, -1)
             self.charge(txn, row, -1)
             self.memory.gave(txn, row.ask.queue)
             for book in self.books:
                 book.release(txn, self, row)
-        self.put(txn, replace(row, phase="queued", held=(), stopping_for=None))
 
     def lift(self, txn: Txn, jobs: Iterable[JobId]) -> None:
         """Take what these jobs hold off the nodes, for a trial placement; queues and rows stay as they are."""
@@ -312,8 +317,9 @@ class State:
 
     def drop(self, txn: Txn, job: JobId) -> None:
         """Forget a job that ended, releasing what it held."""
-        self.release(txn, job)
-        self._index(txn, job, self.jobs[job], None)
+        row = self.jobs[job]
+        self._give_back(txn, row)
+        self._index(txn, job, row, None)
         txn.drop(self.jobs, job)
 
     def take(self, txn: Txn, held: Held, sign: int) -> None:

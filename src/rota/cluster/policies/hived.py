@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rota.cluster.core.asks import Shape
 from rota.cluster.core.cells import CellSpec
@@ -112,15 +113,21 @@ def _prepare(state: State) -> None:
 
 def gang_ask(row: JobRow) -> GangAsk:
     """The gang of a job: one member a slot with devices, ascending."""
-    slots = [slot for slot in row.ask.shape.slots if slot.gpus]
-    kinds = {slot.type for slot in slots}
+    members, kind = _members(row.ask.shape)
     return GangAsk(
         name=row.ask.id,
         tenant=row.ask.queue,
         priority=min(row.ask.priority, 1000) if row.ask.priority >= 0 else -1,
-        members=tuple(sorted(slot.gpus for slot in slots)),
-        kind=next(iter(kinds)) if len(kinds) == 1 else None,
+        members=members,
+        kind=kind,
     )
+
+
+@lru_cache(maxsize=4096)
+def _members(shape: Shape) -> tuple[tuple[int, ...], str | None]:
+    slots = [slot for slot in shape.slots if slot.gpus]
+    kinds = {slot.type for slot in slots}
+    return tuple(sorted(slot.gpus for slot in slots)), next(iter(kinds)) if len(kinds) == 1 else None
 
 
 def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:

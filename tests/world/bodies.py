@@ -33,6 +33,8 @@ class Script:
     steps: int = 5
     run_s: float = 10.0
     setup_fails_p: float = 0.0
+    unfit_p: float = 0.0
+    """That the node is found unfit when a process comes up on it."""
     run_fails_p: float = 0.0
     ignores_stop: bool = False
     batch: int = 3
@@ -71,6 +73,7 @@ class SimInstance:
         self._forming: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self.failure: dict[str, Any] | None = None
+        self._checked = False
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
         self._courier: Courier | None = None
         process.spawn(self._beats())
@@ -205,8 +208,14 @@ class SimInstance:
     async def stacks(self) -> str:
         return "a stack"
 
-    async def check(self) -> str:
-        return self._rng.choice(("", "its disk is full"))
+    async def check(self) -> dict[str, Any]:
+        """Rarely unfit at the start of the process, as often as not when its node is suspected."""
+        await self._work(0.1)
+        first, self._checked = not self._checked, True
+        if self._fails(self._script.unfit_p if first else 0.5):
+            reason = self._rng.choice(("OUTPUT_FULL", "NODE_SUSPECT"))
+            return {"answer": "failed", "failure": {"epoch": self.epoch, "reason": reason, "text": "unfit"}}
+        return {"answer": "done"}
 
     async def stop(self, *more: Any) -> None:
         if not self._script.ignores_stop:

@@ -49,6 +49,7 @@ def _fragile(rng: random.Random, script: Script) -> Script:
     return replace(
         script,
         setup_fails_p=rng.choice((0.0, 0.1)),
+        unfit_p=rng.choice((0.0, 0.05)),
         run_fails_p=rng.choice((0.0, 0.05, 0.2)),
         ignores_stop=rng.random() < 0.1,
     )

@@ -52,7 +52,8 @@ from tests.world.virtual import run
 
 TICK_S = 0.5
 PAUSABLE = frozenset(
-    {JobState.QUEUED, JobState.ADMITTED, JobState.STARTING, JobState.RUNNING, JobState.RECOVERING, JobState.RESIZING}
+    {state for state in JobState if state.holds_devices and state not in (JobState.PREEMPTING, JobState.STOPPING)}
+    | {JobState.QUEUED}
 )
 DECIDE_S = 5.0
 """Without news the scheduler looks again this often."""

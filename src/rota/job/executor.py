@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
 GIVE_UP_S = 300.0
 """So long a command is tried; then its failure is an event. What gives back is tried for ever: it holds resources."""
+CHECK = Call(method="check", control=True)
 CHECK_ANSWER_S = 10.0
 """A suspected node has so long to answer each of those who ask; a verdict waits for it."""
 UNSEEN_DEATH_S = 5.0
@@ -210,6 +211,10 @@ class Executor:
             text, trace = f"{type(error).__name__}: {error}", remote_traceback(error)
             return _lost(command.instance, command.epoch, Reason.USER_ERROR, text, trace)
         self.know(handle)
+        if ctx.spec.role(command.instance.role).fail.check != "none":
+            found = await self._ask(command.instance, command.epoch, CHECK)
+            if isinstance(found, Failure):
+                return _lost(command.instance, command.epoch, found.reason, found.text)
         return InstanceStarted(
             role=command.instance.role,
             rank=command.instance.rank,
@@ -252,7 +257,7 @@ class Executor:
         return InstanceEnded(role=command.instance.role, rank=command.instance.rank, epoch=command.epoch)
 
     async def _ask(self, instance: InstanceId, started: Epoch, call: Call) -> Failure | str | None:
-        """The answer of an instance to ``assemble`` or ``run``: ``done``, a failure, or None when it is out of date."""
+        """``done``, a failure, or None when it is out of date: what ``assemble``, ``run`` and ``check`` answer."""
         try:
             raw: dict[str, Any] = await self.launcher.call(self.handle(instance, started), call)
         except ProcessGone as error:
@@ -272,11 +277,11 @@ class Executor:
 
     async def _check(self, command: CheckNode) -> JobEvent:
         """Ask one after another of those that live on the node; the first answer decides."""
-        problems = "nobody who lives there answers"
+        problems, call = "nobody who lives there answers", replace(CHECK, timeout_s=CHECK_ANSWER_S)
         for instance, started in command.processes:
-            call = Call(method="check", timeout_s=CHECK_ANSWER_S, control=True)
             try:
-                problems = str(await self.launcher.call(self.handle(instance, started), call))
+                found = await self.launcher.call(self.handle(instance, started), call)
+                problems = found["failure"]["text"] if found["answer"] == "failed" else ""
                 break
             except (ProcessGone, CallTimeout, RemoteError):
                 continue

@@ -97,7 +97,7 @@ class Instance:
             control=self._control,
             user=self._user,
         )
-        self._load, self._checked = Load(clock), False
+        self._load = Load(clock)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._body: Body = self._make_body()
         self._epoch = Epoch(0)
@@ -160,13 +160,13 @@ class Instance:
         done = await self._control.run(run_beside(argv, timeout_s=timeout_s))
         return done | {name: vault.blackened(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
 
-    async def check(self) -> str:
-        """Is this node fit still? What is wrong with it, empty when nothing is."""
+    async def check(self) -> dict[str, Any]:
+        """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
         try:
             await self._find_unfit()
         except NodeUnfit as error:
-            return str(error)
-        return ""
+            return self._failed(error, self._started_epoch)
+        return DONE
 
     async def stop(self, grace_s: float = 30.0) -> None:
         """Give everything back within ``grace_s``; the launcher ends the process after that."""
@@ -223,7 +223,6 @@ class Instance:
         self._failure = None
         try:
             with self._seat.pulse.running(SETTING_UP):
-                await self._check_node()
                 await run_setup(self._seat)
                 await self._body.form(forming)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the master hears of it
@@ -231,12 +230,6 @@ class Instance:
         if self._epoch == forming.epoch:
             self._ready = True
         return DONE
-
-    async def _check_node(self) -> None:
-        """Once a process, before any user code. Raises NodeUnfit."""
-        if not self._checked and self._seat.role.fail.check != "none":
-            await self._find_unfit()
-            self._checked = True
 
     async def _find_unfit(self) -> None:
         seat = self._seat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from tests.makers import admitted, at, command, fail, ids, loop, mesh, rl, service, spec
@@ -45,10 +45,28 @@ def test_a_job_starts_gang_first_then_processes_then_assembly_then_its_loop(driv
 
 def test_mesh_members_assemble_only_when_all_of_them_have_a_process(driven):
     driven.admit(rl()).settle(hold="start/actor/1")
-    assert driven.ctx.state is JobState.STARTING
     assert not [one for one in wanted(driven.ctx) if isinstance(one, Assemble)]
     assert driven.ctx.instances[at("actor/0")].state is InstanceState.STALE
     assert driven.ctx.instances[at("reward/0")].state is InstanceState.READY
+
+
+def test_a_job_is_checking_until_its_first_processes_have_found_their_nodes_fit(driven):
+    driven.admit(rl()).settle(hold="start/actor/1")
+    assert driven.ctx.state is JobState.CHECKING, "ready members do not make up for one that checks"
+    driven.settle(hold="assemble/actor/1")
+    assert driven.ctx.state is JobState.STARTING
+    driven.settle()
+    assert driven.ctx.state is JobState.RUNNING
+    driven.feed(lost("actor", 1, 1))
+    driven.settle(hold="start/actor/1")
+    assert driven.ctx.state is JobState.RECOVERING, "one that comes later is checked within the recovery"
+
+
+def test_a_job_that_has_no_check_asked_for_is_never_checking(driven):
+    job = rl()
+    roles = tuple(replace(role, fail=replace(role.fail, check="none")) for role in job.roles)
+    driven.admit(replace(job, roles=roles)).settle(hold="start/actor/1")
+    assert driven.ctx.state is JobState.STARTING
 
 
 def test_a_loss_of_a_stateless_instance_touches_nobody_else(driven):

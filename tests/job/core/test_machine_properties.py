@@ -158,7 +158,7 @@ def test_after_any_events_a_master_that_carries_out_its_commands_brings_the_job_
     driven.feed(Reattached(master_epoch=Epoch(99), alive=alive, gangs=gangs))
     driven.settle()
     ctx = driven.ctx
-    if ctx.state in (JobState.RUNNING, JobState.RECOVERING, JobState.STARTING, JobState.ADMITTED):
+    if ctx.state in (JobState.RUNNING, JobState.RECOVERING, JobState.STARTING, JobState.CHECKING, JobState.ADMITTED):
         assert ctx.state is JobState.RUNNING or any(one.id.startswith("timer/") for one in wanted(ctx))
     elif ctx.state in (JobState.QUEUED, JobState.PAUSED) or ctx.state.terminal:
         assert not ctx.gangs or ctx.state.terminal

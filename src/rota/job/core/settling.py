@@ -107,11 +107,22 @@ def _with_state(ctx: JobContext) -> JobContext:
     elif all(one.settled for one in ctx.instances.values()):
         state = JobState.RUNNING
     else:
-        state = JobState.STARTING if reserved(ctx) else JobState.ADMITTED
+        state = _on_the_way(ctx)
     if state is ctx.state:
         return ctx
     first = state is JobState.RUNNING and ctx.started_s is None
     return replace(ctx, state=state, started_s=ctx.at_s if first else ctx.started_s)
+
+
+def _on_the_way(ctx: JobContext) -> JobState:
+    """ADMITTED without a reservation, CHECKING until the first processes have found their nodes fit, then STARTING."""
+    assert ctx.spec is not None
+    if not reserved(ctx):
+        return JobState.ADMITTED
+    first = ctx.state in (JobState.ADMITTED, JobState.CHECKING)
+    roles = {role.name for role in ctx.spec.roles if role.fail.check != "none"} if first else set[RoleName]()
+    coming = (one for one in ctx.instances.values() if one.state is InstanceState.STARTING and one.active)
+    return JobState.CHECKING if any(one.id.role in roles for one in coming) else JobState.STARTING
 
 
 def _wind_down(ctx: JobContext) -> JobContext:

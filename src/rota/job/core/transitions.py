@@ -16,7 +16,7 @@ JOB: Mapping[JobState, frozenset[JobState]] = {
     _J.SUBMITTED: frozenset({_J.QUEUED, _J.ADMITTED, _J.STOPPING}) | _ENDS,
     _J.QUEUED: frozenset({_J.ADMITTED, _J.PAUSED, _J.STOPPING}) | _ENDS,
     _J.PAUSED: frozenset({_J.QUEUED, _J.ADMITTED, _J.STOPPING}) | _ENDS,
-    _J.ADMITTED: frozenset({_J.STARTING}) | _TURNS,
+    _J.ADMITTED: frozenset({_J.CHECKING, _J.STARTING}) | _TURNS,
     _J.CHECKING: frozenset({_J.STARTING}) | _TURNS,
     _J.STARTING: frozenset({_J.RUNNING}) | _TURNS,
     _J.RUNNING: _TURNS,

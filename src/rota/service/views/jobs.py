@@ -34,6 +34,8 @@ def phase(story: JobStory) -> str:
             return "its workloads are being read"
         case JobState.ADMITTED:
             return "its devices are being reserved" if story.master_is_current else "its master is being started"
+        case JobState.CHECKING:
+            return _checks(story)
         case JobState.STARTING | JobState.RESIZING:
             return _readiness(story)
         case JobState.RECOVERING if story.failures:
@@ -50,6 +52,13 @@ def phase(story: JobStory) -> str:
             return f"preempted for {story.attempts[-1].for_job}"
         case _:
             return ""
+
+
+def _checks(story: JobStory) -> str:
+    """The first of the processes that have not found their node fit yet."""
+    behind = [one for one in story.instances.values() if one.state is InstanceState.STARTING]
+    names = ", ".join(f"{one.id} on {story.ctx.bundle(one.id)[1].node}" for one in behind[:3])
+    return f"{names}{' ...' if len(behind) > 3 else ''}: the process comes up and checks its node"
 
 
 def _readiness(story: JobStory) -> str:

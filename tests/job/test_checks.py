@@ -10,31 +10,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rota.job.checks import NodeUnfit, Unfit, collective, compute, quick
+from rota.job.checks import DeviceWatch, NodeUnfit, Unfit, collective, compute, quick
 from rota.runtime.devices import fake_devices
 from rota.spec.reasons import Reason
 
+NONE = DeviceWatch(())
+
 
 def test_a_fit_node_has_nothing_wrong_and_no_file_is_left(tmp_path: Path) -> None:
-    assert quick([tmp_path, tmp_path / "new"], ()) == []
+    assert quick([tmp_path, tmp_path / "new"], NONE) == []
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 def test_a_folder_that_takes_no_writes_is_named_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    (found,) = quick([tmp_path / "file" / "below"], ())
+    (found,) = quick([tmp_path / "file" / "below"], NONE)
     assert (found.check, found.reason) == ("disk", Reason.OUTPUT_FULL)
     assert f"{tmp_path / 'file' / 'below'} takes no writes" in found.text
 
 
 def test_too_little_space_is_told_in_mebibytes(tmp_path: Path) -> None:
-    (found,) = quick([tmp_path], (), free_min_bytes=1 << 62)
+    (found,) = quick([tmp_path], NONE, free_min_bytes=1 << 62)
     assert found.reason is Reason.OUTPUT_FULL and "MiB left" in found.text
 
 
 def test_a_device_that_is_not_there_is_a_lost_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("1xH100"))
-    (found,) = quick([tmp_path], (0, 1))
+    (found,) = quick([tmp_path], DeviceWatch((0, 1)))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert NodeUnfit([found]).reason is Reason.GPU_LOST
 
@@ -75,7 +77,22 @@ def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(
     monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("2xH100"))
     monkeypatch.setattr("rota.job.checks.kernel_lines", log.splitlines)
     monkeypatch.setattr("rota.job.checks.bus_addresses", lambda: ("0000:1a:00", "0000:44:00"))
-    assert quick([tmp_path], (0,)) == []
-    (found,) = quick([tmp_path], (1,))
+    assert quick([tmp_path], DeviceWatch((0,))) == []
+    (found,) = quick([tmp_path], DeviceWatch((1,)))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert "device 1 (0000:44:00) is faulty: Xid 79" in found.text
+
+
+def test_a_device_whose_memory_errors_rise_under_its_work_is_faulty_and_older_errors_are_not_held_against_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = {0: 7, 1: 2, 2: 0}
+    monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("3xH100"))
+    monkeypatch.setattr("rota.job.checks.memory_errors", lambda: dict(counted))
+    watch = DeviceWatch((0, 1))
+    assert watch.look() == []
+    counted |= {0: 0, 2: 5}
+    assert watch.look() == [], "device 0 was reset, device 2 is somebody else's"
+    counted[1] = 3
+    (found,) = watch.look()
+    assert found.reason is Reason.GPU_ECC and "device 1 had 1 uncorrectable memory errors" in found.text

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from tests.makers import JOB, at, service, spec
 
-from rota.job import operations, worker
+from rota.job import checks, operations, worker
 from rota.job.calls import Refusal
 from rota.job.executor import JobPlace, death_event
 from rota.job.peers import PeerTable
-from rota.job.probes import BeatAnswer
+from rota.job.probes import Beat, BeatAnswer
 from rota.job.spans import Spans
 from rota.job.worker import Instance
 from rota.job.workload import Workload, interface_of, op
-from rota.runtime.launch import ProcessDied
+from rota.runtime.launch import Call, ProcessDied
 from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch
 from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
@@ -27,10 +27,12 @@ from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
 LIMIT_S = 10.0
 
 
-def an_instance(folder: Path) -> Instance:
+def an_instance(folder: Path, *devices: int) -> Instance:
     place = JobPlace(home=str(folder), job=JOB, workdir=str(folder), launcher="")
     role = replace(service("w", 1), workload=f"{__name__}:Worked", interface=interface_of(Worked))
-    return Instance(place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[])
+    return Instance(
+        place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[*devices]
+    )
 
 
 class BrokenLauncher:
@@ -148,13 +150,35 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
     monkeypatch.setattr(worker, "quick", lambda *_: back.wait())
     instance = an_instance(tmp_path)
     try:
-        answer = asyncio.run(instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0))
+        answer = asyncio.run(instance.check())
     finally:
         back.set()
         instance._control.close()
         instance._seat.user.close()
     assert (answer["answer"], answer["failure"]["reason"]) == ("failed", Reason.DATA_UNREACHABLE)
     assert str(tmp_path) in answer["failure"]["text"] and "did not answer in 0.01 s" in answer["failure"]["text"]
+
+
+def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, told = iter((4, 4, 4, 5)), threading.Event()
+    monkeypatch.setattr(checks, "memory_errors", lambda: {1: next(counts, 5)})
+    monkeypatch.setattr(worker, "DEVICES_EVERY_S", 0.01)
+
+    class Listening(QuietLauncher):
+        async def call(self, _: object, call: Call) -> Any:
+            beat = Beat.from_json(call.args[0])
+            if beat.failure is not None and beat.failure.reason is Reason.GPU_ECC:
+                told.set()
+            return await super().call()
+
+    monkeypatch.setattr(worker, "open_launcher", lambda _: Listening())
+    instance = an_instance(tmp_path, 1)
+    try:
+        assert asyncio.run(instance.check()) == {"answer": "done"}, "four errors of an earlier time are no fault"
+        assert told.wait(LIMIT_S), "the master hears of it at the next beat"
+    finally:
+        instance._control.close()
+        instance._seat.user.close()
 
 
 @pytest.mark.parametrize(("number", "text"), [(9, "ended by SIGKILL"), (35, "ended by signal 35")])

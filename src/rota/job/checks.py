@@ -11,13 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rota.job.core.symptoms import device_faults, storage_reason
+from rota.job.core.symptoms import device_faults, memory_faults, storage_reason
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import bus_addresses, kernel_lines, local_devices
+from rota.runtime.devices import bus_addresses, kernel_lines, local_devices, memory_errors
 from rota.spec.reasons import Reason
 
 CHECK_MAX_S = 60.0
 """A folder that does not answer for so long (a file system that is gone) is unfit too."""
+DEVICES_EVERY_S = 10.0
+"""A process with devices looks at them this often while it works."""
+REMEDY = "drain the node, reset the device"
 FREE_MIN_BYTES = 64 * 2**20
 PROBE = b"rota" * 1024
 ALLOCATION_BYTES = 16 * 2**20
@@ -44,21 +47,41 @@ class NodeUnfit(Exception):
         self.reason = found[0].reason
 
 
-def quick(folders: Iterable[Path], devices: Sequence[int], *, free_min_bytes: int = FREE_MIN_BYTES) -> list[Unfit]:
-    """Everything that is wrong, nothing when the node is fit. Milliseconds on a healthy node; may block on a bad disk.
+@dataclass(slots=True)
+class DeviceWatch:
+    """The devices of one process; memory errors that they counted before its first look are not held against them."""
 
-    Devices are compared with those that the driver of this node lists; where it lists none there is nothing to compare.
-    """
+    devices: Sequence[int]
+    errors: dict[int, int] | None = None
+
+    def look(self) -> list[Unfit]:
+        """What is wrong with them now. Blocks for seconds where a driver is slow, not at all without devices.
+
+        They are compared with those that the driver of this node lists; where it lists none, nothing can be compared.
+        """
+        found = list[Unfit]()
+        present = {device.index for device in local_devices()} if self.devices else set[int]()
+        if present and (missing := sorted(set(self.devices) - present)):
+            text = f"device {missing[0]} is not there (the node has {len(present)}); see nvidia-smi, drain the node"
+            found.append(Unfit(check="devices", reason=Reason.GPU_LOST, text=text))
+        mine = {bus: index for index, bus in enumerate(bus_addresses()) if index in self.devices}
+        for fault in device_faults(kernel_lines(), SystemClock().monotonic_s()) if mine else ():
+            if fault.bus in mine:
+                text = f"device {mine[fault.bus]} ({fault.bus}) is faulty: {fault.text}; {REMEDY}"
+                found.append(Unfit(check="devices", reason=fault.reason, text=text))
+        errors = memory_errors() if self.devices else {}
+        self.errors = errors if self.errors is None else self.errors
+        for index, count in memory_faults(self.errors, errors).items():
+            if index in self.devices:
+                text = f"device {index} had {count} uncorrectable memory errors since it was checked first; {REMEDY}"
+                found.append(Unfit(check="devices", reason=Reason.GPU_ECC, text=text))
+        return found
+
+
+def quick(folders: Iterable[Path], devices: DeviceWatch, *, free_min_bytes: int = FREE_MIN_BYTES) -> list[Unfit]:
+    """Everything that is wrong, nothing when the node is fit. Milliseconds without devices; may block on a bad disk."""
     found = [problem for folder in dict.fromkeys(folders) if (problem := _folder(folder, free_min_bytes))]
-    present = {device.index for device in local_devices()} if devices else set[int]()
-    if present and (missing := sorted(set(devices) - present)):
-        text = f"device {missing[0]} is not there (the node has {len(present)}); see nvidia-smi, drain the node"
-        found.append(Unfit(check="devices", reason=Reason.GPU_LOST, text=text))
-    mine = {bus: index for index, bus in enumerate(bus_addresses()) if index in devices}
-    for fault in device_faults(kernel_lines(), SystemClock().monotonic_s()) if mine else ():
-        if fault.bus in mine:
-            text = f"device {mine[fault.bus]} ({fault.bus}) is faulty: {fault.text}; drain the node, reset the device"
-            found.append(Unfit(check="devices", reason=fault.reason, text=text))
+    found += devices.look()
     try:
         bytearray(ALLOCATION_BYTES)
     except MemoryError:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
-from rota.job.checks import CHECK_MAX_S, NodeUnfit, Unfit, compute, quick
+from rota.job.checks import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
 from rota.job.core.symptoms import storage_reason
 from rota.job.executor import JobPlace, checkpoint_dir
 from rota.job.flow import LoopBody
@@ -97,7 +97,7 @@ class Instance:
             control=self._control,
             user=self._user,
         )
-        self._load = Load(clock)
+        self._load, self._devices = Load(clock), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
         self._body: Body = self._make_body()
         self._epoch = Epoch(0)
@@ -113,6 +113,8 @@ class Instance:
         self._disk = concurrent.futures.ThreadPoolExecutor(1, "spans")
         self._control.submit(self._beats())
         self._control.submit(self._trace())
+        if devices and self._seat.role.fail.check != "none":
+            self._control.submit(self._watch_devices())
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run user code in the event loop in which ``call`` arrives; its host says so before anything else."""
@@ -163,7 +165,7 @@ class Instance:
     async def check(self) -> dict[str, Any]:
         """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
         try:
-            await self._find_unfit()
+            await self._control.run(self._find_unfit())
         except NodeUnfit as error:
             return self._failed(error, self._started_epoch)
         return DONE
@@ -238,7 +240,7 @@ class Instance:
         folders = (dirs.work, output, Path(checkpoint_dir(seat.spec, seat.place)))
         try:
             async with asyncio.timeout(CHECK_MAX_S):
-                found = await asyncio.to_thread(quick, folders, seat.devices)
+                found = await asyncio.to_thread(quick, folders, self._devices)
                 if not found and seat.role.fail.check == "full":
                     found = await asyncio.to_thread(compute, len(seat.devices))
         except TimeoutError:
@@ -330,6 +332,17 @@ class Instance:
         while True:
             await self._write_spans()
             await asyncio.sleep(BEAT_S)
+
+    async def _watch_devices(self) -> None:
+        """A device that fails under its work is told as a failure of this instance: it has to leave the node."""
+        while True:
+            await asyncio.sleep(DEVICES_EVERY_S)
+            try:
+                found = await asyncio.to_thread(self._devices.look)
+            except OSError:
+                continue  # the driver is being taken down; the next look tells
+            if found:
+                self._note_failure(NodeUnfit(found), self._epoch)
 
     async def _write_spans(self) -> None:
         write = self._seat.pulse.waiting.spans.write

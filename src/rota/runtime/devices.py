@@ -7,7 +7,6 @@ import platform
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -24,17 +23,6 @@ _FAKE = re.compile(r"^(\d+)x([A-Za-z0-9_.-]+)(?::(\S+))?$")
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _QUERY_S = 10.0
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSample:
-    """What a device does now: busy share of time (0 to 1), memory in use, power in watts, degrees Celsius."""
-
-    index: int
-    busy: float
-    memory_used_bytes: int
-    power_w: float
-    temperature_c: float
 
 
 def local_node(host: str = LOCAL_HOST) -> Node:
@@ -95,21 +83,13 @@ def nvidia_devices(root: Path = _NVIDIA) -> tuple[Device, ...]:
     return tuple(found)
 
 
-def device_samples() -> tuple[DeviceSample, ...]:
-    """One sample of every NVIDIA device; blocks up to 10 s; empty where there is none. A value not told is 0."""
-    if not _NVIDIA.is_dir():
-        return ()
-    rows = _query("index", "utilization.gpu", "memory.used", "power.draw", "temperature.gpu")
-    return tuple(
-        DeviceSample(
-            index=int(row[0]),
-            busy=_number(row[1]) / 100.0,
-            memory_used_bytes=int(_number(row[2])) * _MIB,
-            power_w=_number(row[3]),
-            temperature_c=_number(row[4]),
-        )
-        for row in rows
-    )
+def memory_errors() -> dict[int, int]:
+    """Uncorrectable memory errors of each NVIDIA device, by its index, since its driver was loaded or it was reset.
+
+    Blocks up to 10 s. Devices that do not count (no ECC) are left out.
+    """
+    rows = _query("index", "ecc.errors.uncorrected.volatile.total") if _NVIDIA.is_dir() else []
+    return {int(index): int(count) for index, count in rows if count.isdigit()}
 
 
 def kernel_lines() -> tuple[str, ...]:
@@ -128,13 +108,6 @@ def _query(*fields: str) -> list[list[str]]:
     text = process.output_of(command, timeout_s=_QUERY_S) or ""
     rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
     return [row for row in rows if len(row) == len(fields)]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:  # "[N/A]"
-        return 0.0
 
 
 def _fields(path: Path) -> dict[str, str]:

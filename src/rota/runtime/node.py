@@ -9,11 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from rota.runtime import process
 from rota.runtime.clock import Clock, blocking_sleep
-from rota.runtime.devices import DeviceSample, device_samples
 from rota.runtime.process import ProcessId, Usage
 
 _STACKS_S = 10.0
@@ -31,35 +28,12 @@ class ProcessSample:
     threads: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSample:
-    """Load of the machine: cores in use since the sample before, memory in use, devices, processes asked for."""
-
-    cpus: float
-    memory_used_bytes: int
-    memory_total_bytes: int
-    devices: tuple[DeviceSample, ...]
-    processes: tuple[ProcessSample, ...]
-
-
 class Sampler:
-    """Turns counters into rates; the first sample of a process or machine covers the time since its start."""
+    """Turns counters into rates; the first sample of a process covers the time since its start."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._machine: tuple[float, float] | None = None
         self._last = dict[ProcessId, tuple[float, Usage]]()
-
-    def sample(self, processes: Iterable[ProcessId]) -> NodeSample:
-        """One sample; processes that are gone are left out. Blocks some 30 us a process, longer with devices."""
-        memory = psutil.virtual_memory()
-        return NodeSample(
-            cpus=self._cpus(),
-            memory_used_bytes=memory.total - memory.available,
-            memory_total_bytes=memory.total,
-            devices=device_samples(),
-            processes=self.processes(processes),
-        )
 
     def processes(self, which: Iterable[ProcessId]) -> tuple[ProcessSample, ...]:
         """The load of these processes alone; those that are gone are left out."""
@@ -67,13 +41,6 @@ class Sampler:
         alive = {sample.process for sample in found}
         self._last = {known: value for known, value in self._last.items() if known in alive}
         return tuple(found)
-
-    def _cpus(self) -> float:
-        now_s, times = self._clock.monotonic_s(), psutil.cpu_times()
-        busy_s = sum(times) - times.idle - getattr(times, "iowait", 0.0)
-        before_s, busy_before_s = self._machine or (0.0, 0.0)
-        self._machine = (now_s, busy_s)
-        return max(0.0, busy_s - busy_before_s) / max(now_s - before_s, 1e-3)
 
     def _process(self, which: ProcessId) -> ProcessSample | None:
         usage, now_s = process.usage_of(which), self._clock.monotonic_s()

@@ -354,11 +354,12 @@ def test_deaths_count_at_the_node_where_they_were_and_one_on_the_next_does_not_c
     assert [one.cause.node for one in driven.ctx.failovers] == ["h0", "h0", "h0", "h1"]
 
 
+@pytest.mark.parametrize("reason", [Reason.NODE_SUSPECT, Reason.GPU_ECC, Reason.GPU_LOST])
 @pytest.mark.parametrize("hosts", [("h0", "h1"), ("h0",)])
-def test_what_a_full_check_found_stands_without_a_second_one(driven, hosts: tuple[str, ...]):
+def test_what_a_check_found_stands_without_a_second_one(driven, hosts: tuple[str, ...], reason: Reason):
     driven.fit, driven.free = True, ["h2"]
     driven.run(spec(service("w", 1), loop()), *hosts)
-    driven.feed(replace(lost_of(driven, "w/0"), reason=Reason.NODE_SUSPECT, alive=True))
+    driven.feed(replace(lost_of(driven, "w/0"), reason=reason, alive=True))
     driven.settle()
     (found,) = [one for one in (r.event for r in driven.records) if isinstance(one, FailoverStarted)]
     assert (found.level, found.move_reason) == (Level.NODE, Reason.NODE_SUSPECT)

@@ -107,7 +107,7 @@ class FailoverCoordinator:
         if level not in (Level.PROCESS, Level.ROLE) or ctx.escalated is not None or cause.instance not in ctx.bound:
             return None
         nodes = {bundle.node for _, bundle in ctx.bound.values()}
-        alone = len(nodes) < 2 and cause.reason is not Reason.NODE_SUSPECT
+        alone = len(nodes) < 2 and cause.reason not in OF_THE_NODE
         if alone or not may_move(cause) or self.budget_left(cause, Level.NODE) <= 0:
             return None
         here = ctx.bundle(cause.instance)[1].node
@@ -117,8 +117,8 @@ class FailoverCoordinator:
         return here if several else None
 
     def condemned(self, cause: Loss) -> bool:
-        """True when no check of the node is asked for: a full one has found it unfit, or its deaths say enough."""
-        return cause.reason is Reason.NODE_SUSPECT or self.repeats(cause)
+        """True when no check of the node is asked for: one has found it unfit, or its deaths say enough."""
+        return cause.reason in OF_THE_NODE or self.repeats(cause)
 
     def repeats(self, cause: Loss) -> bool:
         """True when the node has lost processes again and again, whatever a check of it says."""

@@ -106,6 +106,14 @@ def device_faults(lines: Iterable[str], now_s: float) -> tuple[DeviceFault, ...]
     return tuple(found.values())
 
 
+def memory_faults(before: Mapping[int, int], now: Mapping[int, int]) -> dict[int, int]:
+    """Devices whose count of uncorrectable memory errors rose, and by how much; a reset sets a count back to 0.
+
+    What a device corrected by itself is no fault and is not counted. Source: NVIDIA, "GPU Memory Error Management".
+    """
+    return {index: n - before[index] for index, n in now.items() if n > before.get(index, n)}
+
+
 def memory_evidence(signal: int | None, kills_before: int | None, kills_after: int | None) -> str:
     """What proves that a process was ended for memory; empty without proof.
 

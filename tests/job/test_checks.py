@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rota.job.checks import DeviceWatch, NodeUnfit, Unfit, collective, compute, quick
+from rota.job.checks import DeviceWatch, NodeUnfit, Unfit, collective, compute, pairwise, quick, told_of
+from rota.job.core.pairs import Verdict
+from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import fake_devices
 from rota.spec.reasons import Reason
 
@@ -68,6 +70,41 @@ def test_a_collective_of_the_mesh_is_summed_and_a_member_that_sends_wrong_number
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(member, range(2)))
     assert [[one.reason for one in each] for each in found] == [[Reason.COLLECTIVE_WRONG] if broken else []] * 2
+
+
+class BadLink(dist.ProcessGroupGloo):
+    """A member that sends other numbers than it should, or sends them late."""
+
+    late_s, wrong = 0.0, 0
+
+    def send(self, tensors: list[torch.Tensor], *to: int) -> dist.Work:
+        blocking_sleep(self.late_s)
+        self.sent = [one + self.wrong for one in tensors]
+        return super().send(self.sent, *to)
+
+
+def test_of_a_mesh_the_one_that_is_late_is_the_slowest_and_the_one_that_sends_wrong_numbers_is_faulty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rota.job.checks.MATRIX_N", 8)  # the four share the cores of one machine
+    monkeypatch.setattr("rota.job.checks.COLLECTIVE_N", 1024)
+    store = dist.HashStore()
+
+    def member(rank: int) -> list[Verdict]:
+        found = []
+        for name, late_s, wrong in (("late", 0.03 * (rank == 3), 0), ("wrong", 0.0, int(rank == 0))):
+            group = BadLink(dist.PrefixStore(name, store), rank, 4, timedelta(seconds=20))
+            group.late_s, group.wrong = late_s, wrong
+            found.append(pairwise(group, dist.PrefixStore(f"pairs {name}", store), rank, 4, "cpu"))
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        (late, wrong), *others = threads.map(member, range(4))
+    assert all(one == [late, wrong] for one in others), "all of them judge alike"
+    assert max(late.slow, key=lambda n: late.slow[n]) == 3 and late.faulty == ()
+    assert wrong.faulty == (0,)
+    assert [len(told_of(late, 3, exclude=exclude)) for exclude in (False, True)] == [0, 1]
+    assert told_of(wrong, 0, exclude=False)[0].reason is Reason.NODE_SUSPECT and told_of(wrong, 1, exclude=False) == []
 
 
 def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(

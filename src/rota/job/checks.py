@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import importlib
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from rota.job.core.pairs import Pair, Verdict, first_round, second_round, verdict
 from rota.job.core.symptoms import device_faults, memory_faults, storage_reason
 from rota.runtime.clock import SystemClock
 from rota.runtime.devices import bus_addresses, kernel_lines, local_devices, memory_errors
@@ -26,6 +29,10 @@ PROBE = b"rota" * 1024
 ALLOCATION_BYTES = 16 * 2**20
 MATRIX_N = 512
 """Side of the matrices of small whole numbers whose product is checked; a product of theirs is exact in float32."""
+PAIR_MAX_S, PAIR_TIMES = 15.0, 3
+"""A pair that takes longer has failed; the shortest of so many sums counts, which leaves out who came late."""
+DEVICE_TIMES = 16
+"""A device multiplies matrices so many times as large: some 20 ms of an H100."""
 COLLECTIVE_N = 2**18
 """Numbers in the collective that is checked (1 MiB)."""
 
@@ -103,6 +110,73 @@ def compute(devices: int) -> list[Unfit]:
             text = f"{place} computes {wrong} of {MATRIX_N**2} products wrong; take the node out of use and test it"
             return [Unfit(check="compute", reason=Reason.NODE_SUSPECT, text=text)]
     return []
+
+
+def pairwise(group: Any, store: Any, rank: int, world: int, device: str, *, limit_s: float = PAIR_MAX_S) -> Verdict:
+    """Who of a mesh is broken or slow, from products and sums of pairs; every member calls it, and all learn the same.
+
+    Blocks for twice ``limit_s`` a round at most, and longer where one good member has to measure several others.
+    """
+    first = _round(group, store, rank, first_round(world), device, limit_s)
+    return verdict(first, _round(group, store, rank, second_round(world, first), device, limit_s))
+
+
+def _round(
+    group: Any, store: Any, rank: int, pairs: tuple[Pair, ...], device: str, limit_s: float
+) -> dict[Pair, float | None]:
+    """What every pair of a round took. Both of a pair tell; it has failed when one tells so, or nothing in time."""
+    turns = max(Counter(n for pair in pairs for n in pair).values(), default=0)
+    until_s = SystemClock().monotonic_s() + limit_s * (turns + 1)
+    for pair in (one for one in pairs if rank in one):
+        store.set(f"{pair}/{rank}", str(_pair(group, rank, pair, device, limit_s)))
+    found: dict[Pair, float | None] = {}
+    for pair in pairs:
+        keys, left_s = [f"{pair}/{n}" for n in pair], until_s - SystemClock().monotonic_s()
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, left_s)))
+            found[pair] = max(float(store.get(key)) for key in keys)
+        except (RuntimeError, ValueError):  # nothing in time, or "None"
+            found[pair] = None
+    return found
+
+
+def _pair(group: Any, rank: int, pair: Pair, device: str, limit_s: float) -> float | None:
+    """Seconds in which both members of a pair multiply and add their numbers up; None when it fails or is wrong."""
+    torch: Any = importlib.import_module("torch")
+    other, clock, best_s = sum(pair) - rank, SystemClock(), math.inf
+    numbers, n = torch.arange(COLLECTIVE_N, device=device) % 1000, MATRIX_N * (1 if device == "cpu" else DEVICE_TIMES)
+    ones = torch.ones(n, n, device=device)
+    mine = theirs = torch.zeros_like(numbers)
+    for _ in range(PAIR_TIMES):
+        began_s = clock.monotonic_s()
+        try:
+            for turn in pair:
+                if turn == rank:
+                    # Scaled by what was just multiplied, so that the time of it is part of the exchange.
+                    mine = numbers * (rank + 1) * int((ones @ ones)[0, 0].item()) // n
+                    group.send([mine], other, 0).wait(timedelta(seconds=limit_s))
+                else:
+                    group.recv([theirs], other, 0).wait(timedelta(seconds=limit_s))
+        except RuntimeError:
+            return None
+        best_s = min(best_s, clock.monotonic_s() - began_s)
+    # Judged at the end: the other one goes through all of it, whoever is wrong.
+    return best_s if torch.equal(mine + theirs, numbers * (rank + other + 2)) else None
+
+
+def told_of(judged: Verdict, rank: int, *, exclude: bool) -> list[Unfit]:
+    """What a verdict says of one member; that it is slow counts only where the contract leaves slow ones out."""
+    if rank in judged.faulty:
+        text = "a sum with a neighbour fails, and with a member whose own was right too; take the node out of use"
+        return [Unfit(check="pairs", reason=Reason.NODE_SUSPECT, text=text)]
+    if exclude and rank in judged.slow:
+        return [Unfit(check="pairs", reason=Reason.NODE_SUSPECT, text=slow_text(judged.slow[rank]))]
+    return []
+
+
+def slow_text(factor: float) -> str:
+    """What is said of a slow member."""
+    return f"this node takes {factor:.1f} times as long as others for a product and a sum with them; look at its load"
 
 
 def collective(group: Any, rank: int, world: int, device: str) -> list[Unfit]:

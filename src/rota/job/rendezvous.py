@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import sys
 from datetime import timedelta
 from typing import Any
 
 from rota.job.bodies import Forming, Seat
-from rota.job.checks import NodeUnfit, collective
+from rota.job.checks import NodeUnfit, collective, pairwise, slow_text, told_of
 from rota.job.peers import master_handle
 from rota.runtime.environ import get
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
@@ -61,10 +62,21 @@ class Meeting:
         )
         self._group = dist.group.WORLD
         if self._seat.role.fail.check == "full":
-            device = "cuda" if self._seat.devices else "cpu"
-            if found := collective(self._group, rank, world, device):
-                raise NodeUnfit(found)
+            self._check(rank, world)
         return self._group
+
+    def _check(self, rank: int, world: int) -> None:
+        """Raises NodeUnfit in the member that is broken, or in all of them when only their sum is wrong."""
+        device = "cuda" if self._seat.devices else "cpu"
+        pairs = importlib.import_module("torch.distributed").PrefixStore("pairs", self._store)
+        judged = pairwise(self._group, pairs, rank, world, device)
+        if found := told_of(judged, rank, exclude=self._seat.role.fail.slow == "exclude"):
+            raise NodeUnfit(found)
+        if rank in judged.slow:
+            sys.stderr.write(f"rota: {slow_text(judged.slow[rank])}\n")
+        # With a broken member there is no sum of all; it leaves, and everybody meets again without it.
+        if not judged.faulty and (found := collective(self._group, rank, world, device)):
+            raise NodeUnfit(found)
 
     async def _meet(self, address: str) -> str:
         self._task = asyncio.current_task()

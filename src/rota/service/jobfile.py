@@ -206,7 +206,7 @@ _RES = {"cpus": "cpus", "gpus": "gpus", "gpu_type": "gpu_type", "memory": "memor
 _FAIL = {
     "progress": "progress_s",
     "backoff": "backoff_s",
-    **{name: name for name in ("restart", "then", "state", "degrade", "standby", "bad_data", "nan", "check")},
+    **{name: name for name in ("restart", "then", "state", "degrade", "standby", "bad_data", "nan", "check", "slow")},
 }
 
 

@@ -126,6 +126,11 @@ FAIL = Record(
         "check": Field(
             kind=OneOf(choices=("none", "quick", "full")), doc="node check before a start", default=_default_fail.check
         ),
+        "slow": Field(
+            kind=OneOf(choices=("report", "exclude")),
+            doc="what `check: full` does with a member much slower than its mesh: a line in its log, or another node",
+            default=_default_fail.slow,
+        ),
     },
 )
 

@@ -46,7 +46,9 @@ class Fail:
     nan: Literal["ignore", "rollback"] = "ignore"
     backoff_s: float = 0.0
     check: Literal["none", "quick", "full"] = "quick"
-    """``quick``: folders, space, memory, devices; ``full``: also arithmetic, and a collective of the whole mesh."""
+    """``quick``: folders, space, memory, devices; ``full``: also arithmetic, sums of pairs and of the whole mesh."""
+    slow: Literal["report", "exclude"] = "report"
+    """What ``check: full`` does with a member that is much slower than its mesh: a line in its log, or another node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

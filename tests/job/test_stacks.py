@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from pathlib import Path
 
+import pytest
+
+from rota.job.inspect import inspect_all
 from rota.job.lanes import Lane
 from rota.job.stacks import is_of_the_job, of_the_job, own_stacks
 
@@ -42,3 +46,16 @@ def test_a_dump_without_code_of_the_job_is_shown_whole() -> None:
     assert not is_of_the_job(Lane.__init__.__code__.co_filename)
     assert is_of_the_job("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py")
     assert is_of_the_job(__file__)
+
+
+def test_a_module_that_is_missing_is_told_with_the_remedy_and_without_frames_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_with_a_gap.py").write_text("import absent_module.part\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = inspect_all({"w": "mine_with_a_gap:W"})["w"]
+    assert answer["error"].startswith(
+        "ModuleNotFoundError: No module named 'absent_module'; set `workdir` to the folder"
+    )
+    assert answer["error"].endswith("-m pip install absent_module")
+    assert answer["traceback"].count("  File ") == 1 and "mine_with_a_gap.py" in answer["traceback"]

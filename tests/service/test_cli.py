@@ -24,18 +24,18 @@ from rota.runtime.clock import iso
 from rota.runtime.logs import format_line, log_name
 from rota.service import cli
 from rota.spec.events import (
+    FailoverStarted,
     GangReleased,
     InstanceLost,
-    InstanceStarted,
     JobEnded,
     JobRequeued,
     MasterStarted,
     PreemptAsked,
     Reattached,
 )
-from rota.spec.ids import Epoch, JobId, NodeId, RoleName
+from rota.spec.ids import Epoch, JobId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import JobState
+from rota.spec.states import JobState, Level
 
 GOLDEN = Path(__file__).with_name("golden_kinds.json")
 NO_SERVICE = "http://127.0.0.1:9"
@@ -302,11 +302,18 @@ def test_a_job_from_run_to_its_failure_as_people_and_programs_see_it(tmp_path: P
         ended = JobEnded(
             state=JobState.FAILED, reason=Reason.USER_ERROR, text="boom", role=role, rank=0, traceback="Tb: boom"
         )
-        started = InstanceStarted(role=role, rank=0, epoch=epoch, node=NodeId("r0n0"), pid=1)
-        await service.seen(service.as_master("hello-1", started, lost, ended))
+        given_up = FailoverStarted(
+            failover=1, level=Level.JOB, scope=(), restore=0, reason=lost.reason, role=role, rank=0, text="boom"
+        )
+        await service.play_start("hello-1", "main/0")
+        await service.seen(service.as_master("hello-1", lost, given_up, ended))
         shown = await ask("show", "hello-1")
         assert "FAILED" in shown.out and "Tb: boom" in shown.out
-        assert "USER_ERROR: boom" in (await ask("failures", "hello-1")).out
+        assert re.search(rf"output +{tmp_path}/service/jobs/hello-1/output", shown.out), shown.out
+        failed = (await ask("failures", "hello-1")).out
+        assert re.search(r"main/0 +USER_ERROR[ -]+the job ended", failed), "the last one is in the table too"
+        assert "first: main/0 USER_ERROR: boom" in failed and "end: main/0 USER_ERROR: boom" in failed
+        assert failed.count("Tb: boom") == 1
         assert (await ask("ps")).out.startswith("no jobs")
         assert "hello-1" in (await ask("ps", "-a")).out
         assert (await ask("stop", "hello-1")).status == 2

@@ -382,6 +382,10 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
         assert "one cannot change its size: it runs to its end" in answers[1].text
         assert "did you mean 'main'?" in answers[2].text
         assert service.doors.loop.installation.find(job).ctx.sizes == {"main": 1}
+        assert [(one["name"], one["replicas"]) for one in answers[0].json()["roles"]] == [("main", 1), ("one", 1)]
+        graph = await service.get(f"/jobs/{job}/graph")
+        main = graph["roles"][0]
+        assert (main["replicas"], main["replicas_max"], len(main["states"])) == (1, 2, 1)
 
     with_service(tmp_path, test)
 

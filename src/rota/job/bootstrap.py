@@ -13,11 +13,11 @@ import runpy
 import signal
 import sys
 import threading
-import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rota.job.stacks import told
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import get
 
@@ -56,9 +56,9 @@ class StepCounter:
 
 def write_error(path: Path, error: BaseException) -> None:
     """The error file of torchelastic: message, traceback and time."""
-    text = "".join(traceback.format_exception(error))
-    extra = {"py_callstack": text, "timestamp": f"{SystemClock().wall_s():.6f}"}
-    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    text, trace = told(error)
+    extra = {"py_callstack": trace, "timestamp": f"{SystemClock().wall_s():.6f}"}
+    message = {"message": text, "extraInfo": extra}
     with contextlib.suppress(OSError):
         path.write_text(json.dumps({"message": message}))
 

@@ -12,10 +12,10 @@ import importlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from rota.job.stacks import told
 from rota.job.workload import interface_of
 from rota.spec import codec
 from rota.spec.errors import BadInput
@@ -58,19 +58,8 @@ def inspect_all(workloads: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         try:
             found[role] = {"interface": codec.to_json_value(inspect_workload(path))}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; the answer carries it
-            text = f"{type(error).__name__}: {error}{_remedy(error)}"
-            found[role] = {"error": text, "traceback": "".join(traceback.format_exception(error))}
+            found[role] = dict(zip(("error", "traceback"), told(error), strict=True))
     return found
-
-
-def _remedy(error: BaseException) -> str:
-    """What to do about a package that is not there; empty for any other error."""
-    if not isinstance(error, ModuleNotFoundError):
-        return ""
-    package = (error.name or "").partition(".")[0]
-    if package in ("torch", "ray"):
-        return "; it comes with the extra 'engine': pip install './[engine]' in the source folder"
-    return f"; put {package} beside the job file (workdir), or install it into {sys.prefix}"
 
 
 def main() -> None:

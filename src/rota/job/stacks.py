@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import re
+import sys
 import sysconfig
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -14,6 +16,9 @@ from typing import Any
 
 _FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
 _ROTA, _LIBRARY = str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib")
+REMEDIES = dict.fromkeys(
+    ("torch", "ray"), "it comes with the extra 'engine': pip install './[engine]' in the source folder"
+)
 TASKS_MAX = 20
 DEPTH_MAX = 50
 
@@ -23,6 +28,20 @@ def is_of_the_job(path: str) -> bool:
     if path.startswith((_ROTA, "<frozen")) or "/site-packages/ray/" in path:
         return False
     return "/site-packages/" in path or not path.startswith(_LIBRARY)
+
+
+def told(error: BaseException) -> tuple[str, str]:
+    """What was raised in one line, and its traceback; of an import only frames of the job, and what to do about it."""
+    text, full = f"{type(error).__name__}: {error}", traceback.TracebackException.from_exception(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        name = error.name.partition(".")[0]
+        text += (
+            f"; {REMEDIES.get(name) or f'put {name} beside the job file (workdir), or install it into {sys.prefix}'}"
+        )
+    if isinstance(error, ImportError):
+        own = [frame for frame in full.stack if is_of_the_job(frame.filename)]
+        full.stack = traceback.StackSummary.from_list(own or full.stack)
+    return text, "".join(full.format())
 
 
 def of_the_job(text: str) -> str:

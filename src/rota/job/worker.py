@@ -27,7 +27,7 @@ from rota.job.operations import ClassBody
 from rota.job.peers import PeerTable, master_handle
 from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
 from rota.job.spmd import CommandBody, run_setup
-from rota.job.stacks import own_stacks
+from rota.job.stacks import own_stacks, told
 from rota.runtime import vault
 from rota.runtime.beside import run_beside
 from rota.runtime.clock import SystemClock
@@ -394,9 +394,9 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
         reason = Reason.OOM_KILLED
     else:
         reason = getattr(error, "reason", Reason.USER_ERROR)
-    trace = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
-    text = str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"
-    text, trace = vault.blackened(text), vault.blackened(trace)
+    text, trace = told(error)
+    text = vault.blackened(str(error) if hasattr(error, "reason") else text)
+    trace = vault.blackened(getattr(error, "traceback_text", "") or trace)
     return Failure(epoch=epoch, reason=Reason(reason), text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 

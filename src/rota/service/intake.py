@@ -259,6 +259,7 @@ def _roles(spec: JobSpec) -> list[dict[str, Any]]:
                 "workload": role.workload,
                 "run": None if role.run is None else list(role.run),
                 "replicas": role.replicas_min,
+                "replicas_max": role.replicas_max,
                 "resources": codec.to_json_value(role.res),
                 "restart": role.restart,
                 "stateful": role.name in graph.stateful,

@@ -33,9 +33,13 @@ class Limit:
 
     def read(self, node: Node, loc: str, sink: Sink) -> Any:
         """(count, seconds), or BAD."""
-        count, _, window = node.text.partition("/")
+        count, slash, window = node.text.partition("/")
         if node.kind != "scalar" or not re.fullmatch(r"\s*\d{1,9}\s*", count):
             return refuse(node, loc, sink, "failures/window, for example 3/10m")
+        if not slash:
+            hint = f"{count}/10m heals {count} failures within 10 minutes there; the next one goes to `then`"
+            sink.add(node, loc, f"{count} failures within which time?", hint=hint, code="BAD_UNIT")
+            return BAD
         try:
             seconds = parse_duration(window)
         except ValueError as exc:
@@ -104,7 +108,11 @@ FAIL = Record(
             doc="narrowest scope that is restarted",
             default="`process`; `role` for meshed roles",
         ),
-        "limit": Field(kind=Limit(), doc="failures absorbed at that scope within a sliding window", default="3/10m"),
+        "limit": Field(
+            kind=Limit(),
+            doc="failures healed at that scope within a window; the next one goes to `then`: 3 are 4 runs",
+            default="3/10m",
+        ),
         "then": Field(
             kind=ListOf(item=OneOf(choices=_choices(Restart)), bars=True),
             doc="wider scopes, tried in order when the limit is used up",

@@ -338,7 +338,8 @@ def show_document(
     doors: Doors, caller: Caller, story: JobStory, beats: dict[str, dict[str, Any]] | None = None
 ) -> Document:
     """The Job document with its page address; without commands and tracebacks for who may only see it."""
-    document = job_document(story, doors.clock.wall_s(), beats)
+    output = story.spec.output or str(doors.home.job(story.id).output)
+    document = job_document(story, doors.clock.wall_s(), beats) | {"output": output}
     if not caller.reads(story):
         document = outlined(document)
     return doors.veiled(caller, document | {"url": f"{doors.settings.url}/jobs/{story.id}"})

@@ -32,5 +32,5 @@ def demo(
     for problem in outcome.problems:
         terminal.note(f"problem: {problem}")
     verdict = "all kills healed" if not outcome.problems else f"{len(outcome.problems)} problems"
-    terminal.show(document(outcome), lambda term: term.line(f"{verdict} in {outcome.seconds} s"))
+    terminal.show(document(outcome), lambda term: term.line(f"{verdict}; the whole demo took {outcome.seconds} s"))
     return 0 if not outcome.problems else 1

@@ -130,6 +130,7 @@ def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
             ("labels", labels(job["labels"])),
             ("nodes", shortened(job["nodes"], 8)),
             ("workdir", job.get("workdir")),
+            ("output", job.get("output")),
             ("page", job.get("url")),
         ]
     )

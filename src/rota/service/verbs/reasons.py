@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.jobs import state_text, stream_table
-from rota.service.verbs.words import age, amount, clock_time, lasting, shortened
+from rota.service.verbs.words import age, amount, clock_time, lasting, replicas, shortened
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
 
@@ -112,6 +112,8 @@ def failures(
 
 
 def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
+    first, end = doc.get("first"), doc.get("end")
+    over = "the job ended" if JobState(doc["state"]).terminal else "open"
     term.table(
         ["#", "SEEN", "INSTANCE", "REASON", "LEVEL", "SCOPE", "DECIDED AFTER", "HEALED AFTER", "LOST COMMITS"],
         [
@@ -127,16 +129,22 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
                 item["lost_commits"],
             )
             for item in doc["items"]
+        ]
+        + [
+            ("", clock_time(one["at"]), one["instance"], one["reason"], "", "", "", over, "")
+            for one in doc["open_losses"]
         ],
         empty=f"{doc['job']}: no instance has failed",
     )
-    first, end = doc.get("first"), doc.get("end")
     if first:
         term.line(f"\nfirst: {first['instance']} {first['reason']}: {first['text']}")
         if first.get("traceback"):
             term.line(str(first["traceback"]).rstrip())
     if end:
-        term.line(f"\nend: {end['reason']}: {end['text']}")
+        place = f"{end['role']}/{end['rank']} " if end["role"] is not None else ""
+        term.line(f"\nend: {place}{end['reason']}: {end['text']}")
+        if end["traceback"] and end["traceback"] != (first or {}).get("traceback"):
+            term.line(str(end["traceback"]).rstrip())
 
 
 def _level(item: Mapping[str, Any]) -> str:
@@ -236,7 +244,7 @@ def _graph(term: Terminal, doc: Mapping[str, Any]) -> None:
         [
             (
                 role["name"],
-                role["replicas"],
+                replicas(role, now=doc["job"] is not None),
                 role["restart"],
                 "loop" if role["loop"] else "kept" if role["stateful"] else "none",
                 role["blast_radius"].partition(" ")[2].partition(" ")[2],

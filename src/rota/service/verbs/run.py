@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rota.service.problems import Problem
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.service.verbs.words import ago_s, amount, resources, shortened
+from rota.service.verbs.words import ago_s, amount, replicas, resources, shortened
 from rota.spec.errors import BadInput, JobFileError, NotReachable
 from rota.spec.states import JobState
 
@@ -181,7 +181,8 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
 def _check(terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
-    words = f"{counts['roles']} roles, {counts['instances']} instances"
+    most = {"replicas": counts["instances"], "replicas_max": sum(role.replicas_max for role in spec.roles)}
+    words = f"{counts['roles']} roles, {replicas(most)} instances"
     terminal.show(document, lambda term: term.line(f"{body['filename']}: {spec.name} is valid, {words}"))
     return 0
 
@@ -218,7 +219,7 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
         [
             (
                 role["name"],
-                role["replicas"],
+                replicas(role),
                 resources(role["resources"]),
                 shortened(where.get(role["name"], [])),
                 role["blast_radius"]["text"].removeprefix(f"losing {role['name']}/0 "),
@@ -272,6 +273,8 @@ def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) ->
     ran = f" after {amount(round(document.get('run_s') or 0, 1))} s"
     extra = f", {healed} failures healed" if healed and document["state"] == JobState.SUCCEEDED else ""
     terminal.note(f"{document['id']} {document['state']}{ran}{extra}: {document.get('text') or ''}")
+    if document.get("output"):
+        terminal.note(f"output: {document['output']}")
     if document["state"] != JobState.FAILED:
         return
     first = client.failures(document["id"]).get("first") or (document.get("error") or {})

@@ -75,7 +75,11 @@ def scale(
     terminal = flags.terminal()
     with flags.client() as client:
         document = client.scale(job, name, n)
-    terminal.show(document, lambda term: _tell(term, document))
+    now = next(one for one in document["roles"] if one["name"] == name)
+    told = (
+        f"{document['id']} {document['state']}: {name} shall have {now['replicas']} instances, {now['ready']} are ready"
+    )
+    terminal.show(document, lambda term: term.line(told))
     return 0
 
 

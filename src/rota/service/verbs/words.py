@@ -66,6 +66,12 @@ def labels(raw: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value}" for key, value in raw.items())
 
 
+def replicas(role: Mapping[str, Any], *, now: bool = False) -> str:
+    """How many instances a role has, or ``MIN..MAX`` where that may change and it has none yet."""
+    least, most = role["replicas"], role.get("replicas_max") or role["replicas"]
+    return f"{least}..{most}" if most > least and not now else f"{least}"
+
+
 def resources(raw: Mapping[str, Any]) -> str:
     """``1 cpu, 2 gpu H100, 4GiB`` of a role."""
     parts = [f"{amount(raw.get('cpus'))} cpu"]

@@ -12,18 +12,22 @@ from rota.spec.states import JobState
 
 
 def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, Any]:
-    """Every recovery of the job in order, and the end if the job failed; ``first`` is the first failing instance."""
+    """Every recovery of the job in order, and the end if the job failed; ``first`` is the first failing instance.
+
+    ``open_losses`` no recovery has begun for: they wait for a verdict, or the job ended with them.
+    """
     items = [_item(n, one) for n, one in enumerate(story.failures, 1) if attempt in (None, one.attempt)]
-    first = next((item for item in items if item["losses"]), None)
+    open_losses = [_loss(at, loss) for at, loss in story.unclaimed]
+    losses = [loss for item in items for loss in item["losses"]] + open_losses
     return {
         "api": API,
         "kind": "FailureList",
         "job": story.id,
         "state": story.state.value,
-        "first": None if first is None else first["losses"][0],
+        "first": losses[0] if losses else None,
         "items": items,
         "end": _end(story),
-        "open_losses": [_loss(at, loss) for at, loss in story.unclaimed],
+        "open_losses": open_losses,
         "next": None,
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rota.job.core.graph import blast_radius, expand
+from rota.job.core.sizing import wanted_size
 from rota.service.views.jobs import API
 from rota.service.views.story import JobStory
 from rota.service.views.streams import stream_rows
@@ -17,10 +18,12 @@ def graph_document(
 ) -> dict[str, Any]:
     """Vertices, edges and failure units; with a story also the state of each instance and what streams have seen.
 
-    ``observed`` are the edges that ``beats`` tell of, summed over the instances of a role since their processes began.
+    ``replicas`` are as many as are wanted now, without a story the fewest. ``observed`` are the edges that ``beats``
+    tell of, summed over the instances of a role since their processes began.
     """
     graph = expand(spec)
     seen = {row["name"]: row for row in stream_rows(story.commit if story else None)}
+    sizes = {role.name: wanted_size(story.ctx, role) if story else role.replicas_min for role in spec.roles}
     states = {} if story is None else {key: one.state.value for key, one in story.instances.items()}
     return {
         "api": API,
@@ -30,13 +33,14 @@ def graph_document(
         "roles": [
             {
                 "name": role.name,
-                "replicas": role.replicas_min,
+                "replicas": sizes[role.name],
+                "replicas_max": role.replicas_max,
                 "loop": role.is_loop,
                 "stateful": role.name in graph.stateful,
                 "restart": role.restart,
                 "mesh": dict(role.mesh),
                 "blast_radius": blast_radius(spec, graph, role.name).text,
-                "states": [states.get((role.name, rank), "PLANNED") for rank in range(role.replicas_min)],
+                "states": [states.get((role.name, rank), "PLANNED") for rank in range(sizes[role.name])],
             }
             for role in spec.roles
         ],

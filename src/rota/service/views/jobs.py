@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rota.job.core.sizing import wanted_size
 from rota.runtime.clock import iso
 from rota.service.views.story import Attempt, Instance, JobStory
 from rota.service.views.streams import stream_rows
@@ -167,6 +168,7 @@ def outlined(document: dict[str, Any]) -> dict[str, Any]:
         "progress": None,
         "changes": [],
         "workdir": "",
+        "output": "",
         "filename": "",
     }
 
@@ -243,7 +245,7 @@ def _role(story: JobStory, name: str) -> dict[str, Any]:
         "name": name,
         "workload": role.workload,
         "run": None if role.run is None else list(role.run),
-        "replicas": role.replicas_min,
+        "replicas": wanted_size(story.ctx, role),
         "ready": sum(one.state is InstanceState.READY for one in members),
         "restarts": sum(one.restarts for one in members),
         "resources": codec.to_json_value(role.res),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 from tests.makers import placement
 
+from rota.job.core.context import JobContext
 from rota.job.core.machine import initial, step
 from rota.job.inspect import inspect_workload
 from rota.runtime import process
@@ -65,11 +66,15 @@ class Run:
         records = self.log.read(job=self.job)
         return [one.event for one in records if not kinds or isinstance(one.event, kinds)]
 
-    def context(self):
-        ctx = initial(self.job)
+    def contexts(self) -> list[JobContext]:
+        """The context after each record."""
+        found = [initial(self.job)]
         for record in self.log.read(job=self.job):
-            ctx, _ = step(ctx, record)
-        return ctx
+            found.append(step(found[-1], record)[0])
+        return found
+
+    def context(self) -> JobContext:
+        return self.contexts()[-1]
 
     def append(self, *events: Event) -> None:
         self.log.append(events, writer=self.writer, job=self.job)

@@ -90,7 +90,7 @@ def test_kill_9_of_the_loop_enters_it_again_at_the_last_commit(engine) -> None:
     run_job(engine, doubling(), body)
 
 
-@pytest.mark.parametrize("moment", ["starting", "running", "failover"])
+@pytest.mark.parametrize("moment", ["starting", "running", pytest.param("failover", marks=deep)])
 def test_kill_9_of_the_master_replaces_no_instance(engine, moment: str) -> None:
     async def body(run: Run) -> None:
         if moment == "starting":
@@ -149,9 +149,26 @@ def test_setup_that_raises_ends_the_job_with_its_traceback(engine) -> None:
         assert "setup is broken" in ended.traceback
 
     spec = job(
-        role("broken", "basic:NeverReady", 1, fail=Fail(limit_n=1, then=("job",))), role("loop", "basic:doubling")
+        role("broken", "basic:NeverReady", 1, fail=Fail(limit_n=0, then=("job",))), role("loop", "basic:doubling")
     )
     run_job(engine, spec, body)
+
+
+def test_a_folder_that_takes_no_writes_is_told_while_the_job_is_checking_and_no_code_of_it_runs(
+    engine, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+
+    async def body(run: Run) -> None:
+        ended = await run.end()
+        assert (ended.state, ended.reason) == (JobState.FAILED, Reason.OUTPUT_FULL), run.story()
+        assert f"{tmp_path / 'file' / 'below'} takes no writes: Not a directory" in ended.text
+        states = [ctx.state for ctx in run.contexts()]
+        assert JobState.CHECKING in states and JobState.STARTING not in states
+        assert run.events(InstanceStarted) == []
+
+    spec = job(role("main", "basic:leaks", fail=Fail(limit_n=0, then=())))
+    run_job(engine, replace(spec, output=str(tmp_path / "file" / "below")), body)
 
 
 def test_a_never_operation_raises_to_the_loop_and_restarts_nothing(engine) -> None:

@@ -16,7 +16,7 @@ from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.launch_sim import SimProcess
 from rota.spec.errors import DataError
-from rota.spec.ids import Epoch, JobId
+from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec, RoleSpec
 
 BEAT_S = 10.0
@@ -44,9 +44,10 @@ class Script:
 
 @dataclass(slots=True)
 class Store:
-    """Where loops leave the effects of commits that were acknowledged: (job, n, loop epoch), in order."""
+    """What the code of jobs knows: commits that were acknowledged (job, n, loop epoch), in order; who was unfit."""
 
     acknowledged: list[tuple[JobId, int, int]] = field(default_factory=list[tuple[JobId, int, int]])
+    unfit: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
 
 
 class SimInstance:
@@ -73,7 +74,7 @@ class SimInstance:
         self._forming: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self.failure: dict[str, Any] | None = None
-        self._checked = False
+        self._unfit: bool | None = None
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
         self._courier: Courier | None = None
         process.spawn(self._beats())
@@ -209,10 +210,12 @@ class SimInstance:
         return "a stack"
 
     async def check(self) -> dict[str, Any]:
-        """Rarely unfit at the start of the process, as often as not when its node is suspected."""
+        """Before any code of the job the same answer each time; of a node that is suspected one or the other."""
         await self._work(0.1)
-        first, self._checked = not self._checked, True
-        if self._fails(self._script.unfit_p if first else 0.5):
+        if self._unfit is None:
+            self._unfit = self._fails(self._script.unfit_p)
+            self._store.unfit |= {(self._job, self.id, self._process.handle.epoch)} if self._unfit else set()
+        if self._unfit if self.epoch == 0 else self._fails(0.5):
             reason = self._rng.choice(("OUTPUT_FULL", "NODE_SUSPECT"))
             return {"answer": "failed", "failure": {"epoch": self.epoch, "reason": reason, "text": "unfit"}}
         return {"answer": "done"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rota.job import executor
 from rota.job import master as master_module
 from rota.job.core import failover, intent, ledger, losing, machine, settling
 from rota.job.core.context import JobContext
@@ -131,6 +132,17 @@ def kept_context_ahead_of_itself(patch: Patch) -> None:
     patch.setattr(master_module, "keep", keep)
 
 
+def checks_not_looked_at(patch: Patch) -> None:
+    """A process is started whatever it found wrong with its node."""
+    real = executor.Executor._ask
+
+    async def ask(self: Any, one: Any, started: Any, call: Any) -> Any:
+        found = await real(self, one, started, call)
+        return "done" if call.method == "check" else found
+
+    patch.setattr(executor.Executor, "_ask", ask)
+
+
 def no_start_limit(patch: Patch) -> None:
     """Nobody gives up an instance that never gets ready."""
     real = intent.timers
@@ -193,6 +205,7 @@ BUGS = (
     Bug("answered_before_it_is_durable", answered_before_it_is_durable, replace(SHORT, crash_before_append_p=0.1)),
     Bug("snapshot_without_budget", snapshot_without_budget, KILLS),
     Bug("kept_context_ahead_of_itself", kept_context_ahead_of_itself, MASTERS, ValueError),
+    Bug("checks_not_looked_at", checks_not_looked_at, replace(SHORT, failing_code=True)),
     Bug("no_start_limit", no_start_limit, replace(SHORT, engine=SimFaults(hang_p=0.1))),
     Bug("one_failure_too_many", one_failure_too_many, KILLS),
     Bug("failover_without_end", failover_without_end, KILLS),

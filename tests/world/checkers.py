@@ -15,6 +15,7 @@ from rota.spec.events import (
     GangGranted,
     GangReleased,
     InstanceReady,
+    InstanceStarted,
     JobAdmitted,
     JobEnded,
     JobRequeued,
@@ -23,9 +24,10 @@ from rota.spec.events import (
     RolledBack,
 )
 from rota.spec.gang import Grant
-from rota.spec.ids import Epoch, JobId, NodeId
+from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
 from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
+from tests.world.bodies import Store
 
 
 class Violation(AssertionError):
@@ -191,9 +193,16 @@ class Checkers:
         if shadow is not None and shadow.seq == ctx.seq and shadow != ctx:
             raise Violation(f"{ctx.job}: the live context at {ctx.seq} is not what the log gives")
 
-    def at_end(self, records: tuple[Record, ...], acknowledged: list[tuple[JobId, int, int]]) -> None:
-        """Acknowledged commits are in the log; a snapshot with the tail gives the same as the whole log."""
-        for job, n, epoch in acknowledged:
+    def at_end(self, records: tuple[Record, ...], store: Store) -> None:
+        """Acknowledged commits are in the log, nobody unfit was started, a snapshot and its tail are the whole log."""
+        for record in records:
+            match record.event:
+                case InstanceStarted(role=role, rank=rank, epoch=epoch):
+                    if (record.job, InstanceId(role, rank), epoch) in store.unfit:
+                        raise Violation(f"{record.job}: {role}/{rank} was started on a node that it had found unfit")
+                case _:
+                    pass
+        for job, n, epoch in store.acknowledged:
             if (job, n, epoch) not in self.committed:
                 raise Violation(f"{job}: commit {n} of loop epoch {epoch} was acknowledged and is not in the log")
         for job, raw in self.snapshots.items():

@@ -301,7 +301,7 @@ class World:
         self._check_end()
 
     def _check_end(self) -> None:
-        self.checkers.at_end(self.log.read(limit=10**9), self.store.acknowledged)
+        self.checkers.at_end(self.log.read(limit=10**9), self.store)
         if not self._nothing_left():
             left = [*self.engine.processes, *self.engine.reservations]
             raise Violation(f"left behind: {', '.join(left)}")

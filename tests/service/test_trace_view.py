@@ -50,9 +50,10 @@ def test_a_trace_has_a_lane_per_instance_calls_as_flows_and_says_what_bounds_the
     }
     events = found["traceEvents"]
     lanes = {one["args"]["name"] for one in events if one["name"] == "thread_name"}
-    assert lanes >= {"loop/0 waits", "reward/0", "critical path", "commits", "recoveries"}
+    assert lanes >= {"loop/0 waits", "reward/0", "critical path", "commits", "recoveries", "states"}
     slices = {(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"}
     assert {("score", 1_000_000, 6_000_000), ("call reward/0 score", 0, 8_000_000), ("step 1", 0, 10_000_000)} <= slices
+    assert ("ADMITTED", 0, 10_000_000) in slices, "its last state goes on to the end of what is known"
     start, finish = (next(one for one in events if one["ph"] == phase) for phase in "sf")
     assert (start["id"], start["ts"], finish["id"], finish["ts"]) == (1, 0, 1, 1_000_000)
     assert start["pid"] != finish["pid"], "the arrow goes from the caller's lane to the callee's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from rota.job.core import context
@@ -18,6 +19,7 @@ from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
 Key = tuple[str, int]
+TURNS_KEPT_MAX = 200
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,6 +104,8 @@ class JobStory:
     ctx: JobContext
     last_number: int = 0
     since: float = 0.0
+    turns: deque[tuple[float, JobState]] = field(default_factory=lambda: deque(maxlen=TURNS_KEPT_MAX))
+    """The newest changes of its state."""
     queued_at: float | None = None
     waits: e.JobWaits | None = None
     waits_at: float = 0.0
@@ -181,6 +185,7 @@ class JobStory:
             return
         if self.ctx.state is not before.state:
             self.since = record.at
+            self.turns.append((record.at, self.ctx.state))
         self._note(record.at, record.event)
         if isinstance(record.event, e.JobChanged):
             self._follow_edits(record.at, before, record.event)

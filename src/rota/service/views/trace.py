@@ -21,11 +21,11 @@ _US = 1e6
 def trace_document(story: JobStory, records: Iterable[Record], spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
     """The Trace Event format that Perfetto and chrome://tracing open; ``summary`` says in shares what bound the job.
 
-    Times are microseconds since the first span. Lanes 0 of each role are its instances; what overlaps gets more.
+    Times are microseconds since the first admission. Lanes 0 of each role are its instances; what overlaps gets more.
     """
     kept = _newest(spans)
     begins = [one.at_s for those in kept.values() for one in those]
-    origin_s = min(begins, default=story.submitted_at)
+    origin_s = min([*begins, *(one.admitted_at for one in story.attempts[:1])], default=story.submitted_at)
     steps = _steps(story, records, kept)
     path = [piece for waits, begin_s, end_s in steps for piece in critical_path(waits, begin_s, end_s)]
     events = [*_names(kept), *_instances(kept, origin_s), *_job(story, path, steps, origin_s)]
@@ -92,7 +92,7 @@ def _roles(spans: Mapping[str, object]) -> list[str]:
 def _names(spans: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     roles = _roles(spans)
     yield _name("process_name", JOB_PID, 0, "job")
-    for tid, text in enumerate(("critical path", "commits", "recoveries")):
+    for tid, text in enumerate(("critical path", "commits", "recoveries", "states")):
         yield _name("thread_name", JOB_PID, tid, text)
     for role in roles:
         yield _name("process_name", _pid(roles, role), 0, role)
@@ -143,6 +143,10 @@ def _job(story: JobStory, path: Sequence[Piece], steps: Sequence[Step], origin_s
         ended_s = one.ended_at or one.decided_at
         text = f"recovery {number} of {one.cause.role}/{one.cause.rank} ({one.level}): {one.cause.reason}"
         yield _slice(JOB_PID, 2, text, one.seen_at, ended_s - one.seen_at, origin_s)
+    known_s = max((one.at_s + one.s for one in path), default=story.since)
+    for (at, state), (until, _) in pairwise([*story.turns, (known_s, story.state)]):
+        if state.holds_devices:
+            yield _slice(JOB_PID, 3, state.value, at, max(0.0, until - at), origin_s)
 
 
 def _slice(pid: int, tid: int, name: str, at_s: float, s: float, origin_s: float, **args: Any) -> dict[str, Any]:

@@ -173,12 +173,7 @@ class JobMaster:
 
     async def _grant(self, wish: Wish) -> None:
         """Append what was asked for; a commit only if the state still takes it."""
-        while True:
-            refusal = self._refusal(wish.event)
-            if refusal is not None:
-                if wish.done is not None and not wish.done.done():
-                    wish.done.set_exception(refusal)
-                return
+        while (refusal := self._refusal(wish.event)) is None:
             try:
                 records = await self._append_at(wish.event, self.ctx.seq)
             except SeqConflict:
@@ -187,6 +182,8 @@ class JobMaster:
             if wish.done is not None and not wish.done.done():
                 wish.done.set_result(records)
             return
+        if wish.done is not None and not wish.done.done():
+            wish.done.set_exception(refusal)
 
     def _refusal(self, event: JobEvent) -> Fenced | None:
         if isinstance(event, Committed) and not accepts_commit(self.ctx, event.n, event.loop_epoch):
@@ -258,6 +255,8 @@ class JobMaster:
         if self._executor is not None and records:
             self._executor.keep(frozenset(command.id for command in wanted(self.ctx)))
             self._push_table()
+        if self.ctx.master_epoch > self.epoch:
+            raise Fenced(f"master {self.ctx.master_epoch} of {self._job} has taken over from {self.epoch}")
 
     # -- what is alive ------------------------------------------------------------------------------------------------
 

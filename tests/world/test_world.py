@@ -27,7 +27,7 @@ def test_a_seed_gives_the_same_trace_again():
 
 def test_a_master_that_begins_with_a_kept_context_knows_what_the_whole_log_says():
     """The world compares each living master with a replay from the first record; some get torn contexts."""
-    world = play(57, Swarm(jobs=2, faults_s=60.0, kill_master_s=4.0, kill_instance_s=9.0, torn_context_p=0.3))
+    world = play(60, Swarm(jobs=2, faults_s=60.0, kill_master_s=4.0, kill_instance_s=9.0, torn_context_p=0.3))
     assert min(world.given) >= 2
 
 

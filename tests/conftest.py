@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("check", max_examples=50, **quiet)
 settings.register_profile("deep", max_examples=1_000, **quiet)
 settings.load_profile("deep" if os.environ.get("ROTA_DEEP") == "1" else "check")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many fault cases of the tensor plane passed, by the groups of docs/explanation/tensor-faults.md."""
+    passed = terminalreporter.getreports("passed")
+    groups = Counter(value for report in passed for key, value in report.user_properties if key == "fault group")
+    if groups:
+        text = ", ".join(f"{group}: {count}" for group, count in sorted(groups.items()))
+        terminalreporter.write_line(f"tensor fault cases: {groups.total()} (by group {text})")

@@ -6,11 +6,11 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.real.tensors.crew import Actors, Crew
+from tests.real.tensors.crew import Actors, Cases, Crew, end
 
 import rota.tensors
 from rota.tensors.plane import Plane
@@ -43,7 +43,7 @@ def tensor_home() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def zygote(tensor_home: Path) -> Iterator[Actors]:
     folder = Path(tempfile.mkdtemp(prefix="rt"))
-    actors = Actors(tensor_home, folder, dict(os.environ))
+    actors = Actors(folder, dict(os.environ))
     yield actors
     actors.close()
     shutil.rmtree(folder, ignore_errors=True)
@@ -60,14 +60,18 @@ def plane(tensor_home: Path, space_name: str) -> Iterator[Plane]:
     """A plane of this process; at the end every invariant holds and nothing is left but what the test still holds."""
     with rota.tensors.connect(home=tensor_home, namespace=space_name, keep=True) as made:
         yield made
-        assert made.fsck()["violations"] == []
-        for row in made.ls():
-            made.delete(row.name, missing_ok=True)
+        end(made)
 
 
 @pytest.fixture
-def actors(zygote: Actors, space_name: str) -> Iterator[Crew]:
+def actors(zygote: Actors, plane: Plane) -> Iterator[Crew]:
     """Run code in processes of this test's namespace: see ``Crew``."""
-    crew = Crew(zygote, space_name)
+    crew = Crew(zygote, plane.home, plane.namespace)
     yield crew
     crew.end()
+
+
+@pytest.fixture
+def cases(record_property: Callable[[str, object], None]) -> Cases:
+    """Count the fault cases of this test: see ``Cases``."""
+    return Cases(record_property)

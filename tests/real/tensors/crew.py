@@ -10,14 +10,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rota.tensors.clientfile import is_alive
 from rota.tensors.plane import Plane
 
 WAIT_S = 10.0
 DEEP = os.environ.get("ROTA_DEEP") == "1"
+WAITING = "os.read(os.pipe()[0], 1)"
+HOLDING = f"v = plane.get('w', as_='numpy'); print('holding', flush=True); {WAITING}"
 
 
 def repeats(default: int, deep: int) -> range:
@@ -38,9 +41,8 @@ def wait_until(what: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
 class Actors:
     """Processes that run a piece of code; ``plane`` in it is a plane of the test's namespace."""
 
-    def __init__(self, home: Path, folder: Path, environment: dict[str, str], *words: str) -> None:
-        self.home, self.folder = home, folder
-        self._namespace = "default"
+    def __init__(self, folder: Path, environment: dict[str, str], *words: str) -> None:
+        self.folder = folder
         here = Path(__file__).with_name("zygote.py")
         self._zygote = subprocess.Popen(
             [sys.executable, str(here), *words],
@@ -54,13 +56,13 @@ class Actors:
         self.outputs: dict[int, Path] = {}
 
     def start(
-        self, code: str, *, namespace: str, die_at: str = "", label: str = "", epoch: int = 0, device: str = "",
-        env: dict[str, str] | None = None,
+        self, code: str, *, home: Path, namespace: str, die_at: str = "", label: str = "", epoch: int = 0,
+        device: str = "", env: dict[str, str] | None = None,
     ) -> int:  # fmt: skip
         """Start a process; its pid."""
         self._count += 1
         out = self.folder / f"out-{self._count}"
-        place = f"home={str(self.home)!r}, namespace={namespace!r}, device={device or None!r}"
+        place = f"home={str(home)!r}, namespace={namespace!r}, device={device or None!r}"
         joined = f"plane = connect({place}, label={label!r}, epoch={epoch})"
         body = f"from rota.tensors import connect\n{joined}\n" + textwrap.dedent(code)
         env = {"ROTA_TENSORS_DIE_AT": die_at, **(env or {})}
@@ -74,9 +76,9 @@ class Actors:
         self._open.discard(pid)
         return self._ask({"wait": pid})["status"]
 
-    def run(self, code: str, *, namespace: str, **how: Any) -> int:
+    def run(self, code: str, **how: Any) -> int:
         """Run a process to its end; its status. A Python error fails the test with its traceback."""
-        pid = self.start(code, namespace=namespace, **how)
+        pid = self.start(code, **how)
         status = self.wait(pid)
         assert status <= 0, self.output(pid)
         return status
@@ -116,17 +118,23 @@ class Actors:
 class Crew:
     """The actors of one test."""
 
-    def __init__(self, actors: Actors, namespace: str) -> None:
-        self._actors, self._namespace = actors, namespace
+    def __init__(self, actors: Actors, home: Path, namespace: str) -> None:
+        self._actors = actors
+        self._where: dict[str, Any] = {"home": home, "namespace": namespace}
         self._started: list[int] = []
 
     def start(self, code: str, **how: Any) -> int:
-        pid = self._actors.start(code, namespace=self._namespace, **how)
+        pid = self._actors.start(code, **self._where, **how)
         self._started.append(pid)
         return pid
 
     def run(self, code: str, **how: Any) -> int:
-        return self._actors.run(code, namespace=self._namespace, **how)
+        return self._actors.run(code, **self._where, **how)
+
+    def stopped(self, pid: int) -> int:
+        """Wait until a process has stopped itself; the same pid."""
+        wait_until(lambda: "T (stopped)" in Path(f"/proc/{pid}/status").read_text())
+        return pid
 
     def wait(self, pid: int) -> int:
         self._started.remove(pid)
@@ -149,8 +157,70 @@ class Crew:
             self.wait(pid)
 
 
+def stop_housekeeping(plane: Plane) -> None:
+    """From now on a plane releases and sweeps only when it is told to."""
+    plane._session._gone.set()
+    assert plane._session._thread is not None
+    plane._session._thread.join()
+    plane._session._gone.clear()
+
+
 def clean(plane: Plane) -> dict[str, Any]:
     """Sweep and trim, then the stats; no invariant may be broken."""
     plane.gc()
     assert plane.fsck()["violations"] == []
     return plane.stats()
+
+
+class Cases:
+    """Counts the fault cases of a test by group, and looks after each what it left behind."""
+
+    def __init__(self, record: Callable[[str, object], None]) -> None:
+        self._record = record
+
+    def __call__(self, group: int, plane: Plane, default: int = 1, deep: int = 1) -> Iterator[int]:
+        """``for round_ in cases(...)``: the body is one case of a group of docs/explanation/tensor-faults.md."""
+        for round_ in repeats(default, max(default, deep)):
+            yield round_
+            self.done(group, plane)
+
+    def done(self, group: int, plane: Plane) -> None:
+        """A case ended. No invariant is violated, and once all names are deleted there is no lease, version, byte or
+        range of a device but what views of this process still hold, no dead client, and no file nobody knows."""
+        assert plane.fsck()["violations"] == []
+        for row in plane.ls():
+            plane.delete(row.name)
+        wait_until(lambda: left_over(plane) == {})
+        assert plane.fsck()["violations"] == []
+        self._record("fault group", group)
+
+
+def left_over(plane: Plane) -> dict[str, Any]:
+    """What a namespace without names should not have: a dead client, a version or a byte that no view here holds."""
+    plane._session.release_ended()
+    plane._session.sweep()
+    dump = plane._space.registry.dump()
+    held = {version for version, _ in plane._space.leases.live()}
+    versions = {int(key[2:]): fields for key, fields in dump.items() if key.startswith("v:")}
+    leases = {int(v) for key, leased in dump.items() if key.startswith("c:") and key.endswith(":l") for v in leased}
+    used = int(dump.get("bytes", {}).get("used", 0)) - sum(int(versions[v]["blk"]) for v in held & versions.keys())
+    devices = plane._space.devices
+    ranges = devices.ask(devices.uuid, {"op": "blocks"}, start=False).get("blocks", ()) if devices else ()
+    found = {
+        "versions": set(versions) ^ held, "leases": leases ^ held, "bytes": used,
+        "clients": {each for each in dump["clients"] if not is_alive(plane._space.clients, each)},
+        "ranges": {version for version, *_ in ranges} - held, "names": [key for key in dump if key.startswith("n:")],
+        "pending": [key for key in dump if key.startswith("c:") and key.endswith((":o", ":d"))],
+        "files": {seg for seg, _ in plane._space.segments.files()} - dump.get("segs", set()),
+    }  # fmt: skip
+    return {what: value for what, value in found.items() if value}
+
+
+def end(plane: Plane) -> None:
+    """Every invariant holds; without its names the namespace has no version, no lease, no dead client and no file."""
+    assert plane.fsck()["violations"] == []
+    for row in plane.ls():
+        plane.delete(row.name, missing_ok=True)
+    wait_until(lambda: left_over(plane) == {})
+    plane.gc()
+    assert len(plane._space.leases) or not list(plane._space.segments.files())

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import Actors, Crew, repeats, wait_until
+from tests.real.tensors.crew import WAITING, Actors, Cases, Crew, wait_until
 
 import rota.tensors
 from rota.spec.errors import BadInput
@@ -26,13 +26,12 @@ from rota.tensors.plane import Plane
 
 torch = pytest.importorskip("torch")
 FAKE = "fakecuda:0"
-WAITING = "os.read(os.pipe()[0], 1)"
 
 
 @pytest.fixture(scope="module")
 def torch_zygote(tensor_home: Path) -> Iterator[Actors]:
     with tempfile.TemporaryDirectory(prefix="rt") as folder:
-        actors = Actors(tensor_home, Path(folder), dict(os.environ), "--torch")
+        actors = Actors(Path(folder), dict(os.environ), "--torch")
         yield actors
         actors.close()
 
@@ -67,7 +66,7 @@ def plane(shared: Plane) -> Iterator[Plane]:
 
 @pytest.fixture
 def crew(torch_zygote: Actors, shared: Plane) -> Iterator[Crew]:
-    made = Crew(torch_zygote, shared.namespace)
+    made = Crew(torch_zygote, shared.home, shared.namespace)
     yield made
     made.end()
 
@@ -120,34 +119,36 @@ def test_a_device_tensor_is_read_in_another_process_by_name(plane: Plane, crew: 
         plane.put("x", torch.ones(1), device="cuda:9")
 
 
-@pytest.mark.parametrize("round_", repeats(1, 10))
 @pytest.mark.parametrize("point", ["reserved", "allocated", "copying", "copied", "committed"])
 def test_a_writer_killed_anywhere_leaves_no_device_memory(
-    plane: Plane, crew: Crew, device: str, point: str, round_: int
+    plane: Plane, crew: Crew, cases: Cases, device: str, point: str
 ) -> None:
-    plane.put("w", torch.zeros(100))
     code = "import torch; plane.put('w', torch.ones(100))"
-    assert crew.run(code, device=device, die_at=point) == -signal.SIGKILL
-    assert plane.get("w")[0] == (1 if point == "committed" else 0)
-    plane.release("w")
-    wait_until(lambda: blocks(plane) == 1)
-    assert plane.fsck()["violations"] == []
+    for _ in cases(12, plane, 3, deep=10):
+        plane.put("w", torch.zeros(100))
+        assert crew.run(code, device=device, die_at=point) == -signal.SIGKILL
+        assert plane.get("w")[0] == (1 if point == "committed" else 0)
+        plane.release("w")
+        wait_until(lambda: blocks(plane) == 1)
+        assert plane.fsck()["violations"] == []
 
 
-@pytest.mark.parametrize("round_", repeats(1, 10))
-def test_a_reader_killed_with_views_gives_their_memory_back(plane: Plane, crew: Crew, device: str, round_: int) -> None:
-    plane.put("w", torch.zeros(100_000))
-    reader = crew.start(f"v = plane.get('w'); print('holding', flush=True); {WAITING}", device=device)
-    crew.says(reader, "holding")
-    for value in range(5):
-        plane.put("w", torch.full((100_000,), float(value)))
-    wait_until(lambda: blocks(plane) == 2)
-    crew.kill(reader)
-    wait_until(lambda: blocks(plane) == 1)
-    assert plane.get("w")[0] == 4
+def test_a_reader_killed_with_views_gives_their_memory_back(
+    plane: Plane, crew: Crew, cases: Cases, device: str
+) -> None:
+    for _ in cases(12, plane, 3, deep=10):
+        plane.put("w", torch.zeros(100_000))
+        reader = crew.start(f"v = plane.get('w'); print('holding', flush=True); {WAITING}", device=device)
+        crew.says(reader, "holding")
+        for value in range(5):
+            plane.put("w", torch.full((100_000,), float(value)))
+        wait_until(lambda: blocks(plane) == 2)
+        crew.kill(reader)
+        wait_until(lambda: blocks(plane) == 1)
+        assert plane.get("w")[0] == 4
 
 
-def test_publishes_and_deletes_leave_no_byte(plane: Plane, device: str) -> None:
+def test_publishes_and_deletes_leave_no_byte(plane: Plane, device: str, cases: Cases) -> None:
     before = ask(plane, "stat")
     for index in range(1000 if device != FAKE else 60):
         plane.put("w", torch.full((10_000 + index,), float(index)))
@@ -157,6 +158,7 @@ def test_publishes_and_deletes_leave_no_byte(plane: Plane, device: str) -> None:
     after = ask(plane, "stat")
     assert after["bytes"] - after["free_bytes"] == 0
     assert after["slabs"] <= before["slabs"] + 1
+    cases.done(12, plane)
 
 
 def test_a_slab_stays_open_while_any_plane_of_the_process_has_a_view_in_it(plane: Plane, device: str) -> None:
@@ -169,7 +171,7 @@ def test_a_slab_stays_open_while_any_plane_of_the_process_has_a_view_in_it(plane
     wait_until(lambda: other.close_unused(0.0) >= 1)  # what nobody uses is closed, by whichever plane
 
 
-def test_memory_is_not_reused_before_the_work_on_it_is_done(plane: Plane, device: str) -> None:
+def test_memory_is_not_reused_before_the_work_on_it_is_done(plane: Plane, device: str, cases: Cases) -> None:
     """The stand-in raises at a reuse that comes too early; its work is a range and a time."""
     if device != FAKE:
         pytest.skip("work with a known end exists on the stand-in only")
@@ -189,10 +191,11 @@ def test_memory_is_not_reused_before_the_work_on_it_is_done(plane: Plane, device
     assert plane._session.clock.monotonic_s() - began >= 0.5, "released while a stream still worked on it"
     plane.put("w", torch.ones(1_000_000))  # poisoned, written anew
     assert (plane.get("w") == 1).all()
+    cases.done(12, plane)
 
 
 def test_a_device_that_a_process_does_not_see_is_named_and_another_order_is_found_by_uuid(
-    plane: Plane, crew: Crew, device: str
+    plane: Plane, crew: Crew, device: str, cases: Cases
 ) -> None:
     if device != FAKE:
         pytest.skip("the machine may have one GPU only")
@@ -223,9 +226,10 @@ def test_a_device_that_a_process_does_not_see_is_named_and_another_order_is_foun
     plane._session.use_device(FAKE)
     with pytest.raises(BadInput, match="cuda:N"):
         plane._session.use_device("gpu0")
+    cases.done(12, plane)
 
 
-def test_a_full_device_evicts_what_may_go_and_then_says_so(plane: Plane, device: str) -> None:
+def test_a_full_device_evicts_what_may_go_and_then_says_so(plane: Plane, device: str, cases: Cases) -> None:
     if device != FAKE:
         pytest.skip("filling a GPU disturbs others on it")
     for index in range(12):  # of 2 MiB each, on a device of 16 MiB
@@ -237,41 +241,45 @@ def test_a_full_device_evicts_what_may_go_and_then_says_so(plane: Plane, device:
     with pytest.raises(errors.OutOfMemory, match="device FAKE-0 holds 16777216 bytes"):
         plane.put("big", torch.zeros(20 << 20, dtype=torch.uint8))
     assert plane.fsck()["violations"] == []
+    cases.done(12, plane)
 
 
-@pytest.mark.parametrize("round_", repeats(1, 10))
 def test_a_killed_keeper_is_named_and_what_is_published_again_is_readable(
-    tensor_home: Path, space_name: str, device: str, round_: int
+    tensor_home: Path, space_name: str, cases: Cases, device: str
 ) -> None:
     with rota.tensors.connect(home=tensor_home, namespace=space_name, device=device) as plane:
-        plane.put("w", torch.zeros(1000))
-        plane.put("v", torch.zeros(1000))
-        kept = plane.get("w").clone()
-        plane.release("w")
-        pid = ask(plane, "stat")["pid"]
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(errors.OwnerLost, match="keeper of device"):
-            wait_until(lambda: plane.get("w") is None or plane.release("w"))
-        assert plane.fsck()["violations"] == []
-        plane.put("w", kept + 1)
+        for _ in cases(12, plane, 2, deep=10):
+            plane.put("w", torch.zeros(1000))
+            plane.put("v", torch.zeros(1000))
+            kept = plane.get("w").clone()
+            plane.release("w")
+            pid = ask(plane, "stat")["pid"]
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(errors.OwnerLost, match="keeper of device"):
+                wait_until(lambda: plane.get("w") is None or plane.release("w"))
+            assert plane.fsck()["violations"] == []
+            plane.put("w", kept + 1)
+            assert plane.get("w")[0] == 1
+            dropped: list[str] = []
+            wait_until(
+                lambda dropped=dropped: dropped.extend(each["what"] for each in plane.gc()["dropped"]) or "v" in dropped
+            )
+            assert "w" not in dropped
+            assert [row.name for row in plane.ls()] == ["w"]
+            assert plane.fsck()["violations"] == []
+            plane.delete("w")
+            wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+
+
+def test_the_registry_may_be_lost_while_the_keeper_lives(plane: Plane, cases: Cases) -> None:
+    for _ in cases(12, plane, 2, deep=10):
+        plane.put("w", torch.arange(100.0))
+        plane.put("w", torch.arange(100.0) + 1)
+        assert plane.recover()["names"] == 1
         assert plane.get("w")[0] == 1
-        dropped: list[str] = []
-        wait_until(lambda: dropped.extend(each["what"] for each in plane.gc()["dropped"]) or "v" in dropped)
-        assert "w" not in dropped
-        assert [row.name for row in plane.ls()] == ["w"]
+        assert plane.info("w").payload >= 400
+        wait_until(lambda: blocks(plane) == 1)
         assert plane.fsck()["violations"] == []
-        plane.delete("w")
-    wait_until(lambda: not Path(f"/proc/{pid}").exists())
-
-
-def test_the_registry_may_be_lost_while_the_keeper_lives(plane: Plane) -> None:
-    plane.put("w", torch.arange(100.0))
-    plane.put("w", torch.arange(100.0) + 1)
-    assert plane.recover()["names"] == 1
-    assert plane.get("w")[0] == 1
-    assert plane.info("w").payload >= 400
-    wait_until(lambda: blocks(plane) == 1)
-    assert plane.fsck()["violations"] == []
 
 
 def export(crew: Crew) -> tuple[int, bytes, list[str]]:
@@ -292,7 +300,7 @@ def export(crew: Crew) -> tuple[int, bytes, list[str]]:
     return pid, bytes.fromhex(said[1]), said
 
 
-def test_each_broken_rule_of_ipc_has_a_name(plane: Plane, crew: Crew, device: str) -> None:
+def test_each_broken_rule_of_ipc_has_a_name(plane: Plane, crew: Crew, device: str, cases: Cases) -> None:
     if device != FAKE:
         pytest.skip("CUDA corrupts or leaks where the stand-in raises")
     pid, handle, _ = export(crew)
@@ -301,6 +309,7 @@ def test_each_broken_rule_of_ipc_has_a_name(plane: Plane, crew: Crew, device: st
     def rule(*call: Any) -> str:
         with pytest.raises(errors.ProtocolBreach) as caught:
             call[0](*call[1:])
+        cases.done(12, plane)
         return caught.value.fields["rule"]
 
     assert rule(fake.open, 1, handle) == "wrong-device"
@@ -329,7 +338,7 @@ def test_each_broken_rule_of_ipc_has_a_name(plane: Plane, crew: Crew, device: st
     assert rule(fake.uuids) == "fork"
 
 
-def test_a_keeper_answers_nonsense_and_a_repeated_question(plane: Plane) -> None:
+def test_a_keeper_answers_nonsense_and_a_repeated_question(plane: Plane, cases: Cases) -> None:
     devices = plane._space.devices
     assert devices is not None
     plane.put("w", np.zeros(10))
@@ -339,3 +348,4 @@ def test_a_keeper_answers_nonsense_and_a_repeated_question(plane: Plane) -> None
     for words in ({"op": "steal"}, {"op": "take"}, {"op": "take", "version": "x", "bytes": 1}, {}):
         assert "error" in devices.ask(devices.uuid, words)
     assert ask(plane, "stat")["slabs"] >= 1
+    cases.done(12, plane)

@@ -11,14 +11,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import DEEP, Actors, Crew, clean, repeats, wait_until
+from tests.real.tensors.crew import (
+    DEEP,
+    HOLDING,
+    WAITING,
+    Actors,
+    Cases,
+    Crew,
+    clean,
+    end,
+    stop_housekeeping,
+    wait_until,
+)
 
 import rota.tensors
 from rota.runtime import environ, process, redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
+from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.plane import Plane
 from rota.tensors.registry import Row
+from rota.tensors.segments import STATE_AT
 from rota.tensors.space import Space
 
 
@@ -32,21 +45,10 @@ def own_home(tensor_home: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def lone(own_home: Path, space_name: str) -> Iterator[Plane]:
+def plane(own_home: Path, space_name: str) -> Iterator[Plane]:
     with rota.tensors.connect(home=own_home, namespace=space_name, keep=True) as made:
         yield made
-        assert made.fsck()["violations"] == []
-
-
-@pytest.fixture
-def crew(own_home: Path, space_name: str, tensor_home: Path) -> Iterator[Crew]:
-    folder = Path(tempfile.mkdtemp(prefix="rt"))
-    actors = Actors(own_home, folder, dict(os.environ))
-    made = Crew(actors, space_name)
-    yield made
-    made.end()
-    actors.close()
-    shutil.rmtree(folder, ignore_errors=True)
+        end(made)
 
 
 def kill_server(home: Path) -> None:
@@ -57,44 +59,99 @@ def kill_server(home: Path) -> None:
     assert not process.wait_gone((identity,), 5)
 
 
-def test_all_names_and_leases_come_back_after_the_registry_was_killed(own_home: Path, lone: Plane, crew: Crew) -> None:
-    count = 300 if DEEP else 60
+def test_all_names_and_leases_come_back_after_the_registry_was_killed(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    count = 1000 if DEEP else 60
     middle = f"x/{count // 2}"
     for index in range(count):
-        lone.put(f"x/{index}", np.full(10 + index, index))
-    lone.publish_group("shadow/j", {"a": np.zeros(4)}, step=1, retain=2, meta=1)
-    lone.publish_group("shadow/j", {"a": np.ones(4)}, step=2, retain=2, meta=2)
-    lone.delete("x/7")
+        plane.put(f"x/{index}", np.full(10 + index, index))
+    plane.publish_group("shadow/j", {"a": np.zeros(4)}, step=1, retain=2, meta=1)
+    plane.publish_group("shadow/j", {"a": np.ones(4)}, step=2, retain=2, meta=2)
+    plane.delete("x/7")
     code = f"""
         held = [plane.get(f'x/{{i}}', as_='numpy') for i in range({count // 3}, {2 * count // 3})]
         print('holding', flush=True)
         os.read(os.pipe()[0], 1)
     """
-    reader = crew.start(code)
-    crew.says(reader, "holding")
-    old = lone.get(middle, as_="numpy")
-    lone.put(middle, np.full(160, -1))
-    before = lone.stats()["leases"]
+    reader = actors.start(code)
+    actors.says(reader, "holding")
+    old = plane.get(middle, as_="numpy")
+    plane.put(middle, np.full(160, -1))
+    before = plane.stats()["leases"]
     kill_server(own_home)
-    assert lone.get(f"x/{count - 1}", as_="numpy")[0] == count - 1  # the first call that fails rebuilds it
+    assert plane.get(f"x/{count - 1}", as_="numpy")[0] == count - 1  # the first call that fails rebuilds it
     assert (old == count // 2).all()
-    assert len(lone.ls("x/")) == count - 1
-    assert lone.stats()["leases"] == before + 1
-    assert lone.fsck()["violations"] == []
+    assert len(plane.ls("x/")) == count - 1
+    assert plane.stats()["leases"] == before + 1
+    assert plane.fsck()["violations"] == []
     with pytest.raises(errors.NotFound):
-        lone.get("x/7")
-    assert [lone.get_group("shadow/j", step=n).meta for n in (1, 2)] == [1, 2]
-    fresh = lone.put(middle, np.full(160, 5)).id
+        plane.get("x/7")
+    assert [plane.get_group("shadow/j", step=n).meta for n in (1, 2)] == [1, 2]
+    fresh = plane.put(middle, np.full(160, 5)).id
     assert fresh > 1 << 20  # ids of before are never used again
-    crew.kill(reader)
+    actors.kill(reader)
     del old
-    wait_until(lambda: clean(lone)["versions"].get("doomed", 0) == 0)
-    assert lone.get(middle, as_="numpy")[0] == 5
+    wait_until(lambda: clean(plane)["versions"].get("doomed", 0) == 0)
+    assert plane.get(middle, as_="numpy")[0] == 5
+    cases.done(5, plane)
 
 
-@pytest.mark.parametrize("round_", repeats(1, 10))
+@pytest.mark.parametrize("point", ["reserved", "copied", "slot-zero", "committed", "slot-stored"])
+def test_a_registry_killed_in_the_middle_of_a_publish_comes_back_with_the_old_or_the_new(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str
+) -> None:
+    for _ in cases(5, plane, 2, deep=10):
+        plane.put("w", np.zeros(4))
+        plane.put("other", np.zeros(4))
+        writer = actors.stopped(actors.start("plane.put('w', np.ones(4))", die_at=f"{point}:1:stop"))
+        kill_server(own_home)
+        assert plane.get("other", as_="numpy")[0] == 0  # the first call that fails rebuilds it
+        assert plane.get("w", as_="numpy")[0] in ((0, 1) if point == "committed" else (point == "slot-stored",))
+        os.kill(writer, signal.SIGCONT)
+        assert actors.wait(writer) == 0, actors.output(writer)
+        assert plane.get("w", as_="numpy")[0] == 1
+        assert clean(plane)["versions"] == {"ready": 2}
+
+
+def test_a_registry_killed_in_the_middle_of_a_sweep_loses_no_count(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    stop_housekeeping(plane)
+    for _ in cases(5, plane, 3, deep=10):
+        plane.put("w", np.zeros(4))
+        victim = actors.start(HOLDING)
+        actors.says(victim, "holding")
+        plane.put("w", np.ones(4))
+        actors.kill(victim)
+        sweeper = actors.stopped(actors.start("plane._session.sweep()", die_at="mid-sweep:1:stop"))
+        kill_server(own_home)
+        plane.put("w", np.full(4, 2.0))
+        os.kill(sweeper, signal.SIGCONT)
+        assert actors.wait(sweeper) == 0, actors.output(sweeper)
+        assert clean(plane)["versions"] == {"ready": 1}
+        assert plane.get("w", as_="numpy")[0] == 2
+
+
+def test_a_registry_killed_while_nobody_asks_it_anything_costs_nothing(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    for round_ in cases(5, plane, 3, deep=10):
+        plane.put("w", np.full(5000, round_))
+        plane.publish_group("g", {"a": np.full(100, round_), "b": np.zeros(0)}, step=round_)
+        reader = actors.start(HOLDING)
+        actors.says(reader, "holding")
+        plane.put("w", np.full(5000, round_ + 1))
+        kill_server(own_home)
+        assert plane.get("w", as_="numpy")[-1] == round_ + 1
+        assert plane.get_group("g", as_="numpy").step == round_
+        assert plane.stats()["versions"] == {"ready": 2, "doomed": 1}
+        actors.kill(reader)
+        wait_until(lambda: clean(plane)["versions"] == {"ready": 2})
+
+
 def test_a_registry_killed_under_publishers_and_readers_is_rebuilt_by_them(
-    own_home: Path, lone: Plane, crew: Crew, round_: int
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
 ) -> None:
     count = 400 if DEEP else 120
     writer = f"""
@@ -110,71 +167,88 @@ def test_a_registry_killed_under_publishers_and_readers_is_rebuilt_by_them(
             assert v[0] >= last, ('backward', v[0], last)
             last = int(v[0])
     """
-    pids = [crew.start(writer), crew.start(reader), crew.start(reader)]
-    for mark in (count // 4, count // 2):
-        crew.says(pids[0], f"at {mark}")
-        kill_server(own_home)
-    for pid in pids:
-        assert crew.wait(pid) == 0, crew.output(pid)
-    assert lone.get("w", as_="numpy")[0] == count - 1
-    stats = clean(lone)
-    assert stats["versions"] == {"ready": 1}
-    assert stats["clients"] == 1
+    for _ in cases(5, plane, 1, deep=10):
+        pids = [actors.start(writer), actors.start(reader), actors.start(reader)]
+        for mark in (count // 4, count // 2):
+            actors.says(pids[0], f"at {mark}")
+            kill_server(own_home)
+        for pid in pids:
+            assert actors.wait(pid) == 0, actors.output(pid)
+        assert plane.get("w", as_="numpy")[0] == count - 1
+        stats = clean(plane)
+        assert stats["versions"] == {"ready": 1}
+        assert stats["clients"] == 1
 
 
-def test_a_lease_that_ended_while_the_registry_was_away_does_not_come_back(own_home: Path, lone: Plane) -> None:
-    lone.put("w", np.zeros(4))
-    assert lone._session._thread is not None
-    lone._session._gone.set()
-    lone._session._thread.join()
+def test_a_lease_that_ended_while_the_registry_was_away_does_not_come_back(
+    own_home: Path, plane: Plane, cases: Cases
+) -> None:
+    plane.put("w", np.zeros(4))
+    stop_housekeeping(plane)
     for _ in range(2):
-        lone.get("w", as_="numpy")
+        plane.get("w", as_="numpy")
         kill_server(own_home)
-        lone.release("w")
+        plane.release("w")
         with pytest.raises(RegistryUnavailable):
-            lone._session.release_ended()
-    lone.get("w", as_="numpy")
-    assert lone.fsck()["violations"] == []
-    lone.release("w")
-    assert lone._session.release_ended() >= 1
-    assert lone._space.file.noted() == []
-    lone.recover()
-    assert lone.stats()["leases"] == 0
-    assert lone.fsck()["violations"] == []
-    lone._session._gone.clear()
+            plane._session.release_ended()
+    plane.get("w", as_="numpy")
+    assert plane.fsck()["violations"] == []
+    plane.release("w")
+    assert plane._session.release_ended() >= 1
+    assert plane._space.file.noted() == []
+    plane.recover()
+    assert plane.stats()["leases"] == 0
+    cases.done(5, plane)
 
 
-def test_fences_and_pins_survive_the_registry(own_home: Path, lone: Plane) -> None:
-    lone.put("w", np.arange(3), label="job", epoch=1)
-    pin = lone.pin("w", label="job")
-    lone.put("w", np.zeros(3), label="job", epoch=1)
-    lone.fence("job", 2)
+def test_fences_and_pins_survive_the_registry(own_home: Path, plane: Plane, cases: Cases) -> None:
+    plane.put("w", np.arange(3), label="job", epoch=1)
+    pin = plane.pin("w", label="job")
+    plane.put("w", np.zeros(3), label="job", epoch=1)
+    plane.fence("job", 2)
     kill_server(own_home)
     with pytest.raises(errors.StaleEpoch):
-        lone.put("other", np.zeros(3), label="job/a/0", epoch=1)
-    assert lone.stats()["versions"] == {"ready": 1, "doomed": 1}
+        plane.put("other", np.zeros(3), label="job/a/0", epoch=1)
+    assert plane.stats()["versions"] == {"ready": 1, "doomed": 1}
     pin.close()
     pin.close()
-    assert lone.stats()["versions"] == {"ready": 1}
+    assert plane.stats()["versions"] == {"ready": 1}
+    cases.done(5, plane)
 
 
-def test_damaged_headers_are_reported_and_never_shown(lone: Plane) -> None:
-    for name in ("a", "b", "c"):
-        lone.put(name, np.arange(100_000, dtype=np.float64))
-    row = lone.info("b")
-    seg = lone._space.registry.dump()[f"v:{row.version}"]["seg"]
-    path = lone._space.segments.path(seg)
-    with path.open("r+b") as file:
-        offset = int(lone._space.registry.dump()[f"v:{row.version}"]["off"])
-        file.seek(offset + 20)
-        file.write(b"\xff\xff")
-    done = lone.recover()
-    assert done["quarantined"] == [f"{seg}+{offset}"]
-    assert [row.name for row in lone.ls()] == ["a", "c"]
+DAMAGE = {
+    "magic": (0, b"ROTATSR9"), "format": (12, b"\xff\xff"), "version": (20, b"\xff\xff"), "name": (130, b"\xff"),
+    "state": (STATE_AT + 4, b"\x07"), "state checksum": (STATE_AT, b"\0\0\0\0"),
+    "manifest": (HEADER_BYTES + 1, b"\0\0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", DAMAGE)
+def test_damaged_headers_are_reported_and_never_shown(plane: Plane, cases: Cases, field: str) -> None:
+    at, garbage = DAMAGE[field]
+    for size in cases(5, plane, 3, deep=5):
+        plane.gc()  # a damaged block is free by now, and damaged still
+        for name in ("a", "b", "c"):
+            plane.put(name, np.arange(10 ** (2 + size % 4), dtype=np.float64))
+        version = plane._space.registry.dump()[f"v:{plane.info('b').version}"]
+        place = f"{version['seg']}+{version['off']}"
+        with plane._space.segments.path(version["seg"]).open("r+b") as file:
+            file.seek(int(version["off"]) + at)
+            file.write(garbage)
+        done = plane.recover()
+        if field == "manifest":  # the bytes are whole; what they mean is lost
+            assert done["quarantined"] == [f"{place}: manifest"]
+            with pytest.raises(errors.Corrupt, match="manifest is no JSON"):
+                plane.get("b", as_="numpy")
+        else:
+            assert done["quarantined"] == [place]
+            assert [row.name for row in plane.ls()] == ["a", "c"]
+        for name in ("a", "c"):
+            assert plane.get(name, as_="numpy")[-1] == 10 ** (2 + size % 4) - 1
 
 
 def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
-    plane: Plane, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, cases: Cases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its look and its lock the name is deleted and made anew elsewhere, its old slot given to another name."""
     plane.put("w", np.zeros(3))
@@ -198,6 +272,7 @@ def test_a_delete_that_looked_before_its_name_moved_deletes_it_where_it_is(
     plane.recover()
     assert [row.name for row in plane.ls()] == ["other"]
     assert plane.get("other", as_="numpy")[0] == 1
+    cases.done(5, plane)
 
 
 def test_a_silent_server_is_ended_before_another_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +328,12 @@ def test_a_server_whose_starter_died_before_it_wrote_it_down_is_ended_by_the_nex
     shutil.rmtree(home.root)
 
 
-def test_two_starters_agree_on_one_server(tensor_home: Path) -> None:
+def test_two_starters_agree_on_one_server(zygote: Actors) -> None:
     home = Path(tempfile.mkdtemp(prefix="rt"))
-    folder = Path(tempfile.mkdtemp(prefix="rt"))
-    actors = Actors(home, folder, dict(os.environ))
+    actors = Crew(zygote, home, "n")
     try:
-        code = "print('pid', plane._session.server.pid, flush=True); os.read(os.pipe()[0], 1)"
-        pids = [actors.start(code, namespace="n") for _ in range(3)]
+        code = f"print('pid', plane._session.server.pid, flush=True); {WAITING}"
+        pids = [actors.start(code) for _ in range(3)]
         said = {actors.says(pid, "pid") for pid in pids}
         assert len(said) == 1
         for pid in pids:
@@ -271,9 +345,8 @@ def test_two_starters_agree_on_one_server(tensor_home: Path) -> None:
         assert not process.wait_gone((server,), 5)  # not kept: it ended with its last client
         wait_until(lambda: not root.exists())
     finally:
-        actors.close()
+        actors.end()
         rota.tensors.down(home)
-        shutil.rmtree(folder)
         shutil.rmtree(home)
 
 

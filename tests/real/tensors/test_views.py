@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import pickle
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import Crew, clean, wait_until
+from tests.real.tensors.crew import Cases, Crew, clean, wait_until
 
 import rota.tensors
 from rota.spec.errors import BadInput
@@ -79,26 +80,24 @@ def test_a_large_tensor_uses_a_file_of_its_own_and_its_block_again(plane: Plane)
 
 
 @pytest.mark.parametrize("as_", ["torch", "numpy"])
-def test_a_lease_lives_exactly_as_long_as_the_last_view(plane: Plane, as_: str) -> None:
-    plane.put("w", np.arange(1000.0))
-    view = plane.get("w", as_=as_)
-    plane.release("w")
-    part = view[3:10].reshape(7, 1)
-    del view
-    plane.put("w", np.zeros(1000))
-    gc.collect()
-    wait_until(lambda: leases(plane) == 1)
-    for n in range(20):
-        plane.put("w", np.full(1000, n))
-    assert part[2, 0] == 5.0
-    del part
-    gc.collect()
-    wait_until(lambda: leases(plane) == 0)
-    assert clean(plane)["versions"] == {"ready": 1}
+def test_a_lease_lives_exactly_as_long_as_the_last_view(plane: Plane, cases: Cases, as_: str) -> None:
+    for _ in cases(11, plane, 3, deep=10):
+        plane.put("w", np.arange(1000.0))
+        view = plane.get("w", as_=as_)
+        plane.release("w")
+        part = view[3:10].reshape(7, 1)
+        del view
+        plane.put("w", np.zeros(1000))
+        wait_until(lambda: leases(plane) == 1)
+        for n in range(20):
+            plane.put("w", np.full(1000, n))
+        assert part[2, 0] == 5.0
+        del part
+        wait_until(lambda: leases(plane) == 0)
+        assert clean(plane)["versions"] == {"ready": 1}
 
 
-def test_a_view_in_another_thread_and_after_close_stays_valid(plane: Plane, space_name: str, tensor_home: Path) -> None:
-    plane.put("w", np.arange(10))
+def test_a_view_in_another_thread_and_after_close_stays_valid(cases: Cases, space_name: str, tensor_home: Path) -> None:
     other = rota.tensors.connect(home=tensor_home, namespace=space_name + "x")
     other.put("w", np.arange(10))
     kept: list[np.ndarray] = []
@@ -116,6 +115,7 @@ def test_a_view_in_another_thread_and_after_close_stays_valid(plane: Plane, spac
     assert again.stats()["leases"] == 1
     kept.clear()
     wait_until(lambda: again.stats()["clients"] == 1)  # the closed plane left with its last view
+    cases.done(11, again)
     again.close()
 
 
@@ -136,13 +136,14 @@ def test_an_unchanged_name_is_the_same_object_and_a_changed_one_is_not(plane: Pl
     assert first[0] == 0
 
 
-def test_the_cache_lets_go_of_a_replaced_version(plane: Plane) -> None:
+def test_the_cache_lets_go_of_a_replaced_version(plane: Plane, cases: Cases) -> None:
     plane.put("w", torch.zeros(3))
     plane.get("w")
     plane.put("w", torch.ones(3))
     wait_until(lambda: plane.stats()["versions"] == {"ready": 1})  # nobody asked for w again
     wait_until(lambda: plane.stats()["leases"] == 0)
     assert plane.get("w")[0] == 1
+    cases.done(11, plane)
 
 
 def test_names_read_together_are_of_one_moment(plane: Plane) -> None:
@@ -220,7 +221,7 @@ def test_a_sealed_read_cannot_be_written(plane: Plane, actors: Crew) -> None:
     assert plane.get("w", as_="numpy")[0] == 0
 
 
-def test_evictable_names_make_room_and_then_the_limit_is_an_error(plane: Plane) -> None:
+def test_evictable_names_make_room_and_then_the_limit_is_an_error(plane: Plane, cases: Cases) -> None:
     plane.limit(12 << 20)
     for n in range(8):
         plane.put(f"kv/{n}", np.full(2 << 20, n, np.uint8), evictable=True)
@@ -228,21 +229,31 @@ def test_evictable_names_make_room_and_then_the_limit_is_an_error(plane: Plane) 
     assert plane.get("kv/7", as_="numpy")[0] == 7
     with pytest.raises(errors.QuotaExceeded, match="of at most 12582912 bytes"):
         plane.put("big", np.zeros(20 << 20, np.uint8))
+    cases.done(9, plane)
     plane.limit(0)
     plane.put("big", np.zeros(20 << 20, np.uint8))
+    cases.done(9, plane)
 
 
-def test_a_full_file_system_is_a_clean_error(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["ENOSPC", "EDQUOT", "ENOMEM", "EFBIG"])
+def test_memory_that_is_refused_is_a_clean_error(
+    plane: Plane, cases: Cases, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     def full(fd: int, offset: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(getattr(errno, why), why)
 
-    plane.put("w", np.zeros(10))
-    monkeypatch.setattr("rota.tensors.segments.os.posix_fallocate", full)
-    with pytest.raises(errors.OutOfMemory, match="no room for"):
-        plane.put("w", np.zeros(5 << 20, np.uint8))
-    monkeypatch.undo()
-    assert clean(plane)["versions"] == {"ready": 1}
-    plane.put("w", np.zeros(5 << 20, np.uint8))
+    for _ in cases(9, plane, 2, deep=5):
+        plane.put("w", np.zeros(10))
+        plane.gc()
+        with monkeypatch.context() as patched:
+            patched.setattr("rota.tensors.segments.os.posix_fallocate", full)
+            with pytest.raises(errors.OutOfMemory, match="no room for"):
+                plane.put("w", np.ones(5 << 20, np.uint8))
+            with pytest.raises(errors.OutOfMemory, match="no room for"):
+                plane.publish_group("g", {"x": np.ones(100_000)}, step=1)
+        assert plane.get("w", as_="numpy").tolist() == [0.0] * 10
+        assert clean(plane)["versions"] == {"ready": 1}
+        plane.put("w", np.ones(5 << 20, np.uint8))
 
 
 def test_the_asyncio_forms_do_the_same(plane: Plane) -> None:
@@ -283,7 +294,7 @@ def mib(n: int) -> np.ndarray:
 
 
 def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_given_up(
-    small_shm: Path, short_home
+    small_shm: Path, short_home, cases: Cases
 ) -> None:
     with short_home() as home, rota.tensors.connect(home=home) as plane:
         plane.put("cache", mib(6), evictable=True)
@@ -299,12 +310,12 @@ def test_a_full_file_system_is_an_error_after_free_and_evictable_bytes_were_give
             plane.put("four", mib(4))
         assert [row.name for row in plane.ls()] == ["eight", "seven"]
         assert (plane.get("seven", as_="numpy") == 7).all()
-        assert plane.fsck()["violations"] == []
+        cases.done(9, plane)
         rota.tensors.down(home)
 
 
 def test_what_finds_no_room_in_shared_memory_spills_to_disk_and_is_mapped_from_there(
-    small_shm: Path, short_home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_shm: Path, short_home, cases: Cases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = tmp_path / "disk"
     monkeypatch.setenv("ROTA_SPILL_DIR", str(disk))
@@ -342,6 +353,7 @@ def test_what_finds_no_room_in_shared_memory_spills_to_disk_and_is_mapped_from_t
         plane.put("out", mib(10))
         assert plane.fsck()["violations"] == []
         assert len(list(disk.iterdir())) == 1
+        cases.done(9, plane)
         rota.tensors.down(home)
     assert list(disk.iterdir()) == []
 

@@ -26,14 +26,16 @@ from rota.runtime import environ, process
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import BadInput
 from rota.tensors import errors
-from rota.tensors.arrays import Layout, view_in
+from rota.tensors.arrays import Layout, view_in, view_of
 from rota.tensors.backends.cuda import Cuda
 from rota.tensors.backends.driver import Driver
 from rota.tensors.backends.fakecuda import FakeCuda
+from rota.tensors.backends.memfd import Memfd
 from rota.tensors.clientfile import is_alive
 
 PLACE_BYTES: Final = 128
-_TEXT: Final = re.compile(r"(cuda|fakecuda):(\d{1,3})")
+_DRIVERS: Final[dict[str, type[Driver]]] = {"cuda": Cuda, "fakecuda": FakeCuda, "memfd": Memfd}
+_TEXT: Final = re.compile(r"(cuda|fakecuda|memfd)(?::(\d{1,3}))?")
 _PLACE: Final = struct.Struct("<32s40sQQ")
 _START_S: Final = 30.0
 _ANSWER_S: Final = 30.0
@@ -129,9 +131,16 @@ class Devices:
         return Place(keeper=reply["keeper"], slab=reply["slab"], offset=reply["offset"], bytes=reply["bytes"])
 
     def view(
-        self, name: str, version: int, uuid: str, place: Place, layouts: Sequence[Layout], lease: Any
-    ) -> dict[str, Any]:
-        """Torch tensors over a version's memory; the last of them ends ``lease``. Raises OwnerLost, WrongDevice."""
+        self, name: str, version: int, uuid: str, place: Place, layouts: Sequence[Layout], lease: Any, *,
+        as_: str = "torch", sealed: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Tensors over a version's memory; the last of them ends ``lease``. ``sealed``: host memory mapped read-only.
+
+        Raises OwnerLost, WrongDevice, UnsupportedTensor.
+        """
+        if as_ != "torch" and not self.driver.host:
+            text = f"{name} is on device {uuid}: it cannot be read as {as_}"
+            raise errors.UnsupportedTensor(text, hint="read it as_='torch'", layout=as_)
         device = self._ordinal(name, uuid)
         if not is_alive(self._clients, place.keeper):
             raise _lost(name, uuid)
@@ -144,8 +153,12 @@ class Devices:
                     with _open_lock:
                         _open[place.slab].uses += 1
                 self._note(use, self.driver.stream(device))
-        memory = self.driver.memory(start, place.bytes)
+        memory, base = self.driver.memory(start, place.bytes), 0
+        if sealed and isinstance(self.driver, Memfd):
+            memory, base = self.driver.sealed(start, place.bytes)
         memory.lease = lease
+        if self.driver.host:
+            return {each.name: view_of(each, memory, base, as_) for each in layouts}
         flat = self.driver.flat(memory, device)
         return {each.name: view_in(flat, each) for each in layouts}
 
@@ -241,7 +254,8 @@ class Devices:
                 fcntl.lockf(fd, fcntl.LOCK_SH)
                 facts = json.loads(os.pread(fd, 4096, 0))
                 try:
-                    address = self.driver.open(device, bytes.fromhex(facts["handle"]))
+                    handle = self._receive(uuid, place.slab) if self.driver.host else bytes.fromhex(facts["handle"])
+                    address = self.driver.open(device, handle)
                     found = _open[place.slab] = _Slab(self.folder, address, fd, 0.0)
                 except errors.IpcUnavailable:
                     os.close(fd)
@@ -254,6 +268,16 @@ class Devices:
                     raise
             found.used_s = self._clock.monotonic_s()
             return found.address
+
+    def _receive(self, uuid: str, slab: str) -> bytes:
+        """The descriptor of a slab, sent by its keeper, as a handle. Raises IpcUnavailable when there is none."""
+        with contextlib.suppress(OSError), self._reach(uuid) as channel:
+            channel.sendall(json.dumps({"op": "descriptor", "slab": slab}).encode() + b"\n")
+            _, fds, *_ = socket.recv_fds(channel, 4096, 1)
+            if fds:
+                os.set_inheritable(fds[0], False)
+                return fds[0].to_bytes(8, "little")
+        raise errors.IpcUnavailable(f"the keeper of {uuid} sends no descriptor of {slab}", hint=f"see {self.log(uuid)}")
 
     def _note(self, use: _Use, stream: Any) -> None:
         if stream not in use.streams:
@@ -281,17 +305,23 @@ class Devices:
         process.spawn(what, name="keeper")
 
     def _dial(self, uuid: str) -> Any:
-        with socket_folder(self.folder) as near:
-            dial = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            dial.settimeout(_ANSWER_S)
-            try:
+        try:
+            with self._reach(uuid) as dial:
+                return dial.makefile("rwb")
+        except OSError:
+            return None
+
+    def _reach(self, uuid: str) -> socket.socket:
+        """A connection to a keeper. Raises OSError."""
+        dial = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        dial.settimeout(_ANSWER_S)
+        try:
+            with socket_folder(self.folder) as near:
                 dial.connect(f"{near}/{uuid}.sock")
-            except OSError:
-                dial.close()
-                return None
-            stream = dial.makefile("rwb")
+        except OSError:
             dial.close()
-            return stream
+            raise
+        return dial
 
 
 def _lost(name: str, uuid: str) -> errors.OwnerLost:
@@ -321,13 +351,13 @@ def _starting(path: Path) -> Iterator[None]:
 
 @cache
 def load(name: str) -> Driver:
-    """The one driver of that name in this process: ``cuda`` or ``fakecuda``."""
-    return FakeCuda() if name == "fakecuda" else Cuda()
+    """The one driver of that name in this process: ``cuda``, ``fakecuda`` or ``memfd``."""
+    return _DRIVERS[name]()
 
 
 def parse(device: str) -> tuple[str, int]:
-    """Driver and ordinal of ``cuda:0`` or ``fakecuda:1``. Raises BadInput."""
+    """Driver and ordinal of ``cuda:0``, ``fakecuda:1`` or ``memfd``. Raises BadInput."""
     found = _TEXT.fullmatch(device)
     if not found:
-        raise BadInput(f"device {device!r}: cuda:N or fakecuda:N")
-    return found[1], int(found[2])
+        raise BadInput(f"device {device!r}: cuda:N, memfd or fakecuda:N")
+    return found[1], int(found[2] or 0)

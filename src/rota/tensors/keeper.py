@@ -1,9 +1,10 @@
 """The process that owns one device's memory for one namespace, and gives it to versions as long as they live.
 
 ``python -m rota.tensors.keeper HOME NAMESPACE DRIVER UUID`` is started by the first plane that needs it. It answers
-JSON lines on a unix socket: ``take`` (a range for a version), ``blocks`` (what it gave), ``stat``. Nobody tells it to
-free: it asks the registry which of its versions are no more, whenever something happened there. A killed client thus
-costs nothing; when the keeper is killed its versions are lost, and a get says so.
+JSON lines on a unix socket: ``take`` (a range for a version), ``descriptor`` (of a slab of host memory, sent along),
+``blocks`` (what it gave), ``stat``. Nobody tells it to free: it asks the registry which of its versions are no more,
+whenever something happened there. A killed client thus costs nothing; when the keeper is killed its versions are lost,
+and a get says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rota.runtime.process import write_private
 from rota.spec.errors import RegistryUnavailable, RotaError
 from rota.tensors import errors
 from rota.tensors.clientfile import take_if_dead
-from rota.tensors.core.slabs import SLAB_BYTES, Range, Slabs, slab_bytes
+from rota.tensors.core.slabs import Range, Slabs, slab_bytes
 from rota.tensors.devices import load, socket_folder
 from rota.tensors.plane import Plane
 from rota.tensors.registry import Refused
@@ -49,7 +50,7 @@ class Keeper:
         self._idle_since: dict[str, float] = {}
         self._seen = ""
         self._count = 0
-        self._slab_bytes = int(environ.get(_SLAB) or SLAB_BYTES)
+        self._slab_bytes = int(environ.get(_SLAB) or self.driver.slab_bytes)
         self.slabs = Slabs()
         self.blocks: dict[int, Range] = {}
 
@@ -59,6 +60,9 @@ class Keeper:
             match words.get("op"):
                 case "take":
                     return self.take(int(words["version"]), int(words["bytes"]))
+                case "descriptor" if self.driver.host:
+                    handle = self.driver.export(self._addresses[str(words["slab"])])
+                    return {"descriptor": int.from_bytes(handle, "little")}
                 case "blocks":
                     self.free_gone()
                     return {"blocks": [[v, each.slab, each.offset, each.size] for v, each in self.blocks.items()]}
@@ -67,7 +71,7 @@ class Keeper:
                     facts = {"slabs": len(self.slabs.sizes), "bytes": total, "free_bytes": self.slabs.free_bytes}
                     return {**facts, "keeper": self._space.client, "pid": os.getpid()}
                 case other:
-                    return {"error": f"op {other!r}: take, blocks or stat"}
+                    return {"error": f"op {other!r}: take, descriptor, blocks or stat"}
         except errors.ProtocolBreach as error:
             return {"error": str(error), "rule": error.fields.get("rule", "")}
         except (RotaError, KeyError, ValueError, TypeError) as error:
@@ -193,7 +197,11 @@ class Server:
                     reply = self._keeper.answer(json.loads(line))
                 except (ValueError, AttributeError) as error:
                     reply = {"error": f"no JSON object: {error}"}
-                client.sendall(json.dumps(reply).encode() + b"\n")
+                raw = json.dumps(reply).encode() + b"\n"
+                if "descriptor" in reply:
+                    socket.send_fds(client, [raw], [reply["descriptor"]])
+                else:
+                    client.sendall(raw)
             if data and len(rest) <= _LINE_BYTES_MAX:
                 return
         except OSError:

@@ -14,13 +14,14 @@ from rota.runtime import environ, redis_server
 from rota.runtime.chance import Chance, SystemChance
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput
-from rota.tensors import doctor, errors, reports
-from rota.tensors.arrays import address_of, dtype_name, source_of, view_of
+from rota.tensors import errors
+from rota.tensors.arrays import Source, address_of, dtype_name, source_of, view_of
 from rota.tensors.channel import Channel
 from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
 from rota.tensors.coroutines import Coroutines
-from rota.tensors.handle import Location, Pin, Snapshot, TensorRef, Version
+from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
+from rota.tensors.inspection import Inspection
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, end_keepers, own_label, remove_root, shm_root
@@ -90,12 +91,11 @@ def down(home: str | Path | None = None) -> bool:
     return ended
 
 
-class Plane(Coroutines):
+class Plane(Coroutines, Inspection):
     """Named tensors of one namespace. Thread-safe; a forked child must call ``connect()`` itself."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._space = session.space
+        super().__init__(session)
         self._reader, self._writer = session.reader, session.writer
         self._cache, self._words = session.reader.cache, session.reader.words
         self.label = own_label()
@@ -142,7 +142,7 @@ class Plane(Coroutines):
         order = self._order(step, label, epoch)
         life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
         uuid = self._device(device)
-        return self._writer.publish(name, "t", {name: source_of(tensor, device=bool(uuid))}, order, life, None, uuid)
+        return self._writer.publish(name, "t", {name: self._source(tensor, uuid)}, order, life, None, uuid)
 
     @contextlib.contextmanager
     def create(
@@ -203,7 +203,7 @@ class Plane(Coroutines):
         uuid = self._device(device)
         if lag_max is not None:
             self._writer.await_readers(group, lag_max + retain, wait_s)
-        sources = {str(key): source_of(value, device=bool(uuid)) for key, value in tensors.items()}
+        sources = {str(key): self._source(value, uuid) for key, value in tensors.items()}
         life = Life(orphan=orphan, retain=retain, part=part)
         return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta, uuid)
 
@@ -354,11 +354,6 @@ class Plane(Coroutines):
         if found is not None and self._space.devices is not None:
             self._space.devices.record_stream(found[1], stream)
 
-    def locate(self, name: str) -> list[Location]:
-        """Where the bytes of a name's current version lie, part by part: memory, file or device. It leases nothing: the
-        bytes may be another's a moment later. Raises NotFound, VersionGone."""
-        return self._space.retry(lambda: reports.locate(self._space, name))
-
     def find_place(self, tensor: Any) -> tuple[Path, int] | None:
         """File and offset of a view's first byte, for who maps it without this library; None for other memory, empty
         tensors and sealed views (they have a mapping of their own)."""
@@ -373,50 +368,6 @@ class Plane(Coroutines):
     ) -> Watch:
         """Events of names with a prefix, in order: iterate it, or give a callback; ``after`` resumes behind an id."""
         return self._space.retry(lambda: Watch(self._space, self._session.machine, prefix, after, callback))
-
-    def info(self, name: str) -> Row:
-        """What the registry knows of a name. Raises NotFound."""
-        row = self._space.retry(lambda: self._space.find_row(name))
-        if row is None:
-            raise errors.NotFound(f"no tensor is named {name!r}", name=name)
-        return row
-
-    def stats(self) -> dict[str, Any]:
-        """Bytes, leases and counts of the namespace and of this process."""
-        return self._space.retry(lambda: reports.stats(self._space))
-
-    def fsck(self, *, repair: bool = False) -> dict[str, Any]:
-        """Check invariants I1 to I7: the document of ``rota tensors fsck``."""
-        return reports.fsck(self._session, repair=repair)
-
-    def gc(self, *, dry_run: bool = False) -> dict[str, Any]:
-        """Sweep the dead and give all free memory back: the document of ``rota tensors gc``."""
-        return reports.gc(self._session, dry_run=dry_run)
-
-    def recover(self) -> dict[str, Any]:
-        """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""
-        return reports.recover(self._session)
-
-    def list_document(self, prefix: str = "") -> dict[str, Any]:
-        """The document of ``rota tensors ls``."""
-        return self._space.retry(lambda: reports.tensor_list(self._space, prefix))
-
-    def stat_document(self, name: str) -> dict[str, Any]:
-        """The document of ``rota tensors stat``: a name, its versions, who holds them. Raises NotFound."""
-        row = self.info(name)
-        return self._space.retry(lambda: reports.tensor(self._space, row))
-
-    def top(self, n_max: int = 20) -> dict[str, Any]:
-        """The document of ``rota tensors top``: names by the bytes that all their versions take."""
-        return self._space.retry(lambda: reports.top(self._space, n_max))
-
-    def doctor(self) -> dict[str, Any]:
-        """The document of ``rota tensors doctor``: findings with level and remedy."""
-        return self._space.retry(lambda: doctor.document(self._session))
-
-    def limit(self, bytes_max: int) -> None:
-        """Set how many bytes the files of the namespace may take; 0 lifts the limit."""
-        self._space.retry(lambda: self._space.registry.configure(quota=bytes_max or 1 << 62))
 
     @property
     def namespace(self) -> str:
@@ -466,6 +417,10 @@ class Plane(Coroutines):
             return ""
         raise BadInput(f"device={device!r}: cpu, or nothing for the device of connect(device=...)")
 
+    def _source(self, value: Any, uuid: str) -> Source:
+        devices = self._space.devices
+        return source_of(value, device=bool(uuid) and devices is not None and not devices.driver.host)
+
     def _view_pending(self, pending: Pending, as_: str) -> Any:
         """A leased view of a version that only its writer may see."""
         space, wanted = self._space, [(pending.name, f"v{pending.reserved.version}")]
@@ -473,7 +428,7 @@ class Plane(Coroutines):
             leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
             held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
         if pending.place is not None:
-            return self._writer.view_on_device(pending, held.holder)[pending.name]
+            return self._writer.view_on_device(pending, held.holder, as_)[pending.name]
         return view_of(pending.draft.tensors[0], held.holder, held.base, as_)
 
     def _rows(self, prefix: str = "") -> list[Row]:

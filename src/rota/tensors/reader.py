@@ -214,7 +214,7 @@ class Reader:
             ]
             if device:
                 place = Place.unpack(raw[each.base + header.offset :])
-                tensors = self._on_device(header, device, place, layouts, each, as_)
+                tensors = self._on_device(header, device, place, layouts, each, as_, sealed=raw.readonly)
             else:
                 tensors = {layout.name: view_of(layout, each.holder, each.base, as_) for layout in layouts}
             parts.append((header.part, tensors, manifest["meta"]))
@@ -222,16 +222,14 @@ class Reader:
         return {name: t for _, tensors, _ in parts for name, t in tensors.items()}, [meta for *_, meta in parts]
 
     def _on_device(
-        self, header: Header, device: str, place: Place, layouts: list[Layout], held: Held, as_: str
+        self, header: Header, device: str, place: Place, layouts: list[Layout], held: Held, as_: str, *, sealed: bool
     ) -> dict[str, Any]:
-        devices = self._space.devices
+        name, devices = header.name, self._space.devices
         if devices is None:
-            text = f"{header.name} is on device {device}; this plane uses none"
-            raise errors.WrongDevice(text, hint="connect(device='cuda:0')", name=header.name, wanted=device, visible=[])
-        if as_ != "torch":
-            text = f"{header.name} is on device {device}: it cannot be read as {as_}"
-            raise errors.UnsupportedTensor(text, hint="read it as_='torch'", layout=as_)
-        return devices.view(header.name, header.version, device, place, layouts, held.holder)
+            hint = "connect(device='memfd')" if device == "memfd" else "connect(device='cuda:0')"
+            text = f"{name} is on device {device}; this plane uses none"
+            raise errors.WrongDevice(text, hint=hint, name=name, wanted=device, visible=[])
+        return devices.view(name, header.version, device, place, layouts, held.holder, as_=as_, sealed=sealed)
 
     def wait_change(self, slot: int, before: int, limit_s: float) -> None:
         """Wait until a slot shows another version than ``before``; slot 0: the word of creations, for unknown names."""

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -173,7 +173,10 @@ class Writer:
     def copy(self, pending: Pending, data: Sequence[Any]) -> None:
         """Copy the tensors' bytes to their places."""
         faults.point("copying")
-        if pending.place is not None:
+        if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
+            for target, source in zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True):
+                target[:] = source
+        elif pending.place is not None:
             for target, source in zip(self.view_on_device(pending, None).values(), data, strict=True):
                 target.view(-1).view(source.dtype).copy_(source)
         else:
@@ -234,13 +237,15 @@ class Writer:
         with contextlib.suppress(errors.TensorError, Refused):
             self._space.retry(lambda: self._space.registry.abort(self._space.client, pending.reserved.version))
 
-    def view_on_device(self, pending: Pending, lease: Any) -> dict[str, Any]:
-        """The tensors of a version on a device, as its writer sees them."""
-        devices, place = self._space.devices, pending.place
+    def view_on_device(self, pending: Pending, lease: Any, as_: str = "torch") -> dict[str, Any]:
+        """The tensors of a version on a device, as its writer sees them; ``bytes``: as plain numpy bytes."""
+        devices, place, layouts = self._space.devices, pending.place, pending.draft.tensors
         assert devices is not None
         assert place is not None
+        if as_ == "bytes":
+            layouts, as_ = [replace(each, dtype="uint8", shape=(each.bytes,)) for each in layouts], "numpy"
         version = pending.reserved.version
-        return devices.view(pending.name, version, pending.draft.device, place, pending.draft.tensors, lease)
+        return devices.view(pending.name, version, pending.draft.device, place, layouts, lease, as_=as_)
 
     def free_room(self, *, idle_ms: int = 0) -> int:
         """Unlink files that have been wholly free for that long; bytes given back."""

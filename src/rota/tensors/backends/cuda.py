@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from rota.tensors import errors
 from rota.tensors.backends.driver import HANDLE_BYTES
+from rota.tensors.core.slabs import SLAB_BYTES
 
 _OUT_OF_MEMORY: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
@@ -46,6 +47,8 @@ class Cuda:
     """The driver of this process; a forked child may not use its parent's."""
 
     name = "cuda"
+    host = False
+    slab_bytes = SLAB_BYTES
 
     def __init__(self) -> None:
         self._pid = os.getpid()

@@ -12,9 +12,15 @@ HANDLE_BYTES: Final = 64
 
 
 class Driver(Protocol):
-    """One kind of device in this process."""
+    """One kind of device in this process.
+
+    ``host``: it is memory of the host, whose handles are descriptors that a keeper has to send. ``slab_bytes``: how
+    much a keeper takes at once.
+    """
 
     name: str
+    host: bool
+    slab_bytes: int
 
     def uuids(self) -> list[str]:
         """The devices this process sees, in its own order. Raises IpcUnavailable when there is none."""

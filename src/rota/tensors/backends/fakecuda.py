@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import importlib
-import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rota.runtime import environ
 from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.tensors import errors
 from rota.tensors.backends.driver import HANDLE_BYTES
+from rota.tensors.backends.memfd import Memfd
+from rota.tensors.core.slabs import SLAB_BYTES
 
 POISON: Final = 0xDB
 _FRONT_BYTES: Final = 8192
@@ -41,28 +41,21 @@ class FakeStream:
     until_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Memory:
-    """One allocation, as its owner or an importer has it. The first bytes hold its number and the work on it."""
+class FakeCuda(Memfd):
+    """The driver of this process; a forked child may not use its parent's, as with CUDA.
 
-    fd: int
-    map: mmap.mmap
-    nonce: bytes
-    device: str
-    owned: bool
-    size: int
-    address: int
-
-
-class FakeCuda:
-    """The driver of this process; a forked child may not use its parent's, as with CUDA."""
+    The front of each memory holds its number and the work on it.
+    """
 
     name = "fakecuda"
+    host = False
+    slab_bytes = SLAB_BYTES
+    front_bytes = _FRONT_BYTES
 
     def __init__(self) -> None:
+        super().__init__()
         self._pid = os.getpid()
         self._clock = SystemClock()
-        self._memories: dict[int, _Memory] = {}
         self._streams: dict[int, FakeStream] = {}
 
     def uuids(self) -> list[str]:
@@ -77,24 +70,20 @@ class FakeCuda:
         total = int(environ.get("ROTA_FAKECUDA_BYTES") or _BYTES)
         if used + size > total:
             raise errors.OutOfMemory(f"device {uuid} holds {total} bytes, {used} are taken", bytes=size)
-        fd = os.memfd_create("rota-fakecuda", os.MFD_CLOEXEC)
-        os.posix_fallocate(fd, 0, _FRONT_BYTES + size)
-        nonce = SystemChance().fresh(96).encode()
-        os.pwrite(fd, nonce, 0)
-        return self._map(fd, nonce, uuid, owned=True)
+        return self.make(size, uuid, SystemChance().fresh(96).encode())
 
     def free(self, address: int) -> None:
         """Breach ``free-while-open`` when another process has it open."""
-        found = self._need(address, owned=True)
+        found = self.need(address, owned=True)
         try:
             fcntl.lockf(found.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         except (BlockingIOError, PermissionError):
-            raise _breach("free-while-open", "memory is freed that another process has open") from None
-        self._unmap(found)
+            raise self.breach("free-while-open", "memory is freed that another process has open") from None
+        self.unmap(found)
 
     def export(self, address: int) -> bytes:
         """The handle of memory this process owns."""
-        found = self._need(address, owned=True)
+        found = self.need(address, owned=True)
         return _HANDLE.pack(self._pid, found.fd, found.nonce, found.device.encode()).ljust(HANDLE_BYTES, b"\0")
 
     def open(self, device: int, handle: bytes) -> int:
@@ -102,11 +91,11 @@ class FakeCuda:
         pid, their_fd, nonce, raw = _HANDLE.unpack_from(handle)
         uuid = raw.rstrip(b"\0").decode()
         if pid == self._pid:
-            raise _breach("open-in-exporter", "a process opens a handle of its own memory")
+            raise self.breach("open-in-exporter", "a process opens a handle of its own memory")
         if any(each.nonce == nonce for each in self._memories.values()):
-            raise _breach("open-twice", "this process has the handle open already")
+            raise self.breach("open-twice", "this process has the handle open already")
         if self.uuids()[device] != uuid:
-            raise _breach("wrong-device", f"a handle of {uuid} is opened on {self.uuids()[device]}")
+            raise self.breach("wrong-device", f"a handle of {uuid} is opened on {self.uuids()[device]}")
         try:
             fd = os.open(f"/proc/{pid}/fd/{their_fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -114,24 +103,9 @@ class FakeCuda:
             raise errors.IpcUnavailable(text, pid=pid) from None
         if os.pread(fd, _NONCE_BYTES, 0) != nonce:
             os.close(fd)
-            raise _breach("stale-handle", "the handle names memory that was freed")
+            raise self.breach("stale-handle", "the handle names memory that was freed")
         fcntl.lockf(fd, fcntl.LOCK_SH, 1)
-        return self._map(fd, nonce, uuid, owned=False)
-
-    def close(self, address: int) -> None:
-        """Breach ``close-under-view`` while a tensor of this process shows it."""
-        self._unmap(self._need(address, owned=False))
-
-    def memory(self, address: int, size: int) -> Any:
-        """A ctypes array over the range."""
-        found, at = self._find(address, size)
-        return (ctypes.c_ubyte * size).from_buffer(found.map, at)
-
-    def flat(self, memory: Any, device: int) -> Any:
-        """A CPU tensor stands for one of the device."""
-        del device
-        torch = importlib.import_module("torch")
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return self.map(fd, uuid, nonce, owned=False)
 
     def stream(self, device: int) -> FakeStream:
         """One stream a device."""
@@ -139,7 +113,7 @@ class FakeCuda:
 
     def launch(self, address: int, size: int, seconds: float, stream: FakeStream) -> None:
         """Work that uses a range for so long, behind the work before it: what a kernel is. Returns at once."""
-        found, at = self._find(address, size)
+        found, at = self.find(address, size)
         stream.until_s = max(stream.until_s, self._clock.monotonic_s()) + seconds
         places = range(_WORK_AT, _WORK_AT + _WORK_MAX * _WORK.size, _WORK.size)
         oldest = min(places, key=lambda place: _WORK.unpack_from(found.map, place)[2])
@@ -159,46 +133,12 @@ class FakeCuda:
 
     def reuse(self, address: int, size: int) -> None:
         """Poison the block; breach ``reuse-before-event`` when work that uses it is not done."""
-        found, at = self._find(address, size)
+        found, at = self.find(address, size)
         for start, end, until_s in _WORK.iter_unpack(found.map[_WORK_AT : _WORK_AT + _WORK_MAX * _WORK.size]):
             if start < at + size and at < end and until_s > self._clock.monotonic_s():
-                raise _breach("reuse-before-event", "a block is given away while work on a stream still uses it")
+                raise self.breach("reuse-before-event", "a block is given away while work on a stream still uses it")
         ctypes.memset(address, POISON, size)
-
-    def _map(self, fd: int, nonce: bytes, device: str, *, owned: bool) -> int:
-        size = os.fstat(fd).st_size
-        mapped = mmap.mmap(fd, size)
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapped)) + _FRONT_BYTES
-        self._memories[address] = _Memory(fd, mapped, nonce, device, owned, size - _FRONT_BYTES, address)
-        return address
-
-    def _unmap(self, found: _Memory) -> None:
-        try:
-            found.map.close()
-        except BufferError:
-            raise _breach("close-under-view", "memory is closed while a tensor still shows it") from None
-        del self._memories[found.address]
-        os.close(found.fd)
-
-    def _need(self, address: int, *, owned: bool) -> _Memory:
-        found = self._memories.get(address)
-        if found is None or found.owned != owned:
-            raise _breach(
-                "foreign-address", f"{address:#x} is no memory that this process {'owns' if owned else 'opened'}"
-            )
-        return found
-
-    def _find(self, address: int, size: int) -> tuple[_Memory, int]:
-        """The memory a range lies in, and where in its file."""
-        for found in self._memories.values():
-            if found.address <= address and address + size <= found.address + found.size:
-                return found, address - found.address + _FRONT_BYTES
-        raise _breach("foreign-address", f"{address:#x} lies in no memory of this process")
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise _breach("fork", "a forked child uses the driver of its parent; start the process anew (spawn)")
-
-
-def _breach(rule: str, text: str) -> errors.ProtocolBreach:
-    return errors.ProtocolBreach(f"fakecuda: {text} (rule {rule})", rule=rule)
+            raise self.breach("fork", "a forked child uses the driver of its parent; start the process anew (spawn)")

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import hiredis
 
-from rota.spec.errors import RegistryUnavailable
+from rota.spec.errors import BadInput, RegistryUnavailable
 
 Argument = bytes | str | int
 """What a command may hold."""
@@ -37,17 +37,20 @@ class Address:
 
     @staticmethod
     def parse(url: str) -> Address:
-        """Read ``unix:///path?db=0`` or ``redis://[user:password@]host[:port][/db]``. Raises ValueError otherwise."""
-        parts = urlsplit(url)
-        query = parse_qs(parts.query)
-        user, password = unquote(parts.username or ""), unquote(parts.password or "")
-        if parts.scheme == "unix":
-            return Address(path=parts.path, db=int(query.get("db", ["0"])[0]), user=user, password=password)
-        if parts.scheme != "redis" or not parts.hostname:
-            raise ValueError(f"{url!r} is neither unix:///PATH nor redis://HOST:PORT/DB")
-        db = int(parts.path.lstrip("/") or 0)
-        port = parts.port or _DEFAULT_PORT
-        return Address(host=parts.hostname, port=port, db=db, user=user, password=password)
+        """Read ``unix:///path?db=0`` or ``redis://[user:password@]host[:port][/db]``. Raises BadInput otherwise."""
+        try:
+            parts = urlsplit(url)
+            query = parse_qs(parts.query)
+            user, password = unquote(parts.username or ""), unquote(parts.password or "")
+            if parts.scheme == "unix" and parts.path:
+                return Address(path=parts.path, db=int(query.get("db", ["0"])[0]), user=user, password=password)
+            if parts.scheme == "redis" and parts.hostname:
+                db, port = int(parts.path.lstrip("/") or 0), parts.port or _DEFAULT_PORT
+                return Address(host=parts.hostname, port=port, db=db, user=user, password=password)
+        except ValueError:  # a port or database that is no number
+            pass
+        shown = url.rpartition("@")[2]  # a password is nobody's business
+        raise BadInput(f"registry URL ...{shown!r}: unix:///PATH?db=N or redis://HOST:PORT/DB")
 
     @property
     def url(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rota.spec.errors import MissingExtra
+from rota.spec.errors import BadInput, MissingExtra
 from rota.tensors import errors
 from rota.tensors.core.names import ITEM_BYTES
 
@@ -69,7 +69,10 @@ def source_of(value: Any, *, device: bool = False) -> Source:
         return _torch_source(value if is_torch(value) else load_torch().from_numpy(np.asarray(value)), device=True)
     if is_torch(value):
         return _torch_source(value)
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # rows of different lengths
+        raise errors.UnsupportedTensor(f"no dense array: {error}", dtype="", layout="numpy") from None
     if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
         raise errors.UnsupportedTensor(
             f"numpy dtype {array.dtype} cannot be shared", dtype=str(array.dtype), layout="numpy"
@@ -81,6 +84,8 @@ def view_of(layout: Layout, holder: Any, base: int, as_: str) -> Any:
     """A tensor (``torch``) or array (``numpy``) over the holder's bytes, keeping the holder alive."""
     if as_ == "torch":
         return _torch_view(layout, holder, base)
+    if as_ != "numpy":
+        raise BadInput(f"as_={as_!r}: torch or numpy")
     if not hasattr(np, layout.dtype if layout.dtype != "bool" else "bool_"):
         text = f"{layout.name}: numpy has no dtype {layout.dtype}"
         raise errors.UnsupportedTensor(text, hint="read it as_='torch'", dtype=layout.dtype, layout="numpy")
@@ -94,7 +99,7 @@ def dtype_name(dtype: Any) -> str:
     """The name of a torch or numpy dtype, or of a text. Raises UnsupportedTensor for one that cannot be shared."""
     name = dtype if isinstance(dtype, str) else str(dtype)
     name = name.removeprefix("torch.")
-    if name not in ITEM_BYTES:
+    if name not in ITEM_BYTES and dtype is not None:  # which numpy takes for float64
         with contextlib.suppress(TypeError):
             name = np.dtype(dtype).name
     if name not in ITEM_BYTES:
@@ -103,8 +108,12 @@ def dtype_name(dtype: Any) -> str:
 
 
 def address_of(value: Any) -> int:
-    """Where the bytes of a tensor or array begin in this process."""
-    return value.data_ptr() if is_torch(value) else value.__array_interface__["data"][0]
+    """Where the bytes of a tensor or array begin in this process. Raises UnsupportedTensor for what is neither."""
+    if is_torch(value):
+        return value.data_ptr()
+    if not isinstance(value, np.ndarray):
+        raise errors.UnsupportedTensor(f"{type(value).__name__} is no tensor and no array")
+    return value.__array_interface__["data"][0]
 
 
 def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:

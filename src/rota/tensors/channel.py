@@ -16,7 +16,7 @@ from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.arrays import source_of
-from rota.tensors.core.names import check_name
+from rota.tensors.core.names import check_count, check_name
 from rota.tensors.handle import Record
 from rota.tensors.registry import Refused, refusal
 from rota.tensors.session import Session
@@ -41,8 +41,7 @@ class Channel:
     def __init__(self, session: Session, name: str, order: Order, *, items_max: int, full: str) -> None:
         if full not in ("block", "drop_oldest"):
             raise BadInput(f"full={full!r}: block or drop_oldest")
-        if not 1 <= items_max <= _ITEMS_MAX:
-            raise BadInput(f"items_max={items_max}: 1 to {_ITEMS_MAX}")
+        check_count("items_max", items_max, 1, _ITEMS_MAX)
         self.name = check_name(name)
         self._prefix = name + _MARK
         check_name(f"{self._prefix}{0:020d}")
@@ -58,7 +57,7 @@ class Channel:
         self._fence()
         number = self._space.retry(self._space.registry.next)
         name, life = f"{self._prefix}{number:020d}", Life(room=self._items_max)
-        deadline_s, delay_s = self._space.clock.monotonic_s() + timeout_s, _POLL_FIRST_S
+        deadline_s, delay_s = self._space.deadline_s(timeout_s), _POLL_FIRST_S
         while True:
             try:
                 self._session.writer.publish(name, "g", sources, self._order, life, meta)
@@ -75,7 +74,8 @@ class Channel:
         """The next records that nobody has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
         space, order = self._space, self._order
         self._fence()
-        deadline_s = space.clock.monotonic_s() + timeout_s
+        deadline_s = space.deadline_s(timeout_s)
+        check_count("n_max", n_max, 1)
         while True:
             seen = space.table.creations
             try:
@@ -116,7 +116,7 @@ class Channel:
 
     def drain(self, timeout_s: float) -> None:
         """Wait until every record was acknowledged. Raises WaitTimeout with how many are left."""
-        deadline_s, delay_s = self._space.clock.monotonic_s() + timeout_s, _POLL_FIRST_S
+        deadline_s, delay_s = self._space.deadline_s(timeout_s), _POLL_FIRST_S
         while left := self.depth():
             if self._space.clock.monotonic_s() >= deadline_s:
                 raise errors.WaitTimeout(f"{self.name}: {left} records were not acknowledged", name=self.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rota.tensors import doctor, errors, reports
+from rota.tensors.core.names import check_count
 from rota.tensors.handle import Location
 from rota.tensors.registry import Row
 from rota.tensors.session import Session
@@ -63,5 +64,6 @@ class Inspection:
         return self._space.retry(lambda: doctor.document(self._session))
 
     def limit(self, bytes_max: int) -> None:
-        """Set how many bytes the files of the namespace may take; 0 lifts the limit."""
+        """Set how many bytes the files of the namespace may take; 0 lifts the limit. Raises BadInput."""
+        check_count("bytes_max", bytes_max, 0)
         self._space.retry(lambda: self._space.registry.configure(quota=bytes_max or 1 << 62))

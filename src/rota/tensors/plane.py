@@ -53,9 +53,9 @@ def connect(
     ``url`` (or ``ROTA_REDIS_URL``) names a registry server; without one the server of ``home`` (``ROTA_HOME``) is
     joined or started, and ends with its last client unless ``keep``. ``label`` says who publishes (default: the job
     and instance of the environment) and ``epoch`` its epoch; both may be set on the plane later. ``sealed`` maps every
-    read read-only. ``bytes_max`` limits the bytes of the namespace. ``device`` (``cuda:0``; ``fakecuda:0`` obeys the
-    same rules on CPU) is where puts go and lets tensors on devices be read. Raises RegistryUnavailable, BadInput,
-    WrongDevice, IpcUnavailable.
+    read read-only. ``bytes_max`` limits the bytes of the namespace. ``device`` is where puts go, and lets
+    tensors on devices be read: ``cuda:0``; ``memfd``, memory of the host that has a name in no file system;
+    ``fakecuda:0``, the rules of CUDA on CPU. Raises RegistryUnavailable, BadInput, WrongDevice, IpcUnavailable.
     """
     space = names.check_namespace(namespace or environ.get(NAMESPACE) or DEFAULT_NAMESPACE)
     where = environ.Home.of(home) if home is not None else environ.Home.find()
@@ -166,7 +166,8 @@ class Plane(Coroutines, Inspection):
         names.check_name(name)
         order = self._order(step, None, None)
         life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
-        draft = lay_out([(name, dtype_name(dtype), tuple(shape))], order, life, None, self._device(device))
+        tensor = (name, dtype_name(dtype), names.check_shape(shape))
+        draft = lay_out([tensor], order, life, None, self._device(device))
         pending = self._writer.reserve(name, "t", draft, order, life)
         try:
             yield self._view_pending(pending, as_)
@@ -200,9 +201,11 @@ class Plane(Coroutines, Inspection):
         BackPressure, and as ``put``.
         """
         names.check_name(group)
+        if not isinstance(tensors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+            raise BadInput(f"tensors of {group}: a mapping of names to tensors, not {type(tensors).__name__}")
         uuid = self._device(device)
         if lag_max is not None:
-            self._writer.await_readers(group, lag_max + retain, wait_s)
+            self._writer.await_readers(group, names.check_count("lag_max", lag_max, 0) + retain, wait_s)
         sources = {str(key): self._source(value, uuid) for key, value in tensors.items()}
         life = Life(orphan=orphan, retain=retain, part=part)
         return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta, uuid)
@@ -250,6 +253,8 @@ class Plane(Coroutines, Inspection):
         """Many names as of one moment: those given, or all single names that begin with ``prefix``."""
         if (wanted is None) == (prefix is None):
             raise BadInput("get_many: give the names, or prefix=")
+        if isinstance(wanted, str) or not isinstance(wanted, Iterable | None):
+            raise BadInput(f"get_many({wanted!r}): an iterable of names")
         chosen = list(wanted) if wanted is not None else self._singles(prefix or "")
         shut = self._reader.sealed if sealed is None else sealed
         cached = [self._reader.find_cached((name, as_, shut)) for name in chosen]
@@ -334,7 +339,7 @@ class Plane(Coroutines, Inspection):
 
     def fence(self, label: str, epoch: int) -> int:
         """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence that now stands."""
-        return self._session.fence(names.check_label(label), epoch)
+        return self._session.fence(names.check_label(label), names.check_count("epoch", epoch, 0, names.EPOCH_MAX))
 
     def ref(self, tensor: Any) -> TensorRef:
         """A small, picklable reference to the version a view belongs to; valid while somebody leases it."""
@@ -406,7 +411,9 @@ class Plane(Coroutines, Inspection):
 
     def _order(self, step: int | None, label: str | None, epoch: int | None) -> Order:
         chosen = self.label if label is None else names.check_label(label)
-        return Order(label=chosen, epoch=self.epoch if epoch is None else epoch, step=step)
+        number = names.check_count("epoch", self.epoch if epoch is None else epoch, 0, names.EPOCH_MAX)
+        wanted = None if step is None else names.check_count("step", step, -names.STEP_MAX)
+        return Order(label=chosen, epoch=number, step=wanted)
 
     def _device(self, device: str | None) -> str:
         """UUID of the device a put goes to; nothing for the CPU."""

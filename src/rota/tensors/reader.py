@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from rota.runtime.clock import blocking_sleep
+from rota.spec.errors import BadInput
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
-from rota.tensors.core.names import nearest
+from rota.tensors.core.names import STEP_MAX, check_count, nearest
 from rota.tensors.devices import Place
 from rota.tensors.handle import Record, Snapshot
 from rota.tensors.lifetime import Held
@@ -130,7 +131,7 @@ class Reader:
         self, wanted: Sequence[tuple[str, str]], wait_s: float, sealed: bool, as_: str
     ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
         """Lease and view; wait for what is not there yet. A refusal means that nothing was leased."""
-        deadline_s = self._space.clock.monotonic_s() + wait_s
+        deadline_s = self._space.deadline_s(wait_s)
         while True:
             seen = self._space.table.creations
             try:
@@ -252,7 +253,7 @@ class Reader:
                 raise errors.WaitTimeout(f"{name}: nothing was published in {wait_s:g} s", name=name, step=None)
             case "NOTFOUND":
                 rows = space.retry(lambda: space.registry.ls(n_max=_NEAREST_OF_MAX))
-                near = nearest(name, [row.name for row in rows if row.version])
+                near = nearest(str(name), [row.name for row in rows if row.version])
                 hint = f"nearest: {', '.join(near)}" if near else ""
                 raise errors.NotFound(f"no tensor is named {name!r}", hint=hint, name=name)
             case "BEHIND":
@@ -282,9 +283,9 @@ def _wanted(selector: str) -> str:
 def selector_of(
     *, version: int | None = None, step: int | None = None, min_step: int | None = None, min_version: int | None = None
 ) -> str:
-    """The selector for get.lua of at most one of these. Raises ValueError for more."""
-    given = {"v": version, "s": step, "m": min_step, "w": min_version}
-    chosen = [f"{letter}{value}" for letter, value in given.items() if value is not None]
+    """The selector for get.lua of at most one of these. Raises BadInput for more, or for what is no number."""
+    given = {"version": version, "step": step, "min_step": min_step, "w": min_version}
+    chosen = [(what, value) for what, value in given.items() if value is not None]
     if len(chosen) > 1:
-        raise ValueError("give one of version, step, min_step, min_version")
-    return chosen[0] if chosen else ""
+        raise BadInput("give one of version, step, min_step, min_version")
+    return "".join(f"{what[0]}{check_count(what, value, -STEP_MAX)}" for what, value in chosen)

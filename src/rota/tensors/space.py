@@ -12,6 +12,7 @@ from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.clientfile import ClientFile
+from rota.tensors.core.names import check_seconds
 from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
@@ -48,6 +49,10 @@ class Space:
     def clients(self) -> Path:
         """Where the client files lie."""
         return self.folder / "c"
+
+    def deadline_s(self, wait_s: float) -> float:
+        """When a wait of so long ends, in seconds of the clock. Raises BadInput for what is no number."""
+        return self.clock.monotonic_s() + check_seconds("wait_s", wait_s)
 
     def retry(self, action: Callable[[], _T]) -> _T:
         """Do a repeatable action; when the registry was lost, rebuild or join it again and repeat.

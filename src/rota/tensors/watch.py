@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from rota.spec.errors import RegistryUnavailable
+from rota.spec.errors import BadInput, RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.registry import RedisMachine
 from rota.tensors.space import Space
@@ -50,7 +50,7 @@ class Watch:
     ) -> None:
         self._space, self._machine, self._prefix = space, machine, prefix
         self._epoch = space.table.epoch
-        self._at = machine.last_event() if after is None else after
+        self._at = machine.last_event() if after is None else "-".join(map(str, _order(after)))
         self._resumed = after is not None
         self._closed = threading.Event()
         self.failure: WatchGap | None = None
@@ -103,4 +103,7 @@ class Watch:
 
 def _order(event_id: str) -> tuple[int, int]:
     first, _, second = event_id.partition("-")
-    return int(first), int(second or 0)
+    try:
+        return int(first), int(second or 0)
+    except ValueError:
+        raise BadInput(f"after={event_id!r}: the id of an event") from None

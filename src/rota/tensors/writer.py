@@ -20,7 +20,7 @@ from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
 from rota.tensors.clientfile import clients_in, read_file
 from rota.tensors.core import arena
-from rota.tensors.core.names import payload_bytes, short_dtype
+from rota.tensors.core.names import WORLD_MAX, check_count, payload_bytes, short_dtype
 from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.handle import Version
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
@@ -57,9 +57,12 @@ class Life:
     def __post_init__(self) -> None:
         if self.orphan not in ("keep", "drop"):
             raise BadInput(f"orphan={self.orphan!r}: keep or drop")
-        if not 1 <= self.retain <= KEPT_MAX:
-            raise BadInput(f"retain={self.retain}: 1 to {KEPT_MAX}")
-        if not 0 <= self.part[0] < self.part[1]:
+        check_count("retain", self.retain, 1, KEPT_MAX)
+        if self.mutable not in (False, True) or self.evictable not in (False, True):
+            raise BadInput(f"mutable={self.mutable!r}, evictable={self.evictable!r}: True or False")
+        if len(self.part) != 2 or check_count("rank", self.part[0], 0) >= check_count(
+            "world", self.part[1], 1, WORLD_MAX
+        ):
             raise BadInput(f"part={self.part}: (rank, world) with 0 <= rank < world")
 
 
@@ -221,7 +224,7 @@ class Writer:
         Raises BackPressure, with who holds the oldest.
         """
         space, delay_s = self._space, _POLL_S
-        deadline_s = space.clock.monotonic_s() + wait_s
+        deadline_s = space.deadline_s(wait_s)
         while len(alive := self._groups.get(group, ())) > alive_max:
             gone = set(space.retry(lambda alive=alive: space.registry.gone(alive)))
             alive = self._groups[group] = deque((v for v in alive if v not in gone), _STEPS_MAX)

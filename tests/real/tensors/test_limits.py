@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import shutil
 import signal
 import socket
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 from tests.real.tensors.crew import Crew, clean, wait_until
 
 import rota.tensors
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors
 from rota.tensors.plane import Plane
 from rota.tensors.transport import Pulled, pull
@@ -88,26 +90,82 @@ def test_nothing_in_shared_memory_or_the_registry_is_ever_executed(plane: Plane)
     plane.delete("w")
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "names"),
-    [
-        (lambda p: p.put("w", np.array(["a"])), errors.UnsupportedTensor, "numpy dtype <U1"),
-        (lambda p: p.create("w", (1,), "float7").__enter__(), errors.UnsupportedTensor, "float7"),
-        (lambda p: p.create("w", (1 << 40, 1 << 40), "float32").__enter__(), BadInput, "the limit is"),
-        (lambda p: p.create("w", (2, -1), "float32").__enter__(), BadInput, "negative dimension -1"),
-        (lambda p: p.put("../w", np.zeros(1)), BadInput, r"\.\./w"),
-        (lambda p: p.put("a/./w", np.zeros(1)), BadInput, r"no level may be"),
-        (lambda p: p.publish_group("g", {}, step=1, meta="x" * (33 << 20)), BadInput, "names and meta take"),
-        (lambda p: p.put("w", np.zeros(1), retain=99), BadInput, "retain=99"),
-        (lambda p: p.put("w", np.zeros(1), orphan="maybe"), BadInput, "orphan='maybe'"),
-        (lambda p: p.publish_group("g", {}, part=(2, 2)), BadInput, r"part=\(2, 2\)"),
-    ],
-)
-def test_bad_input_is_named_and_leaves_nothing(plane: Plane, what: Any, error: type, names: str) -> None:
-    with pytest.raises(error, match=names):
-        what(plane)
+FOUR = np.zeros(4)
+BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
+    (lambda p: p.put("w", np.array(["a"])), errors.UnsupportedTensor, "numpy dtype <U1"),
+    (lambda p: p.put("w", None), errors.UnsupportedTensor, "numpy dtype object"),
+    (lambda p: p.put("w", [[1], [1, 2]]), errors.UnsupportedTensor, "no dense array"),
+    (lambda p: p.ref(object()), errors.UnsupportedTensor, "object is no tensor"),
+    (lambda p: p.create("w", (1,), "float7").__enter__(), errors.UnsupportedTensor, "float7"),
+    (lambda p: p.create("w", (1,), None).__enter__(), errors.UnsupportedTensor, "dtype None"),
+    (lambda p: p.create("w", (1 << 40, 1 << 40), "float32").__enter__(), BadInput, "the limit is"),
+    (lambda p: p.create("w", (2, -1), "float32").__enter__(), BadInput, "negative dimension -1"),
+    (lambda p: p.create("w", (1.5,), "float32").__enter__(), BadInput, r"shape=\(1.5,\): whole numbers"),
+    (lambda p: p.create("w", (1,), "float32", as_="jax").__enter__(), BadInput, "as_='jax': torch or numpy"),
+    (lambda p: p.put("../w", FOUR), BadInput, r"\.\./w"),
+    (lambda p: p.put("a/./w", FOUR), BadInput, r"no level may be"),
+    (lambda p: p.put("", FOUR), BadInput, "must not be empty"),
+    (lambda p: p.put("a" * 300, FOUR), BadInput, "300 bytes, the limit is 240"),
+    (lambda p: p.put("a\0b", FOUR), BadInput, "control characters"),
+    (lambda p: p.put("a\udc80", FOUR), BadInput, "text"),
+    (lambda p: p.put(None, FOUR), BadInput, "tensor name None: text"),  # type: ignore[arg-type]
+    (lambda p: p.get(3), errors.NotFound, "no tensor is named 3"),  # type: ignore[arg-type]
+    (lambda p: p.put("w", FOUR, step=1.5), BadInput, "step=1.5: a whole number"),  # type: ignore[arg-type]
+    (lambda p: p.put("w", FOUR, step=1 << 60), BadInput, "step=1152921504606846976"),
+    (lambda p: p.put("w", FOUR, epoch=-1), BadInput, "epoch=-1"),
+    (lambda p: p.put("w", FOUR, epoch=1 << 40), BadInput, "epoch=1099511627776"),
+    (lambda p: p.put("w", FOUR, label="a b"), BadInput, "label 'a b'"),
+    (lambda p: p.put("w", FOUR, retain=99), BadInput, "retain=99"),
+    (lambda p: p.put("w", FOUR, retain="x"), BadInput, "retain='x'"),  # type: ignore[arg-type]
+    (lambda p: p.put("w", FOUR, orphan="maybe"), BadInput, "orphan='maybe'"),
+    (lambda p: p.put("w", FOUR, mutable="yes"), BadInput, "mutable='yes'"),  # type: ignore[arg-type]
+    (lambda p: p.put("w", FOUR, device="cuda:7"), BadInput, "device='cuda:7'"),
+    (lambda p: p.publish_group("g", {}, part=(2, 2)), BadInput, r"part=\(2, 2\)"),
+    (lambda p: p.publish_group("g", {}, part=(0, 1 << 40)), BadInput, "world=1099511627776"),
+    (lambda p: p.publish_group("g", {}, step=1, meta="x" * (33 << 20)), BadInput, "names and meta take"),
+    (lambda p: p.publish_group("g", {}, step=1, meta=object()), BadInput, "no JSON value"),
+    (lambda p: p.publish_group("g", [FOUR]), BadInput, "not list"),  # type: ignore[arg-type]
+    (lambda p: p.publish_group("g", {}, lag_max=-1), BadInput, "lag_max=-1"),
+    (lambda p: p.get("w", version=1, min_step=2), BadInput, "give one of"),
+    (lambda p: p.get("w", min_step="x"), BadInput, "min_step='x'"),  # type: ignore[arg-type]
+    (lambda p: p.get("w", wait_s=math.nan), BadInput, "wait_s=nan: a number of seconds"),
+    (lambda p: p.get("w", wait_s="x"), BadInput, "wait_s='x'"),  # type: ignore[arg-type]
+    (lambda p: p.get_many("abc"), BadInput, "an iterable of names"),
+    (lambda p: p.limit(-1), BadInput, "bytes_max=-1"),
+    (lambda p: p.limit("x"), BadInput, "bytes_max='x'"),  # type: ignore[arg-type]
+    (lambda p: p.fence("job", -1), BadInput, "epoch=-1"),
+    (lambda p: p.channel("c", items_max=0), BadInput, "items_max=0"),
+    (lambda p: p.channel("c", full="spill"), BadInput, "full='spill'"),
+    (lambda p: p.watch(after="then"), BadInput, "after='then'"),
+    (lambda p: p.pin("nope"), errors.NotFound, "'nope'"),
+    (lambda p: p.touch("nope"), errors.NotFound, "'nope'"),
+    (lambda p: p.delete("nope"), errors.NotFound, "'nope'"),
+    (lambda p: p.locate("nope"), errors.NotFound, "'nope'"),
+    (lambda p: rota.tensors.connect(home=p.home, namespace="A B"), BadInput, "namespace 'A B'"),
+    (lambda p: rota.tensors.connect("http://me:secret@x:1"), BadInput, r"URL \.\.\.'x:1'"),
+    (lambda p: rota.tensors.connect(home=p.home, namespace="x", device="gpu"), BadInput, "device 'gpu'"),
+]  # fmt: skip
+
+
+def test_bad_input_is_named_and_leaves_nothing(plane: Plane) -> None:
+    for call, error, words in BAD:
+        with pytest.raises(error, match=words):
+            call(plane)
     assert plane.stats()["names"] == 0
     assert plane.stats()["versions"] == {}
+
+
+def test_what_is_published_is_read_only_as_what_it_can_be_read(plane: Plane) -> None:
+    plane.put("w", FOUR)
+    plane.publish_group("g", {"a": FOUR}, step=1)
+    with pytest.raises(BadInput, match="as_='jax': torch or numpy"):
+        plane.get("w", as_="jax")
+    with pytest.raises(errors.NotFound, match="g is a group"):
+        plane.get("g", as_="numpy")
+    with pytest.raises(errors.ProtocolBreach, match="g already is a group"):
+        plane.put("g", FOUR)
+    assert plane.get("w", as_="numpy").tolist() == [0] * 4
+    assert plane.stats()["versions"] == {"ready": 2}
 
 
 def test_a_writer_waits_for_slow_readers_and_names_them(plane: Plane, actors: Crew) -> None:

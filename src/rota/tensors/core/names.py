@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -12,6 +14,10 @@ from rota.spec.errors import BadInput
 NAME_BYTES_MAX: Final = 240
 NAMESPACE: Final = re.compile(r"(?!\.)[a-z0-9._-]{1,64}")
 PAYLOAD_BYTES_MAX: Final = 1 << 46
+STEP_MAX: Final = 1 << 53
+"""The registry's scripts count in doubles."""
+EPOCH_MAX: Final = (1 << 32) - 1
+WORLD_MAX: Final = (1 << 16) - 1
 _SHARD: Final = re.compile(r"\[shard=(\d+)-of-(\d+)\]$")
 _LABEL_BYTES_MAX: Final = 240
 
@@ -78,9 +84,40 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
     return total
 
 
+def check_count(what: str, value: int, least: int, most: int = STEP_MAX) -> int:
+    """``value`` as an int. Raises BadInput, which begins with ``what``, unless it is a whole number in that range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise BadInput(f"{what}={value!r}: a whole number") from None
+    if not least <= number <= most:
+        raise BadInput(f"{what}={number}: {least} to {most}")
+    return number
+
+
+def check_seconds(what: str, value: float) -> float:
+    """``value`` itself. Raises BadInput for what is no number: no wait may be without an end."""
+    try:
+        if not math.isnan(value):
+            return value
+    except TypeError:
+        pass
+    raise BadInput(f"{what}={value!r}: a number of seconds")
+
+
+def check_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
+    """``shape`` as a tuple of ints. Raises BadInput."""
+    try:
+        return tuple(operator.index(size) for size in ((shape,) if isinstance(shape, int) else shape))
+    except TypeError:
+        raise BadInput(f"shape={shape!r}: whole numbers") from None
+
+
 def check_name(name: str) -> str:
-    """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters, a level ``.`` or ``..``,
-    or a bad shard suffix."""
+    """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters or what no UTF-8 says, a
+    level ``.`` or ``..``, or a bad shard suffix."""
+    if not isinstance(name, str) or any(0xD800 <= ord(letter) < 0xE000 for letter in name):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+        raise BadInput(f"tensor name {name!r}: text")
     if {".", ".."} & set(name.split("/")):
         raise BadInput(f"tensor name {name!r}: no level may be . or ..")
     if not name or name.startswith("/") or name.endswith("/") or "//" in name:
@@ -104,7 +141,7 @@ def check_namespace(namespace: str) -> str:
 
 def check_label(label: str) -> str:
     """``label`` itself: who publishes, a job or ``job/role/rank``. Raises BadInput over 240 bytes or with spaces."""
-    if len(label.encode()) > _LABEL_BYTES_MAX or any(ord(letter) <= 32 for letter in label):
+    if not label.isprintable() or len(label.encode()) > _LABEL_BYTES_MAX or any(ord(letter) <= 32 for letter in label):
         raise BadInput(f"label {label!r}: at most {_LABEL_BYTES_MAX} bytes, no spaces")
     return label
 

@@ -1,8 +1,8 @@
 """What the tensor plane costs, beside its peers and its physical limits, interleaved in one run on one machine.
 
-``python benchmarks/tensors.py [get put memory restore recover start all] [--rounds N] [--no-ray]`` prints one JSON
-document: for each measure the median over the rounds in microseconds (or milliseconds), and the ratios with the target
-each must meet. ``tensors_gpu.py`` measures tensors on devices.
+``python benchmarks/tensors.py [get put memory restore recover reclaim start all] [--rounds N] [--no-ray]`` prints one
+JSON document: for each measure the median over the rounds in microseconds (or milliseconds), and the ratios with the
+target each must meet. ``tensors_gpu.py`` measures tensors on devices.
 """
 
 from __future__ import annotations
@@ -314,6 +314,40 @@ def bench_recover(rounds: int) -> dict[str, Any]:
     return {"measures": timed.document(1e3, "ms"), "checks": checks}
 
 
+_HOLDER = """
+import os, sys, rota.tensors
+plane = rota.tensors.connect(home=sys.argv[1])
+held = plane.get_many(prefix='held/', as_='numpy')
+print(len(held), flush=True)
+sys.stdin.read(1)
+"""
+
+
+def bench_reclaim(home: Path, plane: Any, rounds: int) -> dict[str, Any]:
+    """A process with 1,000 leases of versions that were replaced is killed: until none of its bytes is in use."""
+    timed = Rounds(rounds)
+    for _ in range(rounds):
+        for index in range(1000):
+            plane.put(f"held/{index}", np.full(100, index))
+        holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLDER, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert holder.stdout is not None and int(holder.stdout.readline()) == 1000
+        for index in range(1000):
+            plane.delete(f"held/{index}")
+        assert plane.stats()["versions"]["doomed"] == 1000
+        began = time.perf_counter()
+        holder.kill()
+        while plane.stats()["versions"].get("doomed"):
+            time.sleep(0.002)
+        timed.samples["kill to reclaimed"].append(time.perf_counter() - began)
+        holder.communicate()
+        assert plane.fsck()["violations"] == []
+    slowest = max(timed.samples["kill to reclaimed"]) * 1e3
+    checks = {"1,000 leases of a killed process gone <= 1 s, the slowest": judge(slowest, 1000)}
+    return {"measures": timed.document(1e3, "ms"), "checks": checks}
+
+
 def _server_pid(plane: Any) -> int:
     return int(plane._session.machine.info("server")["process_id"])
 
@@ -354,11 +388,13 @@ def start_ray() -> tuple[Any, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["all"], help="get put memory restore recover start all")
+    parser.add_argument("what", nargs="*", default=["all"], help="get put memory restore recover reclaim start all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-ray", action="store_true")
     asked = parser.parse_args()
-    wanted = {"get", "put", "memory", "restore", "recover", "start"} if "all" in asked.what else set(asked.what)
+    wanted = (
+        {"get", "put", "memory", "restore", "recover", "reclaim", "start"} if "all" in asked.what else set(asked.what)
+    )
     home = Path(tempfile.mkdtemp(prefix="rb"))
     ray, folder = (None, "") if asked.no_ray or not wanted & {"get", "put"} else start_ray()
     machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 1), "kernel": platform.release()}
@@ -373,6 +409,8 @@ def main() -> int:
                 result["memory"] = bench_memory(home, plane)
             if "restore" in wanted:
                 result["restore"] = bench_restore(plane, asked.rounds)
+            if "reclaim" in wanted:
+                result["reclaim"] = bench_reclaim(home, plane, min(asked.rounds, 5))
         if "recover" in wanted:
             result["recover"] = bench_recover(min(asked.rounds, 5))
         if "start" in wanted:

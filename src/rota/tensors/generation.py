@@ -130,12 +130,6 @@ class GenerationTable:
         kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self._fd, fcntl.F_GETLK, ask))
         return 0 if kind == fcntl.F_UNLCK else pid
 
-    def close(self) -> None:
-        """Give the table up; views of its words must be gone."""
-        self.words.release()
-        self._map.close()
-        os.close(self._fd)
-
     def _lock(self, slot: int, name: str) -> None:
         deadline_s = self._clock.monotonic_s() + _BLOCKED_S
         delay_s = _RETRY_FIRST_S

@@ -299,8 +299,7 @@ class _Plan:
 
     def _version(self, header: Header, state: str, **more: str) -> None:
         found = self._found[header.version]
-        with self._space.segments.path(found.seg).open("rb") as file:
-            raw = os.pread(file.fileno(), header.manifest_bytes, found.offset + HEADER_BYTES)
+        raw = self._space.segments.read(found.seg, found.offset + HEADER_BYTES, header.manifest_bytes)
         try:
             manifest = json.loads(raw)
         except ValueError:

@@ -13,6 +13,7 @@ from rota.tensors import errors
 from rota.tensors.core.protocol import SLOTS_MAX, Refused
 
 _FOLDER = Path(__file__).parent / "scripts"
+STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
 _NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
 _SMALL = ("dump", "begin", "members", "strike", "config", "lru", "gone", "take", "next", "touch")
 _DISTRUST = """
@@ -108,8 +109,6 @@ class Swept:
     """What a slice of a sweep did, and the names to delete because their owner is gone."""
 
     left: int
-    leases: int
-    aborted: int
     drops: tuple[tuple[int, str], ...]
 
 
@@ -290,9 +289,9 @@ class Registry:
 
     def sweep(self, client: str, n_max: int = 1000) -> Swept:
         """One slice of undoing what a client has."""
-        left, leases, aborted, *drops = self.machine.run("sweep", client, n_max)
+        left, _leases, _aborted, *drops = self.machine.run("sweep", client, n_max)
         pairs = tuple((int(drops[i]), _text(drops[i + 1])) for i in range(0, len(drops), 2))
-        return Swept(left=left, leases=leases, aborted=aborted, drops=pairs)
+        return Swept(left=left, drops=pairs)
 
     def hold(self, client: str, holder: str) -> int:
         """Let ``holder`` lease all that ``client`` leases; how many."""
@@ -404,7 +403,7 @@ def _row(row: Sequence[Any]) -> Row:
         label=text[6],
         epoch=number[7],
         step=number[8],
-        state={"r": "ready", "": "pending"}.get(text[9], text[9]),
+        state=STATES[text[9] or "p"],
         refs=number[10],
         owner=text[11],
         block=number[12],

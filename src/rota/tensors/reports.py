@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.handle import Location
 from rota.tensors.recovery import blocks_of
-from rota.tensors.registry import Row
+from rota.tensors.registry import STATES, Row
 from rota.tensors.segments import Header
 from rota.tensors.session import Session, remove_vanished
 from rota.tensors.space import Space
@@ -56,7 +55,7 @@ def tensor(space: Space, row: Row) -> dict[str, Any]:
     versions = [
         {
             "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]), "leases": int(v["refs"]),
-            "state": {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}[v["st"]], "bytes": int(v["len"]),
+            "state": STATES[v["st"]], "bytes": int(v["len"]),
             "segment": v["seg"], "offset": int(v["off"]), "part": int(v["part"]), "world": int(v["world"]),
             "tier": _tier(space.segments.path(v["seg"]), json.loads(v["desc"] or "{}").get("device", "")),
             "holders": holders(space, dump, key[2:], now_s),
@@ -97,12 +96,10 @@ def _tier(path: Path, device: str) -> str:
 def _header(space: Space, fields: dict[str, Any]) -> Header | None:
     """The header of a version's block; None when its file is gone."""
     try:
-        with space.segments.path(fields["seg"]).open("rb") as file:
-            return Header.unpack(
-                os.pread(file.fileno(), HEADER_BYTES, int(fields["off"])), fields["seg"], settled=False
-            )
+        raw = space.segments.read(fields["seg"], int(fields["off"]), HEADER_BYTES)
     except FileNotFoundError:
         return None
+    return Header.unpack(raw, fields["seg"], settled=False)
 
 
 def top(space: Space, n_max: int = 20) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def stats(space: Space) -> dict[str, Any]:
     states: dict[str, int] = defaultdict(int)
     for key, value in dump.items():
         if key.startswith("v:"):
-            states[{"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}[value["st"]]] += 1
+            states[STATES[value["st"]]] += 1
     return {
         "namespace": space.namespace, "names": sum(key.startswith("n:") for key in dump), "versions": dict(states),
         "leases": sum(leases.values()), "clients": len(dump.get("clients", ())), "bytes": used,
@@ -279,11 +276,10 @@ def _on_devices(space: Space, dump: dict[str, Any]) -> Iterator[tuple[str, dict[
     for key, fields in dump.items():
         device = json.loads(fields["desc"] or "{}").get("device") if key.startswith("v:") else None
         if device and fields["st"] in "qrd":
-            path, start = space.segments.path(fields["seg"]), int(fields["off"])
-            with path.open("rb") as file:
-                header = Header.unpack(os.pread(file.fileno(), HEADER_BYTES, start), fields["seg"], settled=False)
-                raw = os.pread(file.fileno(), PLACE_BYTES, start + header.offset)
-            yield key[2:], fields, device, Place.unpack(raw).keeper
+            header = _header(space, fields)
+            if header is not None:
+                raw = space.segments.read(fields["seg"], int(fields["off"]) + header.offset, PLACE_BYTES)
+                yield key[2:], fields, device, Place.unpack(raw).keeper
 
 
 def _check_devices(space: Space, dump: dict[str, Any]) -> list[Violation]:

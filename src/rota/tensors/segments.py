@@ -181,6 +181,11 @@ class Segments:
                     raise errors.Corrupt(f"{where} is missing or empty", file=where, field="file") from error
             return found
 
+    def read(self, seg: str, offset: int, size: int) -> bytes:
+        """Bytes of a segment, without mapping it. Raises FileNotFoundError."""
+        with self.path(seg).open("rb") as file:
+            return os.pread(file.fileno(), size, offset)
+
     def find(self, address: int) -> tuple[Path, int] | None:
         """File and offset of the byte that an address of this process shows, None for other memory."""
         with self._lock:

@@ -154,7 +154,7 @@ class Devices:
                         _open[place.slab].uses += 1
                 self._note(use, self.driver.stream(device))
         memory, base = self.driver.memory(start, place.bytes), 0
-        if sealed and isinstance(self.driver, Memfd):
+        if sealed and self.driver.host and isinstance(self.driver, Memfd):
             memory, base = self.driver.sealed(start, place.bytes)
         memory.lease = lease
         if self.driver.host:
@@ -273,9 +273,8 @@ class Devices:
         """The descriptor of a slab, sent by its keeper, as a handle. Raises IpcUnavailable when there is none."""
         with contextlib.suppress(OSError), self._reach(uuid) as channel:
             channel.sendall(json.dumps({"op": "descriptor", "slab": slab}).encode() + b"\n")
-            _, fds, *_ = socket.recv_fds(channel, 4096, 1)
+            _, fds, *_ = socket.recv_fds(channel, 4096, 1, socket.MSG_CMSG_CLOEXEC)
             if fds:
-                os.set_inheritable(fds[0], False)
                 return fds[0].to_bytes(8, "little")
         raise errors.IpcUnavailable(f"the keeper of {uuid} sends no descriptor of {slab}", hint=f"see {self.log(uuid)}")
 

@@ -317,7 +317,7 @@ class Plane(Coroutines, Inspection):
         for row in rows:  # and no version that another published meanwhile
             self._space.retry(lambda row=row: self._space.delete(row.name, expected=row.version))
             self._reader.forget(row.name)
-        for holder in self._space.registry.members("clients"):
+        for holder in self._space.retry(lambda: self._space.registry.members("clients")):
             if holder.startswith(PIN_MARK) and names.label_covers(label, holder.split(":")[1]):
                 self._session.unpin(holder)
         self._session.sweep()

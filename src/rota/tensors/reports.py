@@ -316,12 +316,13 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     dropped += [{"what": str(other), "why": why, "bytes": 0} for other in remove_vanished(session.root)]
     strays = space.segments.spill.sweep() if space.segments.spill is not None else ()
     dropped += [{"what": stray, "why": "spilled by a process that died", "bytes": size} for stray, size in strays]
-    known = space.registry.members("segs")
-    for seg, size in list(space.segments.files()):
-        if seg not in known and seg in space.registry.members("trash"):
+    files = list(space.segments.files())  # before the question: a file is recorded before it is made
+    known = space.retry(lambda: space.registry.members("segs"))
+    for seg, size in files:
+        if seg not in known:
             space.segments.unlink(seg)
             space.registry.strike([seg])
-            dropped.append({"what": seg, "why": "trimmed by a process that died", "bytes": size})
+            dropped.append({"what": seg, "why": "left by a process that died", "bytes": size})
     return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
 
 

@@ -185,15 +185,19 @@ class Session:
     def pin(self, holder: str, name: str) -> int:
         """Lease the current version of a name for a holder that is no process, and note it. Raises Refused."""
         space = self.space
-        space.retry(lambda: space.registry.join(holder, ""))
-        try:
-            version = space.retry(lambda: space.registry.get(holder, 1, [(name, "")]))[0].version
-        except Refused:
-            self.unpin(holder)
-            raise
-        with self._recover_gate, _locked(self._recover_fd):
-            write_note(space, "pins", holder, version)
-        return version
+        while True:
+            space.retry(lambda: space.registry.join(holder, ""))
+            epoch = space.table.epoch
+            try:
+                version = space.retry(lambda: space.registry.get(holder, 1, [(name, "")]))[0].version
+            except Refused:
+                self.unpin(holder)
+                raise
+            faults.point("pinned")
+            with self._recover_gate, _locked(self._recover_fd):
+                if space.table.epoch == epoch:  # else the registry was rebuilt, and knew nothing of this lease
+                    write_note(space, "pins", holder, version)
+                    return version
 
     def unpin(self, holder: str) -> None:
         """End a pin; harmless when it ended before."""
@@ -224,7 +228,9 @@ class Session:
     def sweep(self) -> list[str]:
         """Undo what dead clients had, if nobody else is at it; the clients swept."""
         with sweeping(self.space, self._sweeper_fd) as mine:
-            return sweep_dead(self.space) + sweep_unfiled(self.space) if mine else []
+            if not mine:
+                return []
+            return self.space.retry(lambda: sweep_dead(self.space) + sweep_unfiled(self.space))
 
     def close(self, *, at_exit: bool) -> None:
         """Leave. Views that still live keep their leases, and this client, until the last of them dies or the exit."""

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable
-from rota.tensors import errors
+from rota.tensors import errors, faults
 from rota.tensors.clientfile import ClientFile
 from rota.tensors.core.names import check_seconds
 from rota.tensors.devices import Devices
@@ -102,6 +102,7 @@ class Space:
             if row is None:
                 return False
             with self.table.changing(row.slot, name):
+                epoch = self.table.epoch
                 try:
                     version = self.registry.delete(
                         name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
@@ -110,8 +111,12 @@ class Space:
                     if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
                         continue  # deleted and made anew since we looked: its slot has another lock
                     return self._not_deleted(row, refused)
+                faults.point("deleted")
                 self.table.store_deleted(row.slot, version)
-                return True
+                rebuilt = self.table.epoch != epoch
+            if rebuilt:  # maybe from a header that was not yet known to be a deleted version's: then it is there again
+                self.retry(lambda version=version: self.delete(name, expected=version))
+            return True
         return False
 
     def _not_deleted(self, row: Row, refused: Refused) -> bool:

@@ -151,7 +151,23 @@ class Writer:
             raise
 
     def _occupy(self, ask: Ask, draft: Draft, *, spill: bool = False) -> Pending:
-        """Reserve a block, make its memory exist and write the header; undone when that fails."""
+        """Reserve a block, make its memory exist and write the header; undone when that fails.
+
+        Once more when the registry was rebuilt meanwhile: it knows nothing of a block without a header, and may have
+        given it to another.
+        """
+        for _ in range(_ROOM_TRIES_MAX):
+            epoch = self._space.table.epoch
+            pending = self._prepare(ask, draft, spill)
+            if self._space.table.epoch == epoch:
+                return self._begin(pending)
+            self.abort(pending)
+            if pending.reserved.seg not in self._space.retry(lambda: self._space.registry.members("segs")):
+                self._space.segments.unlink(pending.reserved.seg)
+        raise errors.Aborted(f"{ask.name}: the registry was rebuilt again and again", name=ask.name)
+
+    def _prepare(self, ask: Ask, draft: Draft, spill: bool) -> Pending:
+        """A reserved block whose memory exists, not yet touched."""
         reserved = self._reserve_with_room(ask, self._chance.fresh(48))
         faults.point("reserved")
         header = Header(
@@ -163,9 +179,18 @@ class Writer:
         pending = Pending(ask.name, ask, draft, reserved, header)
         try:
             self._space.segments.ensure(reserved.seg, ask.file, spill=spill)
-            faults.point("allocated")
-            self._write(pending, 0, header.pack() + draft.manifest)
-            if draft.device and self._space.devices is not None:  # after the header: a rebuilt registry knows of it
+        except BaseException:
+            self.abort(pending)
+            raise
+        faults.point("allocated")
+        return pending
+
+    def _begin(self, pending: Pending) -> Pending:
+        """Write the header, after which a rebuilt registry knows of the version, and take its memory on a device."""
+        draft, reserved = pending.draft, pending.reserved
+        try:
+            self._write(pending, 0, pending.header.pack() + draft.manifest)
+            if draft.device and self._space.devices is not None:
                 pending.place = self._space.devices.take(reserved.version, draft.total)
                 self._write(pending, draft.start, pending.place.pack())
         except BaseException:
@@ -200,14 +225,20 @@ class Writer:
             self._write(pending, 0, pending.header.pack())
         self._stamp(pending, pending.header.with_state(PREPARED))
         with space.table.changing(reserved.slot, pending.name):
-            done = self._commit(pending)
-            faults.point("committed")
-            if done.ready:
-                kept = done.kept[:KEPT_MAX]
-                self._stamp(pending, pending.header.with_state(READY, head=done.version, kept=kept))
-            if done.current:
-                space.table.store(reserved.slot, done.current)
-            faults.point("slot-stored")
+            for _ in range(_ROOM_TRIES_MAX):
+                epoch = space.table.epoch
+                done = self._commit(pending)
+                faults.point("committed")
+                if done.ready:
+                    kept = done.kept[:KEPT_MAX]
+                    self._stamp(pending, pending.header.with_state(READY, head=done.version, kept=kept))
+                if done.current:
+                    space.table.store(reserved.slot, done.current)
+                faults.point("slot-stored")
+                if space.table.epoch == epoch:
+                    break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
+            else:
+                raise errors.Aborted(f"{pending.name}: the registry was rebuilt again and again", name=pending.name)
         if done.first:
             space.table.created(done.version)
         if pending.ask.kind == "g" and not pending.ask.room:

@@ -97,7 +97,7 @@ def test_all_names_and_leases_come_back_after_the_registry_was_killed(
     cases.done(5, plane)
 
 
-@pytest.mark.parametrize("point", ["reserved", "copied", "slot-zero", "committed", "slot-stored"])
+@pytest.mark.parametrize("point", ["reserved", "allocated", "copied", "slot-zero", "committed", "slot-stored"])
 def test_a_registry_killed_in_the_middle_of_a_publish_comes_back_with_the_old_or_the_new(
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str
 ) -> None:
@@ -108,10 +108,47 @@ def test_a_registry_killed_in_the_middle_of_a_publish_comes_back_with_the_old_or
         kill_server(own_home)
         assert plane.get("other", as_="numpy")[0] == 0  # the first call that fails rebuilds it
         assert plane.get("w", as_="numpy")[0] in ((0, 1) if point == "committed" else (point == "slot-stored",))
+        for name in "xyz":  # maybe in the block that the lost registry had given to the writer
+            plane.put(name, np.full(4, 3.0))
         os.kill(writer, signal.SIGCONT)
         assert actors.wait(writer) == 0, actors.output(writer)
         assert plane.get("w", as_="numpy")[0] == 1
-        assert clean(plane)["versions"] == {"ready": 2}
+        assert all(plane.get(name, as_="numpy").tolist() == [3.0] * 4 for name in "xyz")
+        assert clean(plane)["versions"] == {"ready": 5}
+
+
+@pytest.mark.parametrize("point", ["slot-zero", "deleted"])
+def test_a_registry_killed_in_the_middle_of_a_delete_does_not_bring_the_name_back(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str
+) -> None:
+    for _ in cases(5, plane, 2, deep=10):
+        plane.put("w", np.zeros(4))
+        plane.put("other", np.zeros(4))
+        deleter = actors.stopped(actors.start("plane.delete('w')", die_at=f"{point}:1:stop"))
+        kill_server(own_home)
+        assert plane.get("other", as_="numpy")[0] == 0
+        os.kill(deleter, signal.SIGCONT)
+        assert actors.wait(deleter) == 0, actors.output(deleter)
+        assert [row.name for row in plane.ls()] == ["other"]
+        plane.recover()
+        assert [row.name for row in plane.ls()] == ["other"]
+
+
+def test_a_registry_killed_in_the_middle_of_a_pin_does_not_lose_it(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    for _ in cases(5, plane, 2, deep=10):
+        plane.put("w", np.zeros(4))
+        pinner = actors.stopped(actors.start("print(plane.pin('w', label='job').holder)", die_at="pinned:1:stop"))
+        kill_server(own_home)
+        assert plane.get("w", as_="numpy")[0] == 0
+        os.kill(pinner, signal.SIGCONT)
+        assert actors.wait(pinner) == 0, actors.output(pinner)
+        plane.put("w", np.ones(4))
+        plane.release("w")
+        assert clean(plane)["versions"] == {"ready": 1, "doomed": 1}
+        plane._session.unpin(actors.output(pinner).strip())
+        assert clean(plane)["versions"] == {"ready": 1}
 
 
 def test_a_registry_killed_in_the_middle_of_a_sweep_loses_no_count(

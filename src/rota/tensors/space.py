@@ -102,7 +102,7 @@ class Space:
             if row is None:
                 return False
             with self.table.changing(row.slot, name):
-                epoch = self.table.epoch
+                before = self.table.epoch
                 try:
                     version = self.registry.delete(
                         name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
@@ -113,7 +113,7 @@ class Space:
                     return self._not_deleted(row, refused)
                 faults.point("deleted")
                 self.table.store_deleted(row.slot, version)
-                rebuilt = self.table.epoch != epoch
+                rebuilt = self.table.epoch != before
             if rebuilt:  # maybe from a header that was not yet known to be a deleted version's: then it is there again
                 self.retry(lambda version=version: self.delete(name, expected=version))
             return True

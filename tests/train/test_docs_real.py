@@ -48,7 +48,7 @@ def test_every_other_command_of_the_how_to_runs_as_it_stands_there(tmp_path: Pat
     (tmp_path / "tests").symlink_to(PAGE.parents[2] / "tests")
     [model], [job] = blocks("json"), blocks("yaml")
     (tmp_path / "model.json").write_text(model)
-    (tmp_path / "job.yaml").write_text("name: pretrain\n" + job)
+    (tmp_path / "job.yaml").write_text(job)
     (tmp_path / "pretrain.py").write_text(blocks("python")[0])
     lines = [line for block in blocks("bash")[1:] for line in block.splitlines()]
     asked = re.findall(r"`(rota run [^`]*)`", PAGE.read_text(encoding="utf-8"))

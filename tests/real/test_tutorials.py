@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from tests.real.jobs import deep
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300), deep]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(700), deep]
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
+LIMIT_S = 600
 FILES = re.compile(r"as\s+`([\w.-]+)`[^`]*?:\n\n```(?:yaml|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 WAITING = """
@@ -37,9 +38,11 @@ def typed(page: str, folder: Path, home: Path, *fills: tuple[str, str]) -> str:
         "ROTA_PORT": "0",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    done = subprocess.run(
-        ["bash", "-e", "-c", WAITING + script], cwd=folder, env=env, capture_output=True, text=True, timeout=240
-    )
+    given = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+    try:
+        done = subprocess.run(["bash", "-e", "-c", WAITING + script], timeout=LIMIT_S, **given)
+    finally:
+        subprocess.run(["rota", "down", "--force"], **given)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -48,7 +51,7 @@ def test_the_first_job(engine_home: Path, tmp_path: Path) -> None:
     # elsewhere than on a terminal 'run' returns at once
     fill = ("rota run hello.yaml\n", "rota run hello.yaml\nuntil_said SUCCEEDED rota ps -a\n")
     out = typed("first-job.md", tmp_path, engine_home, fill)
-    assert "main/1 | hello from rank 1" in out and "JobEnded state=SUCCEEDED" in out
+    assert "main/1 | hello from rank 1" in out and "JobEnded state=SUCCEEDED" in out, out
     assert out.splitlines()[-1].startswith("down: service")
 
 

@@ -10,13 +10,10 @@ from pathlib import Path
 import platformdirs
 
 HOME = "ROTA_HOME"
-SERVER = "ROTA_SERVER"
 TOKEN = "ROTA_TOKEN"  # the name of the variable, no secret
 DB_URL = "ROTA_DB_URL"
 REDIS_URL = "ROTA_REDIS_URL"
 REDIS_SERVER = "ROTA_REDIS_SERVER"
-RAY_ADDRESS = "ROTA_RAY_ADDRESS"
-LOG_LEVEL = "ROTA_LOG_LEVEL"
 PRIVATE = (DB_URL, TOKEN)
 """What is the service's own; they may hold a password."""
 # set for every instance of a job
@@ -24,8 +21,6 @@ JOB = "ROTA_JOB"
 ROLE = "ROTA_ROLE"
 INSTANCE = "ROTA_INSTANCE"
 EPOCH = "ROTA_EPOCH"
-ATTEMPT = "ROTA_ATTEMPT"
-RUN_ID = "ROTA_RUN_ID"
 
 PRIVATE_DIR = 0o700
 PRIVATE_FILE = 0o600

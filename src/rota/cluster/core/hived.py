@@ -148,7 +148,7 @@ class HivedCluster:
             nodes=self._nodes_of_chain(chain),
             prio=buddy.prio,
             used=buddy.used,
-            fit=lambda cell: (buddy.healthy[cell], self._cell_allowed(cell, allowed)),
+            fit=lambda cell: buddy.healthy[cell] and self._cell_allowed(cell, allowed),
             across=False,
         )
         placed = place_members(view, ask.members, OPPORTUNISTIC)
@@ -157,9 +157,9 @@ class HivedCluster:
     def _guaranteed(self, txn: Txn, ask: GangAsk, chain: str, allowed: Allowed) -> GangPlan | None:
         buddy = self.buddy
 
-        def fit(vcell: int) -> tuple[bool, bool]:
+        def fit(vcell: int) -> bool:
             cell = buddy.serves[vcell]
-            return (True, True) if cell == NONE else (buddy.healthy[cell], self._cell_allowed(cell, allowed))
+            return cell == NONE or (buddy.healthy[cell] and self._cell_allowed(cell, allowed))
 
         view = View(
             cells=self.cells.virtual,

@@ -14,7 +14,7 @@ class View:
     """Cells as one placement sees them: a tenant's virtual cells of a chain, or the physical ones.
 
     ``nodes`` are cells of node level, and smaller ones that lie in no node of the view; they never merge into one.
-    ``fit`` gives (in order, allowed) of a node. With ``across`` the work of all priorities attracts, otherwise
+    ``fit`` says whether a node is in order and allowed. With ``across`` the work of all priorities attracts, otherwise
     only that of the same priority does, and higher work repels.
     """
 
@@ -22,12 +22,12 @@ class View:
     nodes: Sequence[int]
     prio: Sequence[int]
     used: Sequence[dict[int, int]]
-    fit: Callable[[int], tuple[bool, bool]]
+    fit: Callable[[int], bool]
     across: bool
 
 
-_Node = tuple[bool, bool, int, int, int, int, int]
-"""Not in order, not allowed, less own work first, then more higher work; position, cell, room."""
+_Node = tuple[int, int, int, int, int]
+"""Most own work first, then least higher work; position, cell, room."""
 
 
 def place_members(view: View, members: Sequence[int], prio: int) -> list[list[int]] | None:
@@ -37,7 +37,7 @@ def place_members(view: View, members: Sequence[int], prio: int) -> list[list[in
     intra-VC placement.
     """
     for at in dict.fromkeys((OPPORTUNISTIC, prio)):
-        chosen = _nodes_for(_nodes(view, at, members), members)
+        chosen = _nodes_for(view, _nodes(view, at, members), members)
         if chosen is not None:
             return _leaves_for(view, chosen, members, at)
     return None
@@ -60,19 +60,18 @@ def _nodes(view: View, prio: int, members: Sequence[int]) -> list[_Node]:
         room = size[cell] - taken
         if room >= least:
             total += room
-            healthy, allowed = view.fit(cell)
-            found.append((not healthy, not allowed, -same, higher, position, cell, room))
+            found.append((-same, higher, position, cell, room))
     return sorted(found) if total >= sum(members) else []
 
 
-def _nodes_for(nodes: Sequence[_Node], members: Sequence[int]) -> list[int] | None:
-    """One pass over the nodes, filling each as far as the next member goes; None if it would need an unfit node."""
+def _nodes_for(view: View, nodes: Sequence[_Node], members: Sequence[int]) -> list[int] | None:
+    """One pass over the nodes that are fit, filling each as far as the next member goes; None if they are too few."""
     chosen: list[int] = []
-    for sick, barred, _, _, _, cell, room in nodes:
+    for *_, cell, room in nodes:
+        if room < members[len(chosen)] or not view.fit(cell):
+            continue
         taken = 0
         while len(chosen) < len(members) and room - taken >= members[len(chosen)]:
-            if sick or barred:
-                return None
             taken += members[len(chosen)]
             chosen.append(cell)
         if len(chosen) == len(members):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.real.jobs import WORKLOADS, deep
+from tests.real.jobs import deep
 from tests.real.test_service import Installation, made_settings
 
 from rota.service import daemon
@@ -138,7 +138,7 @@ def test_a_world_grows_shrinks_and_comes_back_after_its_raylet_died_and_the_book
 ) -> None:
     cluster = Cluster(four_nodes)
     role = {
-        "run": f"{sys.executable} {WORKLOADS / 'tiny_train.py'} --steps 100000",
+        "run": [sys.executable, "-c", "import time; time.sleep(3600)"],
         "replicas": {"min": 1, "max": 3},
         "mesh": {"dp": "*"},
         "resources": {"cpus": 0.5, "gpus": 2},
@@ -160,6 +160,7 @@ def test_a_world_grows_shrinks_and_comes_back_after_its_raylet_died_and_the_book
         held = list(cluster.where(job).values())
         assert len({node for node, *_ in held}) == len(held) == n
 
+    four_nodes.running(job)
     for n in (3, 1, 2):
         four_nodes.ask(f"/jobs/{job}:scale", {"role": "main", "n": n})
         has(n)

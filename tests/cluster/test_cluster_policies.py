@@ -55,7 +55,7 @@ def _ask(i: int, drawn: tuple[str, int, list[int], float | None]) -> JobAsk:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PROFILES))
-@settings(max_examples=200 if DEEP else 10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200 if DEEP else 7, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=ASKS, ends=st.lists(st.integers(0, 9), max_size=10))
 def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_trials(
     name: str, drawn: list[tuple[str, int, list[int], float | None]], ends: list[int]

@@ -199,7 +199,7 @@ class Server:
                     reply = {"error": f"no JSON object: {error}"}
                 raw = json.dumps(reply).encode() + b"\n"
                 if "descriptor" in reply:
-                    socket.send_fds(client, [raw], [reply["descriptor"]])
+                    socket.send_fds(client, [raw], [int(reply["descriptor"])])
                 else:
                     client.sendall(raw)
             if data and len(rest) <= _LINE_BYTES_MAX:

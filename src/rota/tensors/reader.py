@@ -29,6 +29,7 @@ _POLL_LONG_S: Final = 0.005
 _POLL_SHORT_FOR_S: Final = 0.05
 _RECHECK_S: Final = 1.0
 _NEAREST_OF_MAX: Final = 500
+_SELECT: Final = {"version": "v", "step": "s", "min_step": "m", "min_version": "w"}
 
 
 @dataclass(slots=True, eq=False)
@@ -284,8 +285,8 @@ def selector_of(
     *, version: int | None = None, step: int | None = None, min_step: int | None = None, min_version: int | None = None
 ) -> str:
     """The selector for get.lua of at most one of these. Raises BadInput for more, or for what is no number."""
-    given = {"version": version, "step": step, "min_step": min_step, "w": min_version}
+    given = {"version": version, "step": step, "min_step": min_step, "min_version": min_version}
     chosen = [(what, value) for what, value in given.items() if value is not None]
     if len(chosen) > 1:
         raise BadInput("give one of version, step, min_step, min_version")
-    return "".join(f"{what[0]}{check_count(what, value, -STEP_MAX)}" for what, value in chosen)
+    return "".join(f"{_SELECT[what]}{check_count(what, value, -STEP_MAX)}" for what, value in chosen)

@@ -358,6 +358,8 @@ class _Pass:
         claims = bool(stopping) and profile.starts and self.claims.given_back(stopping) >= row.ask.shape.gpu_milli
         if victims is not profile.victims:
             self.wake.append(self.now)
+        if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
+            victims = None
         if not claims and victims is None:
             return None
         with self.txn.trial():

@@ -126,6 +126,8 @@ class Profile:
     division: Division
     placer: Placer
     victims: Victims | None = None
+    stops: Callable[[State, JobRow], bool] | None = None
+    """A cheap test before ``victims``: False where nobody could be stopped for the job, whoever else lets go."""
     block: Literal["none", "queue", "reserve"] = "none"
     candidates_max: int = 200
     """Different kinds of request tried in one pass; equal ones share a verdict."""

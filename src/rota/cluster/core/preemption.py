@@ -79,10 +79,11 @@ def _least_prefix(
     state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]
 ) -> tuple[int, tuple[Held, ...]] | None:
     """How many of these must let go, the first ones, until the job has a place, and which; None: all are too few."""
-    held = _place_without(state, txn, row, placer, order) if order else None
-    if held is None:
-        return None
-    low, high = 1, len(order)
+    low = high = min(1, len(order))
+    while (held := _place_without(state, txn, row, placer, order[:high]) if order else None) is None:
+        if high == len(order):
+            return None
+        low, high = high + 1, min(2 * high, len(order))
     while low < high:
         middle = (low + high) // 2
         found = _place_without(state, txn, row, placer, order[:middle])

@@ -135,6 +135,20 @@ class LeastCost:
         return bool(need) and int(state.used[queue, GPU]) + need <= int(tree.guaranteed[queue, GPU])
 
 
+def stops(state: State, row: JobRow) -> bool:
+    """Whether ``LeastCost`` could find anybody: lower work of the own queue, opportunistic, or lent by a promise."""
+    tree = state.queues
+    queue = tree.row[row.ask.queue]
+    back = sum(
+        state.jobs[job].ask.shape.gpu_milli for job in state.stopping if state.jobs[job].ask.queue == row.ask.queue
+    )
+    promised = state.used[queue, GPU] - back + row.ask.shape.gpu_milli <= tree.guaranteed[queue, GPU]
+    return bool(promised) or any(
+        jobs and (priority < 0 or (path == row.ask.queue and priority < row.ask.priority))
+        for (path, priority), jobs in state.running.items()
+    )
+
+
 def default() -> Profile:
     """What a shared cluster wants: guarantees kept, idle devices lent, gangs not starved."""
     return Profile(
@@ -143,6 +157,7 @@ def default() -> Profile:
         division=LimitsAndGuarantee(),
         placer=Fit(),
         victims=LeastCost(),
+        stops=stops,
         block="reserve",
         victim_sets_max=2,
     )

@@ -11,7 +11,7 @@ from rota.cluster.core.quota import GPU
 from rota.cluster.core.rows import JobRow
 from rota.cluster.core.shares import borrowing_share
 from rota.cluster.core.snapshot import State
-from rota.cluster.policies.default import LeastCost
+from rota.cluster.policies.default import LeastCost, stops
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 
 
@@ -36,5 +36,11 @@ class LeastBorrowed:
 def kueue() -> Profile:
     """Who borrows least comes first; borrowed devices are taken back."""
     return Profile(
-        name="kueue", order=LeastBorrowed(), division=LimitsOnly(), placer=Fit(), victims=LeastCost(), block="none"
+        name="kueue",
+        order=LeastBorrowed(),
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=LeastCost(),
+        stops=stops,
+        block="none",
     )

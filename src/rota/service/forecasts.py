@@ -10,10 +10,12 @@ from rota.cluster.live import Scheduler
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId
 
-AGE_MAX_S = 10.0
-"""How old an answer may be while a newer one is played, and how long one holds when nothing changes."""
+FRESH_S = 10.0
+"""For so long an answer holds when nothing changes, and may be given while a newer one is played when something did."""
+STALE_S = 300.0
+"""How old an answer may be that is given while a newer one is played though nothing changed: jobs may overrun."""
 PATIENCE_S = 0.1
-"""How long a newer answer is waited for when there is one that is not too old."""
+"""How long a newer answer is waited for when there is an older one to give."""
 PLAYS_MAX = 2
 """The play under way may have begun before the job came; the next one knows it."""
 
@@ -31,11 +33,13 @@ class Forecasts:
     async def of(self, job: JobId) -> Estimate:
         """When a job that waits would start; unknown for one that does not wait any more."""
         for _ in range(PLAYS_MAX):
-            if self._is_new() and job in self._made.starts:
+            age_s = self._clock.monotonic_s() - self._made_at
+            known, same = job in self._made.starts, self._made_of == self._now_of()
+            if known and same and age_s < FRESH_S:
                 break
             if self._playing is None:
                 self._playing = asyncio.create_task(self._play())
-            serves = job in self._made.starts and self._age_s() < AGE_MAX_S
+            serves = known and age_s < (STALE_S if same else FRESH_S)
             done, _ = await asyncio.wait({self._playing}, timeout=PATIENCE_S if serves else None)
             for task in done:
                 task.result()
@@ -43,18 +47,14 @@ class Forecasts:
                 break
         return self._made.of(job)
 
-    def _is_new(self) -> bool:
+    def _now_of(self) -> tuple[State, int]:
         state = self._scheduler.state
-        return self._made_of == (state, state.version) and self._age_s() < AGE_MAX_S
-
-    def _age_s(self) -> float:
-        return self._clock.monotonic_s() - self._made_at
+        return state, state.version
 
     async def _play(self) -> None:
         try:
-            state, at = self._scheduler.state, self._clock.monotonic_s()
-            made_of = (state, state.version)
-            forecast = Forecast(state, self._scheduler.profile, self._clock.wall_s())
+            made_of, at = self._now_of(), self._clock.monotonic_s()
+            forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s())
             self._made = await asyncio.to_thread(forecast.play, self._clock)
             self._made_of, self._made_at = made_of, at
         finally:

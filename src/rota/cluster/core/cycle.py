@@ -171,7 +171,8 @@ class _Pass:
     def _shorter(self, key: LineKey, depth: int) -> int:
         """The next in the line that is over before the last of the reservations that this one would outlive."""
         line, jobs = self.state.lines[key], self.state.jobs
-        before_s = max(r.at for r in self._outlived(jobs[line[depth][1]])) - self.now
+        # Without any it was not tried in this pass, which had tried enough: nor are those behind it.
+        before_s = max((r.at for r in self._outlived(jobs[line[depth][1]])), default=self.now) - self.now
         return next((i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].left_s or inf) <= before_s), len(line))
 
     def _outlived(self, row: JobRow) -> list[Reservation]:

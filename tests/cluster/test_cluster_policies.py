@@ -282,3 +282,26 @@ def test_a_limit_above_two_queues_on_cells_holds_for_one_only_until_the_other_gi
     step(s, JobArrived(ask=ask("b", slot(8), queue="t/b")), hived, 1.0)
     assert s.jobs[JobId("b")].held == ()
     assert [type(d) for d in step(s, JobGone(job=JobId("a")), hived, 2.0)] == [Admit]
+
+
+def test_who_let_go_waits_in_one_line_with_its_equals_unless_its_time_has_not_come() -> None:
+    s = cluster()
+    for i in range(3):
+        step(s, JobArrived(ask=ask(f"j{i}", slot(4), queue="a", at=i)), get_profile("fifo"), float(i))
+    for i in range(3):
+        apply(s, JobReleased(job=JobId(f"j{i}"), back_at=10.0 + i, done_s=1.0), 10.0 + i)
+    assert [len(line) for line in s.lines.values()] == [3]
+    step(s, Tick(), get_profile("fifo"), 20.0)
+    apply(s, JobReleased(job=JobId("j0"), back_at=30.0), 21.0)
+    assert [key.after for key in s.lines] == [30.0]
+    assert not any(isinstance(d, Admit) for d in step(s, Tick(), get_profile("fifo"), 29.0))
+    assert [d.job for d in step(s, Tick(), get_profile("fifo"), 30.0) if isinstance(d, Admit)] == ["j0"]
+
+
+def test_a_job_that_used_some_of_its_time_is_expected_to_end_sooner() -> None:
+    s, fifo = cluster(), get_profile("fifo")
+    step(s, JobArrived(ask=ask("j", slot(4), queue="a", est_s=100.0)), fifo, 0.0)
+    apply(s, JobReleased(job=JobId("j"), done_s=40.0), 50.0)
+    assert s.jobs[JobId("j")].left_s == 60.0
+    step(s, Tick(), fifo, 50.0)
+    assert s.ends == [(110.0, "j")]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.real.conftest import HOST, Engine
+from tests.real.jobs import deep
 from tests.real.nodes import Raylets
 from tests.real.test_service import Installation, free_port, of_home
 
@@ -19,7 +20,7 @@ from rota.runtime import process
 from rota.service import daemon
 from rota.service.config import load_settings
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300), deep]
 
 LIMIT_S = 60.0
 

@@ -33,7 +33,7 @@ def test_a_master_that_begins_with_a_kept_context_knows_what_the_whole_log_says(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", (5, 11, *(pytest.param(one, marks=deep) for one in (1, 23))))
+@pytest.mark.parametrize("scenario", (5, 12, *(pytest.param(one, marks=deep) for one in (1, 23))))
 def test_the_master_may_die_before_and_after_each_of_its_appends(scenario):
     """Every one of them in turn; a kill of an instance every few seconds makes recoveries part of the scenario."""
     swarm = Swarm(jobs=1, faults_s=20.0, kill_instance_s=6.0)

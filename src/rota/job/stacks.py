@@ -9,14 +9,14 @@ import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
 _ROTA, _LIBRARY = str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib")
-REMEDIES = dict.fromkeys(
+REMEDIES: Mapping[str, str] = dict.fromkeys(
     ("torch", "ray"), "it comes with the extra 'engine': pip install './[engine]' in the source folder"
 )
 TASKS_MAX = 20

@@ -200,7 +200,7 @@ BUGS = (
     Bug("released_too_early", released_too_early, KILLS),
     Bug("budget_reset_at_restart", budget_reset_at_restart, replace(BOTH, kill_instance_s=2.0)),
     Bug("started_beside_the_old_one", started_beside_the_old_one, KILLS),
-    Bug("fenced_loop_commits", fenced_loop_commits, replace(KILLS, kill_instance_s=2.0, engine=SLOW_CALLS)),
+    Bug("fenced_loop_commits", fenced_loop_commits, replace(KILLS, kill_instance_s=2.0, jobs=3, engine=SLOW_CALLS)),
     Bug("no_fence_in_the_log", no_fence_in_the_log, replace(MASTERS, second_master_s=2.0), ValueError),
     Bug("answered_before_it_is_durable", answered_before_it_is_durable, replace(SHORT, crash_before_append_p=0.1)),
     Bug("snapshot_without_budget", snapshot_without_budget, KILLS),

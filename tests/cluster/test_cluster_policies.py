@@ -166,6 +166,8 @@ def test_a_pass_that_tried_enough_leaves_waiting_who_was_held_back_by_a_reservat
     step(s, JobArrived(ask=ask("big", slot(8), at=1)), get_profile("default"), 1.0)
     step(s, JobArrived(ask=ask("long", slot(2), at=2, est_s=500.0)), get_profile("default"), 2.0)
     assert [type(d) for d in step(s, Tick(), default, 3.0)] == [WakeAt], "the others are tried in the next"
+    for name in sorted(PROFILES):  # one that knows no reservations meets the reason that another left
+        decide(s, replace(get_profile(name), candidates_max=1), 4.0)
 
 
 def test_a_node_out_of_order_takes_no_new_work_and_is_named_as_the_cause() -> None:

@@ -15,7 +15,7 @@ from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived
 from rota.cluster.core.rows import Held
 from rota.cluster.core.snapshot import State
-from rota.cluster.forecast import Forecast
+from rota.cluster.forecast import Estimates, Forecast
 from rota.cluster.plots import means, waits
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.cluster.runs import SimInput, compare, lines_of, load, run_sim, simulate
@@ -182,6 +182,16 @@ def test_an_estimate_is_the_next_start_under_every_profile_when_nobody_comes_lat
     for job in waiting:
         after = [at for at, one in real.__dict__["starts"] if one == job and at > fork]
         assert found.of(job).p50 == (after[0] if after else None)
+
+
+def test_nobody_is_told_a_start_in_the_past_and_who_ran_is_played_anew() -> None:
+    one, two = JobId("one"), JobId("two")
+    known = Estimates(starts={one: (5.0, 20.0)}, basis="")
+    assert (known.of(one, 9.0).p50, known.of(one, 9.0).p90, known.of(two, 9.0).p50) == (9.0, 20.0, None)
+    s = state(node("n", 4))
+    for at, job in enumerate(("one", "two")):
+        step(s, JobArrived(ask=ask(job, slot(4), at=at, est_s=50.0)), get_profile("fifo"), float(at))
+    assert Forecast(s, get_profile("fifo"), 2.0).play(VirtualClock()).starts == {two: (50.0, 100.0)}
 
 
 def test_drawings_show_what_the_run_did(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from rota.cluster.core.plugins import Profile
@@ -42,14 +43,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What one play says of every job that there was at its beginning."""
+    """What one play says of every job that held nothing at its beginning."""
 
     starts: Mapping[JobId, tuple[float | None, float | None]]
     basis: str
 
-    def of(self, job: JobId) -> Estimate:
-        """The estimate of one job; nothing is known of one that came later."""
-        likely, late = self.starts.get(job, (None, None))
+    def of(self, job: JobId, now: float = -inf) -> Estimate:
+        """The estimate of one job, not before ``now``; nothing is known of one that came later."""
+        likely, late = (at if at is None else max(at, now) for at in self.starts.get(job, (None, None)))
         return Estimate(p50=likely, p90=late, basis=self.basis)
 
 
@@ -62,7 +63,8 @@ class Forecast:
     """
 
     def __init__(self, state: State, profile: Profile, now: float, *, until: JobId | None = None) -> None:
-        self._until, self._profile, self._now, self._jobs = until, profile, now, tuple(state.jobs)
+        self._until, self._profile, self._now = until, profile, now
+        self._jobs = [job for job, row in state.jobs.items() if not row.held]
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
         blind = not known and bool(state.holding())
         self._mean = sum(known) / len(known) if known else 0.0

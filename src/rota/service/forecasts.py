@@ -39,13 +39,14 @@ class Forecasts:
                 break
             if self._playing is None:
                 self._playing = asyncio.create_task(self._play())
+                self._playing.add_done_callback(_seen)
             serves = known and age_s < (STALE_S if same else FRESH_S)
             done, _ = await asyncio.wait({self._playing}, timeout=PATIENCE_S if serves else None)
             for task in done:
                 task.result()
             if serves:
                 break
-        return self._made.of(job)
+        return self._made.of(job, self._clock.wall_s())
 
     def _now_of(self) -> tuple[State, int]:
         state = self._scheduler.state
@@ -59,3 +60,9 @@ class Forecasts:
             self._made_of, self._made_at = made_of, at
         finally:
             self._playing = None
+
+
+def _seen(play: asyncio.Task[None]) -> None:
+    """Whoever asked may have left before the play failed."""
+    if not play.cancelled():
+        play.exception()

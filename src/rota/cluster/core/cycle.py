@@ -6,7 +6,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
 from typing import Any
 
 from rota.cluster.core.binding import awaits, waits_because, with_spares
@@ -161,7 +160,7 @@ class _Pass:
             return None
         if wait is None:
             return self._next(track, depth)
-        if wait.reason is Reason.RESERVED_FOR_OTHER:
+        if wait.reason is Reason.RESERVED_FOR_OTHER and not self.by_queue:
             return self._next(track, self._shorter(track, depth))
         if wait.reason in FOR_ONE_JOB:
             return self._next(track, depth + 1)
@@ -171,9 +170,11 @@ class _Pass:
     def _shorter(self, key: LineKey, depth: int) -> int:
         """The next in the line that is over before the last of the reservations that this one would outlive."""
         line, jobs = self.state.lines[key], self.state.jobs
-        # Without any it was not tried in this pass, which had tried enough: nor are those behind it.
-        before_s = max((r.at for r in self._outlived(jobs[line[depth][1]])), default=self.now) - self.now
-        return next((i for i in range(depth + 1, len(line)) if (jobs[line[i][1]].left_s or inf) <= before_s), len(line))
+        ends = [r.at for r in self._outlived(jobs[line[depth][1]])]
+        if not ends:  # it was not tried in this pass, which had tried enough: nor are those behind it
+            return len(line)
+        left = ((i, jobs[line[i][1]].left_s) for i in range(depth + 1, len(line)))
+        return next((i for i, left_s in left if left_s is not None and self.now + left_s <= max(ends)), len(line))
 
     def _outlived(self, row: JobRow) -> list[Reservation]:
         return [r for r in self.reservations if r.outlived_by(row, self.now)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def test_kill_9_goes_back_to_the_last_commit_and_reaches_the_same_numbers(engine
     async def body(run: Run) -> None:
         await until_paused(run)
         before = run.pids()
+        nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in before.values()}
+        assert nice == {os.getpriority(os.PRIO_PROCESS, 0)}, "a job has no less of a busy machine than others"
         run.kill(victim)
         await run.until(lambda: run.starts(victim) == 2)
         await succeed(run)

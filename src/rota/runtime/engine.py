@@ -203,6 +203,8 @@ def node_environment(state_folder: Path, settings: EngineSettings, engine: str) 
         # But the few that are kept ready stay, also while all cores are given away.
         "RAY_num_workers_soft_limit": str(settings.warm) if settings.warm else None,
         "RAY_preload_python_modules": ",".join(settings.preload) or None,
+        # The engine's own 15 would leave a job next to nothing beside whatever else a machine does.
+        "RAY_worker_niceness": "0",
         "RAY_worker_maximum_startup_concurrency": str(max(2, os.cpu_count() or 1)),
         # A killed instance takes the processes with it that it started.
         "RAY_process_group_cleanup_enabled": "1",

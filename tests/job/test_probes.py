@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import ModuleType
 
+import pytest
 from tests.makers import JOB, at, service, spec
 from tests.makers import fail as contract
 
@@ -11,6 +14,7 @@ from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.probes import Beat, BeatAnswer, Failure, Pulse
+from rota.job.waiting import place_in_collectives
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
@@ -100,3 +104,10 @@ def test_silence_of_an_older_epoch_accuses_nobody() -> None:
     watch = DiagnosisManager(clock)
     watch.heard(replace(EMPTY, epoch=Epoch(0), idle_s=500, busy=("update",)))
     assert watch.overdue(ctx) == []
+
+
+def test_a_group_is_not_looked_for_in_a_module_that_another_thread_is_importing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", ModuleType("half"))
+    assert place_in_collectives() == (-1, "")

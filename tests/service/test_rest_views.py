@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from standing import HELLO, Standing, with_service
 
-from rota.spec.states import JobState
+from rota.job.core.context import Instance, Process
+from rota.service.views.jobs import phase
+from rota.spec.ids import Epoch, InstanceId
+from rota.spec.states import InstanceState, JobState
 
 
 def test_the_heat_map_names_the_holder_of_every_device(tmp_path: Path) -> None:
@@ -152,3 +157,15 @@ def test_a_node_that_left_the_installation_is_used_again_when_it_is_back(tmp_pat
     with_service(tmp_path, nothing, pretend="1x2x4")
     with_service(tmp_path, alone, pretend="1x1x4")
     with_service(tmp_path, both, pretend="1x2x4")
+
+
+def test_instances_that_were_scaled_away_are_not_among_those_that_a_start_waits_for() -> None:
+    process = Process(epoch=Epoch(1), pid=7)
+    ready = Instance(id=InstanceId.parse("main/0"), state=InstanceState.READY, epoch=Epoch(1), process=process)
+    coming = Instance(id=InstanceId.parse("main/1"), state=InstanceState.STALE, epoch=Epoch(1), process=process)
+    away = Instance(id=InstanceId.parse("main/2"), state=InstanceState.READY, epoch=Epoch(1), retired=True)
+    story: Any = SimpleNamespace(
+        state=JobState.STARTING,
+        instances={one.id: SimpleNamespace(id=one.id, now=one) for one in (ready, coming, away)},
+    )
+    assert phase(story) == "1 of 2 instances are ready, waits for main/1"

@@ -111,9 +111,8 @@ def place_in_collectives() -> tuple[int, str]:
     of the Python call, empty when no thread is in one (a collective that DDP starts in backward has no Python call).
     """
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    if module is None:
-        return -1, ""
-    group = getattr(module.GroupMember, "WORLD", None)
+    # Another thread may be importing it: then it lies there without what it will have.
+    group = getattr(getattr(module, "GroupMember", None), "WORLD", None)
     if group is None:
         return -1, ""
     try:

@@ -64,8 +64,9 @@ def _checks(story: JobStory) -> str:
 
 def _readiness(story: JobStory) -> str:
     """How many are ready, and the first of those that the rest waits for."""
-    behind = [one for one in story.instances.values() if not one.now.settled]
-    ready = f"{len(story.instances) - len(behind)} of {len(story.instances)} instances are ready"
+    members = [one for one in story.instances.values() if one.now.active]
+    behind = [one for one in members if not one.now.settled]
+    ready = f"{len(members) - len(behind)} of {len(members)} instances are ready"
     names = ", ".join(str(one.id) for one in behind[:3]) + (" ..." if len(behind) > 3 else "")
     return f"{ready}, waits for {names}" if behind else ready
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from rota.runtime.environ import Home
 from rota.service import demo, demo_report
 from rota.service.demo import STROKES, Kill, Outcome, judge
+from rota.spec.errors import TimedOut
 
 
 def kill(victim: str, **fields: Any) -> Kill:
@@ -95,3 +97,31 @@ def test_the_report_holds_the_curve_every_kill_and_every_reason_and_needs_no_oth
     assert "&lt;88&gt; free" in page, "texts of the log are no markup"
     facts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert [one["victim"] for one in facts["kills"]] == [stroke.victim for stroke in STROKES]
+
+
+class Starting:
+    """Answers as a client whose job does not come up."""
+
+    def job(self, job: str) -> dict[str, Any]:
+        phase = "1 of 8 instances are ready, waits for actor/0"
+        return {"state": "RECOVERING", "phase": phase, "progress": None, "error": None}
+
+
+def test_a_play_without_time_left_says_what_the_job_waits_for_and_how_busy_the_machine_is() -> None:
+    told: list[str] = []
+    client: Any = Starting()
+    watch = demo._Watch(client, "grpo-sums-1", told.append, began_s=-1e9)
+    with pytest.raises(TimedOut, match="did not reach commit 140: commit 0: RECOVERING, 1 of 8") as caught:
+        watch.strike(STROKES[0])
+    assert "the load is" in (caught.value.hint or "")
+    assert told == ["commit 0: RECOVERING, 1 of 8 instances are ready, waits for actor/0"]
+
+
+def test_what_the_instances_wrote_is_kept_when_the_home_goes(tmp_path: Path) -> None:
+    logs = tmp_path / "home" / "jobs" / "grpo-sums-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "actor-0.log").write_text("why\n")
+    told: list[str] = []
+    demo._keep_logs(Home.of(str(tmp_path / "home")), tmp_path / "report", told.append)
+    kept = tmp_path / "report" / "logs" / "grpo-sums-1"
+    assert (kept / "actor-0.log").read_text() == "why\n" and str(kept) in told[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import tempfile
@@ -104,6 +105,9 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
             outcome = _scenario(client, example, say, began_s)
         outcome.seconds = round(clock.monotonic_s() - began_s, 1)
         page = demo_report.write(report, outcome, Home.of(str(home)).job(JobId(outcome.job)).output)
+    except BaseException:
+        _keep_logs(Home.of(str(home)), report, say)
+        raise
     finally:
         if not keep:
             left = _end(settings, say)
@@ -112,6 +116,13 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
     outcome.problems += [f"left behind: {each}" for each in left]
     say(f"report {page}  {page.as_uri()}")
     return outcome
+
+
+def _keep_logs(home: Home, report: Path, say: Say) -> None:
+    """What the instances wrote, out of a home that is taken away."""
+    for logs in home.jobs.glob("*/logs"):
+        shutil.copytree(logs, report / "logs" / logs.parent.name, dirs_exist_ok=True)
+        say(f"logs of {logs.parent.name} are kept in {report / 'logs' / logs.parent.name}")
 
 
 def _end(settings: Settings, say: Say) -> list[str]:
@@ -192,7 +203,7 @@ class _Watch:
         self._client, self._job, self._say = client, job, say
         self._clock = SystemClock()
         self._deadline_s = began_s + PLAY_MAX_S
-        self._told = -1
+        self._told, self._standing = -1, ""
 
     def strike(self, stroke: Stroke) -> Kill:
         """Wait for the commit, kill, wait until the job has gone on."""
@@ -222,15 +233,25 @@ class _Watch:
             if JobState(document["state"]).terminal:
                 raise RotaError(f"{self._job} ended as {document['state']} before {what}: {document.get('error')}")
             if self._clock.monotonic_s() > self._deadline_s:
-                raise TimedOut(f"no {what} within {PLAY_MAX_S:.0f} s; commit {_commit(document)}")
+                raise TimedOut(
+                    f"the demonstration has {PLAY_MAX_S:.0f} s and did not reach {what}: {_standing(document)}",
+                    hint=f"the load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: try again when it is less",
+                )
             blocking_sleep(POLL_S)
 
     def _progress(self, document: Document) -> None:
         commit = _commit(document)
-        if commit // 30 > self._told // 30:
+        if commit and commit // 30 > self._told // 30:
             metrics = document["progress"]["metrics"] if document["progress"] else {}
             self._say(f"commit {commit}: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
+        elif document["state"] != JobState.RUNNING and _standing(document) != self._standing:
+            self._standing = _standing(document)
+            self._say(self._standing)
         self._told = max(self._told, commit)
+
+
+def _standing(document: Document) -> str:
+    return f"commit {_commit(document)}: {document['state']}, {document.get('phase') or document.get('reason') or ''}"
 
 
 def _commit(document: Mapping[str, Any]) -> int:

@@ -23,6 +23,8 @@ from standing import HELLO, Standing, listening, with_service
 from rota.runtime.clock import iso
 from rota.runtime.logs import format_line, log_name
 from rota.service import cli
+from rota.service.accounts import Caller
+from rota.service.auth import Asked, Auth
 from rota.spec.events import (
     FailoverStarted,
     GangReleased,
@@ -470,10 +472,22 @@ def test_times_are_local_with_their_zone_for_people_and_iso_with_zone_for_progra
 def test_a_home_without_a_service_says_whose_the_one_at_its_port_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known_check = Auth.check
+
     async def test(service: Standing) -> None:
         async with listening(service) as http:
             monkeypatch.setenv("ROTA_PORT", str(http.base_url.port))
+            (tmp_path / "home").mkdir()
+            (tmp_path / "home" / "token").write_text("kept to itself")
+            shown = list[str | None]()
+
+            def check(auth: Auth, asked: Asked) -> Caller:
+                shown.append(asked.headers.get("authorization"))
+                return known_check(auth, asked)
+
+            monkeypatch.setattr(Auth, "check", check)
             done = await asyncio.to_thread(rota, "ps")
+            assert shown == [None]
             said = f"no service of {tmp_path / 'home'} runs; the one at {http.base_url} is of another home"
             assert (done.status, said in done.err, "rota up --port 0" in done.err) == (3, True, True)
             found = {one["name"]: one for one in rota("doctor", "--json").document["items"]}

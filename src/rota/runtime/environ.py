@@ -166,10 +166,6 @@ class Home:
         """Held while ``up`` or ``down`` works."""
         return self.run / "up.lock"
 
-    @property
-    def registry_socket(self) -> Path:
-        return self.run / "registry.sock"
-
     def make(self) -> Home:
         """Create the folders, readable by their owner alone."""
         for path in (self.root, self.run, self.jobs, self.checkpoints):

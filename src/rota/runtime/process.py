@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
+import hashlib
 import json
 import os
+import platform
 import select
 import signal
 import struct
@@ -63,6 +66,16 @@ class Usage:
 def boot_id() -> str:
     """Identifier of this boot of the machine: recorded pids mean nothing under another one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
+def machine_id() -> str:
+    """Twelve digits that stay over reboots, and differ on machines of one image as long as their names do."""
+    try:
+        installed = Path("/etc/machine-id").read_text()
+    except OSError:
+        installed = ""
+    return hashlib.sha256(f"{installed} {platform.node()}".encode()).hexdigest()[:12]
 
 
 def start_time_of(pid: int) -> float | None:

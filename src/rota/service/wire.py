@@ -114,7 +114,7 @@ class Wire:
         self.url = address.url
         self.timeout_s = timeout_s
         self.headers = {"Accept": "application/json", "User-Agent": "rota-client"}
-        if address.token:
+        if address.token and not address.guessed:  # a stranger is not shown the token of this home
             self.headers["Authorization"] = f"Bearer {address.token}"
         self.timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_TIMEOUT_S, timeout_s))
         self.http_options: dict[str, Any] = {

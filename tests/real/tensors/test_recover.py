@@ -357,10 +357,24 @@ def test_what_was_brought_down_is_not_started_again_by_those_who_are_left(tensor
 def test_a_server_whose_starter_died_before_it_wrote_it_down_is_ended_by_the_next(tmp_path: Path) -> None:
     home = environ.Home.of(Path(tempfile.mkdtemp(prefix="rt")))
     lost = redis_server.find_or_start(home)
-    (home.run / "registry.json").unlink()
+    redis_server._record(home).unlink()
     found = redis_server.find_or_start(home)
     assert not process.is_alive(lost.process)
     assert process.is_alive(found.process) and redis_server.find_running(home) == found
+    assert redis_server.end_running(home)
+    shutil.rmtree(home.root)
+
+
+def test_machines_that_share_a_home_have_a_server_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = environ.Home.of(Path(tempfile.mkdtemp(prefix="rt")))
+    first = redis_server.find_or_start(home)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(process, "machine_id", lambda: "another")
+        assert redis_server.was_ended(home) and not redis_server.end_running(home)
+        second = redis_server.find_or_start(home)
+        assert second.address != first.address and redis_server.find_running(home) == second
+        assert redis_server.end_running(home)
+    assert redis_server.find_running(home) == first
     assert redis_server.end_running(home)
     shutil.rmtree(home.root)
 

@@ -358,3 +358,22 @@ def test_a_sweep_ends_master_instances_and_reservations_of_one_job_alone(rig, tm
             await ops.close()
 
     run(rig, body)
+
+
+def test_a_master_starts_on_no_node_that_is_to_be_avoided(rig, tmp_path) -> None:
+    import ray
+
+    from rota.runtime.launch_ray import MasterStart
+
+    async def body(launcher, job) -> None:
+        start = MasterStart(
+            job=job, target="master_target:CountingMaster", args={"folder": str(tmp_path)}, env={}, workdir=rig.workdir
+        )
+        with pytest.raises(CallTimeout):
+            await launcher.start_master(start, avoid=[one["NodeID"] for one in ray.nodes()], timeout_s=1.0)
+        await launcher._wait_unnamed(f"{job}/master")
+        master = await launcher.start_master(start, avoid=["0" * 56, "1" * 56], timeout_s=WAIT_S)
+        assert process.is_alive(identity(master))
+        await launcher.stop(master, grace_s=0.0)
+
+    run(rig, body)

@@ -38,9 +38,9 @@ def home(tmp_path: Path) -> Iterator[Path]:
     assert stop_gateway_of(tmp_path)
 
 
-def run(home: Path, body: Callable[[GatewayClient], Awaitable[None]]) -> None:
+def run(home: Path, body: Callable[[GatewayClient], Awaitable[None]], settings: EngineSettings = SETTINGS) -> None:
     async def main() -> None:
-        client = GatewayClient(home, SETTINGS)
+        client = GatewayClient(home, settings)
         try:
             await asyncio.wait_for(body(client), LIMIT_S)
         finally:
@@ -74,6 +74,18 @@ def test_a_second_client_adopts_the_gateway_of_the_first(home: Path) -> None:
     done = subprocess.run(command_of(home, SETTINGS), timeout=LIMIT_S, check=False)
     assert done.returncode == 0, "a second gateway must leave the home to the first"
     assert ask_once(home, "ping", {})["pid"] == pids[0]
+
+
+def test_a_gateway_with_other_settings_is_replaced_and_leaves(home: Path) -> None:
+    pids = []
+
+    async def body(client: GatewayClient) -> None:
+        pids.append((await client.ping(timeout_s=LIMIT_S))["pid"])
+
+    run(home, body)
+    run(home, body, EngineSettings(address="127.0.0.1:1"))
+    run(home, body)
+    assert len(set(pids)) == 3 and [process.identify(pid) is not None for pid in pids] == [False, False, True]
 
 
 def test_a_killed_gateway_is_started_again_and_repeats_are_answered(home: Path) -> None:

@@ -14,15 +14,24 @@ import pytest
 from rota.runtime import gateway, gateway_client, process
 from rota.runtime.engine import EngineSettings
 from rota.runtime.gateway import ENGINE_LOST, Gateway
-from rota.runtime.gateway_client import MESSAGE_BYTES_MAX, GatewayClient, GatewayFiles, encode, read_message
+from rota.runtime.gateway_client import (
+    MESSAGE_BYTES_MAX,
+    GatewayClient,
+    GatewayFiles,
+    encode,
+    namespace_of,
+    read_message,
+    settings_mark,
+)
 from rota.spec.errors import EngineUnavailable, TimedOut
 
 SETTINGS = EngineSettings()
+MARK = settings_mark(SETTINGS, "rota/local")
 LIMIT_S = 10.0
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(encode({"request_id": "", "gateway": 1, "engine": ""}))
+    writer.write(encode({"request_id": "", "gateway": 1, "engine": "", "settings": MARK}))
     message = await read_message(reader)
     writer.write(encode({"request_id": message["request_id"], "result": {"pid": 1}, "gateway": 1, "engine": ""}))
     await writer.drain()
@@ -106,7 +115,7 @@ def test_an_answer_over_the_limit_is_an_error_to_its_asker_and_to_nobody_else(tm
         return ["x" * MESSAGE_BYTES_MAX]
 
     async def body() -> None:
-        own = Gateway(tmp_path, SETTINGS, "rota/test")
+        own = Gateway(tmp_path, SETTINGS, "rota/local")
         own._perform = lambda op, args: list_jobs() if op == "list_jobs" else Gateway._perform(own, op, args)
         serving = asyncio.create_task(own.run(GatewayFiles(tmp_path)))
         client = GatewayClient(tmp_path, SETTINGS)
@@ -126,6 +135,7 @@ def test_an_answer_that_comes_too_late_is_nobodys_and_the_next_one_is_its_askers
     asked = list[str]()
 
     async def answer_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode({"request_id": "", "gateway": 1, "engine": "", "settings": MARK}))
         while True:
             message = await read_message(reader)
             asked.append(message["request_id"])
@@ -146,5 +156,35 @@ def test_an_answer_that_comes_too_late_is_nobodys_and_the_next_one_is_its_askers
         finally:
             await client.close()
             server.close()
+
+    asyncio.run(body())
+
+
+def test_each_home_on_a_given_engine_has_a_namespace_of_its_own_and_keeps_it(tmp_path: Path) -> None:
+    given = EngineSettings(address="head:6379")
+    first = namespace_of(tmp_path / "home", given)
+    assert namespace_of(tmp_path / "home", EngineSettings(address="other:6379")) == first != "rota/local"
+    (tmp_path / "home").rename(tmp_path / "moved")
+    assert namespace_of(tmp_path / "home", given) != first, "the same path on another machine"
+    assert namespace_of(tmp_path / "moved", given) == first
+    assert namespace_of(tmp_path / "home", SETTINGS) == "rota/local"
+
+
+def test_a_given_engine_that_does_not_answer_is_told_with_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(address: str, namespace: str) -> Any:
+        raise ConnectionError(f"{address} {namespace}:\n refused")
+
+    monkeypatch.setattr(gateway.importlib, "import_module", lambda _: SimpleNamespace(connect=connect))
+
+    async def body() -> None:
+        asked = Gateway(tmp_path, EngineSettings(address="head:1"), "rota/x")
+        assert asked._status()["state"] == "off"
+        with pytest.raises(ConnectionError):
+            await asked._perform("nodes", {})
+        status = asked._status()
+        assert status["state"] == "connecting"
+        assert status["text"].startswith("no Ray has answered at head:1: ConnectionError: head:1 rota/x: refused; see 'ray")
 
     asyncio.run(body())

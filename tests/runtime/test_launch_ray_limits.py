@@ -102,7 +102,7 @@ def test_masters_are_started_one_at_a_time_a_job_and_no_job_leaves_a_lock_behind
 
     open_now, most, starts = Counter[JobId](), Counter[JobId](), Counter[JobId]()
 
-    async def start_master(wanted: Any, *, timeout_s: float) -> SimpleNamespace:
+    async def start_master(wanted: Any, *, avoid: list[str], timeout_s: float) -> SimpleNamespace:
         open_now[wanted.job] += 1
         most[wanted.job] = max(most[wanted.job], open_now[wanted.job])
         await asyncio.sleep(0.001)

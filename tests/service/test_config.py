@@ -42,6 +42,7 @@ def test_flags_that_were_not_given_do_not_count(tmp_path: Path) -> None:
         ("", {"ROTA_PORT": "70000"}, "between 0 and 65535"),
         ("", {"ROTA_PRETEND": "3by4"}, "3by4"),
         ("", {"ROTA_RAY_ADDRESS": "ray://x"}, r"ray_address=ray://x \(from ROTA_RAY_ADDRESS\) is not HOST:PORT"),
+        ("", {"ROTA_RAY_ADDRESS": "x:65536"}, r"ray_address=x:65536 .*: its port is not between 1 and 65535"),
         ("pretend = '1x2x4'", {"ROTA_RAY_ADDRESS": "head:6379"}, "its machines are real, those of pretend=1x2x4"),
     ],
 )

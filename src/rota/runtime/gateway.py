@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from rota.runtime import process
 from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine, stop_engine
-from rota.runtime.gateway_client import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, GatewayFiles, encode, read_message
+from rota.runtime.gateway_client import (
+    IN_FLIGHT_MAX,
+    MESSAGE_BYTES_MAX,
+    GatewayFiles,
+    encode,
+    read_message,
+    settings_mark,
+)
 from rota.spec.errors import EngineUnavailable
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
 ANSWERS_MAX = 4096
 ENGINE_LOST = 75
 _ENGINE_CHECK_S = 1.0
+_FAILURE_MAX = 500
 
 
 class Gateway:
@@ -43,6 +51,8 @@ class Gateway:
         self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
         self._tasks = set[asyncio.Task[Any]]()
         self._attaching: asyncio.Future[GatewayOps] | None = None
+        self._failure = ""
+        """Why the last attempt to attach failed."""
         self._ops: GatewayOps | None = None
         self._engine = ""
         self._raylet: process.ProcessId | None = None
@@ -66,7 +76,8 @@ class Gateway:
         return self.exit_status
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(encode(self._stamped({"request_id": ""})))
+        settings = settings_mark(self._settings, self._namespace)
+        writer.write(encode(self._stamped({"request_id": "", "settings": settings})))
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
             while True:
                 message = await read_message(reader)
@@ -144,7 +155,11 @@ class Gateway:
     async def _attach(self) -> GatewayOps:
         if given := self._settings.address:  # with what the environment says of its token
             module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
-            joined: GatewayOps = await asyncio.to_thread(module.connect, given, self._namespace)
+            try:
+                joined: GatewayOps = await asyncio.to_thread(module.connect, given, self._namespace)
+            except Exception as error:  # whatever Ray raises: the asker gets it, and so does who asks for the status
+                self._failure = " ".join(f": {type(error).__name__}: {error}".split())[:_FAILURE_MAX]
+                raise
             self._ops, self._engine = joined, given
             return joined
         state = await asyncio.to_thread(start_engine, self._home, self._settings)
@@ -166,9 +181,12 @@ class Gateway:
 
     def _status(self) -> dict[str, Any]:
         if given := self._settings.address:
-            found = {"state": "off"}
-            if self._ops is not None:
-                found = {"state": "running", "hosts": self._ops.hosts, "text": self._ops.unlabelled_text}
+            found: dict[str, Any] = {"state": "off"}
+            if self._ops is None and self._attaching is not None:
+                text = f"no Ray has answered at {given}{self._failure}; see 'ray status' there, and run/gateway.log"
+                found = {"state": "connecting", "text": text}
+            elif self._ops is not None:
+                found = {"state": "running", "hosts": self._ops.machines.hosts, "text": self._ops.machines.text}
             return {"engine": self._engine, "address": given, **found}
         head = find_engine(self._home)
         if head is None:

@@ -89,21 +89,40 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
 def command_of(home: Path, settings: EngineSettings) -> tuple[str, ...]:
     """The command that starts a gateway."""
     words = ("-m", "rota.runtime.gateway", "--home", str(home), "--engine", json.dumps(asdict(settings)))
-    own = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]  # others may use a given engine too
-    return (sys.executable, *words, *(("--namespace", f"rota/{own}") if settings.address else ()))
+    return (sys.executable, *words, "--namespace", namespace_of(home, settings))
+
+
+def namespace_of(home: Path, settings: EngineSettings) -> str:
+    """Where the jobs of this home live in Ray: on a given engine one of its own, drawn once, for others use it too.
+
+    Not of the path, which may be the same on another machine. Called by who alone serves the home.
+    """
+    if not settings.address:
+        return "rota/local"
+    path = home / "installation"
+    if not path.exists():
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        process.write_private(path, SystemChance().fresh())
+    return f"rota/{path.read_text()}"
+
+
+def settings_mark(settings: EngineSettings, namespace: str) -> str:
+    """What a gateway greets with: tells one with these settings from one with others."""
+    return hashlib.sha256(json.dumps([asdict(settings), namespace]).encode()).hexdigest()
 
 
 class GatewayClient:
     """Keeps one gateway alive and asks it; belongs to one event loop.
 
-    A living gateway is adopted; a dead one is started again at once, then after 0.2 s, doubling up to 5 s. ``request``
-    raises UnknownResult when the gateway dies meanwhile; the named operations, all idempotent, are repeated then. What
-    is asked while there is no gateway waits for it until its own time is up.
+    A living gateway is adopted, one with other settings replaced; a dead one is started again at once, then after
+    0.2 s, doubling up to 5 s. ``request`` raises UnknownResult when the gateway dies meanwhile; the named operations,
+    all idempotent, are repeated then. What is asked while there is no gateway waits for it until its own time is up.
     """
 
     def __init__(self, home: Path, settings: EngineSettings, *, chance: Chance | None = None) -> None:
         self._home, self._settings = home, settings
         self._files = GatewayFiles(home)
+        self._mark = settings_mark(settings, namespace_of(home, settings))
         self._chance = chance or SystemChance()
         self._writer: asyncio.StreamWriter | None = None
         self._connected = asyncio.Event()
@@ -144,8 +163,8 @@ class GatewayClient:
         """Start the engine, or adopt the living one; returns its status."""
         return await self._ask("start_engine", {}, timeout_s=timeout_s)
 
-    async def nodes(self, *, timeout_s: float = 60.0) -> list[dict[str, Any]]:
-        """The machines of a given engine with what each has."""
+    async def nodes(self, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """``nodes``: the machines of a given engine with what each has; ``alive``: the names of all that live."""
         return await self._ask("nodes", {}, timeout_s=timeout_s)
 
     async def ensure_master(
@@ -269,7 +288,7 @@ class GatewayClient:
             except OSError as error:  # no memory, disk or process number for a child: as if it had not started
                 _log.error("the gateway cannot be started: %s", error)
                 opened = None
-            if opened is None:
+            if opened is None or not await self._is_own(*opened):
                 await asyncio.sleep(pause_s * (0.5 + self._chance.rng().random() / 2))
                 pause_s = min(pause_s * 2, pause_max_s)
                 continue
@@ -300,6 +319,21 @@ class GatewayClient:
         if record is not None:  # alive but deaf
             await asyncio.to_thread(process.stop, record.id, grace_s=0.0)
         return None
+
+    async def _is_own(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Hear its greeting. One with other settings, as a killed service may leave behind, is ended."""
+        try:
+            greeting = await asyncio.wait_for(read_message(reader), _DEAF_S)
+        except (OSError, EOFError, ValueError):
+            writer.close()
+            return False
+        if greeting.get("settings") == self._mark:
+            self._see(greeting)
+            return True
+        writer.close()
+        _log.warning("the gateway has other settings than the service: it is started anew")
+        await asyncio.to_thread(stop_gateway_of, self._home)
+        return False
 
     def _spawn(self) -> None:
         what = Spawn(command=command_of(self._home, self._settings), env={}, log=self._files.log)

@@ -18,6 +18,7 @@ from rota.runtime.devices import local_node
 from rota.runtime.engine import HOST_LABEL, EngineState
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.launch_ray import MasterStart, RayLauncher
+from rota.runtime.machines import Machines
 from rota.runtime.warm import keep_warm
 from rota.spec import codec
 from rota.spec.ids import JobId
@@ -47,43 +48,11 @@ class GatewayOps:
         self._kept = dict[JobId, asyncio.Task[None]]()
         self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
         """One start of a master at a time; a lock is gone with the last who uses it."""
-        self._inventories = dict[str, dict[str, Any]]()
-        self._unlabelled = 0
+        self.machines = Machines(_ask_machine)
 
-    async def nodes(self) -> list[dict[str, Any]]:
-        """The living machines of the engine that carry our label: devices as each tells them, cores as Ray does.
-
-        A machine is asked once; one that does not answer in time is left out and asked again.
-        """
-        rows: list[dict[str, Any]] = [row for row in await asyncio.to_thread(ray.nodes) if row["Alive"]]
-        labelled = [row for row in rows if row["Labels"].get(HOST_LABEL)]
-        self._unlabelled = len(rows) - len(labelled)
-        found = await asyncio.gather(*(self._inventory(row) for row in labelled))
-        self._inventories = {one["NodeID"]: node for one, node in zip(labelled, found) if node}
-        return list(self._inventories.values())
-
-    async def _inventory(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        if known := self._inventories.get(row["NodeID"]):
-            return known
-        host: str = row["Labels"][HOST_LABEL]
-        here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
-        asked = _inventory_of.options(scheduling_strategy=here).remote(host, row["Resources"].get("CPU", 0.0))
-        try:
-            return await asyncio.wait_for(asked, _INVENTORY_S)
-        except (TimeoutError, RayError) as error:
-            _say(f"{host} does not say what it has: {type(error).__name__}: {error}")
-            return {}
-
-    @property
-    def hosts(self) -> list[str]:
-        """Names of the machines that ``nodes`` found last."""
-        return sorted(node["host"] for node in self._inventories.values())
-
-    @property
-    def unlabelled_text(self) -> str:
-        """What to do about machines that cannot be used; empty when there are none."""
-        how = f"start each with: ray start --address=HOST:PORT --labels={HOST_LABEL}=NAME"
-        return f"{self._unlabelled} machines have no name to place jobs by; {how}" if self._unlabelled else ""
+    async def nodes(self) -> dict[str, Any]:
+        """``nodes``: the machines of the engine with what each said it has; ``alive``: the names of all that live."""
+        return await self.machines.look(await asyncio.to_thread(ray.nodes))
 
     def keep_warm(self, state: EngineState, count: int) -> None:
         """Keep idle processes ready for masters and instances from now on."""
@@ -96,10 +65,13 @@ class GatewayOps:
         wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path)
         lock = self._locks.setdefault(wanted.job, asyncio.Lock())
         async with lock:
-            handle = await self._launcher.start_master(wanted, timeout_s=_START_S)
+            handle = await self._start(wanted)
             if wanted.job not in self._kept:
                 self._kept[wanted.job] = asyncio.get_running_loop().create_task(self._keep(wanted))
         return {"name": handle.name, "pid": handle.pid, "start_time": handle.start_time}
+
+    async def _start(self, wanted: MasterStart) -> Handle:
+        return await self._launcher.start_master(wanted, avoid=self.machines.unusable, timeout_s=_START_S)
 
     async def _keep(self, wanted: MasterStart) -> None:
         pause_s, pause_max_s = _BACKOFF_S
@@ -107,7 +79,7 @@ class GatewayOps:
             cause = await self._launcher.wait_end(master_name(wanted.job))
             await asyncio.sleep(pause_s)
             try:
-                await self._launcher.start_master(wanted, timeout_s=_START_S)
+                await self._start(wanted)
                 pause_s = _BACKOFF_S[0]
             except Exception as error:  # noqa: BLE001 - a constructor may raise anything; it is tried again, more slowly
                 _say(f"master of {wanted.job} ended ({cause}) and does not start: {type(error).__name__}: {error}")
@@ -185,6 +157,19 @@ class GatewayOps:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+async def _ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a machine has, devices as it tells them, cores as Ray does; nothing when it does not say it in time."""
+    host: str = row["Labels"][HOST_LABEL]
+    here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
+    asked = _inventory_of.options(scheduling_strategy=here).remote(host, row["Resources"].get("CPU", 0.0))
+    try:
+        return await asyncio.wait_for(asked, _INVENTORY_S)
+    except (TimeoutError, RayError) as error:
+        _say(f"{host} does not say what it has: {type(error).__name__}: {error}")
+        await asyncio.to_thread(ray.cancel, asked, force=True)  # it is asked anew: none may pile up there
+        return {}
 
 
 @ray.remote(num_cpus=0, max_retries=0)

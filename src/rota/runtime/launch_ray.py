@@ -69,6 +69,7 @@ _POLL_S = 0.05
 _UNPLACED_POLL_S = 1.0
 _BLOCKING_THREADS_MAX = 32
 _DEATHS_MAX = 4096
+_NODE_ID_LABEL = "ray.io/node-id"  # which Ray gives each node
 # What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
 _UNEXPECTED = re.compile(r"Worker unexpectedly exits with a connection error code")
 _OUT_OF_MEMORY = re.compile(r"running low on memory|OutOfMemory")
@@ -170,8 +171,12 @@ class RayLauncher:
         while await self._blocking(lambda: self._groups.stands(reservation, bundle)):
             await asyncio.sleep(_UNPLACED_POLL_S)
 
-    async def start_master(self, start: MasterStart, *, timeout_s: float) -> Handle:
-        """Start the master of a job, or return the living one; Ray starts it again whenever its process dies."""
+    async def start_master(self, start: MasterStart, *, timeout_s: float, avoid: Sequence[str] = ()) -> Handle:
+        """Start the master of a job, or return the living one; Ray starts it again whenever its process dies.
+
+        It does not start on the nodes ``avoid`` (Ray's ids). Those alone are named, not the good ones: a master whose
+        good ones are all gone must still start on one that came later.
+        """
         boot = Boot(
             name=master_name(start.job),
             namespace=self.namespace,
@@ -182,7 +187,9 @@ class RayLauncher:
             log_path=start.log_path,
             restarts=True,
         )
-        begun = await self._begin(boot, {"num_cpus": 0, "max_restarts": -1}, timeout_s)
+        where = {_NODE_ID_LABEL: f"!in({','.join(avoid)})"} if avoid else None
+        options = {"num_cpus": 0, "max_restarts": -1, "label_selector": where}
+        begun = await self._begin(boot, options, timeout_s)
         return self._handle(boot.name, begun)
 
     async def _begin(self, boot: Boot, options: Mapping[str, Any], timeout_s: float) -> Begun:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from rota.cluster.live import Scheduler
@@ -131,8 +131,8 @@ def wanted_nodes(settings: Settings) -> tuple[Node, ...]:
     return (local_node(),)
 
 
-def node_changes(doors: Doors, wanted: Iterable[Node]) -> list[Event]:
-    """What must be appended so that the log knows exactly the wanted nodes."""
+def node_changes(doors: Doors, wanted: Iterable[Node], alive: Container[str] = ()) -> list[Event]:
+    """What must be appended so that the log knows the wanted nodes, and of others only those that are ``alive``."""
     known = doors.loop.installation.nodes
     joined = {node.id: node for node in wanted}
     changes: list[Event] = [
@@ -143,6 +143,6 @@ def node_changes(doors: Doors, wanted: Iterable[Node]) -> list[Event]:
     changes += [
         NodeLost(node=one, text="not part of the installation any more")
         for one, old in known.items()
-        if one not in joined and not old.lost
+        if one not in joined and one not in alive and not old.lost
     ]
     return changes

@@ -136,6 +136,8 @@ def _checked(settings: Settings) -> Settings:
     given = f"ray_address={settings.ray_address} (from {settings.origins['ray_address']})"
     if settings.ray_address and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", settings.ray_address):
         raise BadInput(f"{given} is not HOST:PORT", hint="the address that 'ray start --head' prints")
+    if settings.ray_address and not 0 < int(settings.ray_address.rpartition(":")[2]) <= 65535:
+        raise BadInput(f"{given}: its port is not between 1 and 65535")
     if settings.ray_address and settings.pretend:
         raise BadInput(f"{given}: its machines are real, those of pretend={settings.pretend} are not")
     if settings.pretend:

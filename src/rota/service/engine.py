@@ -59,8 +59,8 @@ class Engine(Protocol):
         """Parts with their health: ``engine``, ``gateway``, ``registry``; never starts anything."""
         ...
 
-    async def nodes(self) -> tuple[Node, ...]:
-        """The machines of an engine that somebody else runs."""
+    async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
+        """The machines of an engine that somebody else runs, and the names of all that live, heard yet or not."""
         ...
 
     async def close(self, *, stop_engine: bool) -> None:
@@ -103,7 +103,7 @@ class NoEngine:
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "off", "text": self._why}, "gateway": {"state": "off"}}
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
         raise EngineUnavailable(self._why)
 
     async def close(self, *, stop_engine: bool) -> None:
@@ -191,10 +191,11 @@ class GatewayEngine:
         except (EngineUnavailable, TimedOut) as error:
             return {"gateway": {"state": "down", "text": str(error)}, "engine": {"state": "unknown"}}
 
-    async def nodes(self) -> tuple[Node, ...]:
+    async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
         try:
-            return tuple(codec.from_json_value(Node, one) for one in await self._client.nodes())
-        except (TimedOut, ValueError) as error:
+            found = await self._client.nodes()
+            return tuple(codec.from_json_value(Node, one) for one in found["nodes"]), frozenset(found["alive"])
+        except (TimedOut, ValueError, TypeError, KeyError) as error:  # of another version
             raise EngineUnavailable(str(error)) from error
 
     async def close(self, *, stop_engine: bool) -> None:

@@ -18,7 +18,8 @@ async def keep_nodes(doors: Doors) -> None:
     """Until cancelled. While the engine does not answer, the nodes that are known stay."""
     while True:
         try:
-            if changes := node_changes(doors, await doors.engine.nodes()):
+            found, alive = await doors.engine.nodes()
+            if changes := node_changes(doors, found, alive):
                 await doors.loop.append(changes)
         except (EngineUnavailable, StoreUnavailable) as error:
             _log.warning("the machines of the engine are not known now: %s", error)

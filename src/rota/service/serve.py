@@ -127,29 +127,29 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     # 3. what this machine has; a given engine is asked for its machines, again and again
     if not settings.ray_address and (changes := node_changes(doors, wanted_nodes(settings))):
         await doors.loop.append(changes)
-    looking = asyncio.create_task(keep_nodes(doors) if settings.ray_address else asyncio.sleep(0), name="nodes")
+    looking = [asyncio.create_task(keep_nodes(doors), name="nodes")] if settings.ray_address else []
     doors.ready = True
     _record(doors)
     _log.info("serving %s from %s as install epoch %s", doors.home.root, settings.url, doors.loop.writer.epoch)
     # 4. until told, or until a part fails
     waiting = asyncio.create_task(stopping.wait(), name="signal")
     try:
-        await asyncio.wait({turning, answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({turning, answering, waiting, *looking}, return_when=asyncio.FIRST_COMPLETED)
     # 5. doors first, then the loop, then the store
     finally:
         doors.ready = False
         server.should_exit = True
         await doors.loop.stop()
         waiting.cancel()
-        for task in (telling, keeping, looking):
+        for task in (telling, keeping, *looking):
             task.cancel()
-        await asyncio.gather(telling, keeping, looking, return_exceptions=True)
-        ends = await asyncio.gather(turning, answering, return_exceptions=True)
+        await asyncio.gather(telling, keeping, return_exceptions=True)
+        ends = await asyncio.gather(turning, answering, *looking, return_exceptions=True)
         await doors.engine.close(stop_engine=False)
         log.close()
         doors.home.service_record.unlink(missing_ok=True)
     for end in ends:
-        if isinstance(end, BaseException):
+        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
             raise end
 
 

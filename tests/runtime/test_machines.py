@@ -1,0 +1,86 @@
+"""The machines of a given engine from look to look: slow, hung, nameless and doubled ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from rota.runtime import machines
+from rota.runtime.engine import HOST_LABEL
+from rota.runtime.machines import Machines
+
+
+def row(identity: str, name: str = "", *, alive: bool = True) -> dict[str, Any]:
+    return {"NodeID": identity, "Alive": alive, "Labels": {HOST_LABEL: name} if name else {}, "Resources": {}}
+
+
+def looks(ask: Callable[[str], Awaitable[bool]], body: Callable[[Machines], Awaitable[None]]) -> None:
+    async def says(one: Mapping[str, Any]) -> dict[str, Any]:
+        return {"host": one["Labels"][HOST_LABEL], "id": one["NodeID"]} if await ask(one["NodeID"]) else {}
+
+    asyncio.run(body(Machines(says)))
+
+
+async def yes(_: str) -> bool:
+    return True
+
+
+def test_a_machine_that_hangs_is_asked_once_lives_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "LOOK_S", 0.02)
+    answer, asked = asyncio.Event(), list[str]()
+
+    async def ask(identity: str) -> bool:
+        asked.append(identity)
+        return identity == "1" or await answer.wait()
+
+    async def body(seen: Machines) -> None:
+        for _ in range(3):
+            found = await seen.look([row("1", "one"), row("2", "two"), row("3", "three", alive=False)])
+            assert [node["host"] for node in found["nodes"]] == ["one"] and found["alive"] == ["one", "two"]
+        assert sorted(asked) == ["1", "2"] and seen.unusable == []
+        answer.set()
+        found = await seen.look([row("1", "one"), row("2", "two")])
+        assert [node["host"] for node in found["nodes"]] == seen.hosts == ["one", "two"]
+
+    looks(ask, body)
+
+
+def test_one_that_does_not_say_what_it_has_is_told_of_avoided_and_asked_again() -> None:
+    says = {"1": False}
+
+    async def ask(identity: str) -> bool:
+        return says[identity]
+
+    async def body(seen: Machines) -> None:
+        assert await seen.look([row("1", "one")]) == {"nodes": [], "alive": ["one"]}
+        assert seen.unusable == ["1"] and "one did not say what they have" in seen.text
+        says["1"] = True
+        assert (await seen.look([row("1", "one")]))["nodes"] == [{"host": "one", "id": "1"}]
+        assert (seen.unusable, seen.text) == ([], "")
+        assert await seen.look([]) == {"nodes": [], "alive": []}
+
+    looks(ask, body)
+
+
+def test_two_machines_of_one_name_are_told_of_and_the_first_keeps_it() -> None:
+    async def body(seen: Machines) -> None:
+        first, second = row("1", "one"), row("2", "one")
+        assert await seen.look([first, second]) == {"nodes": [], "alive": ["one"]}
+        assert seen.unusable == ["1", "2"] and "several machines have the name one" in seen.text
+        for rows in ([first], [first, second], [second, first]):
+            assert (await seen.look(rows))["nodes"] == [{"host": "one", "id": "1"}]
+        assert seen.unusable == ["2"]
+        assert (await seen.look([second]))["nodes"] == [{"host": "one", "id": "2"}]
+
+    looks(yes, body)
+
+
+def test_a_machine_without_a_name_is_alive_for_nobody() -> None:
+    async def body(seen: Machines) -> None:
+        assert await seen.look([row("1")]) == {"nodes": [], "alive": []}
+        assert seen.unusable == ["1"] and seen.text.startswith("1 machines have no name to place jobs by")
+
+    looks(yes, body)

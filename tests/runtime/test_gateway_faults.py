@@ -185,6 +185,6 @@ def test_a_given_engine_that_does_not_answer_is_told_with_its_address(
             await asked._perform("nodes", {})
         status = asked._status()
         assert status["state"] == "connecting"
-        assert status["text"].startswith("no Ray has answered at head:1: ConnectionError: head:1 rota/x: refused; see 'ray")
+        assert status["text"].startswith("no Ray has answered at head:1: ConnectionError: head:1 rota/x: refused;")
 
     asyncio.run(body())

@@ -12,7 +12,7 @@ DEV_EXTRAS := .[engine,examples,dev]
 INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) uv pip install -q -c constraints.txt $(1); \
 	else $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(1); fi
 
-.PHONY: setup demo check lint test real sim bench ui docs clean
+.PHONY: setup demo check lint test real deep sim bench ui docs clean
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
@@ -49,6 +49,9 @@ test: check real ## every check there is
 
 real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and their deaths
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "(real or slow) and not gpu"
+
+deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
+	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --timeout 1800 -m "(real or slow) and not gpu"
 
 SEEDS ?= 1000
 sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one

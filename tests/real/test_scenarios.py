@@ -60,7 +60,7 @@ def reference(name: str, **env: Any) -> list[dict[str, Any]]:
 
 @deep
 @shares_tensors
-def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_one_is_killed(engine) -> None:
+def test_two_towers_learn_over_a_gradient_edge_what_one_process_learns_though_three_are_killed(engine) -> None:
     pytest.importorskip("sklearn")
     steps = 300
 

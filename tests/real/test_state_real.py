@@ -78,7 +78,7 @@ def test_kill_9_goes_back_to_the_last_commit_and_reaches_the_same_numbers(engine
     run_job(engine, training(), body)
 
 
-@pytest.mark.parametrize("dead", [1, pytest.param(0, marks=deep)])
+@pytest.mark.parametrize("dead", [0, pytest.param(1, marks=deep)])
 def test_restart_process_replaces_the_dead_rank_and_re_forms_the_living_one_in_place(engine, dead: int) -> None:
     async def body(run: Run) -> None:
         await until_paused(run)

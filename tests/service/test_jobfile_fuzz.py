@@ -31,7 +31,7 @@ SCRAPS = st.sampled_from(
 
 
 SCALE = 75 if os.environ.get("ROTA_DEEP") else 1
-"""25 makes 24,750 inputs."""
+"""75 makes 24,750 inputs."""
 
 
 def is_read_or_refused(text: str | bytes, sets: list[str]) -> bool:

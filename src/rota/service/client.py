@@ -221,7 +221,11 @@ class Client(Wire):
             yield page
 
     def logs(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
-        """Log lines in the order of time; with ``follow`` until the job has ended."""
+        """Log lines in the order of time; with ``follow`` until the job has ended.
+
+        ``filters``: ``instance`` (``role/rank`` or a role), ``attempt``, ``since``, ``until`` (seconds since 1970),
+        ``grep``, ``stream``, ``tail``. Raises BadInput for any other.
+        """
         if not follow:
             for page in self.log_pages(job, **filters):
                 yield from page["items"]

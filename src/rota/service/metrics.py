@@ -212,9 +212,7 @@ class Metrics(Collector):
                 if row[key] is not None:
                     family.add_metric((row["path"],), row[key])
             yield family
-        text = (
-            "Since the longest waiting job of the queue or below began to wait; a preempted one began again then."
-        )
+        text = "Since the longest waiting job of the queue or below began to wait; a preempted one began again then."
         oldest = GaugeMetricFamily("rota_oldest_pending_seconds", text, labels=("queue",))
         for row in rows:
             began = min((s.since for s in waiting_in(self._installation, row["path"])), default=now)

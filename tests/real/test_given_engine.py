@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from tests.real.nodes import Raylets
 from tests.real.test_service import Installation, free_port, of_home
 
 from rota.runtime import process
+from rota.runtime.engine import EngineSettings
+from rota.runtime.gateway_client import GatewayClient, ask_once
 from rota.service import daemon
 from rota.service.config import load_settings
 
@@ -30,6 +33,17 @@ def until(look: Callable[[], Any], wanted: Any) -> None:
     while (seen := look()) != wanted:
         assert time.monotonic() < deadline, seen
         time.sleep(0.05)
+
+
+def _left(home: Path, address: str) -> tuple[str, ...]:
+    async def ask() -> tuple[str, ...]:
+        client = GatewayClient(home, EngineSettings(address=address))
+        try:
+            return await client.list_jobs()
+        finally:
+            await client.close(stop_gateway=True)
+
+    return asyncio.run(ask())
 
 
 def test_jobs_run_on_the_machines_of_a_given_engine_and_on_one_that_joins_later(engine: Engine) -> None:
@@ -57,8 +71,13 @@ def test_jobs_run_on_the_machines_of_a_given_engine_and_on_one_that_joins_later(
             assert site.ask("/status")["parts"]["engine"]["hosts"] == [HOST, "second"]
             raylets.stop()
             until(states, {HOST: "healthy"})
+            source = json.dumps({"name": "left", "roles": {"main": {"run": ["sleep", "600"]}}})
+            left = site.ask("/jobs", {"source": source, "filename": "job.json"})["id"]
+            site.running(left)
+            assert left in ask_once(Path(folder), "list_jobs", {})
         finally:
-            ended = daemon.down(site.settings)
+            ended = daemon.down(site.settings, force=True)
+            assert _left(Path(folder), engine.address) == ()
             raylets.stop()
         assert (ended["state"], of_home(Path(folder))) == ("down", [])
         assert process.is_alive(engine.state.raylet)

@@ -17,7 +17,7 @@ from tests import postgres
 
 from rota.runtime.clock import VirtualClock
 from rota.runtime.log import EventLog, MemoryLog
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.sql_log import SqlLog, _Mark
 from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnavailable
 from rota.spec.ids import JobId
 
@@ -142,7 +142,7 @@ def test_a_missing_record_is_found(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from rota.runtime.log import Writer
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.sql_log import SqlLog, _Mark
 from rota.spec.events import TimerFired
 log = SqlLog(sys.argv[1])
 writer = Writer(scope="install", epoch=int(sys.argv[2]))
@@ -245,3 +245,19 @@ def test_a_cut_database_file_is_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "rota.db", size - 4096)
     with pytest.raises((StoreCorrupt, StoreUnavailable)):
         open_log(tmp_path, migrate=False).read()
+
+
+def test_a_mark_that_cannot_be_written_is_told_once_and_a_full_disk_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark = _Mark(tmp_path / "rota.db")
+    mark.advance(1)
+    whole, told = mark._file, list[int]()
+    for path in ("/dev/full", str(tmp_path / "rota.db-mark"), str(tmp_path / "rota.db-mark")):
+        mark._file = os.open(path, os.O_WRONLY if path == "/dev/full" else os.O_RDONLY)
+        mark.advance(2)
+        mark.close()
+        told.append(caplog.text.count("stays behind"))
+    mark._file = whole
+    assert (told, mark.read()) == ([0, 1, 1], 1)
+    mark.close()

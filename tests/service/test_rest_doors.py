@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,11 @@ import pytest
 from fastapi.routing import APIRoute
 from prometheus_client.parser import text_string_to_metric_families
 from standing import HELLO, Standing, with_service
+from starlette.requests import Request
 
 from rota.runtime.log import EventLog
 from rota.service.auth import FAILURES_MAX
-from rota.service.rest import BODY_BYTES_MAX, application
+from rota.service.rest import BODY_BYTES_MAX, _bug, application
 from rota.service.routes.doors import caller_of
 from rota.service.routes.page import ui
 from rota.spec.errors import StoreUnavailable
@@ -292,3 +296,11 @@ def test_the_api_description_is_openapi_3_1_and_names_every_route(tmp_path: Path
             assert all(one.get("summary") for one in operations.values())
 
     with_service(tmp_path, test)
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "free space"), (errno.EROFS, "mount it for writing")])
+def test_a_full_disk_is_told_without_a_claim_of_what_was_written(number: int, remedy: str) -> None:
+    answer = _bug(Request({"type": "http"}), OSError(number, os.strerror(number), "/home/log"))
+    told = json.loads(bytes(answer.body))
+    assert (answer.status_code, told["detail"]) == (503, f"/home/log: {os.strerror(number)}")
+    assert remedy in told["hint"] and "the same Idempotency-Key" in told["hint"]

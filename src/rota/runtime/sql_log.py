@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from rota.spec.ids import Epoch, JobId
 
 _FENCES = text("SELECT scope, epoch FROM fences")
 _ROWS = 1000
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_log = logging.getLogger("rota.runtime")
 _FENCE = text("SELECT epoch FROM fences WHERE scope = :scope")
 _RAISE = text(
     "INSERT INTO fences (scope, epoch) VALUES (:scope, :epoch) ON CONFLICT (scope) DO UPDATE SET epoch = excluded.epoch"
@@ -234,7 +237,7 @@ class _Mark:
     """
 
     def __init__(self, database: Path | None) -> None:
-        self._file = -1
+        self._file, self._told = -1, False
         if database is not None:
             path = database.with_name(f"{database.name}-mark")
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
@@ -244,10 +247,18 @@ class _Mark:
         return int(os.pread(self._file, 20, 0) or b"0") if self._file >= 0 else 0
 
     def advance(self, number: int) -> None:
-        """Remember that ``number`` was acknowledged. On a full disk an older number stays: it is true as well."""
-        if self._file >= 0:
-            with contextlib.suppress(OSError):
-                os.pwrite(self._file, f"{number:020d}".encode(), 0)
+        """Remember that ``number`` was acknowledged.
+
+        When that fails an older number stays, which is true as well; what is no full disk is told, once.
+        """
+        if self._file < 0:
+            return
+        try:
+            os.pwrite(self._file, f"{number:020d}".encode(), 0)
+        except OSError as error:
+            if error.errno not in _FULL and not self._told:
+                self._told = True
+                _log.error("the mark of the event log stays behind, and a cut log may go unseen: %s", error)
 
     def close(self) -> None:
         if self._file >= 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -11,7 +12,7 @@ import shutil
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def ensure_up(settings: Settings) -> bool:
 def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict[str, Any]:
     """End the service with its gateway, engine and registry: the recorded processes, and no others.
 
+    On an engine of somebody else it ends what the jobs of this home have there, ``text`` tells what could not be.
     ``jobs``: ``stop`` ends running jobs first, ``leave`` lets them go on from their last commit at the next ``up``.
     ``force`` asks nobody and skips the polite part. Returns what was ended and what, if anything, could not be.
     """
@@ -84,8 +86,11 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
             if not process.stop(service, grace_s=0.0 if force else STOP_GRACE_S):
                 left.append(service)
         home.service_record.unlink(missing_ok=True)
-        left += _end_rest(home, ended, grace_s=0.0 if force else STOP_GRACE_S)
-    return _down_document(ended, left, stopped)
+        grace_s = 0.0 if force else STOP_GRACE_S
+        address = _given_engine(home)
+        text = _sweep(home, address, grace_s=grace_s) if address else ""
+        left += _end_rest(home, ended, grace_s=grace_s)
+    return _down_document(ended, left, stopped, text)
 
 
 def status(settings: Settings) -> dict[str, Any]:
@@ -210,22 +215,54 @@ def _leaves(cls: type[RotaError]) -> Iterator[type[RotaError]]:
 def _stop_jobs(home: Home) -> list[str]:
     """Ask every live job to end and wait for it, at most ``STOP_JOBS_S``; what is left ends with the engine.
 
-    Returns the jobs that were asked.
+    Returns the jobs that took it.
     """
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + STOP_JOBS_S
     asked: list[str] = []
-    with contextlib.suppress(RotaError):
-        while clock.monotonic_s() < until_s:
+    while clock.monotonic_s() < until_s:
+        try:
             live = [row["id"] for row in ask(home, "GET", "/api/v1/jobs")["items"]]
-            if not live:
-                break
-            for job in live:
-                if job not in asked:
-                    asked.append(job)
+        except RotaError:
+            break
+        if not live:
+            break
+        for job in live:
+            if job not in asked:
+                with contextlib.suppress(RotaError):  # the next round asks again
                     ask(home, "POST", f"/api/v1/jobs/{job}:stop", {"grace_s": STOP_GRACE_S})
-            blocking_sleep(0.1)
+                    asked.append(job)
+        blocking_sleep(0.1)
     return asked
+
+
+def _given_engine(home: Home) -> str:
+    """Address of the engine of somebody else that the gateway was started for, alive or not; empty if there is none."""
+    record = RunFolder(home.run).read("gateway")
+    if record is None or "--engine" not in record.command:
+        return ""
+    return str(json.loads(record.command[record.command.index("--engine") + 1]).get("address", ""))
+
+
+def _sweep(home: Home, address: str, *, grace_s: float) -> str:
+    """End what jobs have on an engine that goes on without us; what is left there, in words, empty when nothing is."""
+    from rota.runtime.engine import EngineSettings
+    from rota.runtime.gateway_client import GatewayClient
+
+    async def sweep() -> Sequence[str]:
+        client = GatewayClient(home.root, EngineSettings(address=address))
+        try:
+            jobs = await client.list_jobs()
+            await asyncio.gather(*(client.sweep(job, grace_s=grace_s) for job in jobs), return_exceptions=True)
+            return await client.list_jobs() if jobs else ()
+        finally:
+            await client.close()
+
+    try:
+        left = asyncio.run(sweep())
+    except RotaError as error:
+        return f"the engine at {address} does not tell what runs there: {error.message}"
+    return f"on the engine at {address} there is left of: {', '.join(left)}" if left else ""
 
 
 def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId]:
@@ -251,11 +288,12 @@ def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId
     return left
 
 
-def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str]) -> dict[str, Any]:
+def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str], text: str = "") -> dict[str, Any]:
     return {
         "api": "rota/v1",
         "kind": "Status",
-        "state": "down" if not left else "stuck",
+        "state": "stuck" if left or text else "down",
+        "text": text,
         "ended": ended,
         "stopped_jobs": stopped,
         "still_running": [one.pid for one in left],

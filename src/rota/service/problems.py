@@ -15,7 +15,7 @@ PROBLEMS_MAX = 100
 DISK_REMEDIES = {
     errno.ENOSPC: "free space on that disk",
     errno.EDQUOT: "free space: the quota on that disk is used up",
-    errno.EROFS: "it is mounted read-only: set ROTA_HOME to a folder that can be written",
+    errno.EROFS: "it is mounted read-only: mount it for writing, or choose another folder",
 }
 """What to do when a disk takes nothing."""
 NAMED_MAX = 20

@@ -201,9 +201,10 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 def _bug(request: Request, error: Exception) -> Response:
     if isinstance(error, OSError) and (remedy := DISK_REMEDIES.get(error.errno or 0)):
-        text = f"nothing was written: {error.filename or 'a file'}: {error.strerror}"
+        text = f"{error.filename or 'a file'}: {error.strerror}"
+        hint = f"{remedy}; then ask again with the same Idempotency-Key"
         away = StoreUnavailable
-        return problem(request, status=away.http, code=away.code, detail=text, hint=remedy, exit=away.exit)
+        return problem(request, status=away.http, code=away.code, detail=text, hint=hint, exit=away.exit)
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     detail = f"{type(error).__name__}: a bug in Rota; the service log has its story"
     return problem(request, status=500, code="INTERNAL", detail=detail)

@@ -75,7 +75,8 @@ def down(
     document = end(flags.settings(), jobs=jobs, force=force)
     ended = ", ".join(document["ended"]) or "nothing was running"
     jobs_text = f"; stopped {', '.join(document['stopped_jobs'])}" if document["stopped_jobs"] else ""
-    terminal.show(document, lambda term: term.line(f"{document['state']}: {ended}{jobs_text}"))
+    left = f"; {document['text']}" if document["text"] else ""
+    terminal.show(document, lambda term: term.line(f"{document['state']}: {ended}{jobs_text}{left}"))
     return 0 if document["state"] == "down" else 1
 
 

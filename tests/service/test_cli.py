@@ -137,6 +137,8 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["run", "."], 2, ". is a folder"),
         (["run", "j.yaml", "--", "x"], 2, "give a job file or a command after '--', not both"),
         (["run", "-e", "novalue", "--", "x"], 2, "-e novalue: not K=V"),
+        (["--server", NO_SERVICE, "run", "-w", "--timeout", "5", "--", "x"], 2, "'5' is not a duration with a unit"),
+        (["--server", NO_SERVICE, "run", "--timeout", "5s", "--", "x"], 2, "--timeout 5s is how long to wait"),
         (["stop"], 2, "which job?"),
         (["scale", "j", "w"], 2, "scale w: how many?\n      rota scale JOB ROLE N, or ROLE=N"),
         (["set", "j", "priority=high"], 2, "priority=high: a whole number from -1 to 100"),
@@ -500,6 +502,9 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
     (tmp_path / "queues.yaml").write_text(
         "- {path: default}\n- {path: prod, guaranteed: {gpus: 2}, limit: {gpus: 3}}\n"
     )
+    (tmp_path / "cores.yaml").write_text(
+        "- {path: cores, limit: {cpus: 8}}\n- {path: both, guaranteed: {gpus: 2, cpus: 1}}\n- {path: default}\n"
+    )
     (tmp_path / "bad.yaml").write_text("queues:\n- {pth: a}\n")
     (tmp_path / "wrong.yaml").write_text(
         "- {path: default}\n- {path: a, guaranteed: {gpus: 8}}\n- {path: a/b,   guaranteed: {gpus: 9}}\n- {path: a}\n"
@@ -524,6 +529,13 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         ):
             assert told in wrong.err
         assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
+        assert (await ask("queues", "apply", "cores.yaml")).status == 0
+        table = re.sub(" +", " ", (await ask("queues")).out)
+        for row in ("both open 0 2, 1 cpus - 0", "cores open 0 - 8 cpus 0", "default open 0 - - 0"):
+            assert row in table
+        (tmp_path / "job.yaml").write_text(HELLO)
+        assert (await ask("run", "job.yaml", "-q", "cores", "-d")).status == 0
+        assert " devices used, limit 8 cpus\n" in (await ask("explain", "hello-1")).out
         assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
         nodes = (await ask("nodes", "--json")).document["items"]
         assert [(node["id"], node["state"], node["text"]) for node in nodes] == [

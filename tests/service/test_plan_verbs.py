@@ -20,9 +20,9 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def search_words(model: Path, *, gpus: int = 4, memory: float = 20) -> list[str]:
-    words = ["plan", "search", "--model", str(model), "--gpus", str(gpus), "--memory", str(memory), "--batch", "8"]
-    return [*words, "--json"]
+def search_words(model: Path, *, gpus: int = 4, memory: float = 20, batch: int = 8) -> list[str]:
+    words = ["plan", "search", "--model", str(model), "--gpus", str(gpus), "--memory", str(memory)]
+    return [*words, "--batch", str(batch), "--json"]
 
 
 @pytest.mark.slow
@@ -53,6 +53,26 @@ def test_nothing_fits_is_exit_4_with_what_would_help(model: Path, capsys: pytest
     assert (document["plan"], document["reason"]) == (None, "out_of_memory")
     assert document["closest"]["needs_gib"] > 2
     assert document["smallest_gpus"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "pin", "cause", "helps"),
+    [
+        (7, "dp=4", "batch 7 is not divisible by dp 4", ["batch 8", "batch 4", "dp not pinned"]),
+        (8, "dp=3", "no plan takes 8 sequences on 4 devices with dp=3", ["dp not pinned"]),
+        (8, "tp=3", "no plan takes 8 sequences on 4 devices with tp=3", ["tp not pinned"]),
+        (8, "tp=3,dp=8", "no plan takes 8 sequences on 4 devices with tp=3,dp=8", ["other pins or devices"]),
+    ],
+)
+def test_what_no_memory_would_mend_is_not_told_as_memory(
+    model: Path, capsys: pytest.CaptureFixture[str], batch: int, pin: str, cause: str, helps: list[str]
+) -> None:
+    words = [*search_words(model, memory=60, batch=batch), "--pin", pin]
+    assert call(words) == 4
+    document = json.loads(capsys.readouterr().out)
+    assert (document["reason"], document["cause"], document["helps"]) == ("no_setting", cause, helps)
+    assert call([word for word in words if word != "--json"]) == 4
+    assert capsys.readouterr().out == f"{cause}\nwhat would help: {', '.join(helps)}\n"
 
 
 def test_a_search_that_ran_out_of_time_does_not_say_that_nothing_fits(

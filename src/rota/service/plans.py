@@ -23,10 +23,11 @@ from rota.train.plan.memory import GIB
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.profiles import from_galvatron, hardware_from_any
 from rota.train.plan.search import Found, Scored, found_to_json, score, search
-from rota.train.plan.space import Question
+from rota.train.plan.space import Question, settings
 from rota.train.plan.validate import Calibration, validate
 
 GPUS_TRIED_MAX = 65_536
+BATCHES_TRIED_MAX = 1_024
 CALIBRATE_S = 300.0
 FILE_BYTES_MAX = 16 * 2**20
 
@@ -103,7 +104,7 @@ def search_document(
     found = search(question, top=top, stop=lambda: limit_s > 0 and clock.monotonic_s() - began_s > limit_s)
     document = codec.to_json_value(found_to_json(found, question))
     if not found.best and found.certificate.complete:
-        document |= _closest(question)
+        document |= _closest(question) if found.certificate.enumerated else _no_setting(question)
     asked = {"model": codec.to_json_value(shape), "hardware": codec.to_json_value(question.hardware)}
     asked |= {"gpus": gpus, "memory_gib": memory_gib, "batch": batch}
     return {**document, "question": asked, "elapsed_s": round(clock.monotonic_s() - began_s, 3)}, warnings
@@ -126,6 +127,24 @@ def _closest(question: Question) -> dict[str, Any]:
             }
         gpus *= 2
     return {"closest": closest, "smallest_gpus": None, "helps": ["a device with more memory"]}
+
+
+def _no_setting(question: Question) -> dict[str, Any]:
+    """Why there is no setting at all, whatever the memory: the nearest batches, or the pins, that would make one."""
+    pinned = ",".join(f"{name}={value}" for name, value in question.pins.items())
+    cause = f"no plan takes {question.batch} sequences on {question.gpus} devices" + (pinned and f" with {pinned}")
+    near = (range(question.batch + way, question.batch + way * BATCHES_TRIED_MAX, way) for way in (1, -1))
+    batches = [next((one for one in side if _has_setting(replace(question, batch=one))), None) for side in near]
+    others = {name: {key: value for key, value in question.pins.items() if key != name} for name in question.pins}
+    helps = [f"batch {one}" for one in batches if one]
+    if helps and question.batch % (dp := question.pins.get("dp", 1)):
+        cause = f"batch {question.batch} is not divisible by dp {dp}"
+    helps += [f"{name} not pinned" for name, pins in others.items() if _has_setting(replace(question, pins=pins))]
+    return {"closest": None, "smallest_gpus": None, "cause": cause, "helps": helps or ["other pins or devices"]}
+
+
+def _has_setting(question: Question) -> bool:
+    return question.batch > 0 and any(True for _ in settings(question))
 
 
 def validate_document(

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
-from rota.service.verbs.words import age, ago_s, amount, lasting, shortened, size
+from rota.service.verbs.words import age, ago_s, amount, lasting, promise, shortened, size
 from rota.spec.errors import BadInput
 
 ACTIONS = ("drain", "cordon", "undrain", "uncordon")
@@ -125,8 +125,10 @@ def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
                 "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
                 queue["state"],
                 amount(queue["used_gpus"]),
-                amount(queue["guaranteed_gpus"]),
-                amount(queue["limit_gpus"]),
+                *(
+                    promise(queue[f"{name}_gpus"], (queue[name] or {}).get("cpus")) or "-"
+                    for name in ("guaranteed", "limit")
+                ),
                 amount(queue["borrowed_gpus"]),
                 queue["running_jobs"],
                 queue["pending_jobs"],

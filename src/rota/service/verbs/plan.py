@@ -60,7 +60,7 @@ def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
         term.line("no plan was found in time; give --limit-s more")
         return
     if doc["plan"] is None:
-        term.line(f"no plan fits in {memory_gib} GiB a device")
+        term.line(doc.get("cause") or f"no plan fits in {memory_gib} GiB a device")
         if doc.get("closest"):
             term.line(f"the closest needs {doc['closest']['needs_gib']:.3g} GiB")
         term.line(f"what would help: {', '.join(doc['helps'])}")

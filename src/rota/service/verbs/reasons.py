@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.jobs import state_text, stream_table
-from rota.service.verbs.words import age, amount, clock_time, lasting, replicas, shortened
+from rota.service.verbs.words import age, amount, clock_time, lasting, promise, replicas, shortened
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
 
@@ -63,8 +63,8 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def _limits(queue: Mapping[str, Any]) -> str:
-    parts = [f", {name} {amount(queue[name])}" for name in ("guaranteed", "limit") if queue.get(name) is not None]
-    return "".join(parts)
+    told = {name: promise(queue.get(name), queue.get(f"{name}_cpus")) for name in ("guaranteed", "limit")}
+    return "".join(f", {name} {text}" for name, text in told.items() if text)
 
 
 def estimate_text(estimate: Mapping[str, Any] | None) -> str:

@@ -63,7 +63,11 @@ def run(
     changes = _changes(set_, name, queue, priority, time_limit, env)
     body = _body(file, argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
     terminal = flags.terminal()
-    spec = _read(body, changes)  # every mistake is told before anything is started
+    follow = terminal.live and not detach and not terminal.json and not wait
+    timeout_s = ago_s(timeout)  # every mistake is told before anything is started
+    if timeout and not (follow or wait):
+        raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
+    spec = _read(body, changes)
     if check:
         return _check(terminal, body, spec)
     if dry_run:
@@ -72,10 +76,9 @@ def run(
         raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
     with _client(flags, terminal) as client:
         handle = client.submit(body)
-        follow = terminal.live and not detach and not terminal.json and not wait
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
         if follow or wait:
-            return _to_the_end(client, terminal, handle["id"], follow=follow, timeout_s=ago_s(timeout))
+            return _to_the_end(client, terminal, handle["id"], follow=follow, timeout_s=timeout_s)
         terminal.show(handle, lambda term: term.line(handle["id"]))
         return 0
 

@@ -56,6 +56,11 @@ def amount(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
+def promise(gpus: float | None, cpus: float | None) -> str:
+    """A guarantee or limit: devices, and cores by name; nothing where neither is stated."""
+    return ", ".join([amount(gpus)] * bool(gpus) + [f"{amount(cpus)} cpus"] * bool(cpus))
+
+
 def size(size_bytes: int | None) -> str:
     """Bytes with a unit; nothing for none."""
     return format_size(size_bytes) if size_bytes else ""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rota.service.views.explain import used_gpus
+from rota.service.views.explain import stated, used_gpus
 from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when
 from rota.service.views.story import JobStory
@@ -113,14 +113,14 @@ def queue_tree(installation: Installation) -> dict[str, Any]:
             if one.state.holds_devices and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
         ]
         used = used_gpus(installation, queue.path)
-        guaranteed = queue.guaranteed.gpus if queue.guaranteed else None
+        guaranteed = stated(queue.guaranteed, "gpus")
         items.append(
             {
                 **codec.to_json_value(queue),
                 "parent": queue.parent,
                 "used_gpus": used,
                 "guaranteed_gpus": guaranteed,
-                "limit_gpus": queue.limit.gpus if queue.limit else None,
+                "limit_gpus": stated(queue.limit, "gpus"),
                 "borrowed_gpus": max(0.0, used - guaranteed) if guaranteed is not None else 0.0,
                 "running_jobs": len(running),
                 "pending_jobs": len(waiting),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rota.service.views.installation import Installation
 from rota.service.views.jobs import API, moved_text, phase, reason_of, when
 from rota.service.views.story import JobStory
 from rota.spec import codec
+from rota.spec.resources import Res
 from rota.spec.states import JobState
 
 BLOCKERS_MAX = 10
@@ -57,12 +58,18 @@ def _fields(story: JobStory) -> dict[str, Any]:
 
 def _queue(story: JobStory, installation: Installation) -> dict[str, Any]:
     from_tree = next((queue for queue in installation.queues if queue.path == story.queue), None)
+    promised = [(name, getattr(from_tree, name, None)) for name in ("guaranteed", "limit")]
     return {
         "path": story.queue,
         "used": used_gpus(installation, story.queue),
-        "guaranteed": from_tree.guaranteed.gpus if from_tree and from_tree.guaranteed else None,
-        "limit": from_tree.limit.gpus if from_tree and from_tree.limit else None,
+        **{name: stated(res, "gpus") for name, res in promised},
+        **{f"{name}_cpus": stated(res, "cpus") for name, res in promised},
     }
+
+
+def stated(res: Res | None, dim: Literal["gpus", "cpus"]) -> float | None:
+    """What a guarantee or limit says of devices or cores; None where it says nothing, which is kept as zero."""
+    return getattr(res, dim) or None if res else None
 
 
 def used_gpus(installation: Installation, queue: str) -> float:

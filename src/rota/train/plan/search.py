@@ -280,10 +280,11 @@ def found_to_json(found: Found, question: Question) -> dict[str, Any]:
     document: dict[str, Any] = {"api": "rota/v1", "kind": "PlanSearch"}
     certificate = {name: getattr(found.certificate, name) for name in Certificate.__dataclass_fields__}
     if not found.best:
+        why = "out_of_memory" if found.certificate.enumerated else "no_setting"
         return {
             **document,
             "plan": None,
-            "reason": "out_of_memory" if found.certificate.complete else "timed_out",
+            "reason": why if found.certificate.complete else "timed_out",
             "certificate": {**certificate, "lower_bound_s": None},
         }
     first = found.best[0]

@@ -15,16 +15,20 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from standing import HELLO, Standing, listening, with_service
 
+from rota.job.inspect import import_target
 from rota.runtime.clock import iso
 from rota.runtime.logs import format_line, log_name
 from rota.service import cli
 from rota.service.accounts import Caller
 from rota.service.auth import Asked, Auth
+from rota.service.views.installation import Installation
+from rota.spec.errors import BadInput
 from rota.spec.events import (
     FailoverStarted,
     GangReleased,
@@ -130,7 +134,7 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["ps", "-o", "yaml"], 2, "-o yaml: not a form"),
         (["ps", "--since", "7"], 2, "'7' is not a duration with a unit; write 7s or 7m"),
         (["ps", "--sort", "x"], 2, "--sort x: unknown"),
-        (["show"], 2, "requires an argument"),
+        (["show"], 2, "show needs a JOB"),
         (["run"], 2, "what shall run?\n      rota run job.yaml, or rota run -- python train.py"),
         (["run", "none.yaml"], 2, "none.yaml: no such file"),
         (["run", "train.py"], 2, "train.py is not a job file\n      rota run -- python train.py"),
@@ -150,7 +154,11 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["completion", "show", "csh"], 2, "no completion for the shell 'csh'"),
         (["up", "--pretend", "3x4"], 2, "pretend: '3x4' is not RACKSxNODESxDEVICES"),
         (["sim", "run", "--trace", "x.csv", "--vcs", "y.csv"], 2, "y.csv: cannot be read"),
-        (["sim", "cases", "x.json"], 2, "x.json: cannot be read"),
+        (["sim", "cases", "x.json"], 2, "x.json: no such file"),
+        (["logs", "j", "--tail", "-3"], 2, "--tail -3: below 0"),
+        (["scale", "j", "w", "0"], 2, "scale w=0: at least 1"),
+        (["--server", "foo", "ps"], 2, "server=foo (from flag) is no address\n      write http://HOST:PORT"),
+        (["run", "--set", "roles.mian.replicas=3", "--check", "--", "x"], 2, "did you mean 'main'?"),
         (["tensors", "fsck"], 2, "no tensor registry runs here"),
         (["--server", NO_SERVICE, "ps"], 3, f"answers at {NO_SERVICE} (connection refused)\n      start"),
         (["--server", NO_SERVICE, "run", "--", "true"], 3, f"no Rota service answers at {NO_SERVICE}"),
@@ -272,6 +280,15 @@ def test_completion_goes_in_and_out_and_leaves_the_file_as_it_was(
     assert path.read_text().rstrip("\n") == "alias x=y"
 
 
+def test_what_is_misspelt_is_told_with_what_was_meant_and_a_short_list_that_it_is_one() -> None:
+    with pytest.raises(BadInput, match="has no 'JobStat'") as misspelt:
+        import_target("rota.spec.states:JobStat")
+    assert misspelt.value.hint == "did you mean 'JobState'?"
+    jobs: Any = {f"j-{n}": SimpleNamespace(id=f"j-{n}", submitted=SimpleNamespace(uid="")) for n in range(6)}
+    with pytest.raises(BadInput, match="fits 6 jobs: j-0, j-1, j-2, j-3, j-4, \\.\\.\\.$"):
+        Installation(jobs=jobs).find("j-")
+
+
 def test_completion_offers_verbs_flags_and_templates() -> None:
     assert rota("completion", "words", "--", "expl").out.split() == ["explain"]
     assert "--since" in rota("completion", "words", "--", "ps", "--").out.split()
@@ -373,6 +390,8 @@ def test_many_are_stopped_only_with_a_yes(tmp_path: Path) -> None:
         done = await ask("stop", "-l", "sweep=7", "--yes", "--json")
         assert {item["job"] for item in done.document["items"]} >= {"two-1"}
         assert (await ask("stop", "none-1", "two-1")).status == 2
+        nobody = await ask("stop", "-l", "sweep=8", "--yes")
+        assert (nobody.status, "no live job has sweep=8" in nobody.err) == (2, True)
 
     with_cli(tmp_path / "service", test)
 
@@ -678,6 +697,29 @@ def test_logs_of_nothing_say_why_and_events_without_a_job_are_those_of_everythin
         assert {"ServiceStarted", "NodeJoined", "JobSubmitted", "JobEnded"} <= set(kinds)
         lines = (await ask("events", "--type", "JobEnded")).out.splitlines()
         assert len(lines) == 1 and lines[0].startswith("last-1 ")
+        for words in (["events", "--type", "Comitted"], ["events", "hello-1", "-f", "--type", "Comitted"]):
+            unknown = await ask(*words)
+            assert (unknown.status, "did you mean 'Committed'?" in unknown.err) == (2, True)
+        absent = await ask("logs", "hello-1", "--attempt", "9")
+        assert (absent.status, "no attempt 9\n      attempts: 1 to 1" in absent.err) == (2, True)
+        assert (await ask("logs", "hello-1", "--attempt", "1")).status == 0
+
+    with_cli(tmp_path / "served", test)
+
+
+def test_up_refuses_what_the_service_that_runs_was_not_started_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds the service is replaced; what it says of its settings is its own."""
+    monkeypatch.setattr("rota.service.daemon.up", lambda _: {"started": False, "state": "up", "kind": "Status"})
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        running = service.doors.settings
+        same = await ask("up", "--policy", running.profile, "--port", str(running.port))
+        assert same.status == 0, same.err
+        other = await ask("up", "--policy", "drf")
+        assert (other.status, "profile=drf is not applied\n      rota down, then" in other.err) == (2, True)
+        assert "port=9999 is not applied" in (await ask("up", "--port", "9999")).err
 
     with_cli(tmp_path / "served", test)
 

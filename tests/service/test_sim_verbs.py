@@ -65,6 +65,7 @@ def test_profiles_are_compared_with_the_first() -> None:
         (("compare", *GIVEN, "--profiles", ","), "--profiles names none"),
         (("run", "--trace", "vcs.csv", "--vcs", "vcs.csv"), "vcs.csv"),
         (("cases", "jobs.csv"), "cannot be read as JSON"),
+        (("cases", "nope.json"), "nope.json: no such file"),
         (("run",), "--trace"),
     ],
 )

@@ -18,6 +18,7 @@ from typing import Any
 from rota.job.stacks import told
 from rota.job.workload import interface_of
 from rota.spec import codec
+from rota.spec.check import nearest
 from rota.spec.errors import BadInput
 from rota.spec.job import Interface
 
@@ -30,13 +31,11 @@ def import_target(path: str) -> object:
     found: object = importlib.import_module(module)
     for part in name.split("."):
         if not hasattr(found, part):
-            raise BadInput(f"module {module!r} has no {name!r}", hint=f"names it has: {_names(found)}")
+            raise BadInput(
+                f"module {module!r} has no {name!r}", hint=nearest(part, [one for one in vars(found) if one[0] != "_"])
+            )
         found = getattr(found, part)
     return found
-
-
-def _names(module: object) -> str:
-    return ", ".join(name for name in sorted(vars(module)) if not name.startswith("_"))[:400] or "none"
 
 
 def use_workdir(workdir: str) -> None:

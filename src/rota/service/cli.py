@@ -231,6 +231,9 @@ def _chosen(given: Sequence[str]) -> str:
 
 
 def _plain(exc: Any) -> str:
+    argument = getattr(exc, "argument", None)
+    if type(exc).__name__ == "MissingArgumentError" and argument.field_info.is_positional and not argument.tokens:
+        return f"{' '.join(exc.command_chain)} needs a {argument.name.lstrip('-').upper()}"
     return " ".join(str(exc).split())
 
 

@@ -130,6 +130,9 @@ def _number(name: str, value: Any, kind: type, origin: str) -> Any:
 def _checked(settings: Settings) -> Settings:
     if not 0 <= settings.port <= 65535:
         raise BadInput(f"port={settings.port} (from {settings.origins['port']}) is not between 0 and 65535")
+    if settings.server and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", settings.server):
+        given = f"server={settings.server} (from {settings.origins['server']})"
+        raise BadInput(f"{given} is no address", hint="write http://HOST:PORT")
     for name in ("spares", "logs_kept_days"):
         if not getattr(settings, name) >= 0:
             raise BadInput(f"{name}={getattr(settings, name)} (from {settings.origins[name]}) is below 0")

@@ -14,6 +14,7 @@ from rota.service.fieldkinds import BAD
 from rota.service.jobschema import JOB, MODEL
 from rota.service.olderform import convert_older_form, is_older_form
 from rota.service.problems import Problem as Problem
+from rota.service.problems import did_you_mean
 from rota.service.sets import apply_sets
 from rota.service.yamltree import Node, Sink, decode, read_tree
 from rota.spec import check as rules
@@ -179,7 +180,10 @@ class _Builder:
                 node, loc = self._edges[index]
             case path:
                 node = self._find(path) or self._root
-        self._sink.add(node, loc, finding.message, hint=finding.hint, code=finding.code)
+        hint = finding.hint
+        if len(finding.path) == 2 and node.file.startswith("--set"):  # a role that only a flag speaks of
+            hint = did_you_mean(loc.removeprefix("roles."), {*self._roles()} - {str(finding.path[1])}) or hint
+        self._sink.add(node, loc, finding.message, hint=hint, code=finding.code)
 
     def _find(self, path: rules.Path) -> Node | None:
         """The node at ``path``, or the nearest one above it; the key itself for a name of the user's choice."""

@@ -32,6 +32,8 @@ def run_cases(path: Path, profile: str = "auto") -> dict[str, Any]:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CaseError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise CaseError(f"{path}: cannot be read as JSON: {error}") from error
     results = [_outcome(case_id, replay) for case_id, replay in _cases(path, raw, profile)]

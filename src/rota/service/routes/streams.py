@@ -24,10 +24,11 @@ from rota.service.follow import (
     record_document,
     write_cursor,
 )
+from rota.service.problems import unknown
 from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName
-from rota.spec.events import ACCOUNT_EVENTS, Record
+from rota.spec.events import ACCOUNT_EVENTS, KINDS, Record
 from rota.spec.ids import JobId
 
 EVENT_STREAM = "text/event-stream"
@@ -76,6 +77,9 @@ async def job_events(
 async def _events(
     doors: Doors, caller: Caller, job: JobId | None, after: int, limit: int, kind: str, stream: bool
 ) -> Response:
+    if kind and kind not in KINDS:
+        raise unknown(f"no event is of the type {kind!r}", kind, sorted(KINDS), "types")
+
     def view() -> Callable[[Record], Document | None]:
         now = doors.auth.again(caller)
         if job is not None:
@@ -145,10 +149,14 @@ async def logs(
         attempt=attempt,
     )
     read_cursor(query.cursor)
+    stream_it, there = follow or EVENT_STREAM in accept, len(story.attempts)
+    if attempt is not None and (attempt < 1 or (attempt > there and (story.ended is not None or not stream_it))):
+        known = f"attempts: 1 to {there}" if there else "it has not started"
+        raise UnknownName(f"{story.id} has no attempt {attempt}", hint=known)
     if story.ended is not None and not folder.is_dir():
         cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
         raise UnknownName(f"{story.id} has no logs any more", hint=cause)
-    if follow or EVENT_STREAM in accept:
+    if stream_it:
 
         def check() -> None:
             doors.read(doors.auth.again(caller), story.id)

@@ -11,7 +11,7 @@ from rota.service.problems import nearest
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
-from rota.spec.errors import BadInput, RotaError
+from rota.spec.errors import BadInput, RotaError, UnknownName
 
 SORTS = ("submitted", "name", "state", "priority", "queue")
 
@@ -208,9 +208,12 @@ def stop(
     with flags.client() as client:
         ids = list(job)
         if label:
-            ids += [one["id"] for one in client.all_jobs(label=label)]
+            fits = [one["id"] for one in client.all_jobs(label=label)]
+            if not fits:
+                raise UnknownName(f"no live job has {', '.join(label)}", hint="see: rota ps -l K=V")
+            ids += fits
             confirm(f"stop {len(ids)} jobs ({shortened(ids)})?", yes=yes)
-        if not ids and not label:
+        if not ids:
             raise BadInput("which job?", hint="rota stop JOB, or -l K=V; 'rota ps' lists them")
         for one in ids:
             try:
@@ -223,7 +226,7 @@ def stop(
             else:
                 items.append({"job": document["id"], "done": True, "state": document["state"], "text": ""})
     answer = {"kind": "ActionList", "action": "stop", "items": items}
-    text = "\n".join(_action_text(item) for item in items) or "no such job"
+    text = "\n".join(_action_text(item) for item in items)
     terminal.show(answer, lambda term: term.line(text))
     return worst
 

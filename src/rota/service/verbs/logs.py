@@ -45,6 +45,8 @@ def logs(
     """
     if stream not in ("", "out", "err"):
         raise BadInput(f"--stream {stream}: out or err")
+    if tail is not None and tail < 0:
+        raise BadInput(f"--tail {tail}: below 0")
     terminal = flags.terminal()
     filters = {
         "instance": instance,
@@ -130,9 +132,8 @@ def events(
             items = [item for page in pages for item in page["items"]]
             terminal.show({**pages[-1], "items": items}, lambda _: None)
             return 0
-        for event in client.events(job, follow=follow, type="" if follow else type_):
-            if not type_ or event["kind"] == type_:
-                terminal.show_line(event, event_text(event) if job else f"{event['job'] or '-'} {event_text(event)}")
+        for event in client.events(job, follow=follow, type=type_):
+            terminal.show_line(event, event_text(event) if job else f"{event['job'] or '-'} {event_text(event)}")
     return 0
 
 

@@ -72,6 +72,8 @@ def scale(
         n = int(number)
     if n is None or not name or (equals and not number.isdigit()):
         raise BadInput(f"scale {role}: how many?", hint="rota scale JOB ROLE N, or ROLE=N with N of at least 1")
+    if n < 1:
+        raise BadInput(f"scale {name}={n}: at least 1", hint="rota pause JOB gives all its devices back")
     terminal = flags.terminal()
     with flags.client() as client:
         document = client.scale(job, name, n)

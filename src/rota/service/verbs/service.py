@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import age
-from rota.spec.errors import BadInput, NotReachable
+from rota.spec.errors import BadInput, Conflict, NotReachable
+
+if TYPE_CHECKING:
+    from rota.service.config import Settings
 
 DOWN = 3
 """Exit status of ``status`` when nobody answers."""
@@ -49,8 +52,23 @@ def up(
     from rota.service.daemon import up as start
 
     document = start(settings)
+    if not document["started"]:
+        _refuse_other(flags, settings)
     terminal.show(document, lambda term: _status(term, document))
     return 0
+
+
+def _refuse_other(flags: Flags, settings: Settings) -> None:
+    """Raise Conflict for a flag that the service which runs was not started with: it would be dropped in silence."""
+    from rota.service.calls import get
+
+    with flags.client() as client:
+        runs = {one["name"]: one["value"] for one in client.ask(get("/settings"))["items"]}
+    for one in settings.document()["items"]:
+        name, value = one["name"], one["value"]
+        if one["origin"] == "flag" and name not in ("server", "token", "pretend") and value != runs.get(name):
+            has = f"the service runs already with {name}={runs.get(name)}"
+            raise Conflict(f"{has}; {name}={value} is not applied", hint="rota down, then rota up again with it")
 
 
 def down(

@@ -109,7 +109,7 @@ class Installation:
         if len(fits) == 1:
             return fits[0]
         if fits:
-            shown = ", ".join(one.id for one in fits[:5])
+            shown = ", ".join(one.id for one in fits[:5]) + ", ..." * (len(fits) > 5)
             raise BadInput(f"{given!r} fits {len(fits)} jobs: {shown}", hint="give more of the id")
         near = get_close_matches(given, [one.id for one in self.jobs.values() if seen(one)], n=3)
         raise UnknownName(f"no job {given!r}", hint=f"did you mean {' or '.join(near)}?" if near else "see: rota ps")

@@ -231,8 +231,10 @@ def _chosen(given: Sequence[str]) -> str:
 
 
 def _plain(exc: Any) -> str:
-    argument = getattr(exc, "argument", None)
-    if type(exc).__name__ == "MissingArgumentError" and argument.field_info.is_positional and not argument.tokens:
+    from cyclopts import MissingArgumentError
+
+    argument = exc.argument if isinstance(exc, MissingArgumentError) else None
+    if argument is not None and argument.field_info.is_positional and not argument.tokens:
         return f"{' '.join(exc.command_chain)} needs a {argument.name.lstrip('-').upper()}"
     return " ".join(str(exc).split())
 

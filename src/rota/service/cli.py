@@ -235,7 +235,7 @@ def _plain(exc: Any) -> str:
 
     argument = exc.argument if isinstance(exc, MissingArgumentError) else None
     if argument is not None and argument.field_info.is_positional and not argument.tokens:
-        return f"{' '.join(exc.command_chain)} needs a {argument.name.lstrip('-').upper()}"
+        return f"{' '.join(exc.command_chain or ())} needs a {argument.name.lstrip('-').upper()}"
     return " ".join(str(exc).split())
 
 

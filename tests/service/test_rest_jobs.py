@@ -177,6 +177,8 @@ def test_a_waiting_job_says_what_binds_it_and_what_would_let_it_start(tmp_path: 
             "used": 6.0,
             "guaranteed": None,
             "limit": None,
+            "guaranteed_cpus": None,
+            "limit_cpus": None,
         }
         assert [one["change"] for one in explain["would_start_now_with"]] == [
             {"set": "roles.main.resources.gpus", "value": 1}

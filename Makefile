@@ -32,8 +32,8 @@ demo: setup ## the main job: learns, loses three processes on purpose, heals
 # Whose types are checked: by a quick check those of the strict parts (pyproject.toml), by make test all.
 TYPES = $(shell sed -n 's/^strict = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 
-# Side by side: what lint has to say comes after the tests, and either of them fails the check. Tests wait for each other's
-# clocks and sockets now and then: a third process fills two cores.
+# Side by side: what lint has to say comes after the tests, and either of them fails the check. Some tests wait for sockets
+# and processes: a third worker keeps two cores busy.
 check: $(VENV)/.setup-dev ## lint, types of the strict parts, imports, fast tests: before every commit
 	@$(MAKE) --no-print-directory lint TYPES="$(TYPES)" > $(VENV)/lint.txt 2>&1 & lint=$$!; \
 	$(BIN)/pytest -q -n 3 -m "not real and not slow and not gpu"; tests=$$?; \

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from tests.real.tensors.crew import HOLDING, WAITING, Cases, Crew, clean, stop_housekeeping, wait_until
 
 import rota.tensors
 from rota.tensors import errors
 from rota.tensors.clientfile import clients_in
+from rota.tensors.liveness import sweeping
 from rota.tensors.plane import Plane
 
 # 6: stopped processes; 8: what a pid does not say
@@ -109,6 +112,18 @@ def _rewrite(plane: Plane, of: int, **facts: object) -> None:
     raise AssertionError(f"no client of process {of}")
 
 
+def _halt(plane: Plane, pid: int) -> None:
+    """Stop a process, so that it does not sweep, and outside of its own sweep: nobody else could sweep then."""
+    session, mine = plane._session, False
+    while not mine:
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.002)
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        with sweeping(session.space, session._sweeper_fd) as mine:
+            pass
+
+
 def test_the_lock_decides_who_is_dead_whatever_became_of_the_pid(plane: Plane, actors: Crew, cases: Cases) -> None:
     stop_housekeeping(plane)
     for _ in cases(8, plane, 4, deep=10):
@@ -116,7 +131,7 @@ def test_the_lock_decides_who_is_dead_whatever_became_of_the_pid(plane: Plane, a
         dead, alive = actors.start(HOLDING), actors.start(HOLDING)
         for pid in (dead, alive):
             actors.says(pid, "holding")
-        os.kill(alive, signal.SIGSTOP)  # it does not sweep
+        _halt(plane, alive)
         _rewrite(plane, dead, pid=os.getpid())  # its pid was given to another process, which lives
         _rewrite(plane, alive, pid=1 << 22)  # a pid that nobody has here
         actors.kill(dead)

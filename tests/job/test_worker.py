@@ -160,8 +160,8 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
 
 
 def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts, told = iter((4, 4, 4, 5)), threading.Event()
-    monkeypatch.setattr(checks, "memory_errors", lambda: {1: next(counts, 5)})
+    errors, told = {1: 4}, threading.Event()
+    monkeypatch.setattr(checks, "memory_errors", lambda: dict(errors))
     monkeypatch.setattr(worker, "DEVICES_EVERY_S", 0.01)
 
     class Listening(QuietLauncher):
@@ -175,6 +175,8 @@ def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, m
     instance = an_instance(tmp_path, 1)
     try:
         assert asyncio.run(instance.check()) == {"answer": "done"}, "four errors of an earlier time are no fault"
+        assert not told.is_set()
+        errors[1] = 5
         assert told.wait(LIMIT_S), "the master hears of it at the next beat"
     finally:
         instance._control.close()

@@ -9,6 +9,7 @@ from typing import Any
 from rota.job.core.context import JobContext
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, initial, step
+from rota.job.peers import WEIGHTS
 from rota.spec.events import (
     Committed,
     FailoverStarted,
@@ -123,12 +124,21 @@ class Checkers:
                     raise Violation(f"{job}: commit {n} after {self.commits[job]}")
                 self.commits[job] = n
                 self.committed.add((job, n, int(epoch)))
+                self._weights(job, record.event, before)
             case RolledBack(to_commit=n):
                 if n > self.commits[job]:
                     raise Violation(f"{job}: rolled back to {n}, which was never made")
                 self.commits[job] = n
             case _:
                 pass
+
+    def _weights(self, job: JobId, event: Committed, before: JobContext) -> None:
+        """The cursor of a commit names the newest version of every weights edge, also of those not due with it."""
+        for edge in before.spec.weights if before.spec is not None else ():
+            due = event.n - event.n % edge.every
+            _, known = event.cursor[WEIGHTS].get(edge.name, (0, 0))
+            if known != due:
+                raise Violation(f"{job}: commit {event.n} names version {known} of {edge.name}, {due} is the newest")
 
     def _samples(self, job: JobId, record: Record, before: JobContext) -> None:
         """Every item of a stream is trained once, dropped or open at each commit, and none was too old."""

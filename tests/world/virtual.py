@@ -12,8 +12,12 @@ from rota.runtime.clock import VirtualClock
 T = TypeVar("T")
 
 
+STILL_MAX = 200_000
+"""So many rounds of the loop without a moment passing are an endless one."""
+
+
 class Stuck(AssertionError):
-    """Everybody waits, and no timer will ever fire: a lost wake-up."""
+    """Everybody waits and no timer will ever fire, a lost wake-up; or somebody works for ever and waits for nothing."""
 
 
 class _Jump(selectors.SelectSelector):
@@ -22,12 +26,17 @@ class _Jump(selectors.SelectSelector):
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._clock = clock
+        self._still = 0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
             raise Stuck("nothing is ready and no timer is set")
+        self._still += 1
         if timeout > 0:
+            self._still = 0
             self._clock.advance(timeout)
+        elif self._still > STILL_MAX:
+            raise Stuck(f"{STILL_MAX} rounds of work and no time has passed: somebody tries again without a pause")
         return []
 
 

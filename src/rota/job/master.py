@@ -79,10 +79,15 @@ class InboxFull(Exception):
 
 @dataclass(slots=True)
 class Wish:
-    """An event that somebody wants in the log; ``done`` gets the records, or the reason of a refusal."""
+    """An event that somebody wants in the log; ``done`` is told when it is there, or why it is refused."""
 
     event: JobEvent
-    done: asyncio.Future[tuple[Record, ...]] | None = None
+    done: asyncio.Future[None] | None = None
+
+    def answer(self, refusal: Exception | None = None) -> None:
+        """It is in the log, or it is refused."""
+        if self.done is not None and not self.done.done():
+            self.done.set_exception(refusal) if refusal else self.done.set_result(None)
 
 
 class JobMaster:
@@ -120,6 +125,7 @@ class JobMaster:
         self._owned: set[asyncio.Task[Any]] = set()
         self._table = PeerTable()
         self._meetings = Meetings()
+        self._loaded = asyncio.Event()
         self._saved_s = 0.0
 
     # -- main path ----------------------------------------------------------------------------------------------------
@@ -136,9 +142,10 @@ class JobMaster:
             if self.ctx.state.terminal:
                 return self.ctx
             # 3 say who is master now
-            await self._append(MasterStarted(master_epoch=self.epoch, pid=self._pid))
+            await self._grant(Wish(MasterStarted(master_epoch=self.epoch, pid=self._pid)))
             # 4 ask what is alive, and compare: the missing are lost, the unexpected must go
             await self._reattach()
+            self._loaded.set()
             # 5 for ever: what is decided, then what was reported, then what others wrote
             self._own(self._watch_silences())
             while not self.ctx.state.terminal:
@@ -175,15 +182,11 @@ class JobMaster:
         """Append what was asked for; a commit only if the state still takes it."""
         while (refusal := self._refusal(wish.event)) is None:
             try:
-                records = await self._append_at(wish.event, self.ctx.seq)
+                await self._append_at(wish.event, self.ctx.seq)
+                break
             except SeqConflict:
                 await self._read_log()
-                continue
-            if wish.done is not None and not wish.done.done():
-                wish.done.set_result(records)
-            return
-        if wish.done is not None and not wish.done.done():
-            wish.done.set_exception(refusal)
+        wish.answer(refusal)
 
     def _refusal(self, event: JobEvent) -> Fenced | None:
         if isinstance(event, Committed) and not accepts_commit(self.ctx, event.n, event.loop_epoch):
@@ -207,20 +210,11 @@ class JobMaster:
     def _writer(self) -> Writer:
         return Writer(scope=master_scope(self._job), epoch=self.epoch)
 
-    async def _append(self, event: JobEvent) -> None:
-        while True:
-            try:
-                await self._append_at(event, self.ctx.seq)
-                return
-            except SeqConflict:
-                await self._read_log()
-
-    async def _append_at(self, event: JobEvent, seq: int) -> tuple[Record, ...]:
+    async def _append_at(self, event: JobEvent, seq: int) -> None:
         records: tuple[Record, ...] = await self._ask_store(
             lambda: self._log.append([event], writer=self._writer, job=self._job, expected_seq=seq)
         )
         self._step(records)
-        return records
 
     async def _read_log(self) -> None:
         while True:
@@ -271,7 +265,7 @@ class JobMaster:
             self._executor.know(handle)
         alive = tuple((one.instance.role, one.instance.rank, one.epoch) for one in found.instances)
         gangs = tuple((one.gang, one.epoch) for one in found.reservations)
-        await self._append(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs, hosts=found.hosts))
+        await self._grant(Wish(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs, hosts=found.hosts)))
 
     async def _watch_deaths(self, watching: asyncio.Event) -> None:
         deaths = self._launcher.events(self._job)
@@ -360,10 +354,11 @@ class JobMaster:
         ``versions`` maps each weights edge that got version ``n`` to the epoch of its writer. ``saved`` (path, seconds)
         says that a durable checkpoint of it is complete, ``cut`` is what the loop needs to go on from it.
         """
+        await self._loaded.wait()  # what it adds to is what the log says, which a master that just came does not know
         if not self._has(n, loop_epoch):
             if self.ctx.state.terminal:
                 return {"answer": "refused", "text": f"the job is {self.ctx.state}"}
-            done: asyncio.Future[tuple[Record, ...]] = asyncio.get_running_loop().create_future()
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             cursor = cursor_with(self.ctx.cursor, n, versions, cut)
             published = dict.fromkeys(versions, n)
             epoch = Epoch(loop_epoch)
@@ -384,6 +379,7 @@ class JobMaster:
 
     async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
         """Wait until all members of an epoch are here; the address of rank 0, or None if the epoch is over."""
+        await self._loaded.wait()
         one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
         if one is None or one.epoch != epoch:
             return None
@@ -402,6 +398,7 @@ class JobMaster:
 
     async def why(self) -> dict[str, Any]:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
+        await self._loaded.wait()
         return await self._watch.explain(self.ctx, self._meetings.absent(self.ctx), self.stacks)
 
     async def status(self) -> dict[str, Any]:
@@ -439,10 +436,11 @@ class JobMaster:
 
     def _send_away(self) -> None:
         """The job is over: whoever waits here is told so. A master that merely fails leaves them to the next one."""
+        self._loaded.set()
         while not self._inbox.empty():
             wish = self._inbox.get_nowait()
-            if isinstance(wish, Wish) and wish.done is not None and not wish.done.done():
-                wish.done.set_exception(Fenced(f"the job is {self.ctx.state}"))
+            if isinstance(wish, Wish):
+                wish.answer(Fenced(f"the job is {self.ctx.state}"))
         self._meetings.give_up()
 
 

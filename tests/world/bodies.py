@@ -44,7 +44,7 @@ class Script:
 
 @dataclass(slots=True)
 class Store:
-    """What the code of jobs knows: commits that were acknowledged (job, n, loop epoch), in order; who was unfit."""
+    """What the code of jobs knows: acknowledged commits (job, n, loop epoch) in order; who was unfit (job, id, pid)."""
 
     acknowledged: list[tuple[JobId, int, int]] = field(default_factory=list[tuple[JobId, int, int]])
     unfit: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
@@ -214,7 +214,7 @@ class SimInstance:
         await self._work(0.1)
         if self._unfit is None:
             self._unfit = self._fails(self._script.unfit_p)
-            self._store.unfit |= {(self._job, self.id, self._process.handle.epoch)} if self._unfit else set()
+            self._store.unfit |= {(self._job, self.id, self._process.handle.pid)} if self._unfit else set()
         if self._unfit if self.epoch == 0 else self._fails(0.5):
             reason = self._rng.choice(("OUTPUT_FULL", "NODE_SUSPECT"))
             return {"answer": "failed", "failure": {"epoch": self.epoch, "reason": reason, "text": "unfit"}}

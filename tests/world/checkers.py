@@ -207,8 +207,8 @@ class Checkers:
         """Acknowledged commits are in the log, nobody unfit was started, a snapshot and its tail are the whole log."""
         for record in records:
             match record.event:
-                case InstanceStarted(role=role, rank=rank, epoch=epoch):
-                    if (record.job, InstanceId(role, rank), epoch) in store.unfit:
+                case InstanceStarted(role=role, rank=rank, pid=pid):
+                    if (record.job, InstanceId(role, rank), pid) in store.unfit:
                         raise Violation(f"{record.job}: {role}/{rank} was started on a node that it had found unfit")
                 case _:
                     pass

@@ -1,8 +1,10 @@
-"""One play of the live jobs answers for all that wait, until something changes."""
+"""One play of the live jobs answers for all that wait; a newer one is played beside the service after a change."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from tests.service.standing import HELLO, Standing, with_service
 
 from rota.cluster.forecast import Estimates, Forecast
 from rota.runtime.clock import Clock
+from rota.service import forecasts
 from rota.spec.states import JobState
 
 JOB = HELLO.replace("gpus: 2", "gpus: 4") + "time_limit: 1h\n"
@@ -23,16 +26,23 @@ class Plays:
         self.n, self.gate, real = 0, threading.Event(), Forecast.play
         self.gate.set()
 
-        def counted(forecast: Forecast, clock: Clock) -> Estimates:
+        def counted(forecast: Forecast, clock: Clock, aside: Callable[[], None]) -> Estimates:
             assert self.gate.wait(20)
+            made = real(forecast, clock, aside)
             self.n += 1
-            return real(forecast, clock)
+            return made
 
         monkeypatch.setattr(Forecast, "play", counted)
 
 
 async def starts_at(service: Standing, job: str) -> float:
     return datetime.fromisoformat((await service.get(f"/jobs/{job}/explain"))["estimate"]["p50"]).timestamp()
+
+
+@pytest.fixture(autouse=True)
+def by_asking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No play begins by itself, unless a test wants one."""
+    monkeypatch.setattr(forecasts, "SOON_S", 1000.0)
 
 
 def test_a_second_question_plays_nothing_and_a_change_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +82,50 @@ def test_a_recent_answer_is_given_while_a_newer_one_takes_long(tmp_path: Path, m
         await service.http.post("/api/v1/jobs/hello-2:stop", json={"grace_s": 1})
         await service.until("hello-2", JobState.CANCELLED)
         assert await starts_at(service, "hello-3") == first
+        plays.gate.set()
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
+def test_a_change_is_played_before_anybody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = Plays(monkeypatch)
+    monkeypatch.setattr(forecasts, "SOON_S", 0.0)
+
+    async def test(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit(JOB)
+        await service.until("hello-2", JobState.QUEUED)
+        made = service.doors.forecasts
+        async with asyncio.timeout(20):
+            while made._made_of != made._now_of():
+                await asyncio.sleep(0.01)
+        played = plays.n
+        plays.gate.clear()
+        estimate = (await service.get("/jobs/hello-2/explain"))["estimate"]
+        assert (plays.n, estimate["p50"] is not None, estimate["age_s"] < 10) == (played, True, True)
+        plays.gate.set()
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
+def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = Plays(monkeypatch)
+
+    async def test(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit(JOB)
+        await service.until("hello-2", JobState.QUEUED)
+        first = await starts_at(service, "hello-2")
+        plays.gate.clear()
+        made = service.doors.forecasts
+        made._took_s, made._made_at = 60.0, made._made_at - 45
+        estimate = (await service.get("/jobs/hello-2/explain"))["estimate"]
+        assert datetime.fromisoformat(estimate["p50"]).timestamp() == first
+        assert 45 <= estimate["age_s"] < 75 and "; as of 4" in estimate["basis"]
+        await service.submit(JOB)
+        await service.until("hello-3", JobState.QUEUED)
+        estimate = (await service.get("/jobs/hello-3/explain"))["estimate"]
+        assert (estimate["p50"], "in no forecast yet" in estimate["basis"]) == (None, True)
         plays.gate.set()
 
     with_service(tmp_path, test, pretend="1x1x4")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -73,14 +73,19 @@ class Forecast:
             self._basis = "no job has an estimate or a time limit"
         self._forks = () if blind else (state.copy(), state.copy())
 
-    def play(self, clock: Clock) -> Estimates:
-        """Play the copies: once with the durations as they are, once with longer ones."""
+    def play(self, clock: Clock, aside: Callable[[], None] = lambda: None) -> Estimates:
+        """Play the copies: once with the durations as they are, once with longer ones.
+
+        ``aside`` is called between two passes, for a thread that lets others go first.
+        """
         if not self._forks:
             return Estimates(starts=dict.fromkeys(self._jobs, (None, None)), basis=self._basis)
-        likely, late = (self._starts(fork, factor, clock) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
+        likely, late = (self._starts(fork, factor, clock, aside) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
         return Estimates(starts={job: (likely[job], late[job]) for job in self._jobs}, basis=self._basis)
 
-    def _starts(self, fork: State, factor: float, clock: Clock) -> dict[JobId, float | None]:
+    def _starts(
+        self, fork: State, factor: float, clock: Clock, aside: Callable[[], None]
+    ) -> dict[JobId, float | None]:
         jobs = [_sim_job(fork.jobs[job], self._now, self._mean, factor) for job in sorted(fork.jobs)]
         run = Simulation(
             fork,
@@ -91,6 +96,7 @@ class Forecast:
             stop_when_started=self._until,
             now=self._now,
             wall_max_s=WALL_MAX_S,
+            aside=aside,
         )
         return {job: one.first_start_s for job, one in run.run().runs.items()}
 

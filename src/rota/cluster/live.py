@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +50,8 @@ from rota.spec.resources import Health, Node
 
 _Place = tuple[GangRequest, Grant]
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
+ASIDE_S = 1.0
+"""How long work of another thread stands aside at most; decisions are far shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,8 @@ class Scheduler:
         """Nodes that jobs must leave, and until when."""
         self._told: dict[tuple[NodeId, JobId], float] = {}
         """Who was told so, and which time."""
+        self._idle = threading.Event()
+        self._idle.set()
 
     @property
     def state(self) -> State:
@@ -292,8 +298,24 @@ class Scheduler:
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
+    def wait_idle(self) -> None:
+        """Stand aside while the thread of the scheduler decides or explains: for long work of other threads."""
+        self._idle.wait(ASIDE_S)
+
+    @contextmanager
+    def _at_work(self) -> Generator[None]:
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._idle.set()
+
     def decide(self, now: float) -> Outcome:
         """What should be appended now. Changes nothing; ask again after applying what was appended."""
+        with self._at_work():
+            return self._decide(now)
+
+    def _decide(self, now: float) -> Outcome:
         check(self.state)
         events: list[tuple[JobId, Event]] = []
         wake: list[float] = []
@@ -362,7 +384,8 @@ class Scheduler:
         """Why a live job waits, and what would make it start now; None for a job that is not known here."""
         if job not in self.state.jobs:
             return None
-        return explain.explain(self.state, self.profile, job, now)
+        with self._at_work():
+            return explain.explain(self.state, self.profile, job, now)
 
     def explain_spec(self, spec: JobSpec, now: float, user: str = "local") -> explain.Explanation:
         """The same for a job that was not submitted: would it start now, and if not, why not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -141,11 +141,12 @@ class Simulation:
         stop_when_started: JobId | None = None,
         now: float | None = None,
         wall_max_s: float = float("inf"),
+        aside: Callable[[], None] = lambda: None,
     ) -> None:
         self.state, self.profile, self.clock = state, profile, clock
         self.overheads = overheads or Overheads()
         self.check_every, self.until_s, self.stop_when_started = check_every, until_s, stop_when_started
-        self.wall_max_s = wall_max_s
+        self.wall_max_s, self._aside = wall_max_s, aside
         self.runs: dict[JobId, JobRun] = {job.ask.id: JobRun(job=job) for job in jobs}
         self.heap: list[tuple[float, int, str, int, object]] = []
         self.wakes: set[float] = set()
@@ -188,6 +189,7 @@ class Simulation:
                 happened = self._happen(kind, name, attempt, extra) or happened
             if not happened:
                 continue
+            self._aside()
             self._decide()
             if self.stop_when_started is not None and self.runs[self.stop_when_started].first_start_s is not None:
                 break

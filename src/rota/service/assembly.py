@@ -74,7 +74,8 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         url=settings.url,
         allowed=settings.webhook_hosts,
     )
-    for listener in (metrics.apply, auth.accounts.apply, notifier.apply):
+    forecasts = Forecasts(loop.scheduler, clock)
+    for listener in (metrics.apply, auth.accounts.apply, notifier.apply, forecasts.changed):
         loop.listen(listener)
     doors = Doors(
         settings=settings,
@@ -82,7 +83,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         clock=clock,
         chance=chance,
         loop=loop,
-        forecasts=Forecasts(loop.scheduler, clock),
+        forecasts=forecasts,
         intake=Intake(loop, home=home, clock=clock, chance=chance),
         auth=auth,
         vault=vault,

@@ -1,68 +1,107 @@
-"""When the waiting jobs would start: one play of the live jobs answers for all of them, until something changes."""
+"""When the waiting jobs would start: one play of the live jobs answers for all, and is made anew beside the service."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 
 from rota.cluster.core.snapshot import State
 from rota.cluster.forecast import Estimate, Estimates, Forecast
 from rota.cluster.live import Scheduler
 from rota.runtime.clock import Clock
+from rota.spec.events import Record
 from rota.spec.ids import JobId
 
 FRESH_S = 10.0
-"""For so long an answer holds when nothing changes, and may be given while a newer one is played when something did."""
-STALE_S = 300.0
-"""How old an answer may be that is given while a newer one is played though nothing changed: jobs may overrun."""
+"""How old an answer may be for which nothing newer is played though nothing changed: jobs may overrun."""
+SOON_S = 1.0
+"""How long after a change the next play begins by itself; what changes until then is in it too."""
+REST = 9.0
+"""For so many times as long as a play took, none begins by itself after a change: they have a tenth of a core."""
 PATIENCE_S = 0.1
 """How long a newer answer is waited for when there is an older one to give."""
+NEW_S = 1.0
+"""How long the first answer for a job is waited for."""
 PLAYS_MAX = 2
 """The play under way may have begun before the job came; the next one knows it."""
 
+_log = logging.getLogger("rota.service")
+
 
 class Forecasts:
-    """Estimates of the live jobs; at most one play is under way."""
+    """Estimates of the live jobs. At most one play is under way, in a thread that stands aside for the scheduler.
+
+    Nobody waits for a play that takes longer than people do: the answer is then of the last one, and says how old it
+    is. ``changed`` is told of every record, and has a newer one played where jobs wait.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._made = Estimates(starts={}, basis="")
         self._made_of: tuple[State, int] | None = None
         self._made_at = float("-inf")
+        self._took_s = 0.0
         self._playing: asyncio.Task[None] | None = None
+        self._due: asyncio.TimerHandle | None = None
 
-    async def of(self, job: JobId) -> Estimate:
-        """When a job that waits would start; unknown for one that does not wait any more."""
+    def changed(self, _: Record) -> None:
+        """Have a newer forecast played soon, unless one is due already."""
+        if self._due is None:
+            rest_s = max(SOON_S, REST * self._took_s)
+            self._due = asyncio.get_running_loop().call_later(rest_s, self._play_if_needed)
+
+    async def of(self, job: JobId) -> tuple[Estimate, float]:
+        """When a job that waits would start, and how many seconds ago that was played.
+
+        Nothing is known of a job that came after the last play, or that does not wait any more.
+        """
         for _ in range(PLAYS_MAX):
-            age_s = self._clock.monotonic_s() - self._made_at
-            known, same = job in self._made.starts, self._made_of == self._now_of()
-            if known and same and age_s < FRESH_S:
+            known = job in self._made.starts
+            if known and self._made_of == self._now_of() and self._age_s() < FRESH_S:
                 break
-            if self._playing is None:
-                self._playing = asyncio.create_task(self._play())
-                self._playing.add_done_callback(_seen)
-            serves = known and age_s < (STALE_S if same else FRESH_S)
-            done, _ = await asyncio.wait({self._playing}, timeout=PATIENCE_S if serves else None)
+            patience_s = PATIENCE_S if known else NEW_S
+            done, _ = await asyncio.wait({self._play()}, timeout=patience_s if self._took_s < patience_s else 0.0)
             for task in done:
                 task.result()
-            if serves:
+            if known:
                 break
-        return self._made.of(job, self._clock.wall_s())
+        if job not in self._made.starts:
+            return Estimate(p50=None, p90=None, basis="the job is in no forecast yet; ask again in some seconds"), 0.0
+        estimate, age_s = self._made.of(job, self._clock.wall_s()), self._age_s()
+        if age_s >= FRESH_S:
+            estimate = replace(estimate, basis=f"{estimate.basis}; as of {age_s:.0f} s ago")
+        return estimate, age_s
+
+    def _age_s(self) -> float:
+        return self._clock.monotonic_s() - self._made_at
 
     def _now_of(self) -> tuple[State, int]:
         state = self._scheduler.state
         return state, state.version
 
-    async def _play(self) -> None:
+    def _play_if_needed(self) -> None:
+        self._due = None
+        if self._scheduler.state.lines and self._made_of != self._now_of():
+            self._play()
+
+    def _play(self) -> asyncio.Task[None]:
+        if self._playing is None:
+            self._playing = asyncio.create_task(self._played())
+            self._playing.add_done_callback(_seen)
+        return self._playing
+
+    async def _played(self) -> None:
         try:
             made_of, at = self._now_of(), self._clock.monotonic_s()
             forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s())
-            self._made = await asyncio.to_thread(forecast.play, self._clock)
-            self._made_of, self._made_at = made_of, at
+            self._made = await asyncio.to_thread(forecast.play, self._clock, self._scheduler.wait_idle)
+            self._made_of, self._made_at, self._took_s = made_of, at, self._clock.monotonic_s() - at
         finally:
             self._playing = None
 
 
 def _seen(play: asyncio.Task[None]) -> None:
-    """Whoever asked may have left before the play failed."""
-    if not play.cancelled():
-        play.exception()
+    """Whoever asked may have left before the play failed, and of one that was due nobody asked."""
+    if not play.cancelled() and (error := play.exception()) is not None:
+        _log.error("the forecast failed", exc_info=error)

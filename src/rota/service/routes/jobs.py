@@ -257,7 +257,8 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
     if story.state is JobState.QUEUED:
         answer = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
         if answer is not None:
-            found = answer.to_json() | {"estimate": (await doors.forecasts.of(story.id)).to_json()}
+            estimate, age_s = await doors.forecasts.of(story.id)
+            found = answer.to_json() | {"estimate": estimate.to_json() | {"age_s": round(age_s, 1)}}
     return doors.veiled(caller, explanation(story, doors.loop.installation, found))
 
 

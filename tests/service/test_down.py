@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -99,3 +103,44 @@ def test_down_says_what_is_left_on_a_given_engine(given: tuple[Settings, set[str
     document = daemon.down(settings)
     assert (document["state"], said in document["text"]) == ("stuck", True)
     assert "head:6379" in document["text"]
+
+
+def test_a_second_down_still_says_what_is_left(
+    given: tuple[Settings, set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, there = given
+    run = process.RunFolder(Home.of(settings.home).run)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(99)"]
+    gateway, stubborn = (subprocess.Popen(sleeps, start_new_session=True) for _ in range(2))
+    known = {one.pid: process.identify(one.pid) for one in (gateway, stubborn)}
+    command = command_of(Path(settings.home), EngineSettings(address="head:6379"))
+    for name, one in (("gateway", gateway), ("other", stubborn)):
+        run.write(name, process.ProcessId(pid=one.pid, start_time=known[one.pid].start_time), command)
+    real = process.stop_tree
+
+    def stop_tree(one: process.ProcessId, **limits: float) -> tuple[process.ProcessId, ...]:
+        return (one,) if one.pid == stubborn.pid and "kept-1" in there else real(one, **limits)
+
+    monkeypatch.setattr(process, "stop_tree", stop_tree)
+    there.add("kept-1")
+    for _ in range(2):
+        document = daemon.down(settings, force=True)
+        assert (document["state"], document["still_running"]) == ("stuck", [stubborn.pid])
+        assert "is left of: kept-1" in document["text"]
+    there.remove("kept-1")
+    assert (daemon.down(settings, force=True)["state"], stubborn.wait(5), gateway.wait(5)) == ("down", -9, -9)
+    assert daemon.down(settings, force=True)["ended"] == []
+
+
+def test_down_tidies_up_after_processes_that_were_killed(tmp_path: Path) -> None:
+    settings, home = load_settings({"home": str(tmp_path)}, environ={}), Home.of(tmp_path).make()
+    write = "import os, sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('PRAGMA journal_mode=WAL')\n"
+    write += "c.execute('CREATE TABLE t (n)'); c.execute('INSERT INTO t VALUES (7)'); c.commit(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", write, str(home.db)], check=False)
+    (home.run / "gateway.sock").touch()
+    beside = {"gateway.sock", "rota.db-wal", "rota.db-shm"}
+    assert beside <= {one.name for one in tmp_path.rglob("*")}
+    assert daemon.down(settings)["state"] == "down"
+    assert not beside & {one.name for one in tmp_path.rglob("*")}
+    with contextlib.closing(sqlite3.connect(home.db)) as store:
+        assert store.execute("SELECT n FROM t").fetchall() == [(7,)]

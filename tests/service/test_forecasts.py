@@ -41,12 +41,14 @@ async def starts_at(service: Standing, job: str) -> float:
 
 @pytest.fixture(autouse=True)
 def by_asking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No play begins by itself, unless a test wants one."""
+    """No play begins by itself, unless a test wants one, and a busy machine has time for the first."""
     monkeypatch.setattr(forecasts, "SOON_S", 1000.0)
+    monkeypatch.setattr(forecasts, "NEW_S", 20.0)
 
 
 def test_a_second_question_plays_nothing_and_a_change_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plays = Plays(monkeypatch)
+    monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
 
     async def test(service: Standing) -> None:
         for _ in range(4):

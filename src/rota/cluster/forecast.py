@@ -22,7 +22,7 @@ UNKNOWN_S = 3600.0
 PESSIMISM = 2.0
 """How much longer than estimated jobs run in the pessimistic forecast."""
 WALL_MAX_S = 1.0
-"""How long one play may take; a start that lies beyond what was played in that time is not known."""
+"""How long one of the two plays may take; a start that lies beyond what was played in that time is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,16 @@ class Forecast:
     play ends where that job starts.
     """
 
-    def __init__(self, state: State, profile: Profile, now: float, *, until: JobId | None = None) -> None:
-        self._until, self._profile, self._now = until, profile, now
+    def __init__(
+        self,
+        state: State,
+        profile: Profile,
+        now: float,
+        *,
+        until: JobId | None = None,
+        wall_max_s: float = WALL_MAX_S,
+    ) -> None:
+        self._until, self._profile, self._now, self._wall_max_s = until, profile, now, wall_max_s
         self._jobs = [job for job, row in state.jobs.items() if not row.held]
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
         blind = not known and bool(state.holding())
@@ -83,9 +91,7 @@ class Forecast:
         likely, late = (self._starts(fork, factor, clock, aside) for fork, factor in zip(self._forks, (1.0, PESSIMISM)))
         return Estimates(starts={job: (likely[job], late[job]) for job in self._jobs}, basis=self._basis)
 
-    def _starts(
-        self, fork: State, factor: float, clock: Clock, aside: Callable[[], None]
-    ) -> dict[JobId, float | None]:
+    def _starts(self, fork: State, factor: float, clock: Clock, aside: Callable[[], None]) -> dict[JobId, float | None]:
         jobs = [_sim_job(fork.jobs[job], self._now, self._mean, factor) for job in sorted(fork.jobs)]
         run = Simulation(
             fork,
@@ -95,7 +101,7 @@ class Forecast:
             until_s=self._now + HORIZON_S,
             stop_when_started=self._until,
             now=self._now,
-            wall_max_s=WALL_MAX_S,
+            wall_max_s=self._wall_max_s,
             aside=aside,
         )
         return {job: one.first_start_s for job, one in run.run().runs.items()}

@@ -259,7 +259,9 @@ class Simulation:
         if not self._could_ever_run(run.job.ask):
             run.state = "UNSCHEDULABLE"
             return
-        facts.apply(self.state, facts.JobArrived(ask=run.job.ask), self.now)
+        there = self.state.jobs.get(run.job.ask.id)
+        if there is None or there.ask is not run.job.ask:
+            facts.apply(self.state, facts.JobArrived(ask=run.job.ask), self.now)
 
     def _could_ever_run(self, ask: JobAsk) -> bool:
         """Whether the profile would start the job on the empty cluster; one answer for all equal jobs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -18,6 +19,7 @@ from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnav
 
 SCHEMA_VERSION = "0002"
 BUSY_TIMEOUT_S = 5.0
+FOLD_S = 1.0
 POOL_MAX = 8
 # one number for all Rota installations of one PostgreSQL database: "rota" in ASCII
 _ADVISORY_LOCK = 0x726F7461
@@ -102,6 +104,15 @@ class Database:
         with sqlite3.connect(path) as source, sqlite3.connect(target) as copy:
             source.backup(copy)
         shutil.copymode(path, target)
+
+
+def fold_journal(path: Path) -> None:
+    """Write what SQLite keeps beside a file into it, as the last process that closes it does unless it is killed.
+
+    A file that another process uses, or that is no database, stays as it is.
+    """
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path, timeout=FOLD_S)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _sqlite_path(url: str) -> Path | None:

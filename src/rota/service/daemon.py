@@ -19,7 +19,8 @@ from typing import Any
 from rota.runtime import process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
-from rota.runtime.process import ProcessId, RunFolder, Spawn
+from rota.runtime.gateway_client import RECORD, GatewayFiles
+from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.service.config import Settings
 from rota.service.problems import cannot_use
 from rota.spec.errors import Conflict, NotReachable, RotaError, TimedOut
@@ -89,7 +90,9 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
         grace_s = 0.0 if force else STOP_GRACE_S
         address = _given_engine(home)
         text = _sweep(home, address, grace_s=grace_s) if address else ""
+        kept = RunFolder(home.run).read(RECORD) if text else None
         left += _end_rest(home, ended, grace_s=grace_s)
+        _note_left(home, left, kept)
     return _down_document(ended, left, stopped, text)
 
 
@@ -238,7 +241,7 @@ def _stop_jobs(home: Home) -> list[str]:
 
 def _given_engine(home: Home) -> str:
     """Address of the engine of somebody else that the gateway was started for, alive or not; empty if there is none."""
-    record = RunFolder(home.run).read("gateway")
+    record = RunFolder(home.run).read(RECORD)
     if record is None or "--engine" not in record.command:
         return ""
     return str(json.loads(record.command[record.command.index("--engine") + 1]).get("address", ""))
@@ -286,6 +289,24 @@ def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId
     if end_registry(home.root):  # and the shared memory of its namespaces
         ended.append("registry")
     return left
+
+
+def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | None) -> None:
+    """Record what could not be ended, for the next ``down`` must not say that all is; else tidy up after the killed.
+
+    ``gateway`` is the record that names the engine of somebody else on which something is left.
+    """
+    run = RunFolder(home.run)
+    for one in left:
+        run.write(f"left-{one.pid}", one, ())
+    if gateway is not None:
+        run.write(gateway.name, gateway.id, gateway.command)
+    if not left:
+        GatewayFiles(home.root).socket.unlink(missing_ok=True)
+        if home.db.with_name(f"{home.db.name}-wal").exists():
+            from rota.runtime.db import fold_journal
+
+            fold_journal(home.db)
 
 
 def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str], text: str = "") -> dict[str, Any]:

@@ -23,6 +23,8 @@ PATIENCE_S = 0.1
 """How long a newer answer is waited for when there is an older one to give."""
 NEW_S = 1.0
 """How long the first answer for a job is waited for."""
+PLAY_MAX_S = 4.0
+"""How long each of the two plays of a forecast may take, which nobody waits for."""
 PLAYS_MAX = 2
 """The play under way may have begun before the job came; the next one knows it."""
 
@@ -94,7 +96,7 @@ class Forecasts:
     async def _played(self) -> None:
         try:
             made_of, at = self._now_of(), self._clock.monotonic_s()
-            forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s())
+            forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s(), wall_max_s=PLAY_MAX_S)
             self._made = await asyncio.to_thread(forecast.play, self._clock, self._scheduler.wait_idle)
             self._made_of, self._made_at, self._took_s = made_of, at, self._clock.monotonic_s() - at
         finally:

@@ -25,6 +25,9 @@ RETRY_AFTER_S = 1
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 """Named in the metrics; a stranger may send any word as a method, and each would be one more row for ever."""
 
+VALUE_SHOWN_MAX = 60
+"""Characters of a wrong value that its error shows."""
+
 _log = logging.getLogger("rota.service")
 
 _SECURITY = (
@@ -177,6 +180,8 @@ def _plain(request: Request, raw: dict[str, Any]) -> Problem:
         message, hint = "expected an object", f"fields: {', '.join(_body_fields(request))}"
     elif kind == "missing":
         message = "missing"
+    elif loc[0] in ("query", "path"):  # not what a body says: it may hold what must not be shown
+        message += f", not {repr(raw['input'])[:VALUE_SHOWN_MAX]}"
     elif kind == "extra_forbidden":
         message, hint = "unknown field", nearest(loc[-1], _body_fields(request), "fields") if len(loc) == 2 else ""
     return Problem(loc=".".join(loc), line=0, col=0, message=message, hint=hint, code=kind.upper())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,15 +73,15 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanati
 def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
     wait, preempts = _tried(state, profile, ask, now)
-    ahead = _ahead(state, profile, ask, now)
+    ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)
     return Explanation(
         job=ask.id,
         state="queued",
         starts_now=wait is None,
         why=wait,
         tally=tuple(tally(state, ask.shape)),
-        ahead_jobs=len(ahead),
-        ahead_gpus=sum(row.ask.shape.gpus for row in ahead),
+        ahead_jobs=ahead_jobs,
+        ahead_gpus=ahead_gpus,
         would_start_now_with=() if wait is None else _changes(state, profile, ask, wait, now),
         victims_if_preempted=preempts,
         since=ask.queued_at,
@@ -102,16 +103,25 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
     return wait or Wait(reason=Reason.INFEASIBLE_NOW), preempts
 
 
-def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> list[JobRow]:
-    """Jobs of the same queue that the order tries before this one."""
+def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[int, int]:
+    """How many jobs of the same queue the order tries before this one, and how many devices they ask for.
+
+    A line stands in the order of the policy already, unless that looks at each job by itself.
+    """
+
+    def place(entry: tuple[float, JobId]) -> tuple[Any, ...]:
+        return place_in_order(state, profile, state.jobs[entry[1]], now)
+
+    jobs = gpus = 0
     with state.txn() as txn:
         state.put(txn, JobRow(ask=ask))
-        mine = place_in_order(state, profile, state.jobs[ask.id], now)
-        return [
-            row
-            for row in state.waiting()
-            if row.ask.queue == ask.queue and place_in_order(state, profile, row, now) < mine
-        ]
+        mine = place((ask.queued_at, ask.id))
+        for key, line in state.lines.items():
+            if key.queue == ask.queue:
+                by_job = profile.order.by_job
+                before = sum(place(one) < mine for one in line) if by_job else bisect_left(line, mine, key=place)
+                jobs, gpus = jobs + before, gpus + before * key.shape.gpus
+    return jobs, gpus
 
 
 def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> tuple[dict[str, Any], ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from heapq import nsmallest
+from math import inf
 from typing import Any, Literal
 
 from rota.service.views.installation import Installation
@@ -91,23 +93,22 @@ def _blockers(story: JobStory, installation: Installation) -> list[dict[str, Any
         for one in installation.live.values()
         if one.id != story.id and one.state.holds_devices and one.placement is not None
     ]
-    rows = [
+    soonest = nsmallest(BLOCKERS_MAX, holding, key=lambda row: (_ends(row[0]), row[0].id))
+    return [
         {
             "job": one.id,
             "gpus": sum(bundle.res.gpus for bundle in placement.bundles),
             "cpus": sum(bundle.res.cpus for bundle in placement.bundles),
-            "ends": when(_ends(one)),
+            "ends": None if one.spec.time_limit_s is None else when(_ends(one)),
             "basis": "time_limit" if one.spec.time_limit_s is not None else "unknown",
         }
-        for one, placement in holding
+        for one, placement in soonest
     ]
-    return sorted(rows, key=lambda row: (row["ends"] is None, row["ends"] or "", row["job"]))[:BLOCKERS_MAX]
 
 
-def _ends(story: JobStory) -> float | None:
-    if story.spec.time_limit_s is None:
-        return None
-    return story.attempts[-1].admitted_at + story.spec.time_limit_s
+def _ends(story: JobStory) -> float:
+    limit_s = story.spec.time_limit_s
+    return inf if limit_s is None else story.attempts[-1].admitted_at + limit_s
 
 
 def _placement(story: JobStory) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import mmap
 import sys
 import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,11 +73,12 @@ def source_of(value: Any, *, device: bool = False) -> Source:
         array = np.asarray(value)
     except ValueError as error:  # rows of different lengths
         raise errors.UnsupportedTensor(f"no dense array: {error}", dtype="", layout="numpy") from None
-    if array.dtype.name not in ITEM_BYTES or not array.dtype.isnative:
+    name = _numpy_name(array.dtype)
+    if name not in ITEM_BYTES or not array.dtype.isnative:
         raise errors.UnsupportedTensor(
             f"numpy dtype {array.dtype} cannot be shared", dtype=str(array.dtype), layout="numpy"
         )
-    return Source(array.dtype.name, array.shape, _as_bytes(np.ascontiguousarray(array)))
+    return Source(name, array.shape, _as_bytes(np.ascontiguousarray(array)))
 
 
 def view_of(layout: Layout, holder: Any, base: int, as_: str) -> Any:
@@ -114,6 +115,12 @@ def address_of(value: Any) -> int:
     if not isinstance(value, np.ndarray):
         raise errors.UnsupportedTensor(f"{type(value).__name__} is no tensor and no array")
     return value.__array_interface__["data"][0]
+
+
+@lru_cache(64)
+def _numpy_name(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype, which numpy puts together anew at each look."""
+    return dtype.name
 
 
 def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:

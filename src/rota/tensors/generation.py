@@ -20,7 +20,7 @@ from typing import Final
 
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.tensors import errors, faults
-from rota.tensors.registry import SLOTS_MAX
+from rota.tensors.core.protocol import SLOTS_MAX
 
 SLOT_BYTES: Final = 16
 _BLOCKED_S: Final = 1.0

@@ -343,10 +343,6 @@ class Registry:
         words = self.machine.run("config", *[word for item in settings.items() for word in item])
         return _shaped("hash", words)
 
-    def begin(self, epoch: int) -> int:
-        """Open an empty namespace; the epoch that now stands (another may have been first)."""
-        return int(self.machine.run("begin", epoch, SLOTS_MAX, 0, 0, ""))
-
 
 def refusal(refused: Refused, name: str, *, epoch: int = 0, step: int | None = None) -> NoReturn:
     """Raise the public error for a refusal of an operation on ``name``."""

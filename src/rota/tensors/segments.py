@@ -12,7 +12,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +26,7 @@ MAGIC: Final = b"ROTATSR1"
 FORMAT: Final = 1
 PENDING, PREPARED, READY = 1, 2, 3
 KEPT_MAX: Final = 8
+_NONE_KEPT: Final = (0,) * KEPT_MAX
 _FIXED: Final = struct.Struct("<8sIHHQIIqHHIQQIQQ32sH")
 _STATE: Final = struct.Struct("<IB3xQ8Q")
 _CRC_AT: Final = 8
@@ -68,13 +69,7 @@ class Header:
         )  # fmt: skip
         raw = bytearray((fixed + name).ljust(STATE_AT, b"\0"))
         raw[_CRC_AT : _CRC_AT + 4] = struct.pack("<I", zlib.crc32(raw))
-        return bytes(raw) + self.pack_state()
-
-    def pack_state(self) -> bytes:
-        """The second part alone, to be written at ``STATE_AT``."""
-        kept = (*self.kept, *([0] * KEPT_MAX))[:KEPT_MAX]
-        body = _STATE.pack(0, self.state, self.head, *kept)[4:]
-        return (struct.pack("<I", zlib.crc32(body)) + body).ljust(HEADER_BYTES - STATE_AT, b"\0")
+        return bytes(raw) + pack_state(self.state, self.head, self.kept)
 
     @staticmethod
     def unpack(raw: bytes | memoryview, where: str, *, settled: bool) -> Header:
@@ -97,9 +92,11 @@ class Header:
             name=bytes(data[_FIXED.size : _FIXED.size + found[17]]).decode(),
         )  # fmt: skip
 
-    def with_state(self, state: int, **changes: int | tuple[int, ...]) -> Header:
-        """The same header in another state."""
-        return replace(self, state=state, **changes)  # type: ignore[arg-type]  # callers pass fields of their type
+
+def pack_state(state: int, head: int = 0, kept: tuple[int, ...] = ()) -> bytes:
+    """The second part of a header alone, to be written at ``STATE_AT``."""
+    body = _STATE.pack(0, state, head, *kept, *_NONE_KEPT[len(kept) :])[4:]
+    return (struct.pack("<I", zlib.crc32(body)) + body).ljust(HEADER_BYTES - STATE_AT, b"\0")
 
 
 def _unpack_state(raw: bytes | memoryview, where: str) -> tuple[int, int, tuple[int, ...]]:

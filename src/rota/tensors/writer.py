@@ -24,7 +24,7 @@ from rota.tensors.core.names import WORLD_MAX, check_count, payload_bytes, short
 from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.handle import Version
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
-from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header
+from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header, pack_state
 from rota.tensors.space import Space
 
 _PWRITE_BYTES_MAX: Final = 1 << 30
@@ -32,6 +32,7 @@ _MANIFEST_BYTES_MAX: Final = 32 << 20
 _ROOM_TRIES_MAX: Final = 4
 _POLL_S: Final = 0.005
 _STEPS_MAX: Final = 256
+_json: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: dumps() would make one a call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,17 +222,16 @@ class Writer:
         elif self._check and not pending.ask.mutable:
             block = space.segments.open(reserved.seg).array[reserved.offset : reserved.offset + pending.ask.block]
             payload = block[pending.draft.start : pending.draft.start + pending.draft.payload]
-            pending.header = pending.header.with_state(PENDING, payload_crc=zlib.crc32(payload.data) or 1)
+            pending.header = replace(pending.header, payload_crc=zlib.crc32(payload.data) or 1)
             self._write(pending, 0, pending.header.pack())
-        self._stamp(pending, pending.header.with_state(PREPARED))
+        self._write(pending, STATE_AT, pack_state(PREPARED))
         with space.table.changing(reserved.slot, pending.name):
             for _ in range(_ROOM_TRIES_MAX):
                 epoch = space.table.epoch
                 done = self._commit(pending)
                 faults.point("committed")
                 if done.ready:
-                    kept = done.kept[:KEPT_MAX]
-                    self._stamp(pending, pending.header.with_state(READY, head=done.version, kept=kept))
+                    self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
                 if done.current:
                     space.table.store(reserved.slot, done.current)
                 faults.point("slot-stored")
@@ -335,10 +335,6 @@ class Writer:
     def _refuse(self, refused: Refused, ask: Ask) -> NoReturn:
         refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
 
-    def _stamp(self, pending: Pending, header: Header) -> None:
-        pending.header = header
-        self._write(pending, STATE_AT, header.pack_state())
-
     def _write(self, pending: Pending, at: int, data: bytes | np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Copy into the block: through the mapping when there is one, else by pwrite, which is faster on new pages."""
         segments, offset = self._space.segments, pending.reserved.offset + at
@@ -372,7 +368,7 @@ def lay_out(
     facts = {"tensors": rows, "label": order.label, "retain": life.retain, "orphan": life.orphan}
     flags = {"mutable": life.mutable, "evictable": life.evictable} | ({"device": device} if device else {})
     try:
-        manifest = json.dumps({**facts, **flags, "meta": meta}, separators=(",", ":")).encode()
+        manifest = _json({**facts, **flags, "meta": meta}).encode()
     except (TypeError, ValueError) as error:
         raise BadInput(f"meta is no JSON value: {error}") from None
     if len(manifest) > _MANIFEST_BYTES_MAX:
@@ -390,5 +386,5 @@ def _describe(draft: Draft) -> str:
     where = {"device": draft.device} if draft.device else {}
     if len(draft.tensors) == 1:
         (only,) = draft.tensors
-        return json.dumps({"dtype": short_dtype(only.dtype), "shape": list(only.shape), **where})
-    return json.dumps({"tensors": len(draft.tensors), **where})
+        return _json({"dtype": short_dtype(only.dtype), "shape": list(only.shape), **where})
+    return _json({"tensors": len(draft.tensors), **where})

@@ -14,7 +14,7 @@ from tests.tensors.core.calls import Driver, call
 
 from rota.runtime import environ, redis_server
 from rota.runtime.clock import SystemClock
-from rota.tensors.core.protocol import ProtocolMachine
+from rota.tensors.core.protocol import SLOTS_MAX, ProtocolMachine
 from rota.tensors.registry import RedisMachine, Registry
 from rota.tensors.reports import check
 
@@ -90,7 +90,7 @@ def test_scripts_and_machine_agree_on_every_reply_and_on_what_is_left(
     machine.wipe()
     machine.epoch = 1
     real, model = Registry(machine), ProtocolMachine()
-    real.begin(1)
+    machine.run("begin", 1, SLOTS_MAX, 0, 0, "")
     beside, alone = Driver(real), Driver(Registry(model))
     for each in calls:
         if each[0] == "hold" and each[1] not in model.clients:

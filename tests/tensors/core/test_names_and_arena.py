@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.core import arena, names
 from rota.tensors.core.slabs import BLOCK_BYTES, SLAB_BYTES, SLAB_STEP_BYTES, Range, Slabs, slab_bytes
-from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header
+from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header, pack_state
 
 
 @pytest.mark.parametrize("name", ["w", "w/layer0", "weights/j/e", "gewichte/größe", "w[shard=0-of-4]", "a" * 240])
@@ -99,8 +100,8 @@ HEADER = Header(
 
 
 def test_a_header_comes_back_as_it_was_written() -> None:
-    ready = HEADER.with_state(READY, head=9, kept=(5, 6))
-    raw = HEADER.pack()[:STATE_AT] + ready.pack_state()
+    ready = replace(HEADER, state=READY, head=9, kept=(5, 6))
+    raw = HEADER.pack()[:STATE_AT] + pack_state(READY, 9, (5, 6))
     assert len(raw) == HEADER_BYTES
     assert Header.unpack(raw, "f", settled=True) == ready
 

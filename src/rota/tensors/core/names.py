@@ -20,6 +20,8 @@ EPOCH_MAX: Final = (1 << 32) - 1
 WORLD_MAX: Final = (1 << 16) - 1
 _SHARD: Final = re.compile(r"\[shard=(\d+)-of-(\d+)\]$")
 _LABEL_BYTES_MAX: Final = 240
+_NO_UTF8: Final = re.compile("[\ud800-\udfff]")
+_CONTROL: Final = re.compile("[\0-\x1f\x7f]")
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "bool": 1,
@@ -116,7 +118,7 @@ def check_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
 def check_name(name: str) -> str:
     """``name`` itself. Raises BadInput when empty, over 240 bytes, with control characters or what no UTF-8 says, a
     level ``.`` or ``..``, or a bad shard suffix."""
-    if not isinstance(name, str) or any(0xD800 <= ord(letter) < 0xE000 for letter in name):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+    if not isinstance(name, str) or _NO_UTF8.search(name):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise BadInput(f"tensor name {name!r}: text")
     if {".", ".."} & set(name.split("/")):
         raise BadInput(f"tensor name {name!r}: no level may be . or ..")
@@ -125,7 +127,7 @@ def check_name(name: str) -> str:
     size = len(name.encode())
     if size > NAME_BYTES_MAX:
         raise BadInput(f"tensor name {name[:40]!r}...: {size} bytes, the limit is {NAME_BYTES_MAX}")
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in name):
+    if _CONTROL.search(name):
         raise BadInput(f"tensor name {name!r}: control characters are not allowed")
     if "[shard=" in name:
         shard_of(name)

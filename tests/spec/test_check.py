@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rota.spec.check import Finding, check, dotted, find_circle
 from rota.spec.dispatch import OpSpec
@@ -59,6 +63,24 @@ def test_a_circle_is_found_wherever_it_hangs() -> None:
     circle = find_circle({"x": ("a",), "a": ("b",), "b": ("c", "d"), "c": (), "d": ("a",)})
     assert circle[0] == circle[-1] and set(circle) == {"a", "b", "d"}
     assert find_circle({"a": ("a",)}) == ("a", "a")
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.lists(st.sampled_from("abcdef"), max_size=3), max_size=6))
+def test_a_circle_is_found_where_brute_force_finds_one(arrows: dict[str, list[str]]) -> None:
+    def reach(start: str) -> set[str]:
+        found: set[str] = set()
+        todo = list(arrows.get(start, ()))
+        while todo:
+            here = todo.pop()
+            if here not in found:
+                found.add(here)
+                todo += arrows.get(here, ())
+        return found
+
+    circle = find_circle(arrows)
+    assert bool(circle) == any(name in reach(name) for name in arrows)
+    assert not circle or circle[0] == circle[-1]
+    assert all(b in arrows[a] for a, b in pairwise(circle))
 
 
 def test_paths_are_written_as_people_write_them() -> None:

@@ -82,7 +82,10 @@ def _check_names(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(path=("roles",), message="a job needs at least one role", code="MISSING")
     if len(spec.roles) > ROLES_MAX:
         yield Finding(path=("roles",), message=f"{len(spec.roles)} roles; at most {ROLES_MAX}", code="OUT_OF_RANGE")
-    for role in spec.roles:
+    for index, role in enumerate(spec.roles):
+        if any(role.name == other.name for other in spec.roles[:index]):
+            message, hint = "a second role of this name", "rename one"
+            yield Finding(path=("roles", role.name), message=message, hint=hint, code="DUPLICATE_NAME")
         if not NAME_PATTERN.match(role.name):
             path: Path = ("roles", role.name)
             yield Finding(path=path, message=f"{role.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")

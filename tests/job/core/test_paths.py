@@ -96,9 +96,9 @@ def test_what_cannot_run_is_refused_by_the_name_of_its_place(made: JobSpec, code
     [
         ([("prompts", "rollout.generate"), ("prompts", "reward.score")], "FORK"),
         ([("prompts", "reward.score"), ("more", "reward.score")], "JOIN"),
-        (ROUND, "FLOW_CYCLE"),
+        (ROUND, "CYCLE"),
         ([("prompts", "rollout.nothing")], "UNKNOWN_OP"),
-        ([("prompt", "rollout.generate")], "UNKNOWN_END"),
+        ([("prompt", "rollout.generate")], "UNKNOWN_ROLE"),
     ],
 )
 def test_what_is_no_line_is_refused(edges: list[tuple[str, str]], code: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Generic, Literal, TypeVar
 
-from rota.spec.dispatch import EachRule, Rank, Shard
 from rota.spec.ids import InstanceId, RoleName
 from rota.spec.job import JobSpec
 
@@ -37,15 +36,6 @@ class RoleEdge:
 
     source: str
     target: str
-    kind: EdgeType
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceEdge:
-    """An edge between two instances."""
-
-    source: InstanceId
-    target: InstanceId
     kind: EdgeType
 
 
@@ -163,20 +153,6 @@ def endpoint(spec: JobSpec, text: str) -> Endpoint:
     return Endpoint(text, role, text[len(role) + 1 :])
 
 
-def instance_edges(spec: JobSpec, graph: Graph) -> Iterator[InstanceEdge]:
-    """Every edge between instances; what flows into an operation expands by the dispatch of that operation."""
-    for edge in spec.edges:
-        source, target = endpoint(spec, edge.source), endpoint(spec, edge.target)
-        if source.role is None or target.role is None:
-            continue
-        for left, right in _pairs(spec, graph, source.role, target):
-            yield InstanceEdge(left, right, edge.kind)
-    for edge in graph.edges:
-        if edge.kind in ("mesh", "lease", "weights"):
-            left, right = graph.ranks[RoleName(edge.source)], graph.ranks[RoleName(edge.target)]
-            yield from (InstanceEdge(a, b, edge.kind) for a, b in _pairs_of_kind(edge.kind, left, right))
-
-
 def data_flow_order(spec: JobSpec) -> tuple[str, ...]:
     """All roles, producers before consumers; ties in the order of the file. A cycle is cut where it closes."""
     arrows = data_flow(spec)
@@ -206,27 +182,6 @@ def data_flow(spec: JobSpec) -> dict[str, tuple[str, ...]]:
         source, target = endpoint(spec, edge.source).vertex, endpoint(spec, edge.target).vertex
         arrows.setdefault(source, {})[target] = None
     return {source: tuple(targets) for source, targets in arrows.items()}
-
-
-def find_cycle(arrows: Mapping[str, Sequence[str]]) -> tuple[str, ...] | None:
-    """The vertices of one cycle in order, the first repeated at the end; None if there is none."""
-    done: set[str] = set()
-
-    def walk(vertex: str, path: tuple[str, ...]) -> tuple[str, ...] | None:
-        if vertex in path:
-            return (*path[path.index(vertex) :], vertex)
-        if vertex in done:
-            return None
-        for after in arrows.get(vertex, ()):
-            if cycle := walk(after, (*path, vertex)):
-                return cycle
-        done.add(vertex)
-        return None
-
-    for start in arrows:
-        if cycle := walk(start, ()):
-            return cycle
-    return None
 
 
 def lease_groups(spec: JobSpec) -> tuple[tuple[RoleName, ...], ...]:
@@ -382,18 +337,6 @@ def _pairs_of_kind(
         yield from zip(left, [*left[1:], left[0]])
     else:
         yield from ((a, b) for a in left for b in right)
-
-
-def _pairs(spec: JobSpec, graph: Graph, source: RoleName, target: Endpoint) -> Iterator[tuple[InstanceId, InstanceId]]:
-    role = spec.role(target.vertex)
-    op = role.interface.op(target.op) if role.interface else None
-    right = graph.ranks[role.name]
-    match op.send_rule if op else EachRule():
-        case Rank(rank=rank):
-            chosen = right[rank : rank + 1]
-        case Shard() | _:
-            chosen = right
-    yield from ((a, b) for a in graph.ranks[source] for b in chosen)
 
 
 class Merged(Generic[T]):

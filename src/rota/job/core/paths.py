@@ -55,12 +55,15 @@ class Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Why a stream or an edge cannot be driven; ``path`` is its place in the job file."""
+    """Why a graph cannot work: ``path`` is the place in the job file, ``hint`` the next step, ``code`` is stable."""
 
     path: str
     message: str
-    hint: str
+    hint: str = ""
     code: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 def paths_of(spec: JobSpec) -> tuple[Path, ...]:

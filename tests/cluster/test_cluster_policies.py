@@ -170,6 +170,18 @@ def test_a_pass_that_tried_enough_leaves_waiting_who_was_held_back_by_a_reservat
         decide(s, replace(get_profile(name), candidates_max=1), 4.0)
 
 
+@pytest.mark.parametrize("name", sorted(name for name in PROFILES if get_profile(name).block != "queue"))
+def test_nobody_is_passed_over_for_ever_by_passes_that_try_only_a_few(name: str) -> None:
+    s, few = state(node("n", 8)), replace(get_profile(name), candidates_max=3)
+    step(s, JobArrived(ask=ask("run", slot(7), est_s=100.0)), few, 0.0)
+    for i in range(10):
+        apply(s, JobArrived(ask=ask(f"w{i}", slot(8, cpus=i), at=1.0, est_s=100.0)), 1.0)
+    apply(s, JobArrived(ask=ask("last", slot(1), at=2.0, est_s=5.0)), 2.0)
+    passes = [step(s, Tick(), few, 3.0) for _ in range(4)]
+    assert [d.job for decisions in passes for d in decisions if isinstance(d, Admit)] == ["last"]
+    assert WakeAt(at=3.0, kind="not_before") in passes[0], "the first asks for the next at once"
+
+
 def test_a_node_out_of_order_takes_no_new_work_and_is_named_as_the_cause() -> None:
     s, fifo = state(node("n", 4)), get_profile("fifo")
     apply(s, NodeChanged(node=NodeId("n"), health=Health.BAD), 0.0)

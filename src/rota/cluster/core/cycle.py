@@ -86,6 +86,7 @@ class _Pass:
     """
 
     until: JobId | None = None
+    cut_short = False
 
     def __init__(self, state: State, txn: Txn, profile: Profile, now: float) -> None:
         self.state, self.txn, self.profile, self.now = state, txn, profile, now
@@ -100,6 +101,7 @@ class _Pass:
         self.started = 0
         self.shared = False
         self.tried = self.sets = 0
+        self.tries_max = profile.candidates_max << state.memory.cut_short
         self.by_queue = profile.block == "queue"
         self.tracks: Mapping[Any, Sequence[tuple[Any, ...]]] = state.asking if self.by_queue else state.lines
 
@@ -112,10 +114,10 @@ class _Pass:
         heapify(heap)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
         while heap:
-            place, track, depth = heap[0]
+            place, track, depth, started = heap[0]
             row = self.state.jobs[place[-1]]
-            if (now_place := place_in_order(self.state, self.profile, row, self.now)) > place:
-                heapreplace(heap, (now_place, track, depth))
+            if started != self._starts() and (now_at := self._entry(row, track, depth))[0] > place:
+                heapreplace(heap, now_at)
                 continue
             heappop(heap)
             if row.ask.queue in self.blocked and row.wait is not None:
@@ -138,7 +140,10 @@ class _Pass:
         # 4. lend what is idle when nobody waits for it
         if self.profile.grows and not self.state.lines:
             self._resize(grown(self.state, self.txn, self.profile.placer))
-        # 5. wake up when time alone will change something
+        # 5. wake up when time alone will change something, or to try more, until all were tried
+        self.state.memory.cut_short = self.state.memory.cut_short + 1 if self.cut_short else 0
+        if self.cut_short:
+            self.wake.append(self.now)
         if (round_s := self.profile.round_s) and (self.shared or self._somebody_waits_beside_others()):
             self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
@@ -183,8 +188,14 @@ class _Pass:
         return self._at(track, depth) if depth < len(self.tracks.get(track, ())) else None
 
     def _at(self, track: Any, depth: int) -> _Entry:
-        row = self.state.jobs[self.tracks[track][depth][-1]]
-        return (place_in_order(self.state, self.profile, row, self.now), track, depth)
+        return self._entry(self.state.jobs[self.tracks[track][depth][-1]], track, depth)
+
+    def _entry(self, row: JobRow, track: Any, depth: int) -> _Entry:
+        return (place_in_order(self.state, self.profile, row, self.now), track, depth, self._starts())
+
+    def _starts(self) -> int:
+        """Starts and claims so far: ranks stay as they are until there is one more."""
+        return self.started + len(self.claims.jobs)
 
     def _tell(self, row: JobRow, wait: Wait) -> None:
         if row.wait is None or row.wait.reason is not wait.reason:
@@ -196,15 +207,15 @@ class _Pass:
         if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
         wait = self._gate_time(key) or self._gate_queue(row) or self._gate_order(row)
-        if wait is None and self.tried >= self.profile.candidates_max:
-            self.wake.append(self.now)
+        if wait is None and self.tried >= self.tries_max:
+            self.cut_short = True
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:
             local = self.profile.local and not row.ask.opportunistic
             wait = self.state.memory.recall(self.profile.name, key, local=local)
             if wait is None:
                 self.tried += 1
-                wait = self._start(row)
+                wait = self._start(key, row)
                 if (
                     wait is not None
                     and wait.reason not in FOR_ONE_JOB
@@ -225,13 +236,13 @@ class _Pass:
         claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
         return self.profile.block == "queue" and not claimed
 
-    def _start(self, row: JobRow) -> Wait | None:
+    def _start(self, key: LineKey, row: JobRow) -> Wait | None:
         """Start the job with the nodes that it avoids, and spares, out of the way."""
         state = self.state
         spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
         avoided = [state.node_row[node] for node in row.ask.avoid if node in state.node_row]
         with self._without([*spares, *avoided]):
-            wait = self._start_anywhere(row)
+            wait = self._start_anywhere(key, row)
         return with_spares(wait, [state.nodes[place].id for place in spares]) if wait and spares else wait
 
     @contextmanager
@@ -244,10 +255,10 @@ class _Pass:
         for place, health in healths.items():
             self.txn.set(self.state.node_health, place, health)
 
-    def _start_anywhere(self, row: JobRow) -> Wait | None:
+    def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | None:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
-        full = self._recall_full(row)
+        full = self._recall_full(key)
         fits = self._place(row) if full is None else None
         if fits is not None:
             self._reserve()
@@ -271,18 +282,18 @@ class _Pass:
             return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead})
         if wait is None and self.profile.block == "reserve":
             self.first.setdefault(row.ask.queue, row)
-        return wait or full or self._learn_full(row)
+        return wait or full or self._learn_full(key, row)
 
-    def _recall_full(self, row: JobRow) -> Wait | None:
+    def _recall_full(self, key: LineKey) -> Wait | None:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
         if self.profile.block != "reserve":
             return None
-        return self.state.memory.recall(f"{self.profile.name} full", line_key(row), local=False)
+        return self.state.memory.recall(f"{self.profile.name} full", key, local=False)
 
-    def _learn_full(self, row: JobRow) -> Wait:
+    def _learn_full(self, key: LineKey, row: JobRow) -> Wait:
         wait = waits_because(self.state, row.ask, self.profile.placer)
         if self.profile.block == "reserve" and self.profile.remember and not self.claims:
-            self.state.memory.learn(f"{self.profile.name} full", line_key(row), wait, local=False)
+            self.state.memory.learn(f"{self.profile.name} full", key, wait, local=False)
         return wait
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:
@@ -454,7 +465,7 @@ class _Pass:
         return None
 
 
-_Entry = tuple[tuple[Any, ...], Any, int]
+_Entry = tuple[tuple[Any, ...], Any, int, int]
 
 
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@ class Memory:
         self._takings: dict[str, tuple[int, list[int]]] = {}
         self._verdicts: dict[tuple[str, LineKey], tuple[int, int, int, Wait]] = {}
         self._count = 0
+        self.cut_short = 0
+        """Passes in a row that had tried enough before all were tried; each of them tries twice as many as the last."""
 
     def took(self, txn: Txn, row: JobRow) -> None:
         """A job was given devices."""

@@ -146,9 +146,10 @@ def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, roo
             nodes = np.flatnonzero(room > 0).astype(np.int32)
             node = int(nodes[np.argmin(prefer(state, nodes))])
             held = asked(slot, node, next(_whole_devices(state, slot, node)))
-            state.take(txn, held, 1)
-            room[node] -= 1
             found.append(held)
+            if len(found) < count:
+                state.take(txn, held, 1)
+                room[node] -= 1
     return tuple(found)
 
 

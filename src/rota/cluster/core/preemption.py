@@ -39,12 +39,14 @@ def choose_victims(
     Candidates are added in the given order until the job fits, then each is left out again, last first, if it still
     fits: no member of the set is superfluous. Of at most ``EXACT_MAX`` candidates the set of least cost is taken.
     """
-    cost = {other.ask.id: lost_gpu_s(other, now, restart_s) for other, _ in candidates}
     reasons = {other.ask.id: reason for other, reason in candidates}
-    chosen = enough_of(state, txn, row, placer, [other.ask.id for other, _ in candidates])
+    chosen = enough_of(state, txn, row, placer, list(reasons))
     if chosen is None:
         return None
-    if len(candidates) <= EXACT_MAX:
+    cost = {
+        job: lost_gpu_s(state.jobs[job], now, restart_s) for job in (reasons if len(reasons) <= EXACT_MAX else chosen)
+    }
+    if len(reasons) <= EXACT_MAX:
         chosen = _cheapest(state, txn, row, placer, sorted(cost, key=lambda job: (cost[job], job)), cost, chosen)
     return tuple(Victim(job=job, reason=reasons[job], lost_gpu_s=cost[job]) for job in chosen)
 

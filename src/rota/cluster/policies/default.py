@@ -90,26 +90,28 @@ class LeastCost:
         entitled = self._inside_guarantee(state, row)
         over = self._spare(state) if entitled else {}
         found: list[tuple[int, int, float, float, JobId]] = []
-        for (queue, priority), jobs in state.running.items():
+        # The lowest priority of a queue comes first: it counts first towards what the queue has above its promise.
+        for (queue, priority), jobs in sorted(state.running.items()):
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
             if kind is None:
                 continue
-            for other in map(state.jobs.__getitem__, jobs):
-                if other.ask.preemptible and now - other.started_at >= self.min_runtime_s:
-                    cost = lost_gpu_s(other, now, self.restart_s)
-                    found.append((kind, priority, cost, -other.started_at, other.ask.id))
-        if not found:
-            return None
-        kept: list[tuple[JobRow, Reason]] = []
-        for kind, *_, job in sorted(found):
-            other = state.jobs[job]
-            if kind == 1:
+            able = (
+                (kind, priority, lost_gpu_s(other, now, self.restart_s), -other.started_at, other.ask.id)
+                for other in map(state.jobs.__getitem__, jobs)
+                if other.ask.preemptible and now - other.started_at >= self.min_runtime_s
+            )
+            if kind != 1:
+                found += able
+                continue
+            for entry in sorted(able):
                 # The last victim may take a queue below its excess, no further one may.
-                if over[other.ask.queue] <= 0:
-                    continue
-                over[other.ask.queue] -= other.ask.shape.gpu_milli
-            kept.append((other, Reason.PREEMPTED_PRIORITY if kind == 2 else Reason.PREEMPTED_RECLAIM))
-        return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s)
+                if over[queue] <= 0:
+                    break
+                over[queue] -= state.jobs[entry[-1]].ask.shape.gpu_milli
+                found.append(entry)
+        reasons = (Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_PRIORITY)
+        kept = [(state.jobs[entry[-1]], reasons[entry[0]]) for entry in sorted(found)]
+        return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s) if kept else None
 
     def _kind(self, row: JobRow, queue: str, priority: int, lends: bool) -> int | None:
         """0 opportunistic, 1 borrowed by another queue, 2 lower priority of this queue, None = safe."""
@@ -159,5 +161,5 @@ def default() -> Profile:
         victims=LeastCost(),
         stops=stops,
         block="reserve",
-        victim_sets_max=2,
+        victim_sets_max=1,
     )

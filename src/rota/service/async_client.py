@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from time import monotonic  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import Any, Self
 
@@ -13,11 +12,12 @@ import httpx
 from rota.service import calls
 from rota.service.account_calls import AccountCalls
 from rota.service.calls import Ask, Sse, SseReader
+from rota.service.questions import Questions
 from rota.service.wire import PAGE_MAX, RETRIES_MAX, STREAM_SILENCE_S, TIMEOUT_S, Document, Wire, body_of, timed_out
 from rota.spec.states import JobState
 
 
-class AsyncClient(Wire):
+class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
     """The same questions as ``Client``, awaited."""
 
     def __init__(
@@ -59,10 +59,6 @@ class AsyncClient(Wire):
                 return self.read(answer)
         raise AssertionError("the last attempt returns or raises")
 
-    async def submit(self, body: Mapping[str, Any], *, key: str = "") -> Document:
-        """See ``Client.submit``."""
-        return await self.ask(calls.submit(body, key=key or secrets.token_hex(16)))
-
     async def run(
         self,
         job: Any = None,
@@ -76,105 +72,6 @@ class AsyncClient(Wire):
         """See ``Client.run``; gives the ``Job`` document."""
         body = await asyncio.to_thread(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
         return await self.submit(body, key=key)
-
-    async def plan(self, body: Mapping[str, Any]) -> Document:
-        """See ``Client.plan``."""
-        return await self.ask(calls.plan(body))
-
-    async def jobs(self, **filters: Any) -> Document:
-        """See ``Client.jobs``."""
-        return await self.ask(calls.jobs(filters))
-
-    async def job(self, job: str) -> Document:
-        """See ``Client.job``."""
-        return await self.ask(calls.get(calls.job_path(job)))
-
-    async def explain(self, job: str) -> Document:
-        """See ``Client.explain``."""
-        return await self._part(job, "explain")
-
-    async def why(self, job: str) -> Document:
-        """See ``Client.why``."""
-        return await self._part(job, "why")
-
-    async def failures(self, job: str, *, attempt: int | None = None) -> Document:
-        """See ``Client.failures``."""
-        return await self._part(job, "failures", attempt=attempt)
-
-    async def trace(self, job: str) -> Document:
-        """See ``Client.trace``."""
-        return await self._part(job, "trace")
-
-    async def graph(self, job: str) -> Document:
-        """See ``Client.graph``."""
-        return await self._part(job, "graph")
-
-    async def placement(self, job: str) -> Document:
-        """See ``Client.placement``."""
-        return await self._part(job, "placement")
-
-    async def spec(self, job: str) -> Document:
-        """See ``Client.spec``."""
-        return await self._part(job, "spec")
-
-    async def log_page(self, job: str, **filters: Any) -> Document:
-        """See ``Client.log_page``."""
-        return await self._part(job, "logs", **filters)
-
-    async def event_page(self, job: str = "", **filters: Any) -> Document:
-        """See ``Client.event_page``."""
-        return await self.ask(calls.get(calls.events_path(job), **filters))
-
-    async def _part(self, job: str, name: str, **params: Any) -> Document:
-        return await self.ask(calls.get(calls.job_path(job, name), **params))
-
-    async def change(self, job: str, changes: Mapping[str, Any]) -> Document:
-        """See ``Client.change``."""
-        return await self.ask(calls.change(job, changes))
-
-    async def mark_node(
-        self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False
-    ) -> Document:
-        """See ``Client.mark_node``."""
-        return await self.ask(calls.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run))
-
-    async def apply_queues(
-        self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False
-    ) -> Document:
-        """See ``Client.apply_queues``."""
-        return await self.ask(calls.apply_queues(queues, filename=filename, dry_run=dry_run))
-
-    async def stop(self, job: str, *, grace_s: float | None = None) -> Document:
-        """See ``Client.stop``."""
-        return await self.ask(calls.stop(job, grace_s=grace_s))
-
-    async def pause(self, job: str, *, grace_s: float | None = None) -> Document:
-        """See ``Client.pause``."""
-        return await self.ask(calls.pause(job, grace_s=grace_s))
-
-    async def resume(self, job: str) -> Document:
-        """See ``Client.resume``."""
-        return await self.ask(calls.resume(job))
-
-    async def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> Document:
-        """See ``Client.execute``."""
-        return await self.ask(calls.execute(job, instance, argv, timeout_s=timeout_s))
-
-    async def scale(self, job: str, role: str, n: int) -> Document:
-        """See ``Client.scale``."""
-        return await self.ask(calls.scale(job, role, n))
-
-    async def nodes(self) -> Document:
-        """See ``Client.nodes``."""
-        return await self.ask(calls.get("/nodes"))
-
-    async def queues(self) -> Document:
-        """See ``Client.queues``."""
-        return await self.ask(calls.get("/queues"))
-
-    async def status(self) -> Document:
-        """See ``Client.status``."""
-        return await self.ask(calls.get("/status"))
 
     async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
         """See ``Client.wait``."""

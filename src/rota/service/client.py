@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic, sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import Any, Self
@@ -13,6 +12,7 @@ from rota.service import calls
 from rota.service.account_calls import AccountCalls
 from rota.service.async_client import AsyncClient as AsyncClient
 from rota.service.calls import Ask, Sse, SseReader
+from rota.service.questions import Questions
 from rota.service.wire import (
     PAGE_MAX,
     RETRIES_MAX,
@@ -26,7 +26,7 @@ from rota.service.wire import (
 from rota.spec.states import JobState
 
 
-class Client(Wire):
+class Client(Wire, Questions[Document]):
     """The REST interface in Python.
 
     ``server`` and ``token`` default to ROTA_SERVER and ROTA_TOKEN, then to the service of this machine. Every method
@@ -94,21 +94,9 @@ class Client(Wire):
         body = body_of(job, sets=set, command=command, workdir=workdir, res=resources)
         return JobHandle(self, self.submit(body, key=key))
 
-    def submit(self, body: Mapping[str, Any], *, key: str = "") -> Document:
-        """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
-        return self.ask(calls.submit(body, key=key or secrets.token_hex(16)))
-
-    def plan(self, body: Mapping[str, Any]) -> Document:
-        """``PlanReport``: what the job would become; nothing is started or kept."""
-        return self.ask(calls.plan(body))
-
     def attach(self, job: str) -> JobHandle:
         """The handle of a job that exists."""
         return JobHandle(self, self.job(job))
-
-    def jobs(self, **filters: Any) -> Document:
-        """One page (``JobList``). Filters: all, state, queue, user, name, label, since_s, limit, cursor."""
-        return self.ask(calls.jobs(filters))
 
     def all_jobs(self, **filters: Any) -> Iterator[Document]:
         """Every job of the list, page by page."""
@@ -119,97 +107,6 @@ class Client(Wire):
             cursor = page.get("next") or ""
             if not cursor:
                 return
-
-    def job(self, job: str) -> Document:
-        """``Job``: state, roles, instances, attempts. ``job`` is an id or a unique beginning of one."""
-        return self.ask(calls.get(calls.job_path(job)))
-
-    def explain(self, job: str) -> Document:
-        """``Explanation``: why the job waits, what is ahead, what would help."""
-        return self.ask(calls.get(calls.job_path(job, "explain")))
-
-    def why(self, job: str) -> Document:
-        """``WaitGraph``: who waits for whom in a running job."""
-        return self.ask(calls.get(calls.job_path(job, "why")))
-
-    def failures(self, job: str, *, attempt: int | None = None) -> Document:
-        """``FailureList``: what failed first, and what was done about it."""
-        return self.ask(calls.get(calls.job_path(job, "failures"), attempt=attempt))
-
-    def trace(self, job: str) -> Document:
-        """``Trace``: what every instance ran and waited for, in the form that Perfetto opens, with a ``summary``."""
-        return self.ask(calls.get(calls.job_path(job, "trace")))
-
-    def graph(self, job: str) -> Document:
-        """``Graph``: roles, edges, sub-graphs, blast radius."""
-        return self.ask(calls.get(calls.job_path(job, "graph")))
-
-    def placement(self, job: str) -> Document:
-        """Which devices of which nodes the job holds."""
-        return self.ask(calls.get(calls.job_path(job, "placement")))
-
-    def spec(self, job: str) -> Document:
-        """The job as it was understood, with the text it came from."""
-        return self.ask(calls.get(calls.job_path(job, "spec")))
-
-    def stop(self, job: str, *, grace_s: float | None = None) -> Document:
-        """Ask a job to end; gives the ``Job`` document."""
-        return self.ask(calls.stop(job, grace_s=grace_s))
-
-    def pause(self, job: str, *, grace_s: float | None = None) -> Document:
-        """Ask a job to give its devices back and wait until ``resume``; gives the ``Job`` document."""
-        return self.ask(calls.pause(job, grace_s=grace_s))
-
-    def resume(self, job: str) -> Document:
-        """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
-        return self.ask(calls.resume(job))
-
-    def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> Document:
-        """``Exec``: run a command beside a running instance (``role`` or ``role/rank``): its end and what it printed.
-
-        Raises Conflict when the instance does not run.
-        """
-        return self.ask(calls.execute(job, instance, argv, timeout_s=timeout_s))
-
-    def scale(self, job: str, role: str, n: int) -> Document:
-        """Ask for ``n`` instances of a role, now and in later attempts; gives the ``Job`` document."""
-        return self.ask(calls.scale(job, role, n))
-
-    def change(self, job: str, changes: Mapping[str, Any]) -> Document:
-        """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
-        return self.ask(calls.change(job, changes))
-
-    def mark_node(
-        self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False
-    ) -> Document:
-        """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``; who is drained has ``notice_s`` to move."""
-        return self.ask(calls.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run))
-
-    def apply_queues(
-        self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False
-    ) -> Document:
-        """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one."""
-        return self.ask(calls.apply_queues(queues, filename=filename, dry_run=dry_run))
-
-    def nodes(self) -> Document:
-        """``NodeList``."""
-        return self.ask(calls.get("/nodes"))
-
-    def queues(self) -> Document:
-        """``QueueTree``."""
-        return self.ask(calls.get("/queues"))
-
-    def status(self) -> Document:
-        """``Status`` of the service."""
-        return self.ask(calls.get("/status"))
-
-    def log_page(self, job: str, **filters: Any) -> Document:
-        """One page of log lines. Filters: instance, attempt, stream, since, until, tail, grep."""
-        return self.ask(calls.get(calls.job_path(job, "logs"), **filters))
-
-    def event_page(self, job: str = "", **filters: Any) -> Document:
-        """``EventList``: a page of events, of a job or of everything. Filters: after, type, limit."""
-        return self.ask(calls.get(calls.events_path(job), **filters))
 
     def log_pages(self, job: str, **filters: Any) -> Iterator[Document]:
         """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""

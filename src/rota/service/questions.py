@@ -1,0 +1,122 @@
+"""What both clients ask: one method a question, which gives what ``ask`` of the client gives."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from rota.service import calls
+from rota.service.calls import Ask
+from rota.service.wire import Document
+
+T = TypeVar("T")
+
+
+class Questions(Generic[T]):
+    """The reads and changes of the REST interface; an answer is a document, or the promise of one."""
+
+    def ask(self, ask: Ask) -> T:
+        """Send one request; ``safe`` ones again when the connection broke."""
+        raise NotImplementedError
+
+    def submit(self, body: Mapping[str, Any], *, key: str = "") -> T:
+        """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
+        return self.ask(calls.submit(body, key=key or secrets.token_hex(16)))
+
+    def plan(self, body: Mapping[str, Any]) -> T:
+        """``PlanReport``: what the job would become; nothing is started or kept."""
+        return self.ask(calls.plan(body))
+
+    def jobs(self, **filters: Any) -> T:
+        """One page (``JobList``). Filters: all, state, queue, user, name, label, since_s, limit, cursor."""
+        return self.ask(calls.jobs(filters))
+
+    def job(self, job: str) -> T:
+        """``Job``: state, roles, instances, attempts. ``job`` is an id or a unique beginning of one."""
+        return self.ask(calls.get(calls.job_path(job)))
+
+    def explain(self, job: str) -> T:
+        """``Explanation``: why the job waits, what is ahead, what would help."""
+        return self.ask(calls.get(calls.job_path(job, "explain")))
+
+    def why(self, job: str) -> T:
+        """``WaitGraph``: who waits for whom in a running job."""
+        return self.ask(calls.get(calls.job_path(job, "why")))
+
+    def failures(self, job: str, *, attempt: int | None = None) -> T:
+        """``FailureList``: what failed first, and what was done about it."""
+        return self.ask(calls.get(calls.job_path(job, "failures"), attempt=attempt))
+
+    def trace(self, job: str) -> T:
+        """``Trace``: what every instance ran and waited for, in the form that Perfetto opens, with a ``summary``."""
+        return self.ask(calls.get(calls.job_path(job, "trace")))
+
+    def graph(self, job: str) -> T:
+        """``Graph``: roles, edges, sub-graphs, blast radius."""
+        return self.ask(calls.get(calls.job_path(job, "graph")))
+
+    def placement(self, job: str) -> T:
+        """Which devices of which nodes the job holds."""
+        return self.ask(calls.get(calls.job_path(job, "placement")))
+
+    def spec(self, job: str) -> T:
+        """The job as it was understood, with the text it came from."""
+        return self.ask(calls.get(calls.job_path(job, "spec")))
+
+    def stop(self, job: str, *, grace_s: float | None = None) -> T:
+        """Ask a job to end; gives the ``Job`` document."""
+        return self.ask(calls.stop(job, grace_s=grace_s))
+
+    def pause(self, job: str, *, grace_s: float | None = None) -> T:
+        """Ask a job to give its devices back and wait until ``resume``; gives the ``Job`` document."""
+        return self.ask(calls.pause(job, grace_s=grace_s))
+
+    def resume(self, job: str) -> T:
+        """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
+        return self.ask(calls.resume(job))
+
+    def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> T:
+        """``Exec``: run a command beside a running instance (``role`` or ``role/rank``): its end and what it printed.
+
+        Raises Conflict when the instance does not run.
+        """
+        return self.ask(calls.execute(job, instance, argv, timeout_s=timeout_s))
+
+    def scale(self, job: str, role: str, n: int) -> T:
+        """Ask for ``n`` instances of a role, now and in later attempts; gives the ``Job`` document."""
+        return self.ask(calls.scale(job, role, n))
+
+    def change(self, job: str, changes: Mapping[str, Any]) -> T:
+        """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
+        return self.ask(calls.change(job, changes))
+
+    def mark_node(
+        self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False
+    ) -> T:
+        """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``; who is drained has ``notice_s`` to move."""
+        return self.ask(calls.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run))
+
+    def apply_queues(self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False) -> T:
+        """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one."""
+        return self.ask(calls.apply_queues(queues, filename=filename, dry_run=dry_run))
+
+    def nodes(self) -> T:
+        """``NodeList``."""
+        return self.ask(calls.get("/nodes"))
+
+    def queues(self) -> T:
+        """``QueueTree``."""
+        return self.ask(calls.get("/queues"))
+
+    def status(self) -> T:
+        """``Status`` of the service."""
+        return self.ask(calls.get("/status"))
+
+    def log_page(self, job: str, **filters: Any) -> T:
+        """One page of log lines. Filters: instance, attempt, stream, since, until, tail, grep."""
+        return self.ask(calls.get(calls.job_path(job, "logs"), **filters))
+
+    def event_page(self, job: str = "", **filters: Any) -> T:
+        """``EventList``: a page of events, of a job or of everything. Filters: after, type, limit."""
+        return self.ask(calls.get(calls.events_path(job), **filters))

@@ -230,3 +230,25 @@ def test_a_loop_that_computes_may_be_silent_longer_than_one_that_rests() -> None
     rests = Bench()
     rests.say("loop/0", idle_s=12.0, busy=("train",), cpus=0.01)
     assert set(rests.told()) == {"loop/0"}
+
+
+def test_a_start_is_late_when_nobody_comes_further_in_it_and_its_message_says_at_what() -> None:
+    bench = Bench(mesh("actor", 2))
+    told, doing = [], {}
+    coming = [replace(one, state=InstanceState.STALE) for one in bench.ctx.instances.values()]
+    bench.ctx = bench.ctx.with_instances(coming)
+    steps = (
+        {"busy": (SETTING_UP, "last import torch._C"), "idle_s": 0.5},  # it imports
+        {"busy": (SETTING_UP,), "idle_s": 90.0, "cpus": 0.9},  # it computes
+        {"busy": (SETTING_UP,), "idle_s": 90.0, "cpus": 0.9, "inside": "all_reduce"},  # it spins
+        {"busy": (SETTING_UP, "last import slow"), "idle_s": 90.0, "cpus": 0.1},
+    )
+    for step in steps:
+        bench.clock.advance(100.0)
+        bench.say("actor/1", **step)
+        still_s, doing = bench.manager.coming(bench.ctx)
+        told.append(still_s)
+    assert told == [0.0, 0.0, 100.0, 200.0]
+    assert doing == {"actor/1": "last heard 0 s ago, in its setup, last import slow"}
+    ready = [replace(one, state=InstanceState.READY) for one in coming[:1]]
+    assert bench.manager.coming(bench.ctx.with_instances(ready))[0] == 0.0

@@ -6,16 +6,19 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.makers import JOB, at, loop, mesh, service, spec
+from tests.world.virtual import run as virtual
 
 from rota.job import executor, flow, master
 from rota.job.bodies import StillRunning
 from rota.job.calls import Courier
+from rota.job.core.context import START_MAX_S
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.flow import Flow, LoopBody
@@ -23,10 +26,10 @@ from rota.job.lanes import Exited, Lane
 from rota.job.master import InboxFull, JobMaster, Wish
 from rota.job.peers import Peer, PeerTable
 from rota.job.probes import Pulse
-from rota.runtime.clock import SystemClock
+from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.launch import Call, CallTimeout, ProcessDied
 from rota.runtime.log import MemoryLog
-from rota.spec.commands import ReleaseGang, ReserveGang
+from rota.spec.commands import ReleaseGang, ReserveGang, SetTimer
 from rota.spec.errors import BadInput, CallError, Fenced
 from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, ProgressStalled, TimerFired
 from rota.spec.ids import Epoch, GangId, NodeId, RoleName
@@ -133,26 +136,42 @@ class DeafEngine:
         raise RuntimeError("the engine is confused")
 
 
-def test_a_command_that_the_engine_never_carries_out_becomes_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "RETRY_S", (0.001, 0.001))
-    monkeypatch.setattr(executor, "GIVE_UP_S", 0.02)
+def test_a_command_that_the_engine_never_carries_out_becomes_an_event() -> None:
     reported: list[JobEvent] = []
     engine: Any = DeafEngine()
 
-    async def main() -> None:
-        doing = Executor(engine, SystemClock(), PLACE, reported.append)
+    async def main(clock: VirtualClock) -> None:
+        doing = Executor(engine, clock, PLACE, reported.append, lambda: (0.0, {}))
         ctx: Any = None
         doing.launch(ReserveGang(gang=GangId("g"), epoch=Epoch(1), bundles=()), ctx)
-        while not reported:
-            await asyncio.sleep(0.005)
+        await asyncio.gather(*doing.tasks.values())
         assert engine.tries > 2
         doing.launch(ReleaseGang(gang=GangId("g"), epoch=Epoch(1)), ctx)
-        await asyncio.sleep(0.1)
+        await clock.sleep(2 * executor.GIVE_UP_S)
         await doing.close()
 
-    run(main())
+    virtual(main)
     (failed,) = reported
     assert isinstance(failed, GangReserveFailed) and "the engine is confused" in failed.text
+
+
+def test_a_start_that_goes_on_is_late_only_at_its_far_limit() -> None:
+    reported: list[JobEvent] = []
+    nobody: Any = None
+
+    async def due_after_s(clock: VirtualClock, signs_s: float) -> float:
+        def coming() -> tuple[float, dict[str, str]]:
+            return max(0.0, clock.wall_s() - began_s - signs_s), {"w/0": "in its setup"}
+
+        began_s = clock.wall_s()
+        doing = Executor(nobody, clock, PLACE, reported.append, coming)
+        doing.launch(SetTimer(timer="start/1/0/0.000", since_s=began_s, after_s=300.0), nobody)
+        await asyncio.gather(*doing.tasks.values())
+        return clock.wall_s() - began_s
+
+    found = [virtual(partial(due_after_s, signs_s=signs_s)) for signs_s in (0.0, 500.0, 5000.0)]
+    assert found == [300.0, 800.0, START_MAX_S]
+    assert reported[-1] == TimerFired(timer="start/1/0/0.000", doing={"w/0": "in its setup"})
 
 
 @pytest.mark.parametrize(("told", "reason"), [(True, Reason.OOM_KILLED), (False, Reason.EXIT_NONZERO)])

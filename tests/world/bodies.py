@@ -10,7 +10,7 @@ from typing import Any
 
 from rota.job.calls import Courier, Refusal
 from rota.job.peers import PeerTable, master_handle
-from rota.job.probes import Pulse
+from rota.job.probes import SETTING_UP, Pulse
 from rota.job.streams import Streams
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
@@ -74,6 +74,7 @@ class SimInstance:
         self._forming: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self.failure: dict[str, Any] | None = None
+        self._busy: tuple[str, ...] = ()
         self._unfit: bool | None = None
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
         self._courier: Courier | None = None
@@ -93,7 +94,9 @@ class SimInstance:
         return await _answer(self._forming[epoch])
 
     async def _form(self, epoch: int, world: int) -> dict[str, Any]:
+        self._busy = (SETTING_UP,)
         await self._work(self._script.setup_s)
+        self._busy = ()
         if self._fails(self._script.setup_fails_p) or (self._script.always_fails and not self.role.finite):
             return self._failed(epoch, "setup raised")
         if world > 1 and await self._meet(epoch, world) is None:
@@ -238,6 +241,7 @@ class SimInstance:
                 "started_epoch": self._process.handle.epoch,
                 "pid": self._process.handle.pid,
                 "failure": self.failure,
+                "busy": self._busy,
             }
             try:
                 answer = await self._launcher.call(

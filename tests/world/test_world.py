@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rota.spec.events import FailoverStarted, TimerFired
 from tests.real.jobs import deep
 from tests.world.bugs import BUGS, Bug
 from tests.world.world import Swarm, play
@@ -30,6 +31,13 @@ def test_a_master_that_begins_with_a_kept_context_knows_what_the_whole_log_says(
     """The world compares each living master with a replay from the first record; some get torn contexts."""
     world = play(60, Swarm(jobs=2, faults_s=60.0, kill_master_s=4.0, kill_instance_s=9.0, torn_context_p=0.3))
     assert min(world.given) >= 2
+
+
+def test_who_is_still_importing_is_not_taken_for_one_that_hangs():
+    world = play(3, Swarm(jobs=2, faults_s=60.0, kill_instance_s=20.0, imports_s=600.0, quiet_max_s=20_000.0))
+    events = [record.event for record in world.log.read(limit=10**9)]
+    assert any(isinstance(one, FailoverStarted) for one in events)
+    assert not [one for one in events if isinstance(one, TimerFired) and one.timer.startswith("start/")]
 
 
 @pytest.mark.slow

@@ -72,6 +72,8 @@ class Swarm:
     shape: str = ""
     """Part of the name of the shapes that jobs may have; empty for any."""
     failing_code: bool = False
+    imports_s: float | None = None
+    """So long a setup takes, on the mean, of which its beats tell that it goes on."""
     kill_instance_s: float | None = None
     hang_instance_s: float | None = None
     kill_master_s: float | None = None
@@ -367,6 +369,8 @@ class World:
             spec, scripts = random_job(
                 self.rng, job, failing=swarm.failing_code, calm_after_s=swarm.faults_s, shape=swarm.shape
             )
+            if (imports_s := swarm.imports_s) is not None:
+                scripts = {role: replace(script, setup_s=imports_s) for role, script in scripts.items()}
             self.specs[job], self.scripts[job] = spec, scripts
             self._append(job, JobSubmitted(spec=spec))
             self._append(job, JobQueued())

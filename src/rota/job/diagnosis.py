@@ -55,10 +55,13 @@ class DiagnosisManager:
     rates: dict[InstanceId, RateWatch] = field(default_factory=dict[InstanceId, RateWatch])
     """Cores in use: where they drop without an excuse, the limit on progress is halved."""
     stalled: set[tuple[InstanceId, Epoch]] = field(default_factory=set[tuple[InstanceId, Epoch]])
+    late: Mapping[tuple[InstanceId, Epoch], InstanceState] = field(default_factory=dict)
+    """Who is not ready yet, and how far; ``came_s`` is when one of them last came further."""
+    came_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Count from now on."""
-        self.kills = self.oom_kills()
+        self.kills, self.came_s = self.oom_kills(), self.clock.monotonic_s()
 
     def with_evidence(self, lost: InstanceLost) -> InstanceLost:
         """A SIGKILL that the kernel counted as one for memory was that."""
@@ -73,12 +76,34 @@ class DiagnosisManager:
         now_s = self.clock.monotonic_s()
         older, _ = self.beats.get(beat.id, (None, 0.0))
         self.beats[beat.id] = (beat, now_s)
+        computes = beat.cpus >= WORKING_CPUS and not (beat.waits or beat.inside)
+        if SETTING_UP in beat.busy and (beat.idle_s < 2 * BEAT_S or computes):
+            self.came_s = now_s
         if older is None or older.epoch != beat.epoch:
             self.rates[beat.id] = RateWatch()
             return
         excused = bool(beat.quiet or beat.waits or not beat.busy)
         progress = beat.progress_n > older.progress_n
         self.rates[beat.id] = self.rates[beat.id].seen(now_s, beat.cpus, progress=progress, excused=excused)
+
+    def coming(self, ctx: JobContext) -> tuple[float, dict[str, str]]:
+        """For how long nobody has come further in the present start, and what each was last heard at.
+
+        A process that appears, one that gets ready, an import, a mark of progress and work of a core are steps; a beat
+        is none, nor is a processor that spins in a collective.
+        """
+        now_s, late = self.clock.monotonic_s(), {}
+        for one in ctx.instances.values():
+            if one.state in (InstanceState.STARTING, InstanceState.STALE):
+                late[one.id, one.epoch] = one.state
+        if late != self.late:
+            self.late, self.came_s = late, now_s
+        heard = {one: beat for one, epoch in late if (beat := self._beat(ctx.instances[one])) is not None}
+        doing = {
+            str(one): f"last heard {now_s - self.beats[one][1]:.0f} s ago, in {', '.join(beat.busy) or 'nothing'}"
+            for one, beat in heard.items()
+        }
+        return now_s - self.came_s, doing
 
     def slow(self, ctx: JobContext) -> dict[str, float]:
         """Members that are much slower than their role, with how many times its median step theirs takes."""
@@ -224,6 +249,7 @@ class DiagnosisManager:
                 found[one.id] = InstanceLost(
                     role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.HANG, text=text
                 )
+        self.coming(ctx)
         graph = self.graph(ctx, absent)
         for root in graph.roots():
             for one in self._accused(graph, root, watched):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rota.job.core.context import START_TIMEOUT_S, JobContext
+from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.sizing import places
 from rota.job.peers import CUT, table_of
 from rota.job.probes import Failure
@@ -115,6 +115,8 @@ class Executor:
     clock: Clock
     place: JobPlace
     report: Callable[[JobEvent], None]
+    coming: Callable[[], tuple[float, dict[str, str]]]
+    """For how long nobody has come further in the present start, and what each was last heard at."""
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, "asyncio.Task[None]"])
     handles: dict[str, Handle] = field(default_factory=dict[str, Handle])
     stopping: set[str] = field(default_factory=set[str])
@@ -181,11 +183,24 @@ class Executor:
                 return await self._stop(command)
             case CheckNode():
                 return await self._check(command)
-            case SetTimer(timer=timer, since_s=since_s, after_s=after_s):
-                await self.clock.sleep(max(0.0, since_s + after_s - self.clock.wall_s()))
-                return TimerFired(timer=timer)
+            case SetTimer():
+                return await self._wait(command)
             case _:
                 return None
+
+    async def _wait(self, command: SetTimer) -> JobEvent:
+        """Until the timer is due. A start is late only when nobody has come further in it for the whole limit."""
+        due_s = command.since_s + command.after_s
+        await self.clock.sleep(max(0.0, due_s - self.clock.wall_s()))
+        if not command.timer.startswith("start/"):
+            return TimerFired(timer=command.timer)
+        end_s = due_s + START_MAX_S - START_TIMEOUT_S
+        while True:
+            still_s, doing = self.coming()
+            left_s = min(START_TIMEOUT_S - still_s, end_s - self.clock.wall_s())
+            if left_s <= 0.0:
+                return TimerFired(timer=command.timer, doing=doing)
+            await self.clock.sleep(left_s)
 
     async def _reserve(self, command: ReserveGang) -> JobEvent:
         reservation = Reservation(job=self.place.job, gang=command.gang, epoch=command.epoch)
@@ -201,7 +216,7 @@ class Executor:
         assert ctx.spec is not None, "an instance is started only for a job that has a spec"
         spec = instance_spec(command, ctx.spec, ctx.attempt, self.place)
         try:
-            handle = await self.launcher.start(spec, timeout_s=START_TIMEOUT_S)
+            handle = await self.launcher.start(spec, timeout_s=START_MAX_S)
         except ProcessGone as error:
             reason = Reason.NODE_LOST if error.node_died else Reason.EXIT_NONZERO
             return _lost(command.instance, command.epoch, reason, f"died at its start: {error}")

@@ -256,7 +256,7 @@ class JobMaster:
 
     async def _reattach(self) -> None:
         place = replace(self._place(self.ctx.workdir), owner=self.ctx.owner)
-        self._executor = Executor(self._launcher, self._clock, place, self.report)
+        self._executor = Executor(self._launcher, self._clock, place, self.report, lambda: self._watch.coming(self.ctx))
         watching = asyncio.Event()
         self._own(self._watch_deaths(watching))
         await watching.wait()

@@ -109,6 +109,7 @@ class Instance:
         self._forming: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._running: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._answered_s = clock.monotonic_s()
+        self._imported = 0
         self._beat_now = asyncio.Event()
         self._disk = concurrent.futures.ThreadPoolExecutor(1, "spans")
         self._control.submit(self._beats())
@@ -365,6 +366,8 @@ class Instance:
             weights=self._body.weights() if isinstance(self._body, ClassBody) else (),
         )
         beat = self._seat.pulse.read(replace(beat, **self._load.read()))
+        if SETTING_UP in beat.busy:
+            beat = self._with_imports(beat)
         call = Call(method="beat", args=(beat.to_json(),), timeout_s=BEAT_ANSWER_S, control=True)
         try:
             raw = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
@@ -375,6 +378,13 @@ class Instance:
         if answer.table is not None:
             self._seat.courier.update(answer.table)
         self._follow()
+
+    def _with_imports(self, beat: Beat) -> Beat:
+        """On a busy machine imports take minutes, with next to no processor: each is a step of the setup."""
+        modules = list(sys.modules)
+        moved = len(modules) > self._imported
+        self._imported = len(modules)
+        return replace(beat, busy=(*beat.busy, f"last import {modules[-1]}"), idle_s=0.0 if moved else beat.idle_s)
 
     def _follow(self) -> None:
         """A reader with a bounded lag takes new versions without a call; one load at a time, beats do not wait."""

@@ -347,9 +347,10 @@ class FencedWrite(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired(JobEvent):
-    """A timer that the job machine asked for."""
+    """A timer that the job machine asked for; ``doing`` is what each that is late was last heard at."""
 
     timer: str
+    doing: dict[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,9 +160,10 @@ def test_who_is_furthest_behind_is_given_up_when_a_start_takes_too_long(driven):
     driven.admit(rl()).settle(hold="start/actor/1")
     limit = timer(driven, "start")
     assert limit.after_s == 300.0
-    driven.feed(TimerFired(timer=limit.timer), after_s=300.0)
+    driven.feed(TimerFired(timer=limit.timer, doing={"actor/1": "last heard in its setup"}), after_s=300.0)
     found = verdict(driven)
     assert (found.reason, found.role, found.rank) == (Reason.START_TIMEOUT, "actor", 1)
+    assert found.text.endswith("; last heard in its setup")
     driven.settle()
     assert driven.ctx.state is JobState.RUNNING
     driven.feed(TimerFired(timer=limit.timer))

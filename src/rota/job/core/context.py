@@ -19,8 +19,8 @@ from rota.spec.states import InstanceState, JobState, Level
 CONTEXT_VERSION = 4
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
-START_TIMEOUT_S = 300.0
-"""Longest time from the start of an instance, or of a recovery, to readiness."""
+START_TIMEOUT_S, START_MAX_S = 300.0, 1800.0
+"""Longest time of a start, or of a recovery, to readiness: while nobody comes further in it, and in any case."""
 DIAGNOSE_S = 2.0
 """How long losses that look like consequences of another one wait for it."""
 NODE_WAIT_S = 300.0

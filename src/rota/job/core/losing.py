@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rota.job.core import moving, sizing
@@ -67,7 +67,7 @@ def stopped(one: Instance, epoch: Epoch) -> Instance:
     return replace(one, doomed=tuple(doomed for doomed in one.doomed if doomed != epoch))
 
 
-def fire(ctx: JobContext, timer: str) -> JobContext:
+def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
     """A timer that is still wanted; one of an earlier time changes nothing."""
     if timer not in {wanted.timer for wanted in timers(ctx)}:
         return ctx
@@ -91,7 +91,7 @@ def fire(ctx: JobContext, timer: str) -> JobContext:
         case "drain":
             return moving.overdue(ctx)
         case _:
-            return _blame_late(ctx)
+            return _blame_late(ctx, doing)
 
 
 def close(ctx: JobContext, event: FailoverEnded) -> JobContext:
@@ -158,7 +158,7 @@ def _concerns(one: Instance, event: InstanceLost) -> bool:
     return one.process.epoch <= event.epoch <= one.epoch
 
 
-def _blame_late(ctx: JobContext) -> JobContext:
+def _blame_late(ctx: JobContext, doing: Mapping[str, str]) -> JobContext:
     """The start took too long: give up those who are furthest behind, since the others may only wait for them."""
     late = [one for one in ctx.instances.values() if one.state is InstanceState.STARTING]
     late = late or [one for one in ctx.instances.values() if one.state is InstanceState.STALE]
@@ -167,7 +167,7 @@ def _blame_late(ctx: JobContext) -> JobContext:
             instance=one.id,
             epoch=one.epoch,
             reason=Reason.START_TIMEOUT,
-            text=f"not ready within {ctx.at_s - ctx.starting_s:.0f} s",
+            text=f"not ready within {ctx.at_s - ctx.starting_s:.0f} s; {doing.get(str(one.id), 'nothing was heard')}",
             at_s=ctx.at_s,
         )
         ctx = _lost(ctx, [one], loss)

@@ -172,8 +172,8 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
         case _, PreemptAsked(reason=reason, grace_s=grace_s):
             ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s)
             return replace(ctx, state=JobState.PREEMPTING, ending=ending)
-        case _, TimerFired(timer=timer):
-            return losing.fire(ctx, timer)
+        case _, TimerFired(timer=timer, doing=doing):
+            return losing.fire(ctx, timer, doing)
         case _:
             return _apply_always(ctx, event)
 

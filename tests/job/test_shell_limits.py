@@ -15,17 +15,18 @@ import pytest
 from tests.makers import JOB, at, loop, mesh, service, spec
 from tests.world.virtual import run as virtual
 
-from rota.job import executor, flow, master
+from rota.job import executor, flow, inbox, master
 from rota.job.bodies import StillRunning
 from rota.job.calls import Courier
-from rota.job.core.context import START_MAX_S
+from rota.job.core.context import START_MAX_S, Instance
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.flow import Flow, LoopBody
+from rota.job.inbox import InboxFull, Wish
 from rota.job.lanes import Exited, Lane
-from rota.job.master import InboxFull, JobMaster, Wish
+from rota.job.master import JobMaster
 from rota.job.peers import Peer, PeerTable
-from rota.job.probes import Pulse
+from rota.job.probes import Beat, Failure, Pulse
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.launch import Call, CallTimeout, ProcessDied
 from rota.runtime.log import MemoryLog
@@ -35,7 +36,7 @@ from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEven
 from rota.spec.ids import Epoch, GangId, NodeId, RoleName
 from rota.spec.job import StreamSpec, WeightsEdge
 from rota.spec.reasons import Reason
-from rota.spec.states import JobState
+from rota.spec.states import InstanceState, JobState
 
 PLACE = JobPlace(home="/nowhere", job=JOB, workdir="", launcher="")
 FORMING: Any = SimpleNamespace(epoch=Epoch(1), world=1, restore=0, restarts=0)
@@ -59,7 +60,7 @@ def a_master() -> JobMaster:
 
 
 def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master, "INBOX_MAX", 3)
+    monkeypatch.setattr(inbox, "INBOX_MAX", 3)
 
     async def main() -> None:
         one = a_master()
@@ -79,7 +80,7 @@ def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(mo
             one.ctx = SimpleNamespace(state=state, committed=0, loop_epoch=Epoch(1))  # type: ignore[assignment]
             event = Committed(n=1, loop_epoch=Epoch(1), versions={}, metrics={}, cursor={})
             done = asyncio.get_running_loop().create_future()
-            one._put(Wish(event, done))
+            one._inbox.add(Wish(event, done))
             coming = one._meetings.meet(role="w", rank=0, epoch=1, world=2, address="")
             meeting = asyncio.create_task(coming)
             await asyncio.sleep(0)
@@ -92,6 +93,27 @@ def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(mo
                 late = await one.commit(n=1, loop_epoch=1, versions={}, metrics={})
                 assert late["answer"] == "refused"
             meeting.cancel()
+
+    run(main())
+
+
+def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_else() -> None:
+    async def main() -> None:
+        one = a_master()
+        who: Any = {"role": RoleName("w"), "rank": 0, "epoch": Epoch(1), "started_epoch": Epoch(1), "pid": 1}
+        beat = Beat(**who, saved_s=5.0, failure=Failure(epoch=Epoch(1), reason=Reason.USER_ERROR, text="boom"))
+        assert (await one.beat(beat.to_json()))["table"] is None
+        asked = [asyncio.create_task(work) for work in (one.status(), one.stacks("w", 0), one.why())]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in asked)
+        ready = Instance(id=at("w/0"), state=InstanceState.READY, epoch=Epoch(1))
+        one.ctx = replace(one.ctx, instances={ready.id: ready})
+        one._loaded.set()
+        assert (await asked[0])["beats"]["w/0"]["pid"] == 1
+        assert one._inbox.empty() and one._saved_s == 0.0, "it judged what it did not know"
+        await one.beat(beat.to_json())
+        assert one._inbox.get_nowait() == Wish(beat.lost())
+        await asyncio.gather(*asked)
 
     run(main())
 

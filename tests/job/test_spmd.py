@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rota.job.bodies import Forming
 from rota.job.bootstrap import write_error
-from rota.job.spmd import first_error, parse_command
+from rota.job.spmd import CommandBody, CommandFailed, first_error, parse_command
+from rota.job.worker import failure_of
 from rota.runtime import process
+from rota.runtime.clock import SystemClock
+from rota.runtime.logs import format_line
 from rota.runtime.node import asked_for_stacks
 from rota.spec.errors import BadInput
-from rota.spec.ids import RoleName
+from rota.spec.ids import Epoch, RoleName
 from rota.spec.job import RoleSpec
+from rota.spec.reasons import Reason
 
 BOOT = (sys.executable, "-m", "rota.job.bootstrap")
 
@@ -101,3 +109,23 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
         for child in (rank, deaf):
             child.kill()
             child.wait()
+
+
+def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_path: Path) -> None:
+    log = tmp_path / "main-0.log"
+    log.write_text(format_line(1.0, 1, 1, "stderr", "of the run before"))
+    seat: Any = SimpleNamespace(
+        role=role("./tool"), clock=SystemClock(), id="main/0", place=SimpleNamespace(log_path=lambda _: str(log))
+    )
+    body = CommandBody(seat)
+    body._forming, body._log_from = Forming(epoch=Epoch(1), world=1, restore=0), log.stat().st_size
+    with log.open("a") as file:
+        lines = (("stdout", "step 7"), ("stderr", "opening /data"), ("stderr", "tool: no such file /data"))
+        file.writelines(format_line(2.0, 1, 1, *line) for line in lines)
+    failed = asyncio.run(body._failure(0, 3))
+    assert str(failed) == "rank 0 ended with exit status 3: tool: no such file /data"
+    found = failure_of(failed, Epoch(1))
+    assert found.reason is Reason.EXIT_NONZERO
+    assert found.traceback == "opening /data\ntool: no such file /data"
+    silent = failure_of(CommandFailed("rank 0 ended with exit status 3", reason=Reason.EXIT_NONZERO), Epoch(1))
+    assert (silent.text, silent.traceback) == ("rank 0 ended with exit status 3", "")

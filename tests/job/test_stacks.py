@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from rota.job.inspect import inspect_all
 from rota.job.lanes import Lane
 from rota.job.stacks import is_of_the_job, of_the_job, own_stacks
+from rota.job.worker import failure_of
+from rota.spec.ids import Epoch
+from rota.spec.reasons import Reason
 
 
 def stuck_in_the_job(stop: threading.Event) -> None:
@@ -58,3 +62,32 @@ def test_a_module_that_is_missing_is_told_with_the_remedy_and_without_frames_of_
     assert missing == "ModuleNotFoundError: No module named 'absent_module'"
     assert remedy.startswith("put absent_module beside the job file (workdir), or install it into ")
     assert answer["traceback"].count("  File ") == 1 and "mine_with_a_gap.py" in answer["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "frames"),
+    [
+        ("def f():\n    raise RuntimeError('no such luck')\nf()\n", "RuntimeError: no such luck", 2),
+        ("W = 3\n", "BadInput: 3 is no class, async function or function", 0),
+        ("X = 3\n", "BadInput: module 'mine_that_fails' has no 'W'; there is X", 0),
+        ("def f(:\n", "SyntaxError: invalid syntax (mine_that_fails.py, line 1)", 1),
+        ("import sys\nsys.exit(3)\n", "SystemExit: 3", 1),
+    ],
+)
+def test_code_that_fails_at_its_import_is_told_with_its_own_frames_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, text: str, frames: int
+) -> None:
+    (tmp_path / "mine_that_fails.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_that_fails", raising=False)
+    answer = inspect_all({"w": "mine_that_fails:W"})["w"]
+    assert answer["error"] == text
+    assert answer["traceback"].count("  File ") == answer["traceback"].count("mine_that_fails.py") == frames
+
+
+def test_an_error_that_has_a_reason_of_its_own_kind_is_a_failure_like_any_other() -> None:
+    with pytest.raises(UnicodeDecodeError) as caught:
+        b"\xff".decode()
+    found = failure_of(caught.value, Epoch(1))
+    assert (found.reason, found.text.partition(":")[0]) == (Reason.USER_ERROR, "UnicodeDecodeError")
+    assert __file__ in found.traceback

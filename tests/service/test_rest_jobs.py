@@ -10,6 +10,7 @@ from standing import HELLO, Standing, standing, with_service
 
 from rota.job.core.sizing import ask_emits
 from rota.service import intake
+from rota.service import loop as service_loop
 from rota.spec.errors import Fenced
 from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch
@@ -264,6 +265,31 @@ def test_everything_is_the_same_after_a_restart(tmp_path: Path) -> None:
     assert with_service(tmp_path, first) == with_service(tmp_path, told)
 
 
+def test_an_edit_made_while_the_workloads_are_looked_at_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing) -> None:
+        begun, edited, looked = asyncio.Event(), asyncio.Event(), list[int]()
+
+        async def look(spec: JobSpec, _: str) -> JobSpec:
+            looked.append(spec.priority)
+            begun.set()
+            await edited.wait()
+            return spec
+
+        monkeypatch.setattr(service_loop, "inspect_workloads", look)
+        await service.submit()
+        await begun.wait()
+        answer = await service.http.patch("/api/v1/jobs/hello-1", json={"changes": {"priority": 7}})
+        assert answer.status_code == 200, answer.text
+        edited.set()
+        await service.until_asked("hello-1")
+        assert looked[1:] == [7]
+        assert (await service.get("/jobs/hello-1"))["priority"] == 7
+
+    with_service(tmp_path, test)
+
+
 def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise RuntimeError('no such luck')\n")
     source = "name: bad\nroles:\n  main:\n    workload: bad:Thing\n"
@@ -272,7 +298,7 @@ def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: P
         await service.submit(source, workdir=str(tmp_path))
         job = await service.until("bad-1", JobState.FAILED)
         assert (job["reason"], job["error"]["role"]) == ("IMPORT_ERROR", "main")
-        assert "no such luck" in job["error"]["traceback"]
+        assert "no such luck" in job["error"]["traceback"] and "rota/job" not in job["error"]["traceback"]
         plan = await service.http.post("/api/v1/jobs:plan", json={"source": source, "workdir": str(tmp_path)})
         assert plan.status_code == 422
         assert "no such luck" in plan.json()["detail"]

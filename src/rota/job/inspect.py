@@ -7,7 +7,6 @@ imports user code; whatever that code prints goes to standard error.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -65,9 +64,9 @@ def main() -> None:
     """Read the request from standard input, print the answer."""
     request = json.loads(sys.stdin.read())
     use_workdir(request.get("workdir", ""))
-    with contextlib.redirect_stdout(sys.stderr):
-        found = inspect_all(request["workloads"])
-    sys.stdout.write(json.dumps(found) + "\n")
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # what the code prints, and whatever it starts
+        answer.write(json.dumps(inspect_all(request["workloads"])) + "\n")
 
 
 if __name__ == "__main__":

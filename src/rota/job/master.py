@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rota.job import shadow
@@ -26,6 +26,7 @@ from rota.job.core.machine import accepts_commit, fold, initial, step
 from rota.job.core.sizing import saved_by_script
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event, losses_with
+from rota.job.inbox import Inbox, Wish
 from rota.job.inspect import import_target
 from rota.job.kept import KEEP_EVERY, Replayed, keep, newest
 from rota.job.lanes import Lane
@@ -70,24 +71,6 @@ CRASH_PAUSE_S = 1.0
 STORY_MAX = 30
 ASKED = frozenset({"beat", "commit", "meet", "stacks", "status", "why"})
 """Methods of a JobMaster for the processes of the job and the service."""
-INBOX_MAX = 20_000
-
-
-class InboxFull(Exception):
-    """More events wait than a master may hold."""
-
-
-@dataclass(slots=True)
-class Wish:
-    """An event that somebody wants in the log; ``done`` is told when it is there, or why it is refused."""
-
-    event: JobEvent
-    done: asyncio.Future[None] | None = None
-
-    def answer(self, refusal: Exception | None = None) -> None:
-        """It is in the log, or it is refused."""
-        if self.done is not None and not self.done.done():
-            self.done.set_exception(refusal) if refusal else self.done.set_result(None)
 
 
 class JobMaster:
@@ -118,7 +101,7 @@ class JobMaster:
         self._offload, self._pid, self._give_back, self._look_at = offload, pid, give_back, look_at
         self._number = 0
         self._kept_seq = 0
-        self._inbox: asyncio.Queue[Wish | BaseException] = asyncio.Queue(INBOX_MAX)
+        self._inbox = Inbox()
         self._story: deque[Record] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock, oom_kills=oom_kills)
         self._executor: Executor | None = None
@@ -145,6 +128,7 @@ class JobMaster:
             await self._grant(Wish(MasterStarted(master_epoch=self.epoch, pid=self._pid)))
             # 4 ask what is alive, and compare: the missing are lost, the unexpected must go
             await self._reattach()
+            self._saved_s = self._clock.wall_s()  # what was saved before is no boundary now
             self._loaded.set()
             # 5 for ever: what is decided, then what was reported, then what others wrote
             self._own(self._watch_silences())
@@ -290,15 +274,7 @@ class JobMaster:
 
     def report(self, event: JobEvent) -> None:
         """Put an event into the inbox: it is appended and stepped in its turn."""
-        self._put(Wish(event))
-
-    def _put(self, wish: Wish | BaseException) -> None:
-        """Over the limit nothing is dropped in silence: this master fails, and the next one asks what is alive."""
-        if self._inbox.full():
-            while not self._inbox.empty():
-                self._inbox.get_nowait()
-            wish = InboxFull(f"{INBOX_MAX} events wait to be written")
-        self._inbox.put_nowait(wish)
+        self._inbox.add(Wish(event))
 
     # -- the table of peers -------------------------------------------------------------------------------------------
 
@@ -329,15 +305,20 @@ class JobMaster:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
         beat = Beat.from_json(raw)
         self._watch.heard(beat)
-        one = self.ctx.instances.get(beat.id)
-        lost = beat.lost()
+        if (
+            self._loaded.is_set()
+        ):  # before that it is answered, so that its lease goes on; what it tells, it tells again
+            self._judge(beat)
+        table = self._table if self._table.version > beat.table_version else None
+        return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
+
+    def _judge(self, beat: Beat) -> None:
+        one, lost = self.ctx.instances.get(beat.id), beat.lost()
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
         if beat.saved_s > self._saved_s and moving.waits_for_boundary(replace(self.ctx, at_s=self._clock.wall_s())):
             self.report(saved_by_script(self.ctx))
         self._saved_s = max(self._saved_s, beat.saved_s)
-        table = self._table if self._table.version > beat.table_version else None
-        return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
 
     async def commit(
         self,
@@ -363,7 +344,7 @@ class JobMaster:
             published = dict.fromkeys(versions, n)
             epoch = Epoch(loop_epoch)
             event = Committed(n=n, loop_epoch=epoch, versions=published, metrics=metrics, cursor=cursor)
-            self._put(Wish(event, done))
+            self._inbox.add(Wish(event, done))
             try:
                 await done
             except Fenced as error:
@@ -387,6 +368,7 @@ class JobMaster:
 
     async def stacks(self, role: str, rank: int) -> str:
         """The stacks of one instance; one that does not answer is looked at from outside, if it is on this node."""
+        await self._loaded.wait()
         try:
             return str(await self._tell(role, rank, Call(method="stacks", timeout_s=STACKS_MAX_S, control=True)))
         except (ProcessGone, CallTimeout, RemoteError) as error:
@@ -403,6 +385,7 @@ class JobMaster:
 
     async def status(self) -> dict[str, Any]:
         """The state of the job and the last beat of every instance, with its age."""
+        await self._loaded.wait()
         now_s = self._clock.monotonic_s()
         beats = {str(one): {**beat.to_json(), "age_s": now_s - at_s} for one, (beat, at_s) in self._watch.beats.items()}
         return {"job": self._job, "state": self.ctx.state, "master_epoch": self.epoch, "beats": beats}
@@ -422,7 +405,7 @@ class JobMaster:
         """A task that failed fails the master: nothing goes on as if it had worked."""
         self._owned.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._put(error)
+            self._inbox.add(error)
 
     async def _close(self) -> None:
         tasks = list(self._owned)
@@ -437,10 +420,7 @@ class JobMaster:
     def _send_away(self) -> None:
         """The job is over: whoever waits here is told so. A master that merely fails leaves them to the next one."""
         self._loaded.set()
-        while not self._inbox.empty():
-            wish = self._inbox.get_nowait()
-            if isinstance(wish, Wish):
-                wish.answer(Fenced(f"the job is {self.ctx.state}"))
+        self._inbox.refuse(Fenced(f"the job is {self.ctx.state}"))
         self._meetings.give_up()
 
 

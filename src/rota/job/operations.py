@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from rota.job.inspect import import_target
 from rota.job.payload import Box, prefix_of
 from rota.job.peers import PeerTable
 from rota.job.rendezvous import Meeting
+from rota.job.stacks import told
 from rota.job.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
 from rota.job.workload import Marks, marks_of
 from rota.spec.ids import Epoch
@@ -180,8 +180,7 @@ class ClassBody:
         return formed.plane
 
     def _failed(self, formed: _Formed, error: BaseException, *, report: bool) -> Refusal:
-        text = f"{type(error).__name__}: {error}"
-        trace = "".join(traceback.format_exception(error))
+        text, trace = told(error)
         if report:
             self._on_failure(error, formed.epoch)
         return Refusal(kind="failed", text=text, traceback=trace)

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rota.job.peers import NO_EPOCH
 from rota.job.rendezvous import meet, own_address
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
+from rota.runtime.logs import tail_lines
 from rota.runtime.node import asked_for_stacks, spied
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
@@ -28,6 +30,9 @@ SETUP_MAX_S = 1800.0
 DISSOLVE_GRACE_S = 5.0
 PROGRESS_POLL_S = 1.0
 ERROR_TEXT_MAX = 20_000
+WORDS_MAX, WORDS_READ_MAX = 20, 400
+"""Lines of stderr that are told of a command that failed, and lines of the log in which they are looked for."""
+WORDS_TRIES, WORDS_PAUSE_S = 5, 0.1
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~%!{}\n=")
 _TORCHRUN_FLAGS = frozenset({"--standalone", "--no-python", "-m", "--module", "--run-path"})
 
@@ -175,7 +180,7 @@ class CommandBody:
         self._address = ""
         self._files = Path()
         self._children: list[asyncio.subprocess.Process] = []
-        self._stopping = False
+        self._log_from = 0
 
     async def form(self, forming: Forming) -> None:
         """Open the store (rank 0) and learn its address."""
@@ -199,6 +204,8 @@ class CommandBody:
     async def run(self, committed: int) -> None:
         """Start the ranks and wait for all of them. Raises CommandFailed."""
         assert self._forming is not None, "form() comes before run()"
+        log = Path(self._seat.place.log_path(self._seat.id))
+        self._log_from = log.stat().st_size if log.exists() else 0
         with self._seat.pulse.running("command"):
             for local_rank in range(self._command.local):
                 env = rank_environment(self._seat, self._forming, self._command, local_rank, self._address, self._files)
@@ -219,21 +226,39 @@ class CommandBody:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 bad = [(waits[task], task.result()) for task in done if task.result() != 0]
                 if bad:
-                    raise self._failure(*bad[0])
+                    raise await self._failure(*bad[0])
         finally:
             for task in waits:
                 task.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _failure(self, local_rank: int, status: int) -> CommandFailed:
+    async def _failure(self, local_rank: int, status: int) -> CommandFailed:
         assert self._forming is not None
         rank = self._forming.index * self._command.local + local_rank
         first = first_error(self._files)
         if first is not None:
             return CommandFailed(first[0], reason=Reason.USER_ERROR, traceback_text=first[1])
-        if status < 0:
-            return CommandFailed(f"rank {rank} was ended by {process.signal_name(-status)}", reason=Reason.SIGNALLED)
-        return CommandFailed(f"rank {rank} ended with exit status {status}", reason=Reason.EXIT_NONZERO)
+        if status == -signal.SIGKILL:
+            return CommandFailed(f"rank {rank} was ended by SIGKILL", reason=Reason.SIGNALLED)
+        how = f"was ended by {process.signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+        words = await self._last_words()
+        return CommandFailed(
+            ": ".join((f"rank {rank} {how}", *words[-1:])),
+            reason=Reason.SIGNALLED if status < 0 else Reason.EXIT_NONZERO,
+            traceback_text="\n".join(words),
+        )
+
+    async def _last_words(self) -> list[str]:
+        """The last lines that the ranks wrote to stderr. They go into the log beside this process: it gets a moment."""
+        log, words = Path(self._seat.place.log_path(self._seat.id)), list[str]()
+        for _ in range(WORDS_TRIES):
+            before = words
+            await self._seat.clock.sleep(WORDS_PAUSE_S)
+            lines = await asyncio.to_thread(tail_lines, log, WORDS_READ_MAX)
+            words = [one.text for one in lines if one.offset >= self._log_from and one.stream == "err"][-WORDS_MAX:]
+            if words and words == before:
+                break
+        return words
 
     async def _follow_progress(self) -> None:
         """Optimiser steps that the bootstrap of a rank writes down are marks of progress; so are checkpoints seen."""

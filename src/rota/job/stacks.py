@@ -14,6 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rota.spec.errors import RotaError
+from rota.spec.reasons import Reason
+
 _FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
 _ROTA, _LIBRARY = str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib")
 REMEDIES: Mapping[str, str] = dict.fromkeys(
@@ -30,18 +33,44 @@ def is_of_the_job(path: str) -> bool:
     return "/site-packages/" in path or not path.startswith(_LIBRARY)
 
 
+def own_reason(error: BaseException) -> Reason | None:
+    """The reason that Rota gave an error; some of Python's have a ``reason`` too, and mean something else by it."""
+    found = getattr(error, "reason", None)
+    return Reason(found) if isinstance(found, str) and found in Reason.__members__ else None
+
+
 def told(error: BaseException) -> tuple[str, str]:
-    """What was raised in one line, and its traceback; of an import only frames of the job, and what to do about it."""
+    """What was raised in one line, with what to do about it where that is known, and its traceback.
+
+    Its frames begin with the first of the job. What Rota says on purpose has those of the job alone, or no traceback.
+    """
     text, full = f"{type(error).__name__}: {error}", traceback.TracebackException.from_exception(error)
+    on_purpose = isinstance(error, RotaError) or own_reason(error) is not None
     if isinstance(error, ModuleNotFoundError) and error.name:
         name = error.name.partition(".")[0]
         text += (
             f"; {REMEDIES.get(name) or f'put {name} beside the job file (workdir), or install it into {sys.prefix}'}"
         )
-    if isinstance(error, ImportError):
-        own = [frame for frame in full.stack if is_of_the_job(frame.filename)]
-        full.stack = traceback.StackSummary.from_list(own or full.stack)
-    return text, "".join(full.format())
+    elif isinstance(error, RotaError) and error.hint:
+        text += f"; {error.hint}"
+    seen, one = False, full
+    while one is not None:
+        own = _own(one.stack, alone=on_purpose or isinstance(error, ImportError))
+        seen, one.stack = seen or bool(own), traceback.StackSummary.from_list(own or one.stack)
+        one = one.__cause__ or one.__context__
+    if seen or not (on_purpose or isinstance(error, ImportError | SyntaxError)):
+        return text, "".join(full.format())
+    return text, "" if on_purpose else "".join(full.format_exception_only())
+
+
+def _own(stack: traceback.StackSummary, *, alone: bool) -> list[traceback.FrameSummary]:
+    """The frames from the first of the job on, or those of the job ``alone``; none where the job has none."""
+    first = next((i for i, frame in enumerate(stack) if is_of_the_job(frame.filename)), len(stack))
+    return [
+        frame
+        for frame in stack[first:]
+        if is_of_the_job(frame.filename) or not (alone or frame.filename.startswith("<frozen"))
+    ]
 
 
 def of_the_job(text: str) -> str:

@@ -27,7 +27,7 @@ from rota.job.operations import ClassBody
 from rota.job.peers import PeerTable, master_handle
 from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
 from rota.job.spmd import CommandBody, run_setup
-from rota.job.stacks import own_stacks, told
+from rota.job.stacks import own_reason, own_stacks, told
 from rota.runtime import vault
 from rota.runtime.beside import run_beside
 from rota.runtime.clock import SystemClock
@@ -394,20 +394,21 @@ class Instance:
 
 def failure_of(error: BaseException, epoch: Epoch) -> Failure:
     """What the master hears when code of an instance raised ``error``."""
+    own = own_reason(error)
     if isinstance(error, ImportError | SyntaxError | BadInput):
         reason = Reason.IMPORT_ERROR if not isinstance(error, BadInput) else Reason.USER_ERROR
     elif isinstance(error, TensorError):
-        reason = getattr(error, "reason", Reason.TENSOR_LOST)
+        reason = own or Reason.TENSOR_LOST
     elif (storage := storage_reason(error)) is not None:
         reason = storage
     elif isinstance(error, MemoryError):
         reason = Reason.OOM_KILLED
     else:
-        reason = getattr(error, "reason", Reason.USER_ERROR)
+        reason = own or Reason.USER_ERROR
     text, trace = told(error)
-    text = vault.blackened(str(error) if hasattr(error, "reason") else text)
+    text = vault.blackened(str(error) if own else text)
     trace = vault.blackened(getattr(error, "traceback_text", "") or trace)
-    return Failure(epoch=epoch, reason=Reason(reason), text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
+    return Failure(epoch=epoch, reason=reason, text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 
 def open_launcher(place: JobPlace) -> Launcher:

@@ -13,12 +13,14 @@ from rota.job.core.check import check_graph
 from rota.job.core.paths import with_default_loop
 from rota.runtime import environ
 from rota.spec import codec
+from rota.spec.errors import BadInput
 from rota.spec.job import Interface, JobSpec
 from rota.spec.reasons import Reason
 
 INSPECT_TIMEOUT_S = 120.0
 OUTPUT_BYTES_MAX = 4 * 2**20
 STDERR_SHOWN = 4000
+IMPORT_HINT = "the module is imported to read what it declares: mend it, and leave work to its functions and methods"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,13 @@ class Refused:
     role: str
     text: str
     traceback: str = ""
+
+    @property
+    def error(self) -> BadInput:
+        """The same for who asked, with what to do."""
+        where = f"roles.{self.role}.workload: " if self.role else ""
+        hint = IMPORT_HINT if self.reason is Reason.IMPORT_ERROR else ""
+        return BadInput(f"{where}{self.text}", hint=hint, code=str(self.reason), traceback=self.traceback)
 
 
 async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
@@ -56,11 +65,10 @@ async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
-    if child.returncode != 0:
+    if child.returncode != 0 or not out:
+        text = f"a module ended the process that imports it (status {child.returncode}); its last words follow"
         shown = err.decode(errors="replace")[-STDERR_SHOWN:]
-        return Refused(
-            reason=Reason.IMPORT_ERROR, role="", text=f"importing exited {child.returncode}", traceback=shown
-        )
+        return Refused(reason=Reason.IMPORT_ERROR, role="", text=text, traceback=shown)
     return _completed(spec, json.loads(out))
 
 

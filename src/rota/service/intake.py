@@ -107,8 +107,7 @@ class Intake:
         async with self._dry_runs:
             completed = await inspect_workloads(spec, _workdir(spec, given))
         if isinstance(completed, Refused):
-            where = f"roles.{completed.role}.workload: " if completed.role else ""
-            raise BadInput(f"{where}{completed.text}", code=str(completed.reason), traceback=completed.traceback)
+            raise completed.error
         now = self._clock.wall_s()
         explanation = self._loop.scheduler.explain_spec(completed, now).to_json()
         placement, waits, forecast = self._trial(completed, now)

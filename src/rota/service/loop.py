@@ -258,7 +258,10 @@ class ServiceLoop:
 
     async def _inspect(self, story: JobStory) -> None:
         async with self._inspections:
-            found = await inspect_workloads(story.spec, story.submitted.workdir)
+            spec = story.spec
+            found = await inspect_workloads(spec, story.submitted.workdir)
+        if story.spec is not spec:
+            return  # it was edited meanwhile: the next turn looks at what it is now
         if isinstance(found, Refused):
             ended = JobEnded(
                 state=final_state(found.reason),

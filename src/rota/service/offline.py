@@ -39,7 +39,7 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
 
 
 def graph_of_file(path: Path) -> dict[str, Any]:
-    """The ``Graph`` document of a job file; workloads are looked at where they can be imported."""
+    """The ``Graph`` document of a job file; of workloads that cannot be imported it has the ``problem``."""
     from rota.service.inspection import Refused, inspect_workloads
     from rota.service.jobfile import read_job
     from rota.service.views.graph import graph_document
@@ -48,7 +48,9 @@ def graph_of_file(path: Path) -> dict[str, Any]:
     spec = read_job(read_file(path), filename=str(path))
     folder = path.absolute().parent / (spec.workdir or "")
     completed = asyncio.run(inspect_workloads(spec, str(folder)))
-    return graph_document(spec if isinstance(completed, Refused) else completed)
+    if isinstance(completed, Refused):
+        return {**graph_document(spec), "problem": completed.error.message}
+    return graph_document(completed)
 
 
 def _nodes(pretend: str) -> tuple[Node, ...]:

@@ -228,10 +228,12 @@ def test_state_in_the_memory_of_another_host_is_lost_and_the_checkpoint_counts(d
     driven.run(job).feed(*commits, CheckpointSaved(n=2, path="/c", cursor=cuts[2]))
     driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
     driven.settle()
-    driven.feed(admitted(job, attempt=2, hosts=("h9",)))
+    driven.feed(admitted(job, attempt=2, hosts=("h9",)), CheckpointSaved(n=3, path="/late", cursor=cuts[3]))
     driven.settle()
     assert RolledBack(from_commit=3, to_commit=2) in [one.event for one in driven.records]
     assert driven.ctx.cursor == cuts[2], "the streams go back with the state"
+    driven.feed(CheckpointSaved(n=3, path="/later", cursor=cuts[3]))
+    assert driven.ctx.checkpoint_path == "/c", "nothing is kept of a commit that was given up"
     assert {driven.ctx.instances[at(f"actor/{rank}")].restored for rank in (0, 1)} == {2}
 
 

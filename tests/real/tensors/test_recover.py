@@ -97,16 +97,22 @@ def test_all_names_and_leases_come_back_after_the_registry_was_killed(
     cases.done(5, plane)
 
 
+def stopped_while_the_registry_dies(home: Path, plane: Plane, actors: Crew, code: str, point: str) -> int:
+    """One who stands still in the middle of ``code``, at ``point``; the registry is made anew meanwhile."""
+    plane.put("w", np.zeros(4))
+    plane.put("other", np.zeros(4))
+    pid = actors.stopped(actors.start(code, die_at=f"{point}:1:stop"))
+    kill_server(home)
+    assert plane.get("other", as_="numpy")[0] == 0  # the first call that fails rebuilds it
+    return pid
+
+
 @pytest.mark.parametrize("point", ["reserved", "allocated", "copied", "slot-zero", "committed", "slot-stored"])
 def test_a_registry_killed_in_the_middle_of_a_publish_comes_back_with_the_old_or_the_new(
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str
 ) -> None:
     for _ in cases(5, plane, 2, deep=10):
-        plane.put("w", np.zeros(4))
-        plane.put("other", np.zeros(4))
-        writer = actors.stopped(actors.start("plane.put('w', np.ones(4))", die_at=f"{point}:1:stop"))
-        kill_server(own_home)
-        assert plane.get("other", as_="numpy")[0] == 0  # the first call that fails rebuilds it
+        writer = stopped_while_the_registry_dies(own_home, plane, actors, "plane.put('w', np.ones(4))", point)
         assert plane.get("w", as_="numpy")[0] in ((0, 1) if point == "committed" else (point == "slot-stored",))
         for name in "xyz":  # maybe in the block that the lost registry had given to the writer
             plane.put(name, np.full(4, 3.0))
@@ -122,11 +128,7 @@ def test_a_registry_killed_in_the_middle_of_a_delete_does_not_bring_the_name_bac
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str
 ) -> None:
     for _ in cases(5, plane, 2, deep=10):
-        plane.put("w", np.zeros(4))
-        plane.put("other", np.zeros(4))
-        deleter = actors.stopped(actors.start("plane.delete('w')", die_at=f"{point}:1:stop"))
-        kill_server(own_home)
-        assert plane.get("other", as_="numpy")[0] == 0
+        deleter = stopped_while_the_registry_dies(own_home, plane, actors, "plane.delete('w')", point)
         os.kill(deleter, signal.SIGCONT)
         assert actors.wait(deleter) == 0, actors.output(deleter)
         assert [row.name for row in plane.ls()] == ["other"]

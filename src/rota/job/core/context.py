@@ -106,6 +106,11 @@ class Instance:
         """One of those that the job works with, or waits for."""
         return not (self.retired or self.spare)
 
+    def let_go(self, state: InstanceState, epoch: Epoch) -> Instance:
+        """In ``state`` under ``epoch`` without a process; the one it had must be gone before the next one starts."""
+        doomed = (*self.doomed, self.process.epoch) if self.process else self.doomed
+        return replace(self, state=state, epoch=epoch, process=None, doomed=doomed, running=False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gang:

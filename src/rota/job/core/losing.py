@@ -101,6 +101,13 @@ def close(ctx: JobContext, event: FailoverEnded) -> JobContext:
     return replace(_with_failover(ctx, seconds=event.seconds), open_failover=None, starting_s=ctx.at_s)
 
 
+def kept(ctx: JobContext) -> int:
+    """The newest commit that counts: a recovery that is under way may have to go back before the last one."""
+    failover = ctx.failover
+    back_to = failover.restore if failover is not None and not failover.rolled_back else ctx.rollback_to
+    return ctx.committed if back_to is None else min(back_to, ctx.committed)
+
+
 def roll_back(ctx: JobContext, event: RolledBack) -> JobContext:
     """State is back at an earlier commit, the cut of its streams with it; work after it counts no more."""
     if event.to_commit > ctx.committed:

@@ -213,7 +213,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):
             return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
-        case CheckpointSaved(n=n, path=path, cursor=cursor) if n >= ctx.checkpoint_n:
+        case CheckpointSaved(n=n, path=path, cursor=cursor) if ctx.checkpoint_n <= n <= losing.kept(ctx):
             saved = replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor)
             return replace(saved, boundary=moving.at_boundary(saved))
         case JobChanged(changes=changes) if ctx.spec is not None:

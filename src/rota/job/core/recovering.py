@@ -216,18 +216,8 @@ def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
     """A new process under ``epoch``; one that was only asked for and did not fail is as good as new and stays."""
     if one.state is InstanceState.PLANNED or (not lost and one.state is InstanceState.STARTING):
         return replace(one, epoch=epoch)
-    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
-    return replace(
-        one,
-        state=InstanceState.PLANNED,
-        epoch=epoch,
-        process=None,
-        doomed=doomed,
-        running=False,
-        ended=False,
-        retired=False,
-        restarts=one.restarts + 1,
-    )
+    new = one.let_go(InstanceState.PLANNED, epoch)
+    return replace(new, ended=False, retired=False, restarts=one.restarts + 1)
 
 
 def _re_form(one: Instance, epoch: Epoch) -> Instance:

@@ -261,18 +261,7 @@ def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
 
 def leaving(one: Instance, epoch: Epoch, *, barred: tuple[NodeId, ...] = ()) -> Instance:
     """The job goes on without it: its process is stopped and none is started."""
-    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
-    return replace(
-        one,
-        state=InstanceState.GONE,
-        epoch=epoch,
-        process=None,
-        doomed=doomed,
-        running=False,
-        retired=True,
-        spare=False,
-        barred=barred or one.barred,
-    )
+    return replace(one.let_go(InstanceState.GONE, epoch), retired=True, spare=False, barred=barred or one.barred)
 
 
 def _coming(one: Instance, epoch: Epoch) -> Instance:

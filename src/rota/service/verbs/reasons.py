@@ -235,6 +235,8 @@ def graph(
     if format_ == "json":
         terminal = Flags(json=True).terminal()
     terminal.show(document, lambda term: _graph(term, document))
+    if document.get("problem"):
+        terminal.note(f"not all of it: {document['problem']}")
     return 0
 
 

@@ -2,9 +2,10 @@
 
 ``python benchmarks/recovery.py [--kills N] [--records N]`` prints one JSON document. Ours: from the signal to
 ``InstanceReady`` in the log. Bare Ray: from the signal to the first answer of an actor with ``max_restarts`` whose
-constructor imports the same modules, on the same engine, in turn with ours. ``beat_gap_s`` is the longest silence of
-any other instance as its master hears it, without faults and with them. ``master``: kill -9 of the master of a job of
-many records, until the next one knows what is alive, with the kept context and with a replay of everything, in turn.
+constructor imports the same modules, on the same engine, in turn with ours. ``spare_s``: a role of which one more
+stands by; from the signal until its callers are given that one. ``beat_gap_s`` is the longest silence of any other
+instance as its master hears it, without faults and with them. ``master``: kill -9 of the master of a job of many
+records, until the next one knows what is alive, with the kept context and with a replay of everything, in turn.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.sql_log import SqlLog
 from rota.service import daemon
 from rota.service.config import load_settings
-from rota.spec.events import Committed, InstanceReady, InstanceStarted, MasterStarted, Reattached
+from rota.spec.events import Committed, FailoverStarted, InstanceReady, InstanceStarted, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
 
 VICTIM = ("one", 0)
+KILLED = ("one/0", "spared/0", "spared/1")
 QUIET_S = 12.0
 """So long the beats are watched before the first kill."""
 
@@ -56,7 +58,7 @@ class BeatWatch(threading.Thread):
         while not self.over.wait(0.1):
             shown = daemon.ask(self.home, "GET", f"/api/v1/jobs/{self.job}")
             for one in shown["instances"]:
-                if one["progress"] and one["instance"] != f"{VICTIM[0]}/{VICTIM[1]}":
+                if one["progress"] and one["instance"] not in KILLED:
                     known = self.gaps[self.phase]
                     known[one["instance"]] = max(known.get(one["instance"], 0.0), one["progress"]["beat_age_s"])
 
@@ -83,6 +85,26 @@ def one_kill(log: EventLog, job: str) -> float:
         if time.time() - began > LIMIT_S:
             raise RuntimeError("the victim did not come back")
         time.sleep(0.01)
+
+
+def one_take_over_by_a_spare(home: Home, log: EventLog, job: str) -> float:
+    """Kill the one of two that does not stand by; the seconds until the verdict that puts the other in its place."""
+    while True:
+        shown = [one for one in daemon.ask(home, "GET", f"/api/v1/jobs/{job}")["instances"] if one["role"] == "spared"]
+        if all(one["state"] == "READY" for one in shown) and [one["standby"] for one in shown].count(True) == 1:
+            break
+        time.sleep(0.1)
+    one = next(one for one in shown if not one["standby"])
+    victim, newest_number = process.identify(one["pid"]), log.read(job=JobId(job), limit=10**6)[-1].number
+    assert victim is not None
+    began = time.time()
+    assert process.send_signal(victim, signal.SIGKILL)
+    while time.time() - began < LIMIT_S:
+        for record in log.read(job=JobId(job), after=newest_number):
+            if isinstance(record.event, FailoverStarted) and record.event.role == "spared":
+                return record.at - began
+        time.sleep(0.01)
+    raise RuntimeError("the spare did not take over")
 
 
 def pids(home: Home, job: str) -> dict[str, int]:
@@ -130,6 +152,8 @@ def measure_take_over(home: Home, job: str, records: int, rounds: int) -> dict[s
 def measure(home: Home, kills: int, records: int) -> dict[str, Any]:
     """A job that waits for its rounds, killed and watched."""
     roles = {"one": {**role("echo:Echo"), "fail": {"limit": f"{kills + 1}/1h"}}}
+    spare = {"standby": 1, "limit": f"{kills + 1}/1h"}
+    roles |= {"spared": {**role("echo:Echo"), "fail": spare}}
     roles |= {"eight": role("echo:Echo", 2), "loop": role("echo:measure")}
     job = submit(home, "recovery", roles, {"ROUNDS": "1", "CALLS": "10", "WARM_CALLS": "20"})
     output = home.job(job).output
@@ -142,10 +166,11 @@ def measure(home: Home, kills: int, records: int) -> dict[str, Any]:
     time.sleep(QUIET_S)
     watch.phase = "with_kills"
     log = SqlLog(home.db_url)
-    ours, theirs = list[float](), list[float]()
+    ours, theirs, spares = list[float](), list[float](), list[float]()
     for _ in range(kills):
         ours.append(one_kill(log, job))
         theirs.append(bare.ask("restart")["restart"])
+        spares.append(one_take_over_by_a_spare(home, log, job))
     after = pids(home, job)
     watch.over.set()
     watch.join()
@@ -159,7 +184,9 @@ def measure(home: Home, kills: int, records: int) -> dict[str, Any]:
         "ray_s": statistics.median(theirs),
         "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
         "ours_max_s": max(ours),
-        "changed": sorted(name for name in after if after[name] != before[name]),
+        "spare_s": statistics.median(spares),
+        "spare_max_s": max(spares),
+        "changed": sorted(name for name in after if after[name] != before[name] and name not in KILLED),
         "beat_gap_s": worst,
         "beat_gap_more_s": worst["with_kills"] - worst["fault_free"],
         "master": taken_over,

@@ -19,6 +19,7 @@ from rota.job import executor, flow, inbox, master
 from rota.job.bodies import StillRunning
 from rota.job.calls import Courier
 from rota.job.core.context import START_MAX_S, Instance
+from rota.job.core.graph import expand
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
 from rota.job.flow import Flow, LoopBody
@@ -107,7 +108,8 @@ def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_els
         await asyncio.sleep(0)
         assert not any(task.done() for task in asked)
         ready = Instance(id=at("w/0"), state=InstanceState.READY, epoch=Epoch(1))
-        one.ctx = replace(one.ctx, instances={ready.id: ready})
+        job = spec(service("w"))
+        one.ctx = replace(one.ctx, spec=job, graph=expand(job), instances={ready.id: ready})
         one._loaded.set()
         assert (await asked[0])["beats"]["w/0"]["pid"] == 1
         assert one._inbox.empty() and one._saved_s == 0.0, "it judged what it did not know"

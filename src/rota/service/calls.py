@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,6 @@ from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
 
 API_PATH = "/api/v1"
 MEDIA_SSE = "text/event-stream"
-EXECUTE_EXTRA_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,67 +45,6 @@ def job_path(job: str, part: str = "") -> str:
 def events_path(job: str) -> str:
     """The events of a job, or of the whole installation."""
     return job_path(job, "events") if job else "/events"
-
-
-def submit(body: Mapping[str, Any], *, key: str) -> Ask:
-    """A new job; sent again under the same key it is still one job."""
-    return Ask(method="POST", path=f"{API_PATH}/jobs", body=body, headers={"Idempotency-Key": key})
-
-
-def plan(body: Mapping[str, Any]) -> Ask:
-    """What a job would become; nothing is kept."""
-    return Ask(method="POST", path=f"{API_PATH}/jobs:plan", body=body)
-
-
-def stop(job: str, *, grace_s: float | None) -> Ask:
-    """Ask a job to end; asking twice is asking once."""
-    body = {} if grace_s is None else {"grace_s": grace_s}
-    return Ask(method="POST", path=API_PATH + job_path(job) + ":stop", body=body)
-
-
-def pause(job: str, *, grace_s: float | None) -> Ask:
-    """Ask a job to give its devices back and wait."""
-    body = {} if grace_s is None else {"grace_s": grace_s}
-    return Ask(method="POST", path=API_PATH + job_path(job) + ":pause", body=body or None)
-
-
-def resume(job: str) -> Ask:
-    """Put a paused job into the queue again."""
-    return Ask(method="POST", path=API_PATH + job_path(job) + ":resume")
-
-
-def scale(job: str, role: str, n: int) -> Ask:
-    """Ask for another number of instances of a role; asking twice is asking once."""
-    return Ask(method="POST", path=API_PATH + job_path(job) + ":scale", body={"role": role, "n": n})
-
-
-def execute(job: str, instance: str, argv: Sequence[str], *, timeout_s: float) -> Ask:
-    """Run a command beside an instance; sent once."""
-    body = {"instance": instance, "argv": list(argv), "timeout_s": timeout_s}
-    path, limit_s = API_PATH + job_path(job) + ":exec", timeout_s + EXECUTE_EXTRA_S
-    return Ask(method="POST", path=path, body=body, safe=False, timeout_s=limit_s)
-
-
-def change(job: str, changes: Mapping[str, Any]) -> Ask:
-    """Change fields of a job that has not ended."""
-    return Ask(method="PATCH", path=API_PATH + job_path(job), body={"changes": dict(changes)}, safe=False)
-
-
-def mark_node(node: str, action: str, *, reason: str, notice_s: float | None, dry_run: bool) -> Ask:
-    """drain, undrain or cordon a node."""
-    body = {"reason": reason, "dry_run": dry_run} | ({} if notice_s is None else {"notice_s": notice_s})
-    return Ask(method="POST", path=f"{API_PATH}/nodes/{quote(node, safe='')}:{action}", body=body)
-
-
-def apply_queues(queues: list[dict[str, Any]] | str, *, filename: str, dry_run: bool) -> Ask:
-    """Replace the queue tree."""
-    tree = {"source": queues, "filename": filename} if isinstance(queues, str) else {"queues": queues}
-    return Ask(method="PUT", path=f"{API_PATH}/queues", body={**tree, "dry_run": dry_run})
-
-
-def jobs(filters: Mapping[str, Any]) -> Ask:
-    """A page of jobs, newest first."""
-    return get("/jobs", **filters)
 
 
 def _given(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 from rota.service import calls
-from rota.service.calls import Ask
+from rota.service.calls import API_PATH, Ask
 from rota.service.wire import Document
 
 T = TypeVar("T")
+EXECUTE_EXTRA_S = 30.0
 
 
 class Questions(Generic[T]):
@@ -22,15 +24,16 @@ class Questions(Generic[T]):
 
     def submit(self, body: Mapping[str, Any], *, key: str = "") -> T:
         """The lower form of ``run``: the body as it is sent; gives the ``Job`` document."""
-        return self.ask(calls.submit(body, key=key or secrets.token_hex(16)))
+        headers = {"Idempotency-Key": key or secrets.token_hex(16)}  # sent again under it, it is still one job
+        return self.ask(Ask(method="POST", path=f"{API_PATH}/jobs", body=body, headers=headers))
 
     def plan(self, body: Mapping[str, Any]) -> T:
         """``PlanReport``: what the job would become; nothing is started or kept."""
-        return self.ask(calls.plan(body))
+        return self.ask(Ask(method="POST", path=f"{API_PATH}/jobs:plan", body=body))
 
     def jobs(self, **filters: Any) -> T:
         """One page (``JobList``). Filters: all, state, queue, user, name, label, since_s, limit, cursor."""
-        return self.ask(calls.jobs(filters))
+        return self.ask(calls.get("/jobs", **filters))
 
     def job(self, job: str) -> T:
         """``Job``: state, roles, instances, attempts. ``job`` is an id or a unique beginning of one."""
@@ -66,40 +69,45 @@ class Questions(Generic[T]):
 
     def stop(self, job: str, *, grace_s: float | None = None) -> T:
         """Ask a job to end; gives the ``Job`` document."""
-        return self.ask(calls.stop(job, grace_s=grace_s))
+        return self._tell(job, "stop", {} if grace_s is None else {"grace_s": grace_s})
 
     def pause(self, job: str, *, grace_s: float | None = None) -> T:
         """Ask a job to give its devices back and wait until ``resume``; gives the ``Job`` document."""
-        return self.ask(calls.pause(job, grace_s=grace_s))
+        return self._tell(job, "pause", None if grace_s is None else {"grace_s": grace_s})
 
     def resume(self, job: str) -> T:
         """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
-        return self.ask(calls.resume(job))
+        return self._tell(job, "resume", None)
 
     def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> T:
         """``Exec``: run a command beside a running instance (``role`` or ``role/rank``): its end and what it printed.
 
         Raises Conflict when the instance does not run.
         """
-        return self.ask(calls.execute(job, instance, argv, timeout_s=timeout_s))
+        body = {"instance": instance, "argv": list(argv), "timeout_s": timeout_s}
+        path, limit_s = API_PATH + calls.job_path(job) + ":exec", timeout_s + EXECUTE_EXTRA_S
+        return self.ask(Ask(method="POST", path=path, body=body, safe=False, timeout_s=limit_s))
 
     def scale(self, job: str, role: str, n: int) -> T:
         """Ask for ``n`` instances of a role, now and in later attempts; gives the ``Job`` document."""
-        return self.ask(calls.scale(job, role, n))
+        return self._tell(job, "scale", {"role": role, "n": n})
 
     def change(self, job: str, changes: Mapping[str, Any]) -> T:
         """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
-        return self.ask(calls.change(job, changes))
+        body = {"changes": dict(changes)}
+        return self.ask(Ask(method="PATCH", path=API_PATH + calls.job_path(job), body=body, safe=False))
 
     def mark_node(
         self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False
     ) -> T:
         """``DrainPlan`` of ``drain``, ``undrain`` or ``cordon``; who is drained has ``notice_s`` to move."""
-        return self.ask(calls.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run))
+        body = {"reason": reason, "dry_run": dry_run} | ({} if notice_s is None else {"notice_s": notice_s})
+        return self.ask(Ask(method="POST", path=f"{API_PATH}/nodes/{quote(node, safe='')}:{action}", body=body))
 
     def apply_queues(self, queues: list[Document] | str, *, filename: str = "queues.yaml", dry_run: bool = False) -> T:
         """``QueueDiff`` of putting this tree of queues, values or the text of a file, in place of the present one."""
-        return self.ask(calls.apply_queues(queues, filename=filename, dry_run=dry_run))
+        tree = {"source": queues, "filename": filename} if isinstance(queues, str) else {"queues": queues}
+        return self.ask(Ask(method="PUT", path=f"{API_PATH}/queues", body={**tree, "dry_run": dry_run}))
 
     def nodes(self) -> T:
         """``NodeList``."""
@@ -120,3 +128,7 @@ class Questions(Generic[T]):
     def event_page(self, job: str = "", **filters: Any) -> T:
         """``EventList``: a page of events, of a job or of everything. Filters: after, type, limit."""
         return self.ask(calls.get(calls.events_path(job), **filters))
+
+    def _tell(self, job: str, verb: str, body: Mapping[str, Any] | None) -> T:
+        """A change that is the same when it is asked for twice."""
+        return self.ask(Ask(method="POST", path=f"{API_PATH}{calls.job_path(job)}:{verb}", body=body))

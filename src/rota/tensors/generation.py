@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.tensors import errors, faults
 from rota.tensors.core.protocol import SLOTS_MAX
@@ -107,9 +109,8 @@ class GenerationTable:
     def lose_all(self, epoch: int) -> None:
         """The registry is lost: a new epoch begins, and every slot says ask the registry."""
         self.words[0] = epoch
-        for slot in range(1, len(self.words) // 2):
-            if self.words[2 * slot]:
-                self.words[2 * slot] = 0
+        for word in 2 * np.flatnonzero(np.frombuffer(self.words, np.uint64)[2::2]) + 2:
+            self.words[word] = 0
 
     @contextlib.contextmanager
     def changing(self, slot: int, name: str) -> Iterator[None]:

@@ -61,7 +61,7 @@ def from_json_value(cls: Any, raw: Any) -> Any:
         if raw not in get_args(cls):
             raise ValueError(f"{raw!r} is not one of {get_args(cls)}")
         return raw
-    if origin in (tuple, list, frozenset, dict):
+    if origin in (tuple, list, frozenset, dict, Mapping):
         return _collection(cls, origin, raw)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         return _dataclass(cls, raw)
@@ -98,9 +98,9 @@ def _dataclass(cls: type, raw: Any) -> Any:
 
 def _collection(cls: Any, origin: Any, raw: Any) -> Any:
     args = get_args(cls)
-    if not isinstance(raw, Mapping if origin is dict else list | tuple):
+    if not isinstance(raw, Mapping if origin in (dict, Mapping) else list | tuple):
         raise TypeError(f"expected {cls}, got {type(raw).__name__}")
-    if origin is dict:
+    if origin in (dict, Mapping):
         pairs = cast("Mapping[str, Any]", raw)
         return {from_json_key(args[0], key): from_json_value(args[1], item) for key, item in pairs.items()}
     items = cast("Sequence[Any]", raw)

@@ -327,16 +327,17 @@ class JobContext:
 
     @staticmethod
     def from_json(raw: dict[str, Any]) -> JobContext:
-        """Inverse of ``to_json``. Raises ValueError for another version; also TypeError, KeyError for a wrong form."""
+        """Inverse of ``to_json``.
+
+        Raises ValueError for another version, KeyError for a missing field, also TypeError for a wrong form.
+        """
         if raw.get("version") != CONTEXT_VERSION:
             raise ValueError(f"snapshot version {raw.get('version')!r}, this code reads {CONTEXT_VERSION}")
         records: list[Instance] = [codec.from_json_value(Instance, one) for one in raw["instances"]]
-        flat: dict[str, Any] = {name: value for name, value in raw.items() if name in _SNAPSHOT_FIELDS}
-        body: Snapshot = codec.from_json_value(Snapshot, flat)
-        values = {name: getattr(body, name) for name in _SNAPSHOT_FIELDS}
-        graph = expand(body.spec) if body.spec else None
-        bound = bound_of(body.spec, body.placement, body.asks)
-        return JobContext(**values, graph=graph, bound=bound, instances={one.id: one for one in records})
+        found: JobContext = codec.from_json_value(JobContext, {name: raw[name] for name in _SNAPSHOT_FIELDS})
+        graph = expand(found.spec) if found.spec else None
+        bound = bound_of(found.spec, found.placement, found.asks)
+        return replace(found, graph=graph, bound=bound, instances={one.id: one for one in records})
 
 
 def bound_of(spec: JobSpec | None, placement: Placement | None, asks: tuple[Ask, ...]) -> Bindings:
@@ -351,54 +352,5 @@ def bound_of(spec: JobSpec | None, placement: Placement | None, asks: tuple[Ask,
     return bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The written fields of a JobContext (instances apart), with the types they are read back as."""
-
-    job: JobId
-    seq: int
-    at_s: float
-    state: JobState
-    workdir: str
-    owner: str
-    spec: JobSpec | None
-    next_spec: JobSpec | None
-    attempt: int
-    master_epoch: Epoch
-    attached: bool
-    epoch_max: Epoch
-    placement: Placement | None
-    hosts: tuple[tuple[InstanceId, str], ...]
-    gangs: tuple[Gang, ...]
-    committed: int
-    versions: dict[str, int]
-    cursor: dict[str, Any]
-    metrics: dict[str, Any]
-    checkpoint_n: int
-    checkpoint_path: str
-    checkpoint_cursor: dict[str, Any]
-    losses: tuple[Loss, ...]
-    diagnosed: bool
-    escalated: Level | None
-    failovers: tuple[Failover, ...]
-    failover_count: int
-    open_failover: int | None
-    charges: tuple[Charge, ...]
-    retries: int
-    free_requeues: int
-    admitted_s: float
-    starting_s: float
-    started_s: float | None
-    used_s: float
-    rollback_to: int | None
-    ending: Ending | None
-    end_reason: Reason | None
-    asks: tuple[Ask, ...] = ()
-    sizes: dict[str, int] = field(default_factory=dict[str, int])
-    resized_s: float = 0.0
-    boundary: bool = False
-    checked: tuple[NodeId, bool] | None = None
-    drains: dict[NodeId, float] = field(default_factory=dict[NodeId, float])
-
-
-_SNAPSHOT_FIELDS: tuple[str, ...] = tuple(Snapshot.__dataclass_fields__)
+_MADE_ANEW = ("graph", "bound")
+_SNAPSHOT_FIELDS = tuple(name for name in JobContext.__dataclass_fields__ if name not in (*_MADE_ANEW, "instances"))

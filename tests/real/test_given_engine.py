@@ -81,3 +81,34 @@ def test_jobs_run_on_the_machines_of_a_given_engine_and_on_one_that_joins_later(
             raylets.stop()
         assert (ended["state"], of_home(Path(folder))) == ("down", [])
         assert process.is_alive(engine.state.raylet)
+
+
+def test_two_installations_on_one_engine_never_hand_out_the_same_machine(engine: Engine) -> None:
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        first, second = (
+            Installation(
+                load_settings(
+                    {"home": f"{folder}/{name}", "port": free_port(), "ray_address": engine.address}, environ={}
+                )
+            )
+            for name in ("a", "b")
+        )
+
+        def nodes(site: Installation) -> list[str]:
+            return [one["id"] for one in site.ask("/nodes")["items"] if one["state"] == "healthy"]
+
+        def told() -> bool:
+            engine_part = second.ask("/status")["parts"]["engine"]
+            return f"{HOST}: used by the installation in {folder}/a on " in engine_part.get("text", "")
+
+        try:
+            first.up()
+            until(lambda: nodes(first), [HOST])
+            second.up()
+            until(told, True)
+            assert (nodes(first), nodes(second)) == ([HOST], [])
+            assert daemon.down(first.settings, force=True)["state"] == "down"
+            until(lambda: nodes(second), [HOST])
+        finally:
+            ended = [daemon.down(site.settings, force=True)["state"] for site in (first, second)]
+        assert ended == ["down", "down"]

@@ -38,11 +38,11 @@ def test_a_machine_that_hangs_is_asked_once_lives_and_holds_up_no_other(monkeypa
 
     async def body(seen: Machines) -> None:
         for _ in range(3):
-            found = await seen.look([row("1", "one"), row("2", "two"), row("3", "three", alive=False)])
+            found = await seen.look([row("1", "one"), row("2", "two"), row("3", "three", alive=False)], {})
             assert [node["host"] for node in found["nodes"]] == ["one"] and found["alive"] == ["one", "two"]
         assert sorted(asked) == ["1", "2"] and seen.unusable == []
         answer.set()
-        found = await seen.look([row("1", "one"), row("2", "two")])
+        found = await seen.look([row("1", "one"), row("2", "two")], {})
         assert [node["host"] for node in found["nodes"]] == seen.hosts == ["one", "two"]
 
     looks(ask, body)
@@ -55,12 +55,12 @@ def test_one_that_does_not_say_what_it_has_is_told_of_avoided_and_asked_again() 
         return says[identity]
 
     async def body(seen: Machines) -> None:
-        assert await seen.look([row("1", "one")]) == {"nodes": [], "alive": ["one"]}
+        assert await seen.look([row("1", "one")], {}) == {"nodes": [], "alive": ["one"]}
         assert seen.unusable == ["1"] and "one did not say what they have" in seen.text
         says["1"] = True
-        assert (await seen.look([row("1", "one")]))["nodes"] == [{"host": "one", "id": "1"}]
+        assert (await seen.look([row("1", "one")], {}))["nodes"] == [{"host": "one", "id": "1"}]
         assert (seen.unusable, seen.text) == ([], "")
-        assert await seen.look([]) == {"nodes": [], "alive": []}
+        assert await seen.look([], {}) == {"nodes": [], "alive": []}
 
     looks(ask, body)
 
@@ -68,19 +68,31 @@ def test_one_that_does_not_say_what_it_has_is_told_of_avoided_and_asked_again() 
 def test_two_machines_of_one_name_are_told_of_and_the_first_keeps_it() -> None:
     async def body(seen: Machines) -> None:
         first, second = row("1", "one"), row("2", "one")
-        assert await seen.look([first, second]) == {"nodes": [], "alive": ["one"]}
+        assert await seen.look([first, second], {}) == {"nodes": [], "alive": ["one"]}
         assert seen.unusable == ["1", "2"] and "several machines have the name one" in seen.text
         for rows in ([first], [first, second], [second, first]):
-            assert (await seen.look(rows))["nodes"] == [{"host": "one", "id": "1"}]
+            assert (await seen.look(rows, {}))["nodes"] == [{"host": "one", "id": "1"}]
         assert seen.unusable == ["2"]
-        assert (await seen.look([second]))["nodes"] == [{"host": "one", "id": "2"}]
+        assert (await seen.look([second], {}))["nodes"] == [{"host": "one", "id": "2"}]
 
     looks(yes, body)
 
 
 def test_a_machine_without_a_name_is_alive_for_nobody() -> None:
     async def body(seen: Machines) -> None:
-        assert await seen.look([row("1")]) == {"nodes": [], "alive": []}
+        assert await seen.look([row("1")], {}) == {"nodes": [], "alive": []}
         assert seen.unusable == ["1"] and seen.text.startswith("1 machines have no name to place jobs by")
+
+    looks(yes, body)
+
+
+def test_one_that_another_installation_has_is_not_there_but_for_its_text() -> None:
+    async def body(seen: Machines) -> None:
+        rows = [row("1", "one"), row("2", "two")]
+        assert (await seen.look(rows, {}))["alive"] == ["one", "two"]
+        found = await seen.look(rows, {"2": "in /a on h"})
+        assert ([node["host"] for node in found["nodes"]], found["alive"], seen.unusable) == (["one"], ["one"], ["2"])
+        assert seen.text == "two: used by the installation in /a on h; end that one with 'rota down' to use them here"
+        assert (await seen.look(rows, {}))["alive"] == ["one", "two"] and not seen.text
 
     looks(yes, body)

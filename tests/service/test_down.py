@@ -86,6 +86,10 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Set
             raise EngineUnavailable("it stays")
         there.remove(job)
 
+    async def let_go(self: GatewayClient) -> None:
+        assert not there
+
+    monkeypatch.setattr(GatewayClient, "let_go", let_go)
     monkeypatch.setattr(GatewayClient, "list_jobs", list_jobs)
     monkeypatch.setattr(GatewayClient, "sweep", sweep)
     yield settings, there

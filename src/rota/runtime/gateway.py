@@ -139,7 +139,7 @@ class Gateway:
                 return None
             case "ensure_master" | "nodes":
                 return await getattr(await self._attached(), op)(**args)
-            case "find" | "master_status" | "master_why" | "execute" | "kill_master" | "sweep" | "list_jobs":
+            case "find" | "master_status" | "master_why" | "execute" | "kill_master" | "sweep" | "list_jobs" | "let_go":
                 there = self._settings.address or find_engine(self._home) is not None
                 ops = await self._attached() if there else None
                 return _NOTHING[op] if ops is None else await getattr(ops, op)(**args)
@@ -233,6 +233,7 @@ _NOTHING: Mapping[str, Any] = {
     "kill_master": None,
     "sweep": {"instances": [], "reservations": []},
     "list_jobs": [],
+    "let_go": None,
 }
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import socket
 import struct
 import subprocess
@@ -164,8 +165,15 @@ class GatewayClient:
         return await self._ask("start_engine", {}, timeout_s=timeout_s)
 
     async def nodes(self, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """``nodes``: the machines of a given engine with what each has; ``alive``: the names of all that live."""
-        return await self._ask("nodes", {}, timeout_s=timeout_s)
+        """``nodes``: the machines of a given engine with what each has; ``alive``: the names of all that live.
+
+        No other installation on that engine uses them until ``let_go``.
+        """
+        return await self._ask("nodes", {"holder": f"in {self._home} on {platform.node()}"}, timeout_s=timeout_s)
+
+    async def let_go(self, *, timeout_s: float = 30.0) -> None:
+        """Let other installations use the machines of a given engine."""
+        await self._ask("let_go", {}, timeout_s=timeout_s)
 
     async def ensure_master(
         self,

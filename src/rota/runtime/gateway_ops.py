@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rota.runtime import ray_claims
 from rota.runtime.devices import local_node
 from rota.runtime.engine import HOST_LABEL, EngineState
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
@@ -50,9 +51,19 @@ class GatewayOps:
         """One start of a master at a time; a lock is gone with the last who uses it."""
         self.machines = Machines(_ask_machine)
 
-    async def nodes(self) -> dict[str, Any]:
-        """``nodes``: the machines of the engine with what each said it has; ``alive``: the names of all that live."""
-        return await self.machines.look(await asyncio.to_thread(ray.nodes))
+    async def nodes(self, holder: str) -> dict[str, Any]:
+        """``nodes``: the machines of the engine with what each said it has; ``alive``: the names of all that live.
+
+        They are those of this installation from now on, but for those that another one has.
+        """
+        rows = await asyncio.to_thread(ray.nodes)
+        named = [row["NodeID"] for row in rows if row["Alive"] and row["Labels"].get(HOST_LABEL)]
+        held = await asyncio.to_thread(ray_claims.claim, named, self._launcher.namespace, holder)
+        return await self.machines.look(rows, held)
+
+    async def let_go(self) -> None:
+        """The machines may be those of another installation."""
+        await asyncio.to_thread(ray_claims.let_go, self._launcher.namespace)
 
     def keep_warm(self, state: EngineState, count: int) -> None:
         """Keep idle processes ready for masters and instances from now on."""

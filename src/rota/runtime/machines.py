@@ -27,10 +27,17 @@ class Machines:
         self._known = dict[str, dict[str, Any]]()
         self._silent = set[str]()
         self._doubled = set[str]()
+        self._held = dict[str, tuple[str, str]]()
+        """Of those that another installation holds: name, and which installation."""
 
-    async def look(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """``nodes``: what is known by now; ``alive``: the names of all that live, heard or not."""
-        living = {row["NodeID"]: row for row in rows if row["Alive"]}
+    async def look(self, rows: Iterable[Mapping[str, Any]], held: Mapping[str, str]) -> dict[str, Any]:
+        """``nodes``: what is known by now; ``alive``: the names of all that live, heard or not.
+
+        ``held`` has the machines of other installations, by Ray's ids: to this one they are as if they were not there.
+        """
+        there = {row["NodeID"]: row for row in rows if row["Alive"]}
+        self._held = {one: (there[one]["Labels"].get(HOST_LABEL, ""), held[one]) for one in held if one in there}
+        living = {identity: row for identity, row in there.items() if identity not in held}
         self._names = {identity: row["Labels"].get(HOST_LABEL, "") for identity, row in living.items()}
         counts = Counter(name for name in self._names.values() if name)
         self._doubled = {name for name, count in counts.items() if count > 1}
@@ -68,7 +75,7 @@ class Machines:
         """Ray's ids of those without a name, with one that was taken, or that did not say what they have."""
         bad = {"", *self._doubled}
         found = {identity for identity, name in self._names.items() if name in bad and identity not in self._known}
-        return sorted(found | self._silent)
+        return sorted(found | self._silent | self._held.keys())
 
     @property
     def text(self) -> str:
@@ -79,6 +86,9 @@ class Machines:
         said = [f"{unnamed} machines have no name to place jobs by; {how}"] if unnamed else []
         if self._doubled:
             said.append(f"several machines have the name {', '.join(sorted(self._doubled))}: give each another; {how}")
+        for who in sorted({who for _, who in self._held.values()}):
+            names = ", ".join(sorted(name for name, other in self._held.values() if other == who))
+            said.append(f"{names}: used by the installation {who}; end that one with 'rota down' to use them here")
         if silent:
             said.append(f"{', '.join(silent)} did not say what they have: is Rota installed there? see gateway.log")
         return "; ".join(said)

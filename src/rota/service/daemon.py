@@ -257,7 +257,10 @@ def _sweep(home: Home, address: str, *, grace_s: float) -> str:
         try:
             jobs = await client.list_jobs()
             await asyncio.gather(*(client.sweep(job, grace_s=grace_s) for job in jobs), return_exceptions=True)
-            return await client.list_jobs() if jobs else ()
+            left = await client.list_jobs() if jobs else ()
+            if not left:
+                await client.let_go()
+            return left
         finally:
             await client.close()
 

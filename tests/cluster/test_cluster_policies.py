@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.check import check
-from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.cycle import decide, place_in_order, step
+from rota.cluster.core.explain import _ahead
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.plugins import Admit, Preempt, WaitOn, WakeAt
 from rota.cluster.core.snapshot import TENANT_LABEL, State
@@ -319,3 +320,18 @@ def test_a_job_that_used_some_of_its_time_is_expected_to_end_sooner() -> None:
     assert s.jobs[JobId("j")].left_s == 60.0
     step(s, Tick(), fifo, 50.0)
     assert s.ends == [(110.0, "j")]
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_what_stands_ahead_is_what_the_order_tries_before(name: str) -> None:
+    s, profile = cluster(), get_profile(name)
+    for i in range(30):
+        drawn = ("ab"[i % 2], (10, -1, 50)[i % 3], [(1, 2, 4, 8)[i * 7 % 4]], (None, 5.0, 50.0)[i % 5 % 3])
+        apply(s, JobArrived(ask=replace(_ask(i, drawn), user="uv"[i // 3 % 2])), 0.0)
+    if profile.prepare is not None:
+        profile.prepare(s)
+    place = {job: place_in_order(s, profile, row, 100.0) for job, row in s.jobs.items()}
+    for job, row in s.jobs.items():
+        ahead = [one for one in s.jobs.values() if one.ask.queue == row.ask.queue and place[one.ask.id] < place[job]]
+        told = _ahead(s, profile, row.ask, 100.0)
+        assert told == (len(ahead), sum(one.ask.shape.gpus for one in ahead)), job

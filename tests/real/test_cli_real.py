@@ -125,6 +125,29 @@ def test_run_follows_on_a_terminal_and_ctrl_c_detaches_while_the_job_goes_on(ins
     assert shown["state"] == "SUCCEEDED"
 
 
+@deep
+def test_ctrl_c_ends_what_follows_and_the_service_in_the_foreground(installation: Installation) -> None:
+    service = OnTerminal(installation, "up", "--foreground", "--pretend", "1x1x2")
+    service.until("Ctrl-C ends it")
+    until = time.monotonic() + LIMIT_S
+    while installation.rota("status").returncode:
+        assert time.monotonic() < until, service.text
+    source = "name: wait\nroles:\n  main:\n    run: [sleep, '600']\n    resources: {gpus: 9}\n"
+    (installation.folder / "job.yaml").write_text(source.replace("gpus: 9", "gpus: 2"))
+    for _ in range(2):  # the second one waits
+        assert installation.rota("run", "-d", "job.yaml").returncode == 0
+    for words, shown in ((("logs", "-f", "wait-2"), "^$|wait|log"), (("top",), "wait-2")):
+        follow = OnTerminal(installation, *words)
+        follow.until(shown)
+        time.sleep(1.0)  # it follows by then
+        os.kill(follow.pid, signal.SIGINT)
+        assert (follow.end(), "Traceback" in follow.text) == (130, False), follow.text
+    os.kill(service.pid, signal.SIGINT)
+    assert (service.end(), "Traceback" in service.text) in ((0, False), (130, False)), service.text
+    assert installation.rota("down").returncode == 0
+    assert installation.processes() == []
+
+
 def test_exit_statuses_are_those_of_the_jobs_and_down_leaves_no_process(installation: Installation) -> None:
     good = installation.rota("run", "-w", "-n", "good", "--", sys.executable, "-c", "print('hi')")
     assert (good.returncode, good.stdout) == (0, ""), good.stderr

@@ -27,6 +27,7 @@ from rota.runtime.logs import format_line, log_name
 from rota.service import cli
 from rota.service.accounts import Caller
 from rota.service.auth import Asked, Auth
+from rota.service.terminal import Terminal
 from rota.service.views.installation import Installation
 from rota.spec.errors import BadInput
 from rota.spec.events import (
@@ -413,6 +414,28 @@ def test_colour_is_for_terminals_that_want_it(name: str, monkeypatch: pytest.Mon
     assert not terminal_for(as_json=False, quiet=False, no_color=False).colour
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_table_fills_the_terminal_it_is_drawn_on_and_cuts_nothing(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = " ".join(f"word{number:03}" for number in range(40))
+    out = io.StringIO()
+    Terminal(live=True, out=out).table(("ID", "WHY"), [("learn-1", text)])
+    lines = out.getvalue().splitlines()
+    assert width - 8 <= max(map(len, lines)) <= width
+    assert " ".join(out.getvalue().split()[-40:]) == text
+
+
+def test_completion_offers_the_names_of_the_service(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        assert (await ask("completion", "words", "--", "show", "he")).out.split() == ["hello-1"]
+        assert (await ask("completion", "words", "--", "nodes", "drain", "r0")).out.split() == ["r0n0", "r0n1"]
+
+    with_cli(tmp_path / "service", test)
+
+
 def test_an_unwritable_home_is_told_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROTA_HOME", "/proc/nowhere")
     done = rota("up")
@@ -442,6 +465,8 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         service.as_master("small-1", MasterStarted(master_epoch=first, pid=1))
         await service.seen(service.as_master("small-1", Reattached(master_epoch=first)))
         story = service.doors.loop.installation.jobs[JobId("small-1")]
+        rows = service.doors.loop.scheduler.state.jobs
+        queued_at = rows[story.id].ask.queued_at
         asked = PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, for_job="hello-1")
         await service.doors.loop.append([asked], job=story.id, expected_seq=story.seq)
         assert "PREEMPTED_PRIORITY, makes room for hello-1" in (await ask("ps")).out
@@ -453,6 +478,7 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         await service.seen(service.as_master("small-1", gone))
         small_line = next(line for line in (await ask("ps")).out.splitlines() if line.startswith("small-1"))
         assert "QUEUED" in small_line and small_line.endswith(", preempted for hello-1")
+        assert (rows[story.id].ask.queued_at, rows[story.id].phase) == (queued_at, "queued"), "its place in the queue"
         told = (await ask("explain", "small-1")).out
         assert "(preempted for hello-1)" in told and "attempt ended (attempt 1)" in told
         assert (await ask("show", "small-1", "--json")).document["attempts"][0]["for_job"] == "hello-1"

@@ -47,7 +47,6 @@ class Installation:
     number: int = 0
     service: e.ServiceStarted | None = None
     engine_volatile: e.EngineStateVolatile | None = None
-    engine_losses: int = 0
 
     def apply(self, record: Record) -> None:
         """Take in one record, in order; a repeated one changes nothing."""
@@ -84,8 +83,6 @@ class Installation:
                 self.queues = tuple(queue_from_json(raw) for raw in event.queues)
             case e.EngineStateVolatile():
                 self.engine_volatile = event
-            case e.EngineLost():
-                self.engine_losses += 1
             case _:
                 pass
 

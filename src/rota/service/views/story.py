@@ -120,7 +120,6 @@ class JobStory:
     stop: e.StopAsked | None = None
     preempt: e.PreemptAsked | None = None
     edits: list[Edit] = field(default_factory=list)
-    fenced_writes: int = 0
     ended: e.JobEnded | None = None
     ended_at: float | None = None
 
@@ -207,8 +206,6 @@ class JobStory:
                 self.master, self.master_at, self.waits = event, at, None
             case e.Committed() if event.n == self.ctx.committed:
                 self.commit, self.commit_at = event, at
-            case e.FencedWrite():
-                self.fenced_writes += event.count
             case _:
                 pass
 

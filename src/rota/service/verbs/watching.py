@@ -81,26 +81,27 @@ def _row(job: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.table(
-        ["JOB", "INSTANCE", "STATE", "DOES", "WAITS FOR", "PROGRESS", "STEP", "SILENT", "CORES", "MEMORY", "BEAT"],
-        [
-            (
-                one["job"],
-                one["instance"],
-                one["state"],
-                one["doing"],
-                ", ".join(one["waits_for"][:2]),
-                f"{amount(one['progress'])} {one['unit']}".strip() if one["progress"] else "",
-                lasting(one["step_s"]) if one["step_s"] else "",
-                lasting(one["idle_s"]) if one["idle_s"] else "",
-                f"{one['cpus']:.2f}" if one["cpus"] is not None else "",
-                f"{one['rss_bytes'] / 2**20:.0f} MiB" if one["rss_bytes"] else "",
-                lasting(one["beat_age_s"]) if one["beat_age_s"] is not None else "",
-            )
-            for one in doc["items"]
-        ],
-        empty="no job runs; 'rota ps' lists those that wait",
-    )
+    """A row an instance; of columns that say nothing for anybody only the first three are there, to fit 80 columns."""
+    names = ["JOB", "INSTANCE", "STATE", "DOES", "WAITS FOR", "PROGRESS", "STEP", "SILENT", "CORES", "MEMORY", "BEAT"]
+    rows = [
+        (
+            one["job"],
+            one["instance"],
+            one["state"],
+            one["doing"],
+            ", ".join(one["waits_for"][:2]),
+            f"{amount(one['progress'])} {one['unit']}".strip() if one["progress"] else "",
+            lasting(one["step_s"]) if one["step_s"] else "",
+            lasting(one["idle_s"]) if one["idle_s"] else "",
+            f"{one['cpus']:.2f}" if one["cpus"] is not None else "",
+            f"{one['rss_bytes'] / 2**20:.0f} MiB" if one["rss_bytes"] else "",
+            lasting(one["beat_age_s"]) if one["beat_age_s"] is not None else "",
+        )
+        for one in doc["items"]
+    ]
+    said = [index < 3 or any(row[index] for row in rows) for index in range(len(names))]
+    columns, *shown = ([cell for cell, says in zip(row, said, strict=True) if says] for row in (names, *rows))
+    term.table(columns, shown, empty="no job runs; 'rota ps' lists those that wait")
 
 
 def trace(

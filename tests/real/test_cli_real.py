@@ -133,7 +133,7 @@ def test_ctrl_c_ends_what_follows_and_the_service_in_the_foreground(installation
     while installation.rota("status").returncode:
         assert time.monotonic() < until, service.text
     assert installation.rota("run", "-d", "-n", "wait", "--", "sh", "-c", "echo begun; sleep 600").returncode == 0
-    for words, shown in ((("logs", "-f", "wait-1"), "begun"), (("top",), "wait-1 +main/0 +READY")):
+    for words, shown in ((("logs", "-f", "wait-1"), "begun"), (("top",), "main/0")):
         follow = OnTerminal(installation, *words)
         follow.until(shown)
         os.kill(follow.pid, signal.SIGINT)

@@ -47,7 +47,7 @@ class Forecasts:
         self._playing: asyncio.Task[None] | None = None
         self._due: asyncio.TimerHandle | None = None
 
-    def changed(self, _: Record) -> None:
+    def changed(self, _: Record | None = None) -> None:
         """Have a newer forecast played soon, unless one is due already."""
         if self._due is None:
             rest_s = max(SOON_S, REST * self._took_s)
@@ -99,6 +99,7 @@ class Forecasts:
             forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s(), wall_max_s=PLAY_MAX_S)
             self._made = await asyncio.to_thread(forecast.play, self._clock, self._scheduler.wait_idle)
             self._made_of, self._made_at, self._took_s = made_of, at, self._clock.monotonic_s() - at
+            self.changed()  # what was due meanwhile found this play under way
         finally:
             self._playing = None
 

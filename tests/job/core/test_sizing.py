@@ -203,6 +203,25 @@ def test_a_lost_node_shrinks_the_world_at_once_and_the_living_keep_their_process
     assert replayed(driven) == driven.ctx
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_who_only_went_with_a_peer_whose_node_is_lost_is_what_is_left_of_the_world(driven, alive: bool):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 2)))
+    driven.free = []
+    reset = replace(lost(driven, "train/0", Reason.USER_ERROR), text="Connection reset by peer", alive=alive)
+    driven.feed(reset, lost(driven, "train/1", Reason.NODE_LOST))
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.state) == ([0], JobState.RUNNING)
+    assert verdicts(driven)[-1].leave == (("train", 1),)
+    assert (worlds(driven)[-1], driven.ctx.bundle(at("train/0"))[1].node) == (1, "h0")
+    driven.free = ["h2"]
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=61.0)
+    driven.settle()
+    assert active(driven, "train") == [0, 1]
+    assert replayed(driven) == driven.ctx
+
+
 def test_a_process_that_dies_within_its_limit_is_started_where_it_was(driven):
     driven.free = ["h1"]
     driven.run(spec(elastic(1, 2)))

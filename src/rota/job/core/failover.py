@@ -24,7 +24,7 @@ SUSPECT_S = 30.0
 """Two units of one node that die within so long, while nobody dies elsewhere, cast doubt on the node."""
 REPEAT_N, REPEAT_S = 3, 600.0
 """So many deaths of several units of one node within so long, and none elsewhere, are the node's: no check is asked."""
-LOST, READY = InstanceState.LOST, InstanceState.READY
+READY = InstanceState.READY
 _LEVELS: dict[Restart, Level] = {"process": Level.PROCESS, "role": Level.ROLE, "node": Level.NODE, "job": Level.JOB}
 
 
@@ -143,7 +143,7 @@ class FailoverCoordinator:
         role = self._role(cause)
         if is_world(role):
             others = any(loss.instance.role != role.name for loss in self.ctx.losses)
-            return may_move(cause) and not others and self._goes_on(role, {loss.instance for loss in self.ctx.losses})
+            return may_move(cause) and not others and self._goes_on(role, self._gone(Level.PROCESS, cause))
         if role.fail.degrade is None or role.finite or len(self.ctx.plan.unit(cause.instance)) > 1:
             return False
         if role.name in self.ctx.plan.stateful or any(loss.instance.role != role.name for loss in self.ctx.losses):
@@ -153,7 +153,7 @@ class FailoverCoordinator:
 
     def _goes_on(self, role: RoleSpec, gone: set[InstanceId]) -> bool:
         """True when the role may go on without those who are gone."""
-        left = [one for one in self.ctx.active_of(role.name) if one.id not in gone and one.state is not LOST]
+        left = [one for one in self.ctx.active_of(role.name) if one.id not in gone]
         if is_world(role):
             return bool(left) and world_of(role, len(left)) > 0
         if not role.serves:
@@ -173,7 +173,7 @@ class FailoverCoordinator:
             return ()
         if move.level is Level.NODE and not may_move(cause):
             return ()
-        gone = set(self.lost(move.level, cause))
+        gone = self._gone(move.level, cause)
         leave: list[InstanceId] = []
         for role in ctx.spec.roles if ctx.spec else ():
             mine = [one.id for one in ctx.of_role(role.name) if one.id in gone]
@@ -201,6 +201,14 @@ class FailoverCoordinator:
             home = self.ctx.bundle(cause.instance)[1].node
             lost += [one for one, (_, bundle) in self.ctx.bound.items() if bundle.node == home]
         return tuple(one for one in dict.fromkeys(lost) if not self.ctx.instances[one].retired)
+
+    def _gone(self, level: Level, cause: Loss) -> set[InstanceId]:
+        """Who was lost, without those whom only the end of another took along: they come up again where they are."""
+        lost, home = self.lost(level, cause), cause.node if level is Level.NODE else None
+        if is_secondary(cause):
+            return set(lost)
+        along = {loss.instance for loss in self.ctx.losses if is_secondary(loss) and loss.node != home}
+        return set(lost) - along
 
     def ladder(self, cause: Loss) -> Iterator[Level]:
         """Levels to try for this cause, narrowest first: the contract of the role, then its ``then``."""

@@ -169,7 +169,8 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
     moved = away if failover.cause.reason is Reason.MIGRATED_DRAIN else frozenset[InstanceId]()
     if (event.level is Level.NODE and not moved) or leave:
         # Who was lost elsewhere, by its peer's end, says nothing of its own node.
-        bad = {loss.node for loss in ctx.losses if leave or loss.reason in OF_THE_NODE} | {failover.cause.node}
+        own = {loss.node for loss in ctx.losses if loss.instance in leave or loss.reason in OF_THE_NODE}
+        bad = own | {failover.cause.node}
         homes = {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].barred}
         barred |= {one: (node,) for one, node in homes.items() if node in bad}
 

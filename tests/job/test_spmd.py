@@ -16,18 +16,20 @@ import pytest
 
 from rota.job.bodies import Forming
 from rota.job.bootstrap import write_error
-from rota.job.spmd import CommandBody, CommandFailed, first_error, parse_command
+from rota.job.probes import Beat, Pulse
+from rota.job.spmd import CommandBody, CommandFailed, first_error, parse_command, run_setup
 from rota.job.worker import failure_of
 from rota.runtime import process
 from rota.runtime.clock import SystemClock
 from rota.runtime.logs import format_line
 from rota.runtime.node import asked_for_stacks
 from rota.spec.errors import BadInput
-from rota.spec.ids import Epoch, RoleName
+from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
 
 BOOT = (sys.executable, "-m", "rota.job.bootstrap")
+BEAT = Beat(role=RoleName("main"), rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)
 
 
 def role(run: str | tuple[str, ...], **fields: object) -> RoleSpec:
@@ -129,3 +131,28 @@ def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_pa
     assert found.traceback == "opening /data\ntool: no such file /data"
     silent = failure_of(CommandFailed("rank 0 ended with exit status 3", reason=Reason.EXIT_NONZERO), Epoch(1))
     assert (silent.text, silent.traceback) == ("rank 0 ended with exit status 3", "")
+
+
+def test_a_setup_command_has_its_own_limit_and_its_last_words_are_told(tmp_path: Path) -> None:
+    gate, log = tmp_path / "gate", tmp_path / "main-0.log"
+    os.mkfifo(gate)
+    line = format_line(1.0, 1, 1, "stderr", "no such wheel").strip()
+    who = InstanceId(RoleName("main"), 0)
+    place = SimpleNamespace(home=str(tmp_path), job="j-1", log_path=lambda _: str(log))
+    clock = SystemClock()
+    seat: Any = SimpleNamespace(
+        role=role("true", setup=f"read x < {gate}; echo '{line}' >> {log}; exit 3"),
+        spec=SimpleNamespace(output="", checkpoint=None, seed=0),
+        place=place, id=who, devices=(), clock=clock, pulse=Pulse(clock),
+    )  # fmt: skip
+
+    async def main() -> None:
+        setup = asyncio.create_task(run_setup(seat))
+        with await asyncio.to_thread(gate.open, "w") as file:  # opens when the command reads
+            assert seat.pulse.read(BEAT).quiet == "its setup command"
+            file.write("go\n")
+        await setup
+
+    with pytest.raises(CommandFailed, match="setup ended with status 3") as caught:
+        asyncio.run(main())
+    assert caught.value.traceback_text == "no such wheel"

@@ -113,6 +113,7 @@ def asking(event: Event, to: JobState, killed: set[tuple[str, Turn]]) -> Callabl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_master_dies_before_and_after_every_change_of_state_and_every_law_holds() -> None:
     """All of them with ROTA_DEEP, some 20 s of one core; else as many as two rounds of plays come by."""
     deep = bool(os.environ.get("ROTA_DEEP"))

@@ -204,8 +204,7 @@ class CommandBody:
     async def run(self, committed: int) -> None:
         """Start the ranks and wait for all of them. Raises CommandFailed."""
         assert self._forming is not None, "form() comes before run()"
-        log = Path(self._seat.place.log_path(self._seat.id))
-        self._log_from = log.stat().st_size if log.exists() else 0
+        self._log_from = log_size(self._seat)
         with self._seat.pulse.running("command"):
             for local_rank in range(self._command.local):
                 env = rank_environment(self._seat, self._forming, self._command, local_rank, self._address, self._files)
@@ -241,24 +240,12 @@ class CommandBody:
         if status == -signal.SIGKILL:
             return CommandFailed(f"rank {rank} was ended by SIGKILL", reason=Reason.SIGNALLED)
         how = f"was ended by {process.signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
-        words = await self._last_words()
+        words = await last_words(self._seat, self._log_from)
         return CommandFailed(
             ": ".join((f"rank {rank} {how}", *words[-1:])),
             reason=Reason.SIGNALLED if status < 0 else Reason.EXIT_NONZERO,
             traceback_text="\n".join(words),
         )
-
-    async def _last_words(self) -> list[str]:
-        """The last lines that the ranks wrote to stderr. They go into the log beside this process: it gets a moment."""
-        log, words = Path(self._seat.place.log_path(self._seat.id)), list[str]()
-        for _ in range(WORDS_TRIES):
-            before = words
-            await self._seat.clock.sleep(WORDS_PAUSE_S)
-            lines = await asyncio.to_thread(tail_lines, log, WORDS_READ_MAX)
-            words = [one.text for one in lines if one.offset >= self._log_from and one.stream == "err"][-WORDS_MAX:]
-            if words and words == before:
-                break
-        return words
 
     async def _follow_progress(self) -> None:
         """Optimiser steps that the bootstrap of a rank writes down are marks of progress; so are checkpoints seen."""
@@ -332,6 +319,25 @@ def _number(path: Path) -> float:
         return 0.0
 
 
+def log_size(seat: Seat) -> int:
+    """Bytes in the log of an instance: what it writes from now on is after them."""
+    log = Path(seat.place.log_path(seat.id))
+    return log.stat().st_size if log.exists() else 0
+
+
+async def last_words(seat: Seat, since: int) -> list[str]:
+    """The last lines on stderr in the log after ``since``. They come by a process beside this one: it gets a moment."""
+    log, words = Path(seat.place.log_path(seat.id)), list[str]()
+    for _ in range(WORDS_TRIES):
+        before = words
+        await seat.clock.sleep(WORDS_PAUSE_S)
+        lines = await asyncio.to_thread(tail_lines, log, WORDS_READ_MAX)
+        words = [one.text for one in lines if one.offset >= since and one.stream == "err"][-WORDS_MAX:]
+        if words and words == before:
+            break
+    return words
+
+
 async def run_setup(seat: Seat) -> None:
     """Run the ``setup`` command of the role once in this instance's folder. Raises CommandFailed."""
     if seat.role.setup is None:
@@ -340,13 +346,17 @@ async def run_setup(seat: Seat) -> None:
     done = work / f".setup-{hashlib.sha256(seat.role.setup.encode()).hexdigest()[:16]}"
     if done.exists():
         return
+    since = log_size(seat)
     child = await asyncio.create_subprocess_exec("/bin/sh", "-c", seat.role.setup)
     try:
-        async with asyncio.timeout(SETUP_MAX_S):
-            status = await child.wait()
+        with seat.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
+            async with asyncio.timeout(SETUP_MAX_S):
+                status = await child.wait()
     except TimeoutError:
         child.kill()
         status = await child.wait()
     if status != 0:
-        raise CommandFailed(f"setup ended with status {status}: {seat.role.setup}", reason=Reason.ENV_SETUP_FAILED)
+        text = f"setup ended with status {status}: {seat.role.setup}"
+        words = await last_words(seat, since)
+        raise CommandFailed(text, reason=Reason.ENV_SETUP_FAILED, traceback_text="\n".join(words))
     done.touch()

@@ -347,14 +347,14 @@ async def run_setup(seat: Seat) -> None:
     if done.exists():
         return
     since = log_size(seat)
-    child = await asyncio.create_subprocess_exec("/bin/sh", "-c", seat.role.setup)
-    try:
-        with seat.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
+    with seat.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
+        child = await asyncio.create_subprocess_exec("/bin/sh", "-c", seat.role.setup)
+        try:
             async with asyncio.timeout(SETUP_MAX_S):
                 status = await child.wait()
-    except TimeoutError:
-        child.kill()
-        status = await child.wait()
+        except TimeoutError:
+            child.kill()
+            status = await child.wait()
     if status != 0:
         text = f"setup ended with status {status}: {seat.role.setup}"
         words = await last_words(seat, since)

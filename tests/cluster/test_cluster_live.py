@@ -18,6 +18,7 @@ from rota.cluster.replay import replayed
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput
 from rota.spec.events import (
+    CheckpointSaved,
     Event,
     GangAsked,
     GangGranted,
@@ -224,6 +225,23 @@ def test_an_equal_job_that_waits_gets_the_reason_of_its_line_and_a_higher_limit_
     offer = explain(s, fifo, JobId("one"), 3.0).to_json()["would_start_now_with"][0]
     assert offer["change"] == {"set": "queues.default.limit.gpus", "value": 6.0}
     assert offer["text"] == "a limit of 6 gpus for queue default instead of 4 gpus"
+
+
+def test_of_a_job_that_grew_only_what_it_does_not_need_is_taken_and_it_keeps_its_own() -> None:
+    log = with_nodes("default")
+    log.submit("grown", 1, 4)
+    log.decide(1.0)
+    more = BundleAsk(index=0, members=(InstanceId(RoleName("w"), 1),), res=Res(cpus=1, gpus=4))
+    log.add(GangAsked(request=GangRequest(gang=GangId("w-1"), bundles=(more,))), "grown", 2.0)
+    assert [type(event) for _, event in log.decide(3.0)] == [GangGranted]
+    log.add(CheckpointSaved(n=1, path="c"), "grown", 50.0)
+    log.submit("high", 1, 4, at=60, priority=90)
+    ((_, taken),) = [(job, event) for job, event in log.decide(61.0) if isinstance(event, PreemptAsked)]
+    assert (taken.gang, taken.for_job) == ("w-1", "high")
+    assert log.decide(62.0) == [] and log.scheduler.state.jobs[JobId("grown")].phase == "running"
+    log.add(GangReleased(gang=GangId("w-1"), epoch=Epoch(1), gone=True), "grown", 63.0)
+    assert [(job, type(event)) for job, event in log.decide(64.0)] == [("high", JobAdmitted)]
+    assert replayed(log.records, get_profile("default"), requests_of)["different"] == []
 
 
 def lived_log(profile: str) -> Log:

@@ -35,6 +35,21 @@ while not (pathlib.Path(sys.argv[1]).exists() and done >= 6):
         with open(sys.argv[1] + ".steps", "a") as file:
             file.write(f"{done} ")
 """
+WORLD = """
+import os, pathlib, sys, time
+folder, rank = pathlib.Path(os.environ["ROTA_CHECKPOINT_DIR"]), int(os.environ["RANK"])
+saved = folder / "step"
+done = int(saved.read_text()) if saved.exists() else 0
+if rank == 0:
+    with open(sys.argv[1], "a") as file:
+        file.write(os.environ["WORLD_SIZE"] + f" {done}\\n")
+while True:
+    time.sleep(0.2)
+    if rank == 0:
+        done += 1
+        (folder / "new").write_text(str(done))
+        (folder / "new").replace(saved)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +145,50 @@ def test_a_drained_node_gets_nothing_new_and_is_named_as_what_binds(four_nodes: 
     four_nodes.ask(f"/nodes/{gone}:uncordon", {})
     four_nodes.running(all_four)
     cluster.finish(all_four)
+
+
+@deep
+def test_a_world_gives_way_to_an_urgent_job_with_what_it_does_not_need_and_grows_back_and_loses_no_saved_step(
+    four_nodes: Installation,
+) -> None:
+    cluster, told = Cluster(four_nodes), four_nodes.home.root / "worlds"
+    role = {
+        "run": [sys.executable, "-c", WORLD, str(told)],
+        "replicas": {"min": 1, "max": 4},
+        "mesh": {"dp": "*"},
+        "resources": {"cpus": 0.5, "gpus": 2},
+    }
+    spec = {"name": "world", "roles": {"main": role}, "grace": "2s"}
+    job = str(four_nodes.ask("/jobs", {"source": json.dumps(spec), "filename": "job.json"})["id"])
+
+    def of(size: int) -> tuple[int, int]:
+        """Where a world of this size began, and the last step that it saved."""
+        lines = told.read_text().splitlines() if told.exists() else [""]
+        began = lines[-1].split()
+        place = four_nodes.home.root / "checkpoints" / job / "step"
+        return (int(began[1]), int(place.read_text())) if began[:1] == [str(size)] and place.exists() else (0, 0)
+
+    def has(size: int) -> int:
+        """The first step of a world of this size that runs, and saved a step of its own, in the first attempt."""
+        four_nodes.wait(
+            job,
+            lambda one: (one["state"], one["attempt"]) == ("RUNNING", 1) and of(size)[0] < of(size)[1],
+            f"a world of {size}",
+        )
+        return of(size)[0]
+
+    has(4)
+    _, before = of(4)
+    urgent = cluster.submit("sooner", 1, 2, priority=90)
+    assert four_nodes.running(urgent)["state"] == "RUNNING"
+    assert has(3) >= before
+    assert four_nodes.ask("/queues")["items"][0]["used_gpus"] == 8
+    _, before = of(3)
+    cluster.finish(urgent)
+    assert has(4) >= before
+    events = four_nodes.events(job)
+    assert events.count("PreemptAsked") == 1 and "JobRequeued" not in events
+    four_nodes.ask(f"/jobs/{job}:stop", {})
+    assert four_nodes.ended(job)["state"] == "CANCELLED"
+    assert four_nodes.ask("/queues")["items"][0]["used_gpus"] == 0
+    assert sim_replay(four_nodes.home.db, "default")["different"] == []

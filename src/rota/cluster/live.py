@@ -157,6 +157,8 @@ class Scheduler:
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._fact(facts.JobWaits(job=job, wait=wait), at)
+            case PreemptAsked(for_job=for_job, gang=str(gang)):
+                self._fact(facts.JobStopping(job=row_of(job, gang), for_job=JobId(for_job)), at)
             case PreemptAsked(for_job=for_job, reason=reason):
                 self._fact(facts.JobStopping(job=job, for_job=JobId(for_job) if for_job else None), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
@@ -187,7 +189,8 @@ class Scheduler:
                 self._let_go(job, at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
-                self._fact(facts.JobSaved(job=job), at)
+                for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
+                    self._fact(facts.JobSaved(job=row), at)
             case JobEnded():
                 self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
                 self._forget(job, known, lambda request: True, at)
@@ -330,8 +333,9 @@ class Scheduler:
                     job, gang = parts_of(row)
                     events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text)))
                 case Preempt(job=row, reason=reason, grace_s=grace_s, for_job=for_job) if ASK in row or ASK in for_job:
-                    job, other = parts_of(row)[0], parts_of(for_job)[0]
-                    events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other)))
+                    (job, gang), other = parts_of(row), parts_of(for_job)[0]
+                    only = gang if self._can_spare(job, gang) else None
+                    events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other, gang=only)))
                 case Admit(job=job, held=held, why=why):
                     known = self._jobs[job]
                     events.append(
@@ -355,6 +359,12 @@ class Scheduler:
                     wake.append(at)
         events += self._moves()
         return Outcome(events=tuple(events), wake_at=min(wake, default=None), marks=tuple(self._suspects.values()))
+
+    def _can_spare(self, job: JobId, gang: GangId) -> bool:
+        """Whether a gang is beyond what the job needs: none of its members is of the admission."""
+        known = self._jobs[job]
+        members = [member for ask in known.asks if ask.gang == gang for one in ask.bundles for member in one.members]
+        return bool(members) and all(one.rank >= known.spec.role(one.role).gang_size for one in members)
 
     def _moves(self) -> list[tuple[JobId, Event]]:
         """Jobs that do not know yet that they must leave a node, or that they need not any more."""

@@ -53,7 +53,7 @@ def notice_of(record: Record) -> str:
             return "started"
         case e.FailoverEnded():
             return "healed"
-        case e.PreemptAsked():
+        case e.PreemptAsked(gang=None):
             return "preempted"
         case e.JobEnded(state=state):
             return "failed" if state is JobState.FAILED else "finished"

@@ -83,11 +83,15 @@ class StopAsked(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreemptAsked(JobEvent):
-    """The scheduler wants the devices back: PREEMPTING; afterwards QUEUED with the original queue time."""
+    """The scheduler wants the devices back: PREEMPTING; afterwards QUEUED with the original queue time.
+
+    With ``gang`` it wants that one only, beyond what the job needs: the job goes on with fewer members, if it can.
+    """
 
     reason: Reason
     grace_s: float = 30.0
     for_job: str = ""
+    gang: GangId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

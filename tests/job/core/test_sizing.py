@@ -22,6 +22,7 @@ from rota.spec.events import (
     GangReleased,
     GangReserveFailed,
     InstanceLost,
+    PreemptAsked,
     ScaleAsked,
     TimerFired,
 )
@@ -343,6 +344,34 @@ def test_a_world_that_is_scaled_down_shrinks_at_once(driven):
     driven.settle()
     assert (active(driven, "train"), driven.ctx.state) == ([0, 1], JobState.RUNNING)
     assert len(driven.ctx.gangs) == 2
+
+
+@pytest.mark.parametrize("role", [elastic(1, 3), replace(service("train", 1), replicas_max=3)])
+def test_a_gang_that_others_want_leaves_the_job_which_goes_on_with_fewer_and_grows_again(driven, role):
+    driven.free = ["h1"]
+    driven.run(spec(role) if role.elastic_axis else spec(role, loop()))
+    gang, driven.free = driven.ctx.bound[at("train/1")][0], []
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gang))
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.state, driven.ctx.attempt) == ([0, 2], JobState.RUNNING, 1)
+    assert [r.event.gang for r in driven.records if isinstance(r.event, GangReleased)] == [gang]
+    assert not [key for key in driven.alive if key[:2] == ("train", 1)]
+    driven.free = ["h1"]
+    driven.settle()
+    driven.feed(CheckpointSaved(n=0, path="c"), after_s=61.0)
+    driven.settle()
+    assert (active(driven, "train"), driven.ctx.charges) == ([0, 1, 2], ())
+    assert replayed(driven) == driven.ctx
+    assert JobContext.from_json(driven.ctx.to_json()) == driven.ctx
+
+
+def test_a_job_that_cannot_go_on_without_the_gang_that_others_want_gives_all_back(driven):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(1, 2)))
+    gang = driven.ctx.bound[at("train/0")][0]
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gang))
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.gangs) == (JobState.QUEUED, ())
 
 
 def test_who_moves_keeps_away_from_those_it_must_be_apart_from(driven):

@@ -128,7 +128,7 @@ class Ask:
     ``members`` are those of each bundle. ``wanted``: GangAsked is not in the log yet; ``dropped``: it is not wanted any
     more, and GangReleased is not in the log yet. ``answered``: there was an answer, or none for too long. On ``avoid``
     they died, on ``apart`` are others that they must be apart from. ``leaves`` is the node on which its members still
-    run; ``held``: granted, and they are not there yet.
+    run; ``held``: granted, and they are not there yet. ``back``: it is given back as soon as its members have left.
     """
 
     gang: GangId
@@ -141,6 +141,7 @@ class Ask:
     answered: bool = False
     at_s: float = 0.0
     leaves: NodeId | None = None
+    back: bool = False
 
     @property
     def everybody(self) -> tuple[InstanceId, ...]:

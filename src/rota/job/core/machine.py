@@ -169,6 +169,8 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
             return moving.asked(ctx, event)
         case _, StopAsked():
             return winding.stop(ctx, event)
+        case _, PreemptAsked(gang=str(gang)) if (fewer := sizing.without(ctx, gang)) is not None:
+            return fewer
         case _, PreemptAsked(reason=reason, grace_s=grace_s):
             ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s)
             return replace(ctx, state=JobState.PREEMPTING, ending=ending)

@@ -270,6 +270,25 @@ def _coming(one: Instance, epoch: Epoch) -> Instance:
     return replace(one, state=InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=(), ended=False)
 
 
+def without(ctx: JobContext, gang: GangId) -> JobContext | None:
+    """The members of a gang that was granted beside the admission leave; None if the job cannot go on without them.
+
+    Those of a world leave by its next recovery, the others now.
+    """
+    ask = next((one for one in ctx.asks if one.gang == gang and one.state == "granted"), None)
+    if ask is None or ctx.spec is None:
+        return None
+    going: list[Instance] = []
+    for name in sorted({member.role for member in ask.everybody}):
+        role, active = ctx.spec.role(name), ctx.active_of(name)
+        left = sum(one.id not in ask.everybody for one in active)
+        if not (world_of(role, left) if is_world(role) else role.serves and left >= role.replicas_min):
+            return None
+        going += [one for one in ctx.of_role(name) if one.id in ask.everybody and not (is_world(role) and one.active)]
+    ctx = _with_ask(ctx, gang, "granted", back=True)
+    return ctx.with_instances([leaving(one, one.epoch) for one in going if not one.retired])
+
+
 # -- worlds -----------------------------------------------------------------------------------------------------------
 
 
@@ -294,9 +313,12 @@ def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
             continue
         want = max(wanted_size(ctx, role), role.replicas_min)
         joiners = joiners_of(ctx, role)
-        size = world_of(role, min(want, len(active) + len(joiners)))
+        going = {member for ask in ctx.asks if ask.back for member in ask.everybody}
+        stays = [one for one in active if one.id not in going]
+        size = world_of(role, min(want, len(stays)))
         if size and size < len(active):
-            return _resize(ctx, active, leave=active[size:])
+            return _resize(ctx, active, leave=[one for one in active if one not in stays[:size]])
+        size = world_of(role, min(want, len(active) + len(joiners)))
         if ctx.boundary and size > len(active):
             return _resize(ctx, active, join=joiners[: size - len(active)])
     return None

@@ -200,7 +200,7 @@ class JobStory:
                 self.waits, self.waits_at = event, at
             case e.StopAsked():
                 self.stop = event
-            case e.PreemptAsked():
+            case e.PreemptAsked(gang=None):
                 self.preempt = event
             case e.MasterStarted():
                 self.master, self.master_at, self.waits = event, at, None

@@ -185,6 +185,7 @@ def test_a_world_gives_way_to_an_urgent_job_with_what_it_does_not_need_and_grows
     assert four_nodes.ask("/queues")["items"][0]["used_gpus"] == 8
     _, before = of(3)
     cluster.finish(urgent)
+    four_nodes.wait(job, lambda _: four_nodes.ask("/queues")["items"][0]["used_gpus"] == 8, "given its place again")
     assert has(4) >= before
     events = four_nodes.events(job)
     assert events.count("PreemptAsked") == 1 and "JobRequeued" not in events

@@ -1,0 +1,77 @@
+"""Each reason of the scheduler for a wait is met where it binds, and says so of the job that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from cluster_makers import ask, node, shape, slot, state
+
+from rota.cluster.core.asks import JobAsk
+from rota.cluster.core.cycle import step
+from rota.cluster.core.facts import JobArrived, NodeChanged, apply
+from rota.cluster.policies.profiles import get_profile
+from rota.spec.ids import JobId, NodeId
+from rota.spec.queue import Queue
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health, Node, Res
+
+DEFAULT = Queue(path="default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Who comes, in order, to which nodes and queue; the last one waits."""
+
+    jobs: tuple[JobAsk, ...]
+    nodes: tuple[Node, ...] = (node("n", 4),)
+    queue: Queue = DEFAULT
+    profile: str = "fifo"
+    bad: str = ""
+
+
+def gpus(count: int) -> Res:
+    return Res(cpus=0, gpus=count)
+
+
+TWO_BY_THREE = (ask("r1", slot(3)), ask("r2", slot(3)))
+CASES = {
+    Reason.QUOTA_LIMIT: Case(jobs=(ask("j", slot(2)),), queue=Queue(path="default", limit=gpus(1))),
+    Reason.NO_FREE_DEVICES: Case(jobs=(ask("run", slot(4)), ask("j"))),
+    Reason.FRAGMENTED: Case(jobs=(*TWO_BY_THREE, ask("j", slot(2))), nodes=(node("n", 4), node("m", 4))),
+    Reason.WRONG_TYPE: Case(
+        jobs=(ask("r1", slot(3, type="A")), ask("r2", slot(3, type="A")), ask("j", slot(2, type="A"))),
+        nodes=(node("n", 4), node("m", 4), node("other", 4, type="B")),
+    ),
+    Reason.CPU_OR_MEMORY: Case(jobs=(ask("run", slot(1, cpus=16)), ask("j", slot(1, cpus=1)))),
+    Reason.TOPOLOGY: Case(
+        jobs=(JobAsk(id=JobId("j"), queue="default", shape=shape(slot(), slot(), apart=(((0,), (1,), "node"),))),)
+    ),
+    Reason.BAD_CELLS: Case(jobs=(ask("j", slot(8)),), nodes=(node("n", 4), node("sick", 8)), bad="sick"),
+    Reason.AWAITING_PREEMPTION: Case(jobs=(ask("run", slot(4)), ask("j", priority=90)), profile="default"),
+    Reason.RESERVED_FOR_OTHER: Case(
+        jobs=(ask("run", slot(3), est_s=9.0), ask("big", slot(4), at=1, est_s=9.0), ask("j", at=2, est_s=99.0)),
+        profile="default",
+    ),
+    Reason.BEHIND_IN_ORDER: Case(jobs=(ask("run", slot(3)), ask("big", slot(4), at=1), ask("j", at=2))),
+    Reason.NOT_BEFORE: Case(jobs=(ask("j", not_before=100.0),)),
+    Reason.QUEUE_CLOSED: Case(jobs=(ask("j"),), queue=Queue(path="default", state="closed")),
+    Reason.NON_PREEMPTIBLE_OVER_QUOTA: Case(
+        jobs=(ask("j", slot(2), preemptible=False),),
+        queue=Queue(path="default", guaranteed=gpus(1)),
+        profile="default",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", CASES, ids=str)
+def test_a_job_that_waits_is_told_what_binds(reason: Reason) -> None:
+    case = CASES[reason]
+    s = state(*case.nodes, queues=(case.queue,))
+    if case.bad:
+        apply(s, NodeChanged(node=NodeId(case.bad), health=Health.BAD), 0.0)
+    for at, job in enumerate(case.jobs):
+        step(s, JobArrived(ask=job), get_profile(case.profile), float(at))
+    wait = s.jobs[JobId("j")].wait
+    assert wait is not None and wait.reason is reason
+    assert case.bad in wait.text, "a node that is out of order is named"

@@ -27,6 +27,7 @@ from rota.runtime.logs import format_line, log_name
 from rota.service import cli
 from rota.service.accounts import Caller
 from rota.service.auth import Asked, Auth
+from rota.service.completion import flags_of
 from rota.service.terminal import Terminal
 from rota.service.views.installation import Installation
 from rota.spec.errors import BadInput
@@ -295,6 +296,10 @@ def test_completion_offers_verbs_flags_and_templates() -> None:
     assert "--since" in rota("completion", "words", "--", "ps", "--").out.split()
     assert rota("completion", "words", "--", "plan", "s").out.split() == ["search", "show"]
     assert "ppo" in rota("completion", "words", "--", "init", "").out.split()
+
+
+def test_every_verb_takes_json() -> None:
+    assert [verb for verb in cli.VERBS if "--json" not in flags_of(cli.verb_function(verb))] == []
 
 
 @pytest.mark.parametrize("verb", list(cli.VERBS))

@@ -49,4 +49,5 @@ def let_go(namespace: str) -> None:
 def _is_void(found: dict[str, Any], now: float) -> bool:
     if now - found["at"] < STALE_S:
         return False
-    return found["namespace"] not in {row["namespace"] for row in ray.util.list_named_actors(all_namespaces=True)}
+    rows: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return found["namespace"] not in {row["namespace"] for row in rows}

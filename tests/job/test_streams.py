@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from tests.job.test_calls import Launcher, table
 from tests.makers import JOB, at, loop, op, service, spec
+from tests.world import virtual
 
 from rota.job.calls import Courier, Request
-from rota.job.core.ledger import Drop
+from rota.job.core.ledger import Drop, Place
 from rota.job.probes import Beat, Pulse
 from rota.job.sources import open_source
 from rota.job.streams import Streams
-from rota.runtime.clock import SystemClock
+from rota.runtime.clock import Clock, SystemClock, VirtualClock
 from rota.spec.errors import BadInput, DataError
 from rota.spec.ids import Epoch
 from rota.spec.job import Edge, JobSpec, StreamSpec
@@ -39,9 +40,10 @@ async def until(true: Callable[[], Any]) -> None:
         await asyncio.sleep(0.001)
 
 
-def streams_of(job: JobSpec, answer: Any = None) -> Streams:
-    pulse = Pulse(SystemClock())
-    fields: Any = {"launcher": Launcher(answer), "clock": SystemClock(), "caller": at("loop/0"), "job": JOB}
+def streams_of(job: JobSpec, answer: Any = None, clock: Clock | None = None) -> Streams:
+    clock = clock or SystemClock()
+    pulse = Pulse(clock)
+    fields: Any = {"launcher": Launcher(answer), "clock": clock, "caller": at("loop/0"), "job": JOB}
     courier = Courier(spec=job, waiting=pulse.waiting, **fields)
     courier.update(table(2))
     courier.enter(Epoch(1))
@@ -59,7 +61,7 @@ THROUGH = Edge(source="notes", target="w.work", kind="stream")
 
 
 def test_a_backlog_is_no_failure_the_deadline_counts_from_the_sending() -> None:
-    async def main() -> None:
+    async def main(clock: VirtualClock) -> None:
         one_by_one = asyncio.Lock()
 
         async def answer(_: str, request: Request) -> Any:
@@ -67,14 +69,14 @@ def test_a_backlog_is_no_failure_the_deadline_counts_from_the_sending() -> None:
                 await asyncio.sleep(0.02)
             return request.args[0]
 
-        streams = streams_of(notes(64, THROUGH, deadline_s=0.2), answer)
+        streams = streams_of(notes(64, THROUGH, deadline_s=0.2), answer, clock)
         pump = streams.find("notes")
         for number in range(24):
             await pump.put(number)
         assert await pump.next_batch(24, "admission") == list(range(24)), "0.5 s of work, each within 0.2 s"
         await streams.close()
 
-    run(main())
+    virtual.run(main)
 
 
 def test_a_loop_that_waits_for_its_source_is_quiet_and_one_that_waits_for_an_item_names_who_has_it() -> None:
@@ -152,6 +154,24 @@ def test_only_a_newer_table_lets_the_watch_look_at_what_runs() -> None:
         await asyncio.sleep(0)
         assert len(looked) == 4
         await streams.close()
+
+    run(main())
+
+
+def test_streams_that_are_closed_begin_no_more_work_on_what_waits_again() -> None:
+    async def main() -> None:
+        async def answer(_: str, request: Request) -> Any:
+            await asyncio.sleep(60)
+
+        streams = streams_of(notes(64, THROUGH), answer)
+        pump = streams.find("notes")
+        await pump.put({"uid": "a"})
+        await until(lambda: pump.ledger.count(Place.RUNNING))
+        await streams.close()
+        pump.ledger.release("a")
+        pump.refresh()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert pump.ledger.count(Place.PENDING) == 1
 
     run(main())
 

@@ -14,7 +14,7 @@ from tests.world.world import Swarm, play
 SEEDS = range(8)
 SLOW_SEEDS = range(8, 30)
 BUG_SEEDS_MAX = 40
-KEPT = (65, 79, 80, 188, 192, 821, 1039, 2041, 2072)
+KEPT = (65, 79, 80, 188, 192, 821, 1006, 1039, 1408, 1979, 2041, 2072)
 """Seeds that once found something."""
 
 

@@ -204,7 +204,8 @@ class Pump:
         self._changed = asyncio.Event()
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """End all work; what is open is in the last cut. The tasks, which are about to end."""
+        """End all work and begin no more; what is open is in the last cut. The tasks, which are about to end."""
+        self._opened = False
         tasks = [*self._work.values(), *([self._task] if self._task else [])]
         for task in tasks:
             task.cancel()

@@ -10,7 +10,7 @@ from tests.makers import at, command, fail, loop, mesh, service, spec
 from rota.job.core.context import JobContext
 from rota.job.core.intent import wanted
 from rota.job.core.machine import initial, replay
-from rota.job.core.sizing import world_of
+from rota.job.core.sizing import sized, world_of
 from rota.service.views.failures import failure_list
 from rota.service.views.story import begin_story
 from rota.spec.commands import Assemble, SetTimer
@@ -293,6 +293,33 @@ def test_without_another_node_a_fit_one_is_used_again_until_the_budget_of_moves_
         ("job", "BUDGET_NODE"),
     ]
     assert driven.ctx.state is JobState.FAILED
+
+
+def test_without_another_node_everybody_of_the_node_comes_back_and_a_free_one_later_moves_nobody(driven):
+    driven.run(spec(service("w", 1, fail=fail(limit_n=0)), service("log", 1, fail=fail(standby=1))))
+    driven.feed(lost(driven, "w/0"))
+    driven.settle()
+    assert moves(driven) == [("node", "BUDGET_PROCESS"), ("process", "NO_NODE")]
+    assert at("log/1") not in driven.ctx.failovers[-1].scope, "who stands by is in nobody's way"
+    driven.free = ["h1"]
+    driven.settle()
+    assert driven.ctx.asks == ()
+    assert {driven.ctx.bundle(one)[1].node for one in driven.ctx.instances} == {"h0"}
+    assert {one.state for one in driven.ctx.instances.values()} == {InstanceState.READY}
+    assert replayed(driven) == driven.ctx
+
+
+def test_a_move_for_which_one_of_its_members_waits_no_more_is_asked_anew_for_the_others(driven):
+    driven.free = None
+    driven.run(spec(service("w", 1), service("log", 1), gang="subgraph"))
+    driven.feed(lost(driven, "w/0", Reason.NODE_LOST))
+    driven.settle()
+    (asked,) = driven.ctx.asks
+    assert {str(one) for one in asked.everybody} == {"w/0", "log/0"}
+    driven.ctx = sized(driven.ctx.with_instances([replace(driven.ctx.instances[at("log/0")], barred=())]))
+    left = {ask.gang: (ask.state, {str(one) for one in ask.everybody}) for ask in driven.ctx.asks}
+    assert left.pop(asked.gang) == ("dropped", {"w/0", "log/0"})
+    assert list(left.values()) == [("wanted", {"w/0"})]
 
 
 def test_state_that_was_in_the_memory_of_a_lost_node_comes_back_from_the_last_checkpoint(driven):

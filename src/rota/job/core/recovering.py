@@ -18,7 +18,7 @@ from rota.job.core.context import (
 from rota.job.core.diagnosis import is_free, may_move, root_cause
 from rota.job.core.failover import FailoverCoordinator
 from rota.job.core.graph import replaced
-from rota.job.core.sizing import OF_THE_NODE, PLANNED, is_world, leaving
+from rota.job.core.sizing import OF_THE_NODE, PLANNED, has_place, homeless, is_world, leaving
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.reasons import INFO, Reason
@@ -185,9 +185,12 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         new = _replace(one, failover.epoch, lost=member in away)
         return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
 
+    # Without another node nobody waits for one: who is not replaced now comes up again where it was, too.
+    back = [one for one in homeless(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
     asks = tuple(replace(ask, state="granted") if frozenset(ask.everybody) == moved else ask for ask in ctx.asks)
+    instances = [*(changed(member) for member in failover.scope), *(replace(one, barred=()) for one in back)]
     return replace(
-        ctx.with_instances([changed(member) for member in failover.scope]).with_placement(ctx.placement, asks),
+        ctx.with_instances(instances).with_placement(ctx.placement, asks),
         open_failover=failover.number,
         epoch_max=Epoch(max(ctx.epoch_max, failover.epoch)),
         starting_s=ctx.at_s,

@@ -389,15 +389,18 @@ def _back(ctx: JobContext, one: Instance) -> JobContext:
 
 
 def _moved(ctx: JobContext) -> JobContext:
-    """Everybody who is waited for and has no place: one ask for all of them; none that nobody waits for any more."""
-    busy = {member for ask in ctx.asks if ask.state in ("wanted", "asked", "held") for member in ask.everybody}
-    out = homeless(ctx)
-    leaving_now = leavers(ctx)
+    """Everybody who is waited for and has no place: one ask for all of them.
+
+    An ask of which a member has a place again is forgotten: granted, it would move who runs there.
+    """
+    out, leaving_now = homeless(ctx), leavers(ctx)
+    homes = {one.id for one in out}
     for ask in ctx.asks:
-        moves = not any(ctx.instances[member].retired for member in ask.everybody)
-        stays = leaves(ctx, ask) if ask.leaves else not moves or any(one.id in ask.everybody for one in out)
+        joins = all(ctx.instances[member].retired for member in ask.everybody)
+        stays = leaves(ctx, ask) if ask.leaves else joins or homes.issuperset(ask.everybody)
         if ask.state in ("wanted", "asked") and not stays:
             ctx = _with_ask(ctx, ask.gang, ask.state, state="dropped")
+    busy = {member for ask in ctx.asks if ask.state in ("wanted", "asked", "held") for member in ask.everybody}
     new = [one.id for one in out if one.id not in busy]
     if new:
         return _with_new_ask(ctx, new, "moved")

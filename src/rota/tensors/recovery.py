@@ -14,6 +14,7 @@ from rota.runtime.process import write_private
 from rota.tensors import errors
 from rota.tensors.clientfile import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
+from rota.tensors.core.names import describe
 from rota.tensors.registry import RedisMachine
 from rota.tensors.segments import PREPARED, READY, Header, Segments
 from rota.tensors.space import Space
@@ -305,15 +306,14 @@ class _Plan:
         except ValueError:
             manifest = {"tensors": [], "label": "", "retain": 1, "orphan": "keep"}
             self.report.quarantined.append(f"{found.seg}+{found.offset}: manifest")
-        rows, device = manifest["tensors"], manifest.get("device")
-        desc = {"dtype": rows[0][1], "shape": rows[0][2]} if len(rows) == 1 else {"tensors": len(rows)}
-        desc |= {"device": device} if device else {}
+        rows, device = manifest["tensors"], manifest.get("device", "")
         size = max((offset + size for *_, offset, size in rows), default=0) if device else header.bytes
         self._versions[header.version] = {
             "st": state, "name": header.name, "refs": 0, "owner": header.owner, "label": manifest["label"],
             "e": header.epoch, "s": header.step, "seg": found.seg, "off": found.offset, "blk": header.block,
-            "len": size, "desc": json.dumps(desc), "orphan": manifest["orphan"], "retain": manifest["retain"],
-            "mut": int(manifest.get("mutable", False)), "evict": int(manifest.get("evictable", False)),
+            "len": size, "desc": json.dumps(describe(rows, device)), "orphan": manifest["orphan"],
+            "retain": manifest["retain"], "mut": int(manifest.get("mutable", False)),
+            "evict": int(manifest.get("evictable", False)),
             "part": header.part, "world": header.world, "auto": 0, "at": header.ctime_ns // 1_000_000, **more,
         }  # fmt: skip
 

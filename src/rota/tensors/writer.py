@@ -20,7 +20,7 @@ from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
 from rota.tensors.clientfile import clients_in, read_file
 from rota.tensors.core import arena
-from rota.tensors.core.names import WORLD_MAX, check_count, payload_bytes, short_dtype
+from rota.tensors.core.names import WORLD_MAX, check_count, describe, payload_bytes
 from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.handle import Version
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
@@ -79,6 +79,7 @@ class Draft:
     front: int
     payload: int
     total: int
+    desc: str
     device: str = ""
 
     @property
@@ -133,7 +134,7 @@ class Writer:
         cls = arena.size_class(draft.front, draft.payload)
         ask = Ask(
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
-            count=cls.count, file=cls.file, payload=draft.total, desc=_describe(draft), orphan=life.orphan,
+            count=cls.count, file=cls.file, payload=draft.total, desc=draft.desc, orphan=life.orphan,
             retain=life.retain, mutable=life.mutable, evictable=life.evictable, part=life.part[0], world=life.part[1],
             room=life.room,
         )  # fmt: skip
@@ -379,12 +380,4 @@ def lay_out(
         Layout(name, dtype, shape, start + offset, size)
         for (name, dtype, shape), offset, size in zip(tensors, offsets, sizes, strict=True)
     )
-    return Draft(layouts, manifest, front, payload, total, device)
-
-
-def _describe(draft: Draft) -> str:
-    where = {"device": draft.device} if draft.device else {}
-    if len(draft.tensors) == 1:
-        (only,) = draft.tensors
-        return _json({"dtype": short_dtype(only.dtype), "shape": list(only.shape), **where})
-    return _json({"tensors": len(draft.tensors), **where})
+    return Draft(layouts, manifest, front, payload, total, _json(describe(rows, device)), device)

@@ -7,7 +7,7 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from rota.spec.errors import BadInput
 
@@ -59,6 +59,14 @@ def short_dtype(dtype: str) -> str:
         if dtype.startswith(long):
             return short + dtype[len(long) :]
     return dtype
+
+
+def describe(tensors: Sequence[Sequence[Any]], device: str) -> dict[str, Any]:
+    """What the registry keeps of the shape of tensors (name, dtype, shape, ...): all of one, the number of several."""
+    where = {"device": device} if device else {}
+    if len(tensors) != 1:
+        return {"tensors": len(tensors), **where}
+    return {"dtype": short_dtype(tensors[0][1]), "shape": list(tensors[0][2]), **where}
 
 
 def long_dtype(dtype: str) -> str:

@@ -110,9 +110,9 @@ def average(state: Compressor, names: Sequence[str], buffer: torch.Tensor, gradi
     else:
         mean, errors = _COMPRESS[state.how.kind](state, flat, wide)
         state.errors.update(zip(wide, _parts(wide.values(), errors), strict=True))
-    _write(wide.values(), mean)
+    write(wide.values(), mean)
     if narrow := [gradient for gradient in gradients if gradient.dim() < 2]:
-        _write(narrow, state.mean(torch.cat([gradient.reshape(-1) for gradient in narrow])))
+        write(narrow, state.mean(torch.cat([gradient.reshape(-1) for gradient in narrow])))
     return buffer
 
 
@@ -120,7 +120,8 @@ def _parts(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> tuple[tor
     return flat.split([one.numel() for one in gradients])
 
 
-def _write(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> None:
+def write(gradients: Collection[torch.Tensor], flat: torch.Tensor) -> None:
+    """Deal a flat tensor out to the tensors that it is made of, in order."""
     for gradient, part in zip(gradients, _parts(gradients, flat), strict=True):
         gradient.copy_(part.view_as(gradient))
 

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from rota.spec.errors import BadInput
 from rota.train.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan
 
 
-class Synchroniser(Protocol):
-    """One way to make replicas agree, made once for each ``Parallel``.
+class Synchroniser(ABC):
+    """One way to make replicas agree, made once for each ``Parallel``; what is below fits one without state.
 
     ``reduces`` True: ``attach`` gets the ``DistributedDataParallel`` and sets its communication hook; gradients are
     means over the replicas when backward ends. ``reduces`` False: ``attach`` gets the bare model, whose gradients are
     those of this replica's own mean loss, and ``update`` makes the replicas agree.
     """
 
-    reduces: bool
+    reduces: ClassVar[bool]
 
-    def attach(self, model: nn.Module) -> None:
+    @abstractmethod
+    def attach(self, model: Any) -> None:
         """Called once, before the first step."""
-        ...
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """In place of ``optimizer.step()``, with all gradients of this step in ``.grad``."""
-        ...
+        optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep: tensors and numbers, by name."""
-        ...
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have no state
         """Inverse of ``state_dict``."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have started nothing
         """End what it started; no update comes after. Not collective: a rank that failed calls it alone."""
-        ...
 
 
 Maker = Callable[[ParallelPlan, PlanMesh], Synchroniser]

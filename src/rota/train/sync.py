@@ -30,7 +30,7 @@ TURN_S: Final = 600.0
 CLOSE_S: Final = 10.0
 
 
-class Compressed:
+class Compressed(hooks.Synchroniser):
     """Gradients are means over the replicas, sent compressed with error feedback."""
 
     reduces = True
@@ -44,10 +44,6 @@ class Compressed:
         self.compressor = compress.make_compressor(self._how, model.module)
         model.register_comm_hook(self.compressor, compress.hook)
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients agree already."""
-        optimizer.step()
-
     def state_dict(self) -> dict[str, Any]:
         """Residues of this rank."""
         return {} if self.compressor is None else self.compressor.state_dict()
@@ -57,11 +53,8 @@ class Compressed:
         if self.compressor is not None:
             self.compressor.load_state_dict(state)
 
-    def close(self) -> None:
-        """Nothing to end."""
 
-
-class Hierarchical:
+class Hierarchical(hooks.Synchroniser):
     """Gradients are means over the replicas, summed in the node first. Nodes hold LOCAL_WORLD_SIZE ranks (torchrun)."""
 
     reduces = True
@@ -72,20 +65,6 @@ class Hierarchical:
     def attach(self, model: Any) -> None:
         """Set the hook of a DistributedDataParallel."""
         model.register_comm_hook(self._levels, _hierarchical_hook)
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients agree already."""
-        optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 def _hierarchical_hook(levels: Levels, bucket: Any) -> Any:
@@ -98,7 +77,7 @@ def _hierarchical_hook(levels: Levels, bucket: Any) -> Any:
 _hierarchical_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
-class LocalSgd:
+class LocalSgd(hooks.Synchroniser):
     """``every`` steps of each replica alone, then the mean of the weights; with outer momentum, a step towards it.
 
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), algorithm 1; the outer step is that of Wang
@@ -132,7 +111,8 @@ class LocalSgd:
         if self._momentum:
             self._slow.mul_(self._momentum).add_(self._anchor - mean)
             mean = self._anchor - self._lr * self._slow
-        _write(self._weights, mean)
+        with torch.no_grad():
+            compress.write(self._weights, mean)
         self._anchor = mean
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,11 +123,8 @@ class LocalSgd:
         """Inverse of ``state_dict``."""
         self._steps, self._anchor, self._slow = int(state["steps"]), state["anchor"].clone(), state["slow"].clone()
 
-    def close(self) -> None:
-        """Nothing to end."""
 
-
-class PsSync:
+class PsSync(hooks.Synchroniser):
     """Weights live on parameter servers, which the first ``servers`` ranks host; each update is push, turn, pull.
 
     The ranks are of one machine. The optimizer is read once for its kind and rate (SGD, Adagrad or Adam without decay
@@ -181,7 +158,8 @@ class PsSync:
         client.push_dense(_array(torch.cat([_grad(one) for one in self._weights])))
         client.tick()
         client.wait_turn(TURN_S, dense=True)
-        _write(self._weights, torch.from_numpy(client.pull_dense()))
+        with torch.no_grad():
+            compress.write(self._weights, torch.from_numpy(client.pull_dense()))
 
     def _start(self, optimizer: torch.optim.Optimizer) -> PsClient:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -252,12 +230,6 @@ def _array(flat: torch.Tensor) -> Floats:
 
 def _grad(weight: nn.Parameter) -> torch.Tensor:
     return (torch.zeros_like(weight) if weight.grad is None else weight.grad).detach().reshape(-1)
-
-
-def _write(weights: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    with torch.no_grad():
-        for weight, part in zip(weights, flat.split([one.numel() for one in weights]), strict=True):
-            weight.copy_(part.view_as(weight))
 
 
 def _compressed(kind: compress.Kind) -> Callable[[ParallelPlan, PlanMesh], Compressed]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import refuse_unknown
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "vocab")
 NUMBER_MAX, LAYERS_MAX = 2**30, 10_000
 """The time of a search grows with the layers; all numbers together still fit a float."""
-NATIVE = tuple(ModelShape.__dataclass_fields__)
 
 HUGGING_FACE = {
     "num_hidden_layers": "layers",
@@ -78,10 +77,7 @@ def _from_hugging_face(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _native(fields: dict[str, Any], warnings: tuple[str, ...]) -> tuple[ModelShape, tuple[str, ...]]:
-    for key in fields:
-        if key not in NATIVE:
-            near = difflib.get_close_matches(key, NATIVE, n=1)
-            raise BadInput(f"model.{key}: unknown field", hint=f"did you mean '{near[0]}'?" if near else "")
+    refuse_unknown(ModelShape, fields, "model")
     for key in REQUIRED:
         if key not in fields:
             raise BadInput(f"model.{key}: missing", hint=f"required are {', '.join(REQUIRED)}")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.train.plan.comm import Link
+from rota.train.plan.model import refuse_unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +130,10 @@ _NESTED: dict[str, type] = {"device": DeviceSpec, "overlap": Overlap, "host": Ho
 
 def hardware_from_json(raw: Mapping[str, Any]) -> Hardware:
     """Read a hardware file. Raises BadInput that names the missing, unknown or malformed field."""
-    _refuse_unknown(Hardware, raw, "hardware")
+    refuse_unknown(Hardware, raw, "hardware")
     for key, cls in _NESTED.items():
         if key in raw:
-            _refuse_unknown(cls, raw[key], f"hardware.{key}")
+            refuse_unknown(cls, raw[key], f"hardware.{key}")
     device = raw.get("device")
     if not isinstance(device, Mapping) or "memory_gib" not in device or "peak_tflops" not in device:
         raise BadInput("hardware.device: memory_gib and peak_tflops are required")
@@ -143,16 +143,6 @@ def hardware_from_json(raw: Mapping[str, Any]) -> Hardware:
         return codec.from_json_value(Hardware, dict(raw))
     except (TypeError, ValueError) as error:
         raise BadInput(f"hardware: {error}") from error
-
-
-def _refuse_unknown(cls: type, raw: Any, where: str) -> None:
-    if not isinstance(raw, Mapping):
-        raise BadInput(f"{where}: expected an object, got {type(raw).__name__}")
-    known = list(cast("dict[str, Any]", cls.__dataclass_fields__))  # type: ignore[attr-defined]
-    for key in cast("Mapping[str, Any]", raw):
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise BadInput(f"{where}.{key}: unknown field", hint=f"did you mean '{near[0]}'?" if near else "")
 
 
 A100_80G_DGX = Hardware(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 from rota.spec import codec
+from rota.spec.check import nearest
 from rota.spec.errors import BadInput
 
 FORMAT_VERSION = 1
@@ -170,7 +171,7 @@ class ParallelPlan:
             raw: Any = json.loads(text)
         except json.JSONDecodeError as error:
             raise BadInput(f"plan: line {error.lineno}, column {error.colno}: {error.msg}") from error
-        _refuse_unknown(ParallelPlan, raw, "plan")
+        _refuse_unknown_below(raw)
         if raw.get("rota_plan", FORMAT_VERSION) != FORMAT_VERSION:
             raise BadInput(f"plan.rota_plan: {raw['rota_plan']} is not {FORMAT_VERSION}, the format this version reads")
         try:
@@ -201,24 +202,28 @@ _NESTED: dict[str, type] = {
 }
 
 
-def _refuse_unknown(cls: type, raw: Any, where: str) -> None:
-    if not isinstance(raw, dict):
+def refuse_unknown(cls: type, raw: Any, where: str) -> dict[str, Any]:
+    """The fields of an object of a file. Raises BadInput when it is none, or has one that ``cls`` does not."""
+    if not isinstance(raw, Mapping):
         raise BadInput(f"{where}: expected an object, got {type(raw).__name__}")
-    known = [field.name for field in fields(cls)]
-    pairs = cast("dict[str, Any]", raw)
-    for key, value in pairs.items():
+    pairs, known = dict(cast("Mapping[str, Any]", raw)), [field.name for field in fields(cls)]
+    for key in pairs:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise BadInput(f"{where}.{key}: unknown field", hint=f"did you mean '{near[0]}'?" if near else "")
-        inner = _NESTED.get(key) if cls is ParallelPlan else None
-        if inner is None:
+            raise BadInput(f"{where}.{key}: unknown field", hint=nearest(key, known))
+    return pairs
+
+
+def _refuse_unknown_below(raw: Any) -> None:
+    for key, value in refuse_unknown(ParallelPlan, raw, "plan").items():
+        if (inner := _NESTED.get(key)) is None:
             continue
-        several = key in ("stages", "layers")
-        if several and not isinstance(value, list):
-            raise BadInput(f"{where}.{key}: expected a list, got {type(value).__name__}")
-        items: list[Any] = cast("list[Any]", value) if several else [value]
-        for index, item in enumerate(items):
-            _refuse_unknown(inner, item, f"{where}.{key}[{index}]" if several else f"{where}.{key}")
+        if key not in ("stages", "layers"):
+            refuse_unknown(inner, value, f"plan.{key}")
+        elif not isinstance(value, list):
+            raise BadInput(f"plan.{key}: expected a list, got {type(value).__name__}")
+        else:
+            for index, item in enumerate(cast("list[Any]", value)):
+                refuse_unknown(inner, item, f"plan.{key}[{index}]")
 
 
 def data_parallel(*, layers: int, dp: int, micro_batch: int = 1, micro_batches: int = 1, zero: int = 0) -> ParallelPlan:

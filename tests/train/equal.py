@@ -195,8 +195,17 @@ def _rank(rank: int, folder: str, port: int, names: tuple[str, ...]) -> None:
     dist.destroy_process_group()
 
 
-def run_all(folder: Path, names: tuple[str, ...], ports: Iterator[int]) -> dict[str, list[float]]:
-    """Start ``WORLD`` processes once for every few plans, run these in turn; losses by name."""
-    for first in range(0, len(names), PLANS_A_WORLD):
-        spawn(_rank, args=(str(folder), next(ports), names[first : first + PLANS_A_WORLD]), nprocs=WORLD)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+class Worlds:
+    """Losses of plans: ``WORLD`` processes run ``PLANS_A_WORLD`` in turn when one of these is first asked for."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...], ports: Iterator[int]) -> None:
+        self.folder, self.names, self.ports = folder, names, ports
+
+    def losses(self, name: str) -> list[float]:
+        """Of every step under the plan."""
+        file = self.folder / f"{name}.json"
+        if not file.exists():
+            first = self.names.index(name) // PLANS_A_WORLD * PLANS_A_WORLD
+            together = self.names[first : first + PLANS_A_WORLD]
+            spawn(_rank, args=(str(self.folder), next(self.ports), together), nprocs=WORLD)
+        return json.loads(file.read_text())

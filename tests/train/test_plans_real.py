@@ -23,21 +23,21 @@ def free_ports() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, list[float]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> equal.Worlds:
     """Of the plans that were asked for: ``-k`` runs some of them."""
-    folder: Path = tmp_path_factory.mktemp("losses")
     asked = [item.callspec.params["name"] for item in request.session.items if item.path == Path(__file__)]
-    return equal.run_all(folder, tuple(asked), free_ports())
+    return equal.Worlds(tmp_path_factory.mktemp("losses"), tuple(asked), free_ports())
 
 
 @pytest.mark.real
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_trains_like_one_process(
-    name: str, losses: dict[str, list[float]], record_property: Callable[[str, object], None]
+    name: str, worlds: equal.Worlds, record_property: Callable[[str, object], None]
 ) -> None:
+    losses = worlds.losses(name)
     expected = equal.reference(equal.shape_of(name))
-    worst = max(abs(got - want) for got, want in zip(losses[name], expected, strict=True))
+    worst = max(abs(got - want) for got, want in zip(losses, expected, strict=True))
     record_property("worst", worst)  # ``--junitxml`` tells it
     assert worst <= equal.TOLERANCE[equal.PLANS[name.split(" -> ")[0]].dtype.param]
     assert expected[-1] != expected[0]

@@ -157,10 +157,10 @@ class Scheduler:
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
                 self._fact(facts.JobWaits(job=job, wait=wait), at)
-            case PreemptAsked(for_job=for_job, gang=str(gang)):
-                self._fact(facts.JobStopping(job=row_of(job, gang), for_job=JobId(for_job)), at)
-            case PreemptAsked(for_job=for_job, reason=reason):
-                self._fact(facts.JobStopping(job=job, for_job=JobId(for_job) if for_job else None), at)
+            case PreemptAsked(gang=str(gang)):
+                self._fact(facts.JobStopping(job=row_of(job, gang)), at)
+            case PreemptAsked(reason=reason):
+                self._fact(facts.JobStopping(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case MoveAsked(node=node, due_at=None):

@@ -51,8 +51,8 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
         match decision:
             case Admit(job=job, held=held):
                 apply(state, JobHolds(job=job, held=held), now)
-            case Preempt(job=job, for_job=for_job, undone=undone):
-                apply(state, JobStopping(job=job, for_job=for_job), now)
+            case Preempt(job=job, undone=undone):
+                apply(state, JobStopping(job=job), now)
                 if undone is not None:
                     apply(state, PairUndone(job=job, pair=undone), now)
             case Resize(job=job, held=held):
@@ -333,7 +333,7 @@ class _Pass:
                         undone=pair,
                     )
                 )
-                self.state.put(self.txn, replace(other, phase="stopping", stopping_for=one.ask.id))
+                self.state.put(self.txn, replace(other, phase="stopping"))
                 self.txn.put(self.state.undone, pair, None)
 
     def _resize(self, changes: dict[JobId, tuple[Held, ...]]) -> None:
@@ -387,7 +387,7 @@ class _Pass:
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
-            self.state.put(self.txn, replace(self.state.jobs[victim.job], phase="stopping", stopping_for=row.ask.id))
+            self.state.put(self.txn, replace(self.state.jobs[victim.job], phase="stopping"))
             self.decisions.append(
                 Preempt(
                     job=victim.job,

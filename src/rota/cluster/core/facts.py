@@ -56,7 +56,6 @@ class JobStopping:
     """A job was asked for its devices; it holds them until it lets go."""
 
     job: JobId
-    for_job: JobId | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +157,8 @@ def fold(state: State, txn: Txn, fact: Fact, now: float) -> None:
             state.put(txn, replace(row, rate=rate))
         case PairUndone(pair=pair):
             txn.put(state.undone, pair, None)
-        case JobStopping(for_job=for_job) if row is not None and row.held:
-            state.put(txn, replace(row, phase="stopping", stopping_for=for_job))
+        case JobStopping() if row is not None and row.held:
+            state.put(txn, replace(row, phase="stopping"))
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
             state.release(txn, job)
             served_s, done_s = row.served_by(now), row.done_s if done_s is None else done_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rota.cluster.core.asks import JobAsk, Shape, Slot
-from rota.spec.ids import JobId, NodeId
+from rota.spec.ids import NodeId
 from rota.spec.reasons import Reason
 
 Phase = Literal["queued", "running", "stopping", "paused"]
@@ -44,7 +44,6 @@ class JobRow:
     saved_at: float = 0.0
     served_s: float = 0.0
     wait: Wait | None = None
-    stopping_for: JobId | None = None
     back_at: float = 0.0
     left_at: float = 0.0
     done_s: float = 0.0

@@ -269,7 +269,7 @@ class State:
         """Take back what a job holds, if anything; it is queued again with its old queue time."""
         row = self.jobs[job]
         self._give_back(txn, row)
-        self.put(txn, replace(row, phase="queued", held=(), stopping_for=None))
+        self.put(txn, replace(row, phase="queued", held=()))
 
     def _give_back(self, txn: Txn, row: JobRow) -> None:
         if row.held:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rota.service import reference
+import doors
 from rota.spec import errors, events, reasons, states
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +130,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/states.md": page_of_states,
     "docs/reference/events.md": page_of_events,
     "docs/reference/errors.md": page_of_errors,
-    **reference.PAGES,
+    **doors.PAGES,
     "docs/README.md": page_of_pages,
 }
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from doors import EXITS, PAGES, page_of_commands, page_of_exits, page_of_job_file
 from rota.service.calls import BY_CODE
 from rota.service.cli import VERBS, verb_function
 from rota.service.completion import flags_of
 from rota.service.jobschema import FAIL, JOB, RESOURCES, ROLE
-from rota.service.reference import EXITS, PAGES, page_of_commands, page_of_exits, page_of_job_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

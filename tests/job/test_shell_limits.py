@@ -194,7 +194,7 @@ def test_a_start_that_goes_on_is_late_only_at_its_far_limit() -> None:
         return clock.wall_s() - began_s
 
     found = [virtual(partial(due_after_s, signs_s=signs_s)) for signs_s in (0.0, 500.0, 5000.0)]
-    assert found == [300.0, 800.0, START_MAX_S]
+    assert found == pytest.approx([300.0, 800.0, START_MAX_S], abs=0.2)
     assert reported[-1] == TimerFired(timer="start/1/0/0.000", doing={"w/0": "in its setup"})
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from rota.job.core.context import Instance
 from rota.job.core.transitions import INSTANCE, JOB
+from rota.runtime.launch import instance_name
 from rota.runtime.launch_sim import SimFaults
 from rota.spec.events import Event, PreemptAsked, StopAsked
 from rota.spec.ids import JobId
@@ -29,6 +31,8 @@ SWARMS: tuple[dict[str, Any], ...] = (
     {"engine": SimFaults(hang_p=0.01, reserve_fails_p=0.1)},
     {"shape": "spmd", "pause_job_s": None, "preempt_job_s": None},
 )
+
+CALM = Swarm(jobs=4, faults_s=90.0, shape="spmd", kill_instance_s=30.0)
 
 ASKS: tuple[tuple[JobState, Event], ...] = (
     (J.STOPPING, StopAsked(grace_s=1.0)),
@@ -112,6 +116,39 @@ def asking(event: Event, to: JobState, killed: set[tuple[str, Turn]]) -> Callabl
     return prepare
 
 
+def undoing(killed: set[tuple[str, Turn]]) -> Callable[[World], None]:
+    """Kills the process of a member that has ended, then the master, then another member: the first has none."""
+    kills = killing(killed)
+
+    def prepare(world: World) -> None:
+        kills(world)
+        kill = world.kills_at
+
+        def ask(when: str, turning: frozenset[Turn]) -> bool:
+            if when == "after" and ("instance", R.READY.value, R.GONE.value) in turning:
+                world.own(undo(world))
+            return kill(when, turning)
+
+        world.kills_at = ask
+
+    async def undo(world: World) -> None:
+        for job, ctx in tuple(world.checkers.shadows.items()):
+            ended = [one for one in ctx.instances.values() if one.ended and one.process is not None]
+            left = [one for one in ctx.instances.values() if one.state is R.READY and one.process is not None]
+            if ended and left:
+                kill_process(world, job, ended[0])
+                world.kill_master(world.masters[job][-1])
+                await world.clock.sleep(10.0)
+                kill_process(world, job, left[0])
+
+    return prepare
+
+
+def kill_process(world: World, job: JobId, one: Instance) -> None:
+    assert one.process is not None
+    world.engine.kill(instance_name(job, one.id, one.process.epoch))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_master_dies_before_and_after_every_change_of_state_and_every_law_holds() -> None:
@@ -123,6 +160,7 @@ def test_the_master_dies_before_and_after_every_change_of_state_and_every_law_ho
         plays = [(replace(BUSY, **faults), killing(killed)) for faults in SWARMS]
         for changes in ({}, {"shape": "elastic", "scale_role_s": 2.0}):
             plays += [(replace(BUSY, **changes), asking(event, to, killed)) for to, event in ASKS]
+        plays.append((CALM, undoing(killed)))
         for swarm, prepare in plays:
             if not wanted <= killed:
                 play(seed, swarm, prepare)

@@ -69,6 +69,8 @@ RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
 GIVE_UP_S = 300.0
 """So long a command is tried; then its failure is an event. What gives back is tried for ever: it holds resources."""
+LATE_LOOK_S = 0.1
+"""Pause between two looks at a start that is late; what is left of its limit may be less than a clock can tell."""
 CHECK = Call(method="check", control=True)
 CHECK_ANSWER_S = 10.0
 """A suspected node has so long to answer each of those who ask; a verdict waits for it."""
@@ -200,7 +202,7 @@ class Executor:
             left_s = min(START_TIMEOUT_S - still_s, end_s - self.clock.wall_s())
             if left_s <= 0.0:
                 return TimerFired(timer=command.timer, doing=doing)
-            await self.clock.sleep(left_s)
+            await self.clock.sleep(max(left_s, LATE_LOOK_S))
 
     async def _reserve(self, command: ReserveGang) -> JobEvent:
         reservation = Reservation(job=self.place.job, gang=command.gang, epoch=command.epoch)

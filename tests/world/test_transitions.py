@@ -152,7 +152,7 @@ def kill_process(world: World, job: JobId, one: Instance) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_master_dies_before_and_after_every_change_of_state_and_every_law_holds() -> None:
-    """All of them with ROTA_DEEP, some 20 s of one core; else as many as two rounds of plays come by."""
+    """All of them with ROTA_DEEP, some 30 s of one core; else as many as two rounds of plays come by."""
     deep = bool(os.environ.get("ROTA_DEEP"))
     killed: set[tuple[str, Turn]] = set()
     wanted = {(when, turn) for turn in set(allowed()) - never() for when in WHEN}

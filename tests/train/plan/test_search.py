@@ -19,6 +19,7 @@ from rota.train.plan.rules import check
 from rota.train.plan.search import found_to_json, lower_bound_s, search
 from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
 from rota.train.plan.table import Table
+from rota.train.plan.traffic import traffic
 
 SEVEN_B = ModelShape(
     layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False, name="7B"
@@ -182,6 +183,15 @@ def test_when_memory_binds_recompute_is_paid_for_it() -> None:
     assert document["binds"] == "memory"
     assert document["predicted"]["memory_gib"] <= 18
     assert sum(document["predicted"]["breakdown_s"].values()) == pytest.approx(document["predicted"]["iteration_s"])
+
+
+def test_the_bytes_of_collectives_are_told_where_they_are_counted() -> None:
+    flat, piped = seven_b(pins={"pp": 1}), seven_b(pins={"pp": 2})
+    told = found_to_json(search(flat, top=1), flat)["predicted"]["bytes_by_collective"]
+    sent = traffic(search(flat, top=1).best[0].plan, flat.model)
+    assert sum(told.values()) == sum(one.size_bytes for one in sent) > 0
+    assert told.keys() == {one.operation for one in sent}
+    assert found_to_json(search(piped, top=1), piped)["predicted"]["bytes_by_collective"] is None
 
 
 def test_a_model_that_fits_nowhere_gives_no_plan_and_says_why() -> None:

@@ -21,6 +21,7 @@ from rota.train.plan.model import Layer, ParallelPlan
 from rota.train.plan.room import Room
 from rota.train.plan.space import SPACE, Question, Setting, cuts, plan_of, settings, spread
 from rota.train.plan.table import Table
+from rota.train.plan.traffic import bytes_by_collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +322,7 @@ def predicted(scored: Scored, question: Question) -> dict[str, Any]:
         "memory_gib": scored.memory_bytes / GIB,
         "breakdown_s": dict(scored.step.breakdown_s),
         "memory_gib_by_class": dict(scored.memory_by_class_gib),
+        "bytes_by_collective": bytes_by_collective(scored.plan, model),
     }
 
 

@@ -55,6 +55,16 @@ def traffic(plan: ParallelPlan, model: ModelShape) -> tuple[Traffic, ...]:
     )
 
 
+def bytes_by_collective(plan: ParallelPlan, model: ModelShape) -> dict[str, int] | None:
+    """Bytes of a step by operation; None for a plan with a pipeline or expert ranks, which is not counted."""
+    if plan.mesh.pp > 1 or plan.mesh.ep > 1:
+        return None
+    found: Counter[str] = Counter()
+    for one in traffic(plan, model):
+        found[one.operation] += one.size_bytes
+    return dict(found)
+
+
 Sent = tuple[Operation, Axis, int, int]
 """Operation, axis, how often, bytes of one."""
 

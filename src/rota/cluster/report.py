@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +62,24 @@ class JobLine:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunFigures:
-    """Figures of a run as a whole."""
+    """Figures of a run as a whole; ``decision_s`` has the wall time of every pass."""
 
     gpus: int
     first_s: float
     last_s: float
-    used_gpu_s: float
-    fragmentation: float
-    share_gap: float
-    preemptions: int
-    migrations: int
-    turns: int
-    resizes: int
-    decisions: int
-    violations: int
-    wall_s: float
-    decision_s: Sequence[float]
-    skipped: int
+    used_gpu_s: float = 0.0
+    fragmentation: float = 0.0
+    share_gap: float = 0.0
+    preemptions: int = 0
+    migrations: int = 0
+    turns: int = 0
+    resizes: int = 0
+    decisions: int = 0
+    violations: int = 0
+    wall_s: float = 0.0
+    decision_s: list[float] = field(default_factory=list[float])
 
 
 def spread_of(values: Sequence[float]) -> dict[str, float | None]:
@@ -99,8 +98,9 @@ def jain(shares: Sequence[float]) -> float | None:
     return float(data.sum()) ** 2 / (len(data) * square) if square else None
 
 
-def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float]) -> dict[str, Any]:
-    """The ``summary`` of a run. ``entitled`` is the number of devices each tenant may count on."""
+def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float], *, skipped: int) -> dict[str, Any]:
+    """The ``summary`` of a run. ``entitled`` is the number of devices each tenant may count on, ``skipped`` of
+    jobs that the trace has and nobody could play."""
     span = run.last_s - run.first_s
     done = [job for job in jobs if job.jct_s is not None]
     waits = [job.wait_s for job in jobs if job.wait_s is not None]
@@ -111,7 +111,7 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
     return {
         "jobs": len(jobs),
         "finished": len(done),
-        "skipped": run.skipped,
+        "skipped": skipped,
         "unschedulable": sum(job.state == "UNSCHEDULABLE" for job in jobs),
         "makespan_s": span,
         "throughput_jobs_h": len(done) * 3600 / span if span else None,

@@ -11,7 +11,7 @@ from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.snapshot import TENANT_LABEL, State
 from rota.cluster.plots import Drawn, write_plots
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, RunFigures, per_tenant, summary, versus, write_jobs
+from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, per_tenant, summary, versus, write_jobs
 from rota.cluster.sim import Overheads, SimJob, SimResult, Simulation
 from rota.cluster.traces import Tenant, Trace, TraceError, TraceJob, read_tenants, read_trace
 from rota.runtime.clock import Clock, SystemClock
@@ -140,23 +140,6 @@ def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
 def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool = False) -> dict[str, Any]:
     """The JSON document of ``rota sim run``."""
     lines = lines_of(given, result)
-    figures = RunFigures(
-        gpus=result.gpus,
-        first_s=result.first_s,
-        last_s=result.last_s,
-        used_gpu_s=result.used_gpu_s,
-        fragmentation=result.fragmentation,
-        share_gap=result.share_gap,
-        preemptions=result.preemptions,
-        migrations=result.migrations,
-        turns=result.turns,
-        resizes=result.resizes,
-        decisions=result.decisions,
-        violations=result.violations,
-        wall_s=result.wall_s,
-        decision_s=result.decision_s,
-        skipped=given.trace.skipped,
-    )
     names = {tenant.path: tenant.vc for tenant in given.tenants}
     borrowed = {names[path]: seconds for path, seconds in result.borrowed_gpu_s.items() if path in names}
     shown = {
@@ -169,7 +152,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
             "gpus": result.gpus,
             "vcs": {tenant.vc: tenant.nodes for tenant in given.tenants},
         },
-        "summary": summary(lines, figures, {tenant.vc: tenant.entitled for tenant in given.tenants}),
+        "summary": summary(lines, result, {one.vc: one.entitled for one in given.tenants}, skipped=given.trace.skipped),
         "vcs": per_tenant(lines, borrowed),
     }
     if all_jobs or len(lines) <= JOBS_SHOWN_MAX:

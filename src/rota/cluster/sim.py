@@ -19,6 +19,7 @@ from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, W
 from rota.cluster.core.quota import GPU, UNLIMITED
 from rota.cluster.core.rows import Held, JobRow, LineKey, line_key
 from rota.cluster.core.snapshot import State
+from rota.cluster.report import RunFigures
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
@@ -102,25 +103,11 @@ class Sample(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class SimResult:
-    """Everything a report needs; ``decision_s`` has the wall time of every pass."""
+class SimResult(RunFigures):
+    """Everything a report needs."""
 
     runs: dict[JobId, JobRun]
-    first_s: float
-    last_s: float
-    gpus: int
-    used_gpu_s: float = 0.0
     borrowed_gpu_s: dict[str, float] = field(default_factory=dict[str, float])
-    fragmentation: float = 0.0
-    share_gap: float = 0.0
-    preemptions: int = 0
-    migrations: int = 0
-    turns: int = 0
-    resizes: int = 0
-    decisions: int = 0
-    violations: int = 0
-    wall_s: float = 0.0
-    decision_s: list[float] = field(default_factory=list[float])
     samples: list[Sample] = field(default_factory=list[Sample])
 
 

@@ -305,9 +305,7 @@ class JobMaster:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
         beat = Beat.from_json(raw)
         self._watch.heard(beat)
-        if (
-            self._loaded.is_set()
-        ):  # before that it is answered, so that its lease goes on; what it tells, it tells again
+        if self._loaded.is_set():  # before that it only keeps its lease; what it tells, it tells again
             self._judge(beat)
         table = self._table if self._table.version > beat.table_version else None
         return BeatAnswer(master_epoch=self.epoch, table=table).to_json()

@@ -18,7 +18,6 @@ from rota.runtime.clock import iso
 
 BLOCK_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
-STREAMS = ("out", "err", "rota")
 _STREAM_NAMES = {"stdout": "out", "stderr": "err"}
 
 

@@ -469,8 +469,3 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int | None:
             if "oom_kill" in fields:
                 return int(fields["oom_kill"])
     return None
-
-
-def is_child(pid: int) -> bool:
-    """True when ``pid`` is a child of the caller (only a parent can reap it)."""
-    return pid in children_of(os.getpid())

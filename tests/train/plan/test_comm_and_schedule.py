@@ -95,7 +95,7 @@ def test_a_parameter_server_is_bound_by_its_servers_until_there_are_enough() -> 
     link = Link(gb_s=10)
     assert comm.parameter_server_s(16, 1, 1e9, link, link) == pytest.approx(16 * 0.2)
     assert comm.parameter_server_s(16, 16, 1e9, link, link) == pytest.approx(0.2)
-    assert comm.send_s(1e9, link.shared_by(2)) == pytest.approx(0.2)
+    assert comm.send_s(1e9, link) == pytest.approx(0.1)
 
 
 @given(

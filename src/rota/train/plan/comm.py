@@ -28,10 +28,6 @@ class Link:
         """a."""
         return self.latency_us * 1e-6
 
-    def shared_by(self, groups: int) -> Link:
-        """The link as each of ``groups`` sees it when all use it at once."""
-        return Link(gb_s=self.gb_s / max(groups, 1), latency_us=self.latency_us)
-
 
 def broadcast_s(ranks: int, size_bytes: float, link: Link, *, pieces: int = 1) -> float:
     """Along a ring in ``pieces``: ``N (S + K - 2) / (S B)``; with one piece ``(K - 1) N / B``."""

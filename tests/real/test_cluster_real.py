@@ -177,6 +177,7 @@ def test_a_world_gives_way_to_an_urgent_job_with_what_it_does_not_need_and_grows
         )
         return of(size)[0]
 
+    four_nodes.running(job)
     has(4)
     _, before = of(4)
     urgent = cluster.submit("sooner", 1, 2, priority=90)

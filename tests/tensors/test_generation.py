@@ -15,8 +15,12 @@ def test_a_lost_registry_leaves_no_slot_that_says_what_is_current_and_forgets_no
         table.store(slot, 10 + slot)
     table.store_deleted(3, 9)
     table.created(5)
+    assert table.newest() == 10 + SLOTS_MAX
+    table.store_deleted(1, 1 << 40)
     table.lose_all(4)
+    assert table.newest() == 1 << 40, "of a deleted name, and after the loss"
     assert (table.epoch, table.creations) == (4, 5)
     assert not any(table.current(slot) for slot in range(1, SLOTS_MAX + 1))
-    assert [table.last(slot) for slot in slots] == [10 + slot for slot in slots]
+    assert [table.last(slot) for slot in slots] == [1 << 40, *(10 + slot for slot in slots[1:])]
     assert table.deleted(3)
+    assert table.deleted(1)

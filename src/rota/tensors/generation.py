@@ -76,6 +76,10 @@ class GenerationTable:
         """The newest id that was ever current in this slot, or that was deleted from it."""
         return self.words[2 * slot + 1] & ~_DELETED
 
+    def newest(self) -> int:
+        """The newest id that this table has ever shown, of names that are gone too."""
+        return int((np.frombuffer(self.words, np.uint64)[1::2] & np.uint64(_DELETED - 1)).max())
+
     def deleted(self, slot: int) -> bool:
         """True when the newest id that was ever current was deleted, and none came since."""
         return bool(self.words[2 * slot + 1] & _DELETED)

@@ -133,7 +133,7 @@ class _Plan:
     def __init__(self, space: Space) -> None:
         self._space = space
         self.report = Recovered()
-        self.newest = 0
+        self.newest = space.table.newest()  # no header tells of an id whose block was given back
         self.top_slot = 0
         self.slots_max = len(space.table.words) // 2 - 1
         self._found: dict[int, Found] = {}

@@ -209,7 +209,8 @@ class RedisMachine:
         return bool(self.client.call("EXISTS", f"{self.prefix}c:{client}"))
 
     def wipe(self) -> None:
-        """Forget everything of this namespace."""
+        """Forget everything of this namespace; its epoch first, so that no script of anybody adds a key meanwhile."""
+        self.client.call("UNLINK", self.prefix + "cfg")
         cursor = b"0"
         while True:
             cursor, keys = self.client.call("SCAN", cursor, "MATCH", self.prefix + "*", "COUNT", 1000)

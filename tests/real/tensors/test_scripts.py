@@ -15,7 +15,7 @@ from tests.tensors.core.calls import Driver, call
 from rota.runtime import environ, redis_server
 from rota.runtime.clock import SystemClock
 from rota.tensors.core.protocol import SLOTS_MAX, ProtocolMachine
-from rota.tensors.registry import RedisMachine, Registry
+from rota.tensors.registry import RedisMachine, Refused, Registry
 from rota.tensors.reports import check
 
 EXAMPLES = 5000 if os.environ.get("ROTA_DEEP") == "1" else 40
@@ -99,3 +99,27 @@ def test_scripts_and_machine_agree_on_every_reply_and_on_what_is_left(
     dump = real.dump()
     assert content_of_dump(dump) == content_of_machine(model)
     assert check(dump) == []
+
+
+def test_nothing_gets_into_a_registry_while_it_is_wiped(machine: RedisMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a block that a sweep gave back just then stays free in the registry that is built up from the files."""
+    machine.wipe()
+    machine.epoch = 1
+    machine.run("begin", 1, SLOTS_MAX, 0, 0, "")
+    registry, real, refused = Registry(machine), machine.client.call, list[str]()
+    registry.join("a", "{}")
+
+    def call(*words: Any) -> Any:
+        answer = real(*words)
+        if words[0] == "SCAN":
+            try:
+                registry.join("b", "{}")
+            except Refused as error:
+                refused.append(error.code)
+        return answer
+
+    monkeypatch.setattr(machine.client, "call", call)
+    machine.wipe()
+    monkeypatch.undo()
+    assert set(refused) == {"EPOCH"}
+    assert not any(registry.dump().values())

@@ -90,10 +90,12 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
 
 def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[dict[str, Any], ...]]:
     """The verdict of a full pass on a job (None = it starts), and whom the pass would stop for it."""
+    cut_short = state.memory.cut_short
     with state.txn() as txn:
         # Without a reason yet, the job is told the verdict of its line even when an equal job stands before it.
         state.put(txn, JobRow(ask=ask))
         decisions = decide(state, replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000), now)
+    state.memory.cut_short = cut_short  # how far the real passes have come
     if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
         return None, ()
     wait = next((d.wait for d in decisions if isinstance(d, WaitOn) and d.job == ask.id), None)

@@ -17,6 +17,7 @@ from rota.spec.events import (
     Committed,
     FailoverStarted,
     GangAsked,
+    GangReleased,
     InstanceLost,
     MoveAsked,
     PreemptAsked,
@@ -192,3 +193,23 @@ def test_a_drained_node_that_dies_is_left_as_a_lost_one(driven):
     driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
     driven.settle()
     assert (driven.ctx.state, driven.ctx.asks) == (JobState.QUEUED, ())
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_a_reserved_place_that_others_want_is_given_back_and_the_job_goes_on_where_it_is(driven, top):
+    driven.free = ["h1"]
+    driven.run(spec(replace(service("w", 1), replicas_max=top), loop()))
+    node, driven.free = driven.ctx.bundle(at(f"w/{top - 1}"))[1].node, ["h2"]
+    drain(driven, node)
+    (ask,) = (one for one in driven.ctx.asks if one.leaves)
+    assert ask.state == "held"
+    driven.free = []
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=ask.gang))
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.attempt) == (JobState.RUNNING, 1)
+    assert [r.event.gang for r in driven.records if isinstance(r.event, GangReleased)] == [ask.gang]
+    assert rewritten(driven) == driven.ctx
+    driven.free = ["h3"]
+    driven.settle()
+    commit(driven, 1)
+    assert (homes(driven)[f"w/{top - 1}"], driven.ctx.state) == ("h3", JobState.RUNNING)

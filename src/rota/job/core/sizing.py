@@ -115,7 +115,11 @@ def leaves(ctx: JobContext, ask: Ask) -> bool:
 def held(ctx: JobContext) -> Ask | None:
     """The place that is reserved for those who are to leave their node."""
     have = {gang.id for gang in ctx.gangs if gang.state == "reserved"}
-    return next((ask for ask in ctx.asks if ask.state == "held" and ask.gang in have and leaves(ctx, ask)), None)
+    return next((ask for ask in ctx.asks if ask.gang in have and _is_held(ctx, ask)), None)
+
+
+def _is_held(ctx: JobContext, ask: Ask) -> bool:
+    return ask.state == "held" and not ask.back and leaves(ctx, ask)
 
 
 def has_place(ctx: JobContext, one: Instance) -> bool:
@@ -273,11 +277,13 @@ def _coming(one: Instance, epoch: Epoch) -> Instance:
 def without(ctx: JobContext, gang: GangId) -> JobContext | None:
     """The members of a gang that was granted beside the admission leave; None if the job cannot go on without them.
 
-    Those of a world leave by its next recovery, the others now.
+    Those of a world leave by its next recovery, the others now. A place that is only held for a move has none yet.
     """
-    ask = next((one for one in ctx.asks if one.gang == gang and one.state == "granted"), None)
+    ask = next((one for one in ctx.asks if one.gang == gang and one.state in ("granted", "held")), None)
     if ask is None or ctx.spec is None:
         return None
+    if ask.state == "held":
+        return _with_ask(ctx, gang, "held", back=True)
     going: list[Instance] = []
     for name in sorted({member.role for member in ask.everybody}):
         role, active = ctx.spec.role(name), ctx.active_of(name)
@@ -451,7 +457,7 @@ def places(ctx: JobContext) -> frozenset[GangId]:
         for one in ctx.instances.values()
         if one.id in ctx.bound and not (one.retired and (one.barred or one.id.rank >= _base(ctx, one)))
     }
-    used |= {ask.gang for ask in ctx.asks if ask.state == "held" and leaves(ctx, ask)}
+    used |= {ask.gang for ask in ctx.asks if _is_held(ctx, ask)}
     return frozenset(used)
 
 

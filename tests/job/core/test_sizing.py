@@ -401,6 +401,26 @@ def test_a_job_that_cannot_go_on_without_the_gang_that_others_want_gives_all_bac
     assert (driven.ctx.state, driven.ctx.gangs) == (JobState.QUEUED, ())
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_gangs_that_others_want_are_given_back_though_too_few_stay_after_a_loss(driven, found):
+    driven.free = ["h1"]
+    driven.run(spec(elastic(2, 4)))
+    gangs, driven.free = [driven.ctx.bound[at(f"train/{rank}")][0] for rank in (2, 3)], []
+    driven.feed(*(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gang) for gang in gangs))
+    driven.feed(lost(driven, "train/0", Reason.NODE_LOST))
+    driven.settle()
+    assert driven.ctx.state is JobState.RECOVERING, "it waits for another node, not goes on in what it shall give back"
+    if found:
+        driven.free = ["h2"]
+        driven.settle()
+    else:
+        fire(driven, "node")
+    after = JobState.RUNNING if found else JobState.QUEUED
+    assert (driven.ctx.state, active(driven, "train")) == (after, [0, 1])
+    assert not {gang.id for gang in driven.ctx.gangs} & set(gangs)
+    assert replayed(driven) == driven.ctx
+
+
 def test_who_moves_keeps_away_from_those_it_must_be_apart_from(driven):
     driven.run(spec(service("w", 2, apart=(Near(role="self", level="node"),), fail=fail(limit_n=0))), "h0", "h1")
     driven.feed(lost(driven, "w/0"))

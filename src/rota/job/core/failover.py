@@ -152,8 +152,9 @@ class FailoverCoordinator:
         return left >= role.fail.degrade
 
     def _goes_on(self, role: RoleSpec, gone: set[InstanceId]) -> bool:
-        """True when the role may go on without those who are gone."""
-        left = [one for one in self.ctx.active_of(role.name) if one.id not in gone]
+        """True when the role may go on without those who are gone, and those whose gang others want back."""
+        going = gone | {member for ask in self.ctx.asks if ask.back for member in ask.everybody}
+        left = [one for one in self.ctx.active_of(role.name) if one.id not in going]
         if is_world(role):
             return bool(left) and world_of(role, len(left)) > 0
         if not role.serves:

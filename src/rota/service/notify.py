@@ -22,6 +22,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import write_private
 from rota.runtime.vault import Vault
 from rota.service.loop import ServiceLoop
+from rota.service.views.story import JobStory
 from rota.spec import events as e
 from rota.spec.errors import BadInput, NotAllowed, RotaError
 from rota.spec.events import Record, WebhookRemoved, WebhookSet
@@ -46,14 +47,14 @@ GIVE_UP_S = 86_400.0
 _log = logging.getLogger("rota.service")
 
 
-def notice_of(record: Record) -> str:
-    """Which of ``KINDS`` a record is; empty for none."""
+def notice_of(record: Record, story: JobStory | None = None) -> str:
+    """Which of ``KINDS`` a record is, in the story of its job; empty for none."""
     match record.event:
         case e.JobAdmitted(attempt=1):
             return "started"
         case e.FailoverEnded():
             return "healed"
-        case e.PreemptAsked(gang=None):
+        case e.PreemptAsked() if story is not None and story.gives_all_back(record.at, record.event):
             return "preempted"
         case e.JobEnded(state=state):
             return "failed" if state is JobState.FAILED else "finished"
@@ -204,6 +205,8 @@ class Notifier:
                 except RotaError as error:
                     _log.warning("webhook %s: %s", one, error)
                     records = ()
+                if records:
+                    await self._loop.wait_for(records[-1].number)  # the stories are to know what is told of them
                 for record in records:
                     if (body := self._body(target, record)) is not None:
                         await self._deliver(http, target, record.number, body, secret)
@@ -224,8 +227,8 @@ class Notifier:
             return since
 
     def _body(self, target: WebhookSet, record: Record) -> bytes | None:
-        kind = notice_of(record)
         story = self._loop.installation.jobs.get(record.job) if record.job is not None else None
+        kind = notice_of(record, story)
         if not kind or (target.on and kind not in target.on):
             return None
         if target.queue and (story is None or f"{story.queue}/".find(f"{target.queue}/") != 0):

@@ -11,8 +11,9 @@ from rota.job.core.context import JobContext
 from rota.job.core.intent import wanted
 from rota.job.core.machine import initial, replay
 from rota.job.core.sizing import sized, world_of
+from rota.service.notify import notice_of
 from rota.service.views.failures import failure_list
-from rota.service.views.story import begin_story
+from rota.service.views.story import JobStory, begin_story
 from rota.spec.commands import Assemble, SetTimer
 from rota.spec.events import (
     CheckpointSaved,
@@ -66,6 +67,13 @@ def worlds(driven) -> list[int]:
 
 def replayed(driven) -> JobContext:
     return replay(driven.ctx.job, tuple(driven.records), initial(driven.ctx.job))
+
+
+def told_by(driven) -> JobStory:
+    story = begin_story(driven.records[0])
+    for record in driven.records[1:]:
+        story.apply(record)
+    return story
 
 
 # -- standby and degrade ----------------------------------------------------------------------------------------------
@@ -381,6 +389,8 @@ def test_a_gang_that_others_want_leaves_the_job_which_goes_on_with_fewer_and_gro
     driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gang))
     driven.settle()
     assert (active(driven, "train"), driven.ctx.state, driven.ctx.attempt) == ([0, 2], JobState.RUNNING, 1)
+    told = told_by(driven)
+    assert told.preempt is None and not [record for record in driven.records if notice_of(record, told) == "preempted"]
     assert [r.event.gang for r in driven.records if isinstance(r.event, GangReleased)] == [gang]
     assert not [key for key in driven.alive if key[:2] == ("train", 1)]
     driven.free = ["h1"]
@@ -396,7 +406,11 @@ def test_a_job_that_cannot_go_on_without_the_gang_that_others_want_gives_all_bac
     driven.free = ["h1"]
     driven.run(spec(elastic(1, 2)))
     gang = driven.ctx.bound[at("train/0")][0]
-    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gang))
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, gang=gang, for_job="high"))
+    story = told_by(driven)
+    assert story.preempt is not None and story.preempt.for_job == "high"
+    asked = next(record for record in driven.records if isinstance(record.event, PreemptAsked))
+    assert notice_of(asked, story) == "preempted"
     driven.settle()
     assert (driven.ctx.state, driven.ctx.gangs) == (JobState.QUEUED, ())
 
@@ -435,9 +449,7 @@ def test_a_size_that_somebody_wanted_is_no_failure_in_the_story(driven):
     driven.feed(ScaleAsked(role=RoleName("train"), n=1))
     driven.settle()
     assert [one.reason for one in verdicts(driven)] == [Reason.RESIZED]
-    story = begin_story(driven.records[0])
-    for record in driven.records[1:]:
-        story.apply(record)
+    story = told_by(driven)
     assert failure_list(story)["items"] == []
     driven.feed(lost(driven, "train/0"))
     driven.settle()

@@ -174,6 +174,10 @@ class JobStory:
         found = self.ctx.bound or (bindings(self.spec, self.placement) if self.placement else {})
         return found[one][1] if one in found else None
 
+    def gives_all_back(self, at: float, event: e.PreemptAsked) -> bool:
+        """True when it is asked for everything, or cannot go on without the gang that it was asked for at this time."""
+        return event.gang is None or (at, JobState.PREEMPTING) in self.turns
+
     def apply(self, record: Record) -> None:
         """Take in one record of this job, in order. A record that was applied before changes nothing."""
         if record.seq <= self.seq:
@@ -200,7 +204,7 @@ class JobStory:
                 self.waits, self.waits_at = event, at
             case e.StopAsked():
                 self.stop = event
-            case e.PreemptAsked(gang=None):
+            case e.PreemptAsked() if self.gives_all_back(at, event):
                 self.preempt = event
             case e.MasterStarted():
                 self.master, self.master_at, self.waits = event, at, None

@@ -163,6 +163,7 @@ async def standing(
     log = SqlLog(assembly.db_url(settings), migrate=True)
     doors = assemble(settings, log, engine=played)
     await doors.loop.replay()
+    doors.forecasts.begin()
     turning = asyncio.create_task(doors.loop.run())
     try:
         if changes := node_changes(doors, wanted_nodes(settings)):
@@ -178,6 +179,7 @@ async def standing(
         ) as http:
             yield Standing(doors=doors, log=log, engine=played, http=http)
     finally:
+        doors.forecasts.close()
         await doors.loop.stop()
         await turning
         log.close()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-from tests.service.standing import HELLO, Standing, with_service
+from tests.service.standing import HELLO, PlayedEngine, Standing, empty_database, with_service
 
 from rota.cluster.forecast import Estimates, Forecast
-from rota.runtime.clock import Clock
-from rota.service import forecasts
+from rota.cluster.live import Scheduler
+from rota.job.core.placement import requests_of
+from rota.runtime.clock import Clock, SystemClock
+from rota.service import assembly, forecasts, serve
+from rota.service.config import load_settings
+from rota.service.routes.doors import Doors
 from rota.spec.states import JobState
 
 JOB = HELLO.replace("gpus: 2", "gpus: 4") + "time_limit: 1h\n"
@@ -129,5 +135,61 @@ def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: py
         estimate = (await service.get("/jobs/hello-3/explain"))["estimate"]
         assert (estimate["p50"], "in no forecast yet" in estimate["basis"]) == (None, True)
         plays.gate.set()
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
+def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    playing, overdue, parts, clock = threading.Event(), list[Forecast](), list[Doors](), SystemClock()
+
+    def endless(self: Forecast, _: Clock, aside: Callable[[], None]) -> Estimates:
+        playing.set()
+        until_s = clock.monotonic_s() + 5
+        while clock.monotonic_s() < until_s:
+            aside()
+        overdue.append(self)
+        return Estimates(starts={}, basis="")
+
+    def make_app(doors: Doors) -> object:
+        parts.append(doors)
+        return real(doors)
+
+    async def main() -> None:
+        serving = asyncio.create_task(serve.serve(settings, listener))
+        async with asyncio.timeout(20):
+            while not (parts and parts[0].ready):
+                await asyncio.sleep(0.005)
+        parts[0].forecasts._play()
+        assert await asyncio.to_thread(playing.wait, 20)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+    real = serve.make_app
+    monkeypatch.setattr(Forecast, "play", endless)
+    monkeypatch.setattr(serve, "make_app", make_app)
+    monkeypatch.setattr(assembly, "make_engine", lambda *_: PlayedEngine())
+    tmp_path.joinpath("rota.db").write_bytes(empty_database())
+    settings = load_settings({"home": str(tmp_path), "port": 0, "pretend": "1x1x4"}, environ={})
+    with serve.bind(settings) as listener:
+        asyncio.run(main())
+    assert not overdue
+
+
+def test_nothing_is_played_before_the_whole_log_is_read(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for _ in range(2):
+            await service.submit(JOB)
+        await service.until("hello-2", JobState.QUEUED)
+        records = service.log.read(after=0, limit=1000)
+        scheduler = Scheduler(service.doors.loop.scheduler.profile, requests_of)
+        made, dues = forecasts.Forecasts(scheduler, SystemClock()), list[bool]()
+        for some in (records[: len(records) // 2], records[len(records) // 2 :]):
+            for record in some:
+                scheduler.apply(record)
+                made.changed(record)
+            dues.append(made._due is None)
+        made.begin()
+        assert (dues, made._due is None) == ([True, True], False)
+        made.close()
 
     with_service(tmp_path, test, pretend="1x1x4")

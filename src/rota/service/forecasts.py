@@ -31,11 +31,15 @@ PLAYS_MAX = 2
 _log = logging.getLogger("rota.service")
 
 
+class _Closed(Exception):
+    """Ends a play that nobody waits for any more."""
+
+
 class Forecasts:
     """Estimates of the live jobs. At most one play is under way, in a thread that stands aside for the scheduler.
 
     Nobody waits for a play that takes longer than people do: the answer is then of the last one, and says how old it
-    is. ``changed`` is told of every record, and has a newer one played where jobs wait.
+    is. ``changed`` is told of every record, and has a newer one played where jobs wait, from ``begin`` to ``close``.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
@@ -46,10 +50,22 @@ class Forecasts:
         self._took_s = 0.0
         self._playing: asyncio.Task[None] | None = None
         self._due: asyncio.TimerHandle | None = None
+        self._open = False
+
+    def begin(self) -> None:
+        """Play from now on: the scheduler knows the whole log."""
+        self._open = True
+        self.changed()
+
+    def close(self) -> None:
+        """Play nothing more; one under way ends at its next pass, for the end of the process waits for its thread."""
+        self._open = False
+        if self._due is not None:
+            self._due.cancel()
 
     def changed(self, _: Record | None = None) -> None:
         """Have a newer forecast played soon, unless one is due already."""
-        if self._due is None:
+        if self._open and self._due is None:
             rest_s = max(SOON_S, REST * self._took_s)
             self._due = asyncio.get_running_loop().call_later(rest_s, self._play_if_needed)
 
@@ -97,11 +113,18 @@ class Forecasts:
         try:
             made_of, at = self._now_of(), self._clock.monotonic_s()
             forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s(), wall_max_s=PLAY_MAX_S)
-            self._made = await asyncio.to_thread(forecast.play, self._clock, self._scheduler.wait_idle)
+            self._made = await asyncio.to_thread(forecast.play, self._clock, self._aside)
             self._made_of, self._made_at, self._took_s = made_of, at, self._clock.monotonic_s() - at
             self.changed()  # what was due meanwhile found this play under way
+        except _Closed:
+            pass
         finally:
             self._playing = None
+
+    def _aside(self) -> None:
+        self._scheduler.wait_idle()
+        if not self._open:
+            raise _Closed
 
 
 def _seen(play: asyncio.Task[None]) -> None:

@@ -117,6 +117,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     # 1. the past
     await doors.loop.replay()
+    doors.forecasts.begin()
     # 2. the loop over the log, and the doors
     turning = asyncio.create_task(doors.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")
@@ -135,8 +136,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     waiting = asyncio.create_task(stopping.wait(), name="signal")
     try:
         await asyncio.wait({turning, answering, waiting, *looking}, return_when=asyncio.FIRST_COMPLETED)
-    # 5. doors first, then the loop, then the store
+    # 5. the forecast under way, then the doors, then the loop, then the store
     finally:
+        doors.forecasts.close()
         doors.ready = False
         server.should_exit = True
         await doors.loop.stop()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rota.job import spmd
 from rota.job.bodies import Forming
 from rota.job.bootstrap import write_error
 from rota.job.probes import Beat, Pulse
@@ -133,18 +134,20 @@ def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_pa
     assert (silent.text, silent.traceback) == ("rank 0 ended with exit status 3", "")
 
 
+def seat_with(setup: str, home: Path) -> Any:
+    place = SimpleNamespace(home=str(home), job="j-1", log_path=lambda _: str(home / "main-0.log"))
+    clock = SystemClock()
+    return SimpleNamespace(
+        role=role("true", setup=setup), spec=SimpleNamespace(output="", checkpoint=None, seed=0),
+        place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, pulse=Pulse(clock),
+    )  # fmt: skip
+
+
 def test_a_setup_command_has_its_own_limit_and_its_last_words_are_told(tmp_path: Path) -> None:
     gate, log = tmp_path / "gate", tmp_path / "main-0.log"
     os.mkfifo(gate)
     line = format_line(1.0, 1, 1, "stderr", "no such wheel").strip()
-    who = InstanceId(RoleName("main"), 0)
-    place = SimpleNamespace(home=str(tmp_path), job="j-1", log_path=lambda _: str(log))
-    clock = SystemClock()
-    seat: Any = SimpleNamespace(
-        role=role("true", setup=f"read x < {gate}; echo '{line}' >> {log}; exit 3"),
-        spec=SimpleNamespace(output="", checkpoint=None, seed=0),
-        place=place, id=who, devices=(), clock=clock, pulse=Pulse(clock),
-    )  # fmt: skip
+    seat = seat_with(f"read x < {gate}; echo '{line}' >> {log}; exit 3", tmp_path)
 
     async def main() -> None:
         setup = asyncio.create_task(run_setup(seat))
@@ -156,3 +159,38 @@ def test_a_setup_command_has_its_own_limit_and_its_last_words_are_told(tmp_path:
     with pytest.raises(CommandFailed, match="setup ended with status 3") as caught:
         asyncio.run(main())
     assert caught.value.traceback_text == "no such wheel"
+
+
+def test_a_setup_command_that_is_cancelled_ends_with_all_it_started(tmp_path: Path) -> None:
+    gate, begun, ended = (tmp_path / name for name in ("gate", "begun", "ended"))
+    os.mkfifo(begun)
+    os.mkfifo(gate)
+    seat = seat_with(f"sh -c 'echo > {begun}; read x < {gate}; echo x >> {ended}'; true", tmp_path)
+
+    async def main() -> None:
+        first = asyncio.create_task(run_setup(seat))
+        await asyncio.to_thread(begun.read_text)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        with pytest.raises(OSError, match="No such device"):  # nobody reads the gate any more
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        again = asyncio.create_task(run_setup(seat))
+        await asyncio.to_thread(begun.read_text)
+        await asyncio.to_thread(gate.write_text, "go\ngo\n")
+        await again
+
+    asyncio.run(asyncio.wait_for(main(), 20.0))
+    assert ended.read_text() == "x\n"
+
+
+def test_a_setup_command_at_its_limit_ends_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spmd, "SETUP_MAX_S", 0.1)
+    monkeypatch.setattr(spmd, "WORDS_PAUSE_S", 0.0)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    holder = os.open(gate, os.O_RDWR)  # so that the command can open it, and waits for a line
+    with pytest.raises(CommandFailed, match="setup ended with status -9"):
+        asyncio.run(run_setup(seat_with(f"sh -c 'read x < {gate}'; true", tmp_path)))
+    os.close(holder)
+    with pytest.raises(OSError, match="No such device"):  # nobody reads it any more
+        os.open(gate, os.O_WRONLY | os.O_NONBLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib
 import json
@@ -32,7 +33,7 @@ PROGRESS_POLL_S = 1.0
 ERROR_TEXT_MAX = 20_000
 WORDS_MAX, WORDS_READ_MAX = 20, 400
 """Lines of stderr that are told of a command that failed, and lines of the log in which they are looked for."""
-WORDS_TRIES, WORDS_PAUSE_S = 5, 0.1
+WORDS_TRIES_MAX, WORDS_PAUSE_S = 5, 0.1
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~%!{}\n=")
 _TORCHRUN_FLAGS = frozenset({"--standalone", "--no-python", "-m", "--module", "--run-path"})
 
@@ -280,10 +281,14 @@ class CommandBody:
 
     async def _end_children(self, grace_s: float) -> None:
         children, self._children = self._children, []
-        alive = [found for child in children if child.returncode is None and (found := process.identify(child.pid))]
-        stops = (asyncio.to_thread(process.stop_tree, each, grace_s=grace_s) for each in alive)
-        await asyncio.gather(*stops)
-        await asyncio.gather(*(child.wait() for child in children))
+        await asyncio.gather(*(_end(child, grace_s) for child in children))
+
+
+async def _end(child: asyncio.subprocess.Process, grace_s: float) -> int:
+    """End a child and all below it; returns its status, as of one that had ended by itself."""
+    if child.returncode is None and (found := process.identify(child.pid)):
+        await asyncio.to_thread(process.stop_tree, found, grace_s=grace_s)
+    return await child.wait()
 
 
 def first_error(files: Path) -> tuple[str, str] | None:
@@ -328,7 +333,7 @@ def log_size(seat: Seat) -> int:
 async def last_words(seat: Seat, since: int) -> list[str]:
     """The last lines on stderr in the log after ``since``. They come by a process beside this one: it gets a moment."""
     log, words = Path(seat.place.log_path(seat.id)), list[str]()
-    for _ in range(WORDS_TRIES):
+    for _ in range(WORDS_TRIES_MAX):
         before = words
         await seat.clock.sleep(WORDS_PAUSE_S)
         lines = await asyncio.to_thread(tail_lines, log, WORDS_READ_MAX)
@@ -350,11 +355,11 @@ async def run_setup(seat: Seat) -> None:
     with seat.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
         child = await asyncio.create_subprocess_exec("/bin/sh", "-c", seat.role.setup)
         try:
-            async with asyncio.timeout(SETUP_MAX_S):
-                status = await child.wait()
-        except TimeoutError:
-            child.kill()
-            status = await child.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETUP_MAX_S):
+                    await child.wait()
+        finally:  # at its limit, or when a new epoch begins, which runs it again: what it started must not go on beside
+            status = await _end(child, 0.0)
     if status != 0:
         text = f"setup ended with status {status}: {seat.role.setup}"
         words = await last_words(seat, since)

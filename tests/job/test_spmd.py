@@ -194,3 +194,12 @@ def test_a_setup_command_at_its_limit_ends_with_all_it_started(tmp_path: Path, m
     os.close(holder)
     with pytest.raises(OSError, match="No such device"):  # nobody reads it any more
         os.open(gate, os.O_WRONLY | os.O_NONBLOCK)
+
+
+def test_a_command_that_cannot_be_run_is_told_with_its_name_and_the_remedy() -> None:
+    body = CommandBody(SimpleNamespace(role=role(("./nosuchtool", "--x"))))  # type: ignore[arg-type]
+    with pytest.raises(
+        CommandFailed, match=r"'\./nosuchtool' cannot be run in .*No such file.*put it on PATH"
+    ) as caught:
+        asyncio.run(body._spawn({}))
+    assert failure_of(caught.value, Epoch(1)).traceback == "", "no frames of Rota"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from rota.runtime import log_pump
+from rota.runtime.clock import SystemClock, blocking_sleep
 
 WAIT_S = 20.0
 STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 2/7 (stdout|stderr) ")
@@ -77,3 +78,26 @@ def test_an_endless_line_is_cut_and_signals_are_left_to_the_instance(tmp_path: P
     finish(pump, err)
     pieces = [text.removeprefix("stdout ") for text in texts(tmp_path / "x.log") if text.startswith("stdout")]
     assert len(pieces) > 1 and "".join(pieces) == "x" * 200_000
+
+
+def test_the_pump_of_an_instance_is_none_of_its_children_so_the_end_of_an_instance_loses_no_last_line(
+    tmp_path: Path,
+) -> None:
+    """An engine that ends an instance kills its children."""
+    log = tmp_path / "x.log"
+    code = f"""
+import os, psutil
+from pathlib import Path
+from rota.runtime.ray_host import redirect_output
+redirect_output(Path({str(log)!r}), "2/7", hide=("secret",))
+for child in psutil.Process().children():
+    child.kill()
+os.write(1, b"last words of secret\\n")
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+    clock = SystemClock()
+    ends_s = clock.monotonic_s() + WAIT_S
+    while not (log.exists() and log.read_text()) and clock.monotonic_s() < ends_s:
+        blocking_sleep(0.01)
+    assert texts(log) == ["stdout last words of ******"]

@@ -787,3 +787,10 @@ def test_a_report_adds_up_what_jobs_held(tmp_path: Path) -> None:
         assert (await ask("report", "--by", "moon")).status == 2
 
     with_cli(tmp_path / "served", test)
+
+
+def test_a_lone_dash_is_the_job_file_that_comes_by_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in (["run", "--check", "-"], ["run", "-", "--check"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("name: x\nroles:\n  main: {run: echo hi, resources: {cpus: 1}}\n"))
+        done = rota(*words)
+        assert (done.status, done.out.partition(" is valid")[0]) == (0, "stdin: x"), done.err

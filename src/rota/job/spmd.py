@@ -209,7 +209,7 @@ class CommandBody:
         with self._seat.pulse.running("command"):
             for local_rank in range(self._command.local):
                 env = rank_environment(self._seat, self._forming, self._command, local_rank, self._address, self._files)
-                self._children.append(await asyncio.create_subprocess_exec(*self._command.argv, env=env))
+                self._children.append(await self._spawn(env))
             follow = asyncio.create_task(self._follow_progress())
             try:
                 await self._wait_all()
@@ -217,6 +217,16 @@ class CommandBody:
                 follow.cancel()
                 await asyncio.gather(follow, return_exceptions=True)
                 await self._end_children(DISSOLVE_GRACE_S)
+
+    async def _spawn(self, env: dict[str, str]) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(*self._command.argv, env=env)
+        except OSError as error:
+            text = (
+                f"{self._command.argv[0]!r} cannot be run in {Path.cwd()}: {error.strerror}; put it on PATH or into the"
+                " workdir, and make it executable"
+            )
+            raise CommandFailed(text, reason=Reason.USER_ERROR) from None
 
     async def _wait_all(self) -> None:
         waits = {asyncio.create_task(child.wait()): rank for rank, child in enumerate(self._children)}

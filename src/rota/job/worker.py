@@ -407,7 +407,7 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
         reason = own or Reason.USER_ERROR
     text, trace = told(error)
     text = vault.blackened(str(error) if own else text)
-    trace = vault.blackened(getattr(error, "traceback_text", "") or trace)
+    trace = vault.blackened(getattr(error, "traceback_text", trace))
     return Failure(epoch=epoch, reason=reason, text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 

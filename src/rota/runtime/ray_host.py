@@ -12,7 +12,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -191,14 +190,11 @@ def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> N
     log_path.parent.mkdir(parents=True, exist_ok=True)
     flush()
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-    command = [sys.executable, "-I", "-S", log_pump.__file__, str(log_path), label, str(out_read), str(err_read)]
-    pump = subprocess.Popen(
-        command, pass_fds=(out_read, err_read), start_new_session=True, stdin=subprocess.PIPE, stderr=2, stdout=2
-    )
-    assert pump.stdin is not None
-    with pump.stdin:  # not an argument: those stand in the list of processes
-        pump.stdin.write(b"\0".join(value.encode() for value in hide))
-    threading.Thread(target=pump.wait, name="log-pump-wait", daemon=True).start()
+    pipes = (out_read, err_read)
+    command = [sys.executable, "-I", "-S", log_pump.__file__, str(log_path), label, *map(str, pipes), "apart"]
+    # The values are not an argument: those stand in the list of processes.
+    values = b"\0".join(value.encode() for value in hide)
+    subprocess.run(command, pass_fds=pipes, start_new_session=True, input=values, stdout=2, check=True, timeout=60)
     os.dup2(out_write, 1)
     os.dup2(err_write, 2)
     for fd in (out_read, out_write, err_read, err_write):

@@ -155,7 +155,10 @@ def _version() -> str:
 
 
 def ordered(words: Sequence[str]) -> list[str]:
-    """Flags of every verb behind it, and what follows ``--`` as the words of a command: ``--argv=WORD`` each."""
+    """Flags of every verb behind it, and what follows ``--`` as the words of a command: ``--argv=WORD`` each.
+
+    A lone ``-`` is a file, which the parser of options would not take as one.
+    """
     head, tail = list(words), list[str]()
     if "--" in head:
         cut = head.index("--")
@@ -172,6 +175,7 @@ def ordered(words: Sequence[str]) -> list[str]:
             verb.append(head.pop(0))
         else:
             break
+    head = ["--file=-" if word == "-" else word for word in head]
     return verb + head + moved + [f"--argv={word}" for word in tail]
 
 

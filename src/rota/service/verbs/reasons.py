@@ -141,8 +141,8 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
         if first.get("traceback"):
             term.line(str(first["traceback"]).rstrip())
     if end:
-        place = f"{end['role']}/{end['rank']} " if end["role"] is not None else ""
-        term.line(f"\nend: {place}{end['reason']}: {end['text']}")
+        place = "/".join(str(part) for part in (end["role"], end["rank"]) if part is not None)
+        term.line("\nend: " + " ".join(part for part in (place, f"{end['reason']}: {end['text']}") if part))
         if end["traceback"] and end["traceback"] != (first or {}).get("traceback"):
             term.line(str(end["traceback"]).rstrip())
 

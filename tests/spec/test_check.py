@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.spec.check import Finding, check, dotted, find_circle
+from rota.spec.check import Finding, check, dotted, find_circle, nearest
 from rota.spec.dispatch import OpSpec
 from rota.spec.ids import RoleName
 from rota.spec.job import Edge, Interface, JobSpec, RoleSpec
@@ -50,6 +50,11 @@ def test_a_job_of_serving_roles_and_one_loop_is_whole() -> None:
 )  # fmt: skip
 def test_a_broken_rule_is_named_with_its_field(roles: tuple[RoleSpec, ...], more: dict[str, object], said: str) -> None:
     assert texts(*roles, **more) == [said]
+
+
+def test_a_hint_says_how_many_names_it_leaves_out() -> None:
+    assert nearest("zzz", "abcdefgh") == "there is a, b, c, d, e, f, g, h"
+    assert nearest("zzz", "abcdefghij") == "there is a, b, c, d, e, f, g, h and 2 more"
 
 
 def test_what_is_not_known_yet_is_not_judged() -> None:

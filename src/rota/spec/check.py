@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rota.spec.ids import NAME_PATTERN
-from rota.spec.job import AUTO_PLAN, Edge, JobSpec, Near, RoleSpec
+from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec
 
 SELF = "self"
 ROLES_MAX = 64
@@ -72,7 +72,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, names, n=1)
     if near:
         return f"did you mean '{near[0]}'?"
-    return f"there is {', '.join(names[:8])}" if names else "there is none"
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"there is {', '.join(names[:8])}{more}" if names else "there is none"
 
 
 def _check_names(spec: JobSpec) -> Iterator[Finding]:
@@ -80,8 +81,9 @@ def _check_names(spec: JobSpec) -> Iterator[Finding]:
         yield Finding(path=("name",), message=f"{spec.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
     if not spec.roles:
         yield Finding(path=("roles",), message="a job needs at least one role", code="MISSING")
-    if len(spec.roles) > ROLES_MAX:
-        yield Finding(path=("roles",), message=f"{len(spec.roles)} roles; at most {ROLES_MAX}", code="OUT_OF_RANGE")
+    count = sum(role.workload != DRAIN for role in spec.roles)
+    if count > ROLES_MAX:
+        yield Finding(path=("roles",), message=f"{count} roles; at most {ROLES_MAX}", code="OUT_OF_RANGE")
     for index, role in enumerate(spec.roles):
         if any(role.name == other.name for other in spec.roles[:index]):
             message, hint = "a second role of this name", "rename one"

@@ -15,6 +15,8 @@ from rota.spec.resources import Res
 
 SPEC_VERSION = 1
 LOOP_ROLE = RoleName("loop")
+DRAIN = "rota.job.streams:drain"
+"""Import path of the loop of a job that has streams and no loop of its own."""
 AUTO_PLAN = "auto"
 
 Restart = Literal["process", "role", "node", "job"]

@@ -10,9 +10,10 @@ import pytest
 from tests.makers import loop, mesh, op, service, spec
 
 from rota.job.core.check import check_graph
-from rota.job.core.paths import DRAIN, paths_of, with_default_loop
+from rota.job.core.paths import paths_of, with_default_loop
+from rota.spec.check import ROLES_MAX
 from rota.spec.ids import RoleName
-from rota.spec.job import Bound, Edge, Interface, JobSpec, StreamSpec, WeightsEdge
+from rota.spec.job import DRAIN, Bound, Edge, Interface, JobSpec, StreamSpec, WeightsEdge
 
 PROMPTS, GROUPS = StreamSpec(name="prompts", source="m:prompts"), StreamSpec(name="groups", cap=8)
 ROLES = (
@@ -51,6 +52,14 @@ def test_a_path_that_ends_in_a_batch_operation_drives_itself() -> None:
     assert made.loop is not None and made.loop.workload == DRAIN
     assert check_graph(made) == ()
     assert with_default_loop(made) == made
+
+
+def test_the_loop_that_is_added_is_not_counted_among_the_roles_of_a_job() -> None:
+    more = tuple(service(f"x{i}", 1, op("go")) for i in range(ROLES_MAX - len(ROLES)))
+    ends = ("prompts", "reward.score", "actor.update")
+    made = with_default_loop(job(*ends, streams=(PROMPTS,), roles=(*ROLES, *more)))
+    assert len(made.roles) == ROLES_MAX + 1 and check_graph(made) == ()
+    assert refused(replace(made, roles=(*made.roles, service("y", 1)))) == [("OUT_OF_RANGE", "roles")]
 
 
 def refused(made: JobSpec) -> list[tuple[str, str]]:

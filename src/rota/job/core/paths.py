@@ -12,11 +12,8 @@ from dataclasses import dataclass, replace
 
 from rota.job.core.graph import endpoint
 from rota.spec.dispatch import EachRule, OpSpec
-from rota.spec.job import LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge
+from rota.spec.job import DRAIN, LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
-
-DRAIN = "rota.job.streams:drain"
-"""Import path of the loop of a job that has streams and no loop of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

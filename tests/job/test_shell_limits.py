@@ -18,7 +18,7 @@ from tests.world.virtual import run as virtual
 from rota.job import executor, flow, inbox, master
 from rota.job.bodies import StillRunning
 from rota.job.calls import Courier
-from rota.job.core.context import START_MAX_S, Instance
+from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, Instance
 from rota.job.core.graph import expand
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event
@@ -28,6 +28,7 @@ from rota.job.lanes import Exited, Lane
 from rota.job.master import JobMaster
 from rota.job.peers import Peer, PeerTable
 from rota.job.probes import Beat, Failure, Pulse
+from rota.job.spmd import SETUP_MAX_S
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.launch import Call, CallTimeout, ProcessDied
 from rota.runtime.log import MemoryLog
@@ -177,6 +178,10 @@ def test_a_command_that_the_engine_never_carries_out_becomes_an_event() -> None:
     virtual(main)
     (failed,) = reported
     assert isinstance(failed, GangReserveFailed) and "the engine is confused" in failed.text
+
+
+def test_a_setup_command_comes_to_its_own_limit_before_its_start_is_given_up() -> None:
+    assert START_MAX_S >= SETUP_MAX_S + START_TIMEOUT_S
 
 
 def test_a_start_that_goes_on_is_late_only_at_its_far_limit() -> None:

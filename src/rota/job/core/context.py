@@ -16,10 +16,10 @@ from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
-CONTEXT_VERSION = 4
+CONTEXT_VERSION = 5
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
-START_TIMEOUT_S, START_MAX_S = 300.0, 1800.0
+START_TIMEOUT_S, START_MAX_S = 300.0, 3600.0
 """Longest time of a start, or of a recovery, to readiness: while nobody comes further in it, and in any case."""
 DIAGNOSE_S = 2.0
 """How long losses that look like consequences of another one wait for it."""

@@ -47,7 +47,8 @@ async def starts_at(service: Standing, job: str) -> float:
 
 @pytest.fixture(autouse=True)
 def by_asking_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No play begins by itself, unless a test wants one, and a busy machine has time for the first."""
+    """No play begins by itself, unless a test wants one, none rests, and a busy machine has time for the first."""
+    monkeypatch.setattr(forecasts, "REST_FACTOR", 0.0)
     monkeypatch.setattr(forecasts, "SOON_S", 1000.0)
     monkeypatch.setattr(forecasts, "NEW_S", 20.0)
 
@@ -95,6 +96,24 @@ def test_a_recent_answer_is_given_while_a_newer_one_takes_long(tmp_path: Path, m
     with_service(tmp_path, test, pretend="1x1x4")
 
 
+def test_who_asks_often_has_no_play_always_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plays = Plays(monkeypatch)
+    monkeypatch.setattr(forecasts, "PATIENCE_S", 20.0)
+    monkeypatch.setattr(forecasts, "REST_FACTOR", 1e6)
+
+    async def test(service: Standing) -> None:
+        for _ in range(4):
+            await service.submit(JOB)
+        await service.until("hello-4", JobState.QUEUED)
+        first = await starts_at(service, "hello-4")
+        for job in ("hello-2", "hello-3"):
+            await service.http.post(f"/api/v1/jobs/{job}:stop", json={"grace_s": 1})
+            await service.until(job, JobState.CANCELLED)
+            assert (await starts_at(service, "hello-4"), plays.n) == (first, 1)
+
+    with_service(tmp_path, test, pretend="1x1x4")
+
+
 def test_a_change_is_played_before_anybody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plays = Plays(monkeypatch)
     monkeypatch.setattr(forecasts, "SOON_S", 0.0)
@@ -133,7 +152,7 @@ def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: py
         await service.submit(JOB)
         await service.until("hello-3", JobState.QUEUED)
         estimate = (await service.get("/jobs/hello-3/explain"))["estimate"]
-        assert (estimate["p50"], "in no forecast yet" in estimate["basis"]) == (None, True)
+        assert (estimate["p50"], estimate["age_s"], "in no forecast yet" in estimate["basis"]) == (None, None, True)
         plays.gate.set()
 
     with_service(tmp_path, test, pretend="1x1x4")

@@ -17,8 +17,8 @@ FRESH_S = 10.0
 """How old an answer may be for which nothing newer is played though nothing changed: jobs may overrun."""
 SOON_S = 1.0
 """How long after a change the next play begins by itself; what changes until then is in it too."""
-REST = 9.0
-"""For so many times as long as a play took, none begins by itself after a change: they have a tenth of a core."""
+REST_FACTOR = 9.0
+"""For so many times as long as a play took none begins where an answer is known: they have a tenth of a core."""
 PATIENCE_S = 0.1
 """How long a newer answer is waited for when there is an older one to give."""
 NEW_S = 1.0
@@ -48,6 +48,7 @@ class Forecasts:
         self._made_of: tuple[State, int] | None = None
         self._made_at = float("-inf")
         self._took_s = 0.0
+        self._rests_until_s = float("-inf")
         self._playing: asyncio.Task[None] | None = None
         self._due: asyncio.TimerHandle | None = None
         self._open = False
@@ -66,17 +67,17 @@ class Forecasts:
     def changed(self, _: Record | None = None) -> None:
         """Have a newer forecast played soon, unless one is due already."""
         if self._open and self._due is None:
-            rest_s = max(SOON_S, REST * self._took_s)
+            rest_s = max(SOON_S, REST_FACTOR * self._took_s)
             self._due = asyncio.get_running_loop().call_later(rest_s, self._play_if_needed)
 
-    async def of(self, job: JobId) -> tuple[Estimate, float]:
+    async def of(self, job: JobId) -> tuple[Estimate, float | None]:
         """When a job that waits would start, and how many seconds ago that was played.
 
-        Nothing is known of a job that came after the last play, or that does not wait any more.
+        Nothing is known of a job that came after the last play, or that does not wait any more; it has no age.
         """
         for _ in range(PLAYS_MAX):
             known = job in self._made.starts
-            if known and self._made_of == self._now_of() and self._age_s() < FRESH_S:
+            if known and (self._rests() or (self._made_of == self._now_of() and self._age_s() < FRESH_S)):
                 break
             patience_s = PATIENCE_S if known else NEW_S
             done, _ = await asyncio.wait({self._play()}, timeout=patience_s if self._took_s < patience_s else 0.0)
@@ -85,7 +86,7 @@ class Forecasts:
             if known:
                 break
         if job not in self._made.starts:
-            return Estimate(p50=None, p90=None, basis="the job is in no forecast yet; ask again in some seconds"), 0.0
+            return Estimate(p50=None, p90=None, basis="the job is in no forecast yet; ask again in some seconds"), None
         estimate, age_s = self._made.of(job, self._clock.wall_s()), self._age_s()
         if age_s >= FRESH_S:
             estimate = replace(estimate, basis=f"{estimate.basis}; as of {age_s:.0f} s ago")
@@ -93,6 +94,9 @@ class Forecasts:
 
     def _age_s(self) -> float:
         return self._clock.monotonic_s() - self._made_at
+
+    def _rests(self) -> bool:
+        return self._playing is None and self._clock.monotonic_s() < self._rests_until_s
 
     def _now_of(self) -> tuple[State, int]:
         state = self._scheduler.state
@@ -114,7 +118,9 @@ class Forecasts:
             made_of, at = self._now_of(), self._clock.monotonic_s()
             forecast = Forecast(made_of[0], self._scheduler.profile, self._clock.wall_s(), wall_max_s=PLAY_MAX_S)
             self._made = await asyncio.to_thread(forecast.play, self._clock, self._aside)
-            self._made_of, self._made_at, self._took_s = made_of, at, self._clock.monotonic_s() - at
+            ended_s = self._clock.monotonic_s()
+            self._made_of, self._made_at, self._took_s = made_of, at, ended_s - at
+            self._rests_until_s = ended_s + REST_FACTOR * self._took_s
             self.changed()  # what was due meanwhile found this play under way
         except _Closed:
             pass

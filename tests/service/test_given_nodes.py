@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import contextlib
+import os
+import signal
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,17 @@ from standing import PlayedEngine, Standing, with_service
 from rota.runtime.devices import local_node
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
+from rota.runtime.log import INSTALL_SCOPE, Writer
 from rota.service import assembly, serve
 from rota.service.assembly import node_changes
 from rota.service.config import load_settings
 from rota.service.engine import GatewayEngine
+from rota.service.routes.doors import Doors
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import NodeJoined, NodeLost
+from rota.spec.ids import JobId
+from rota.spec.resources import pretend_nodes
+from rota.spec.states import JobState
 
 
 def test_a_machine_that_lives_and_was_not_heard_yet_is_not_lost(tmp_path: Path) -> None:
@@ -51,6 +59,59 @@ class FaultyEngine(PlayedEngine):
 
     async def nodes(self) -> Any:
         raise RuntimeError("a bug")
+
+
+@dataclass
+class SlowEngine(PlayedEngine):
+    """Tells of one machine, when it is let."""
+
+    let: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def nodes(self) -> Any:
+        await self.let.wait()
+        return pretend_nodes("1x1x4", host="head"), frozenset[str]()
+
+
+def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def submit(service: Standing) -> None:
+        await service.submit()
+        await service.until("hello-1", JobState.QUEUED)
+
+    async def main() -> None:
+        engine = SlowEngine()
+        monkeypatch.setattr(assembly, "make_engine", lambda *_: engine)
+        serving = asyncio.create_task(serve.serve(settings, listener))
+        async with asyncio.timeout(20):
+            while not (parts and parts[0].ready):
+                await asyncio.sleep(0.005)
+            loop = parts[0].loop
+            for _ in range(2):  # two rounds after the replay
+                turned_s = loop.turned_s
+                while loop.turned_s == turned_s:
+                    await asyncio.sleep(0.005)
+            story = loop.installation.live[JobId("hello-1")]
+            assert story.state is JobState.QUEUED
+            engine.let.set()
+            while story.state is JobState.QUEUED:
+                await asyncio.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await serving
+
+    def make_app(doors: Doors) -> object:
+        parts.append(doors)
+        return real(doors)
+
+    with_service(tmp_path, submit, pretend="1x1x1")  # too small for it
+    given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": f"sqlite:///{tmp_path}/rota.db"}
+    settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[Doors](), serve.make_app
+    with contextlib.closing(assembly.open_store(settings)) as log:
+        joined = [NodeJoined(node=one) for one in pretend_nodes("1x1x4", host="head")]
+        log.append(joined, writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)))
+    monkeypatch.setattr(serve, "make_app", make_app)
+    with serve.bind(settings) as listener:
+        asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -69,10 +69,18 @@ class ServiceLoop:
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
         self.stopping = False
+        self.deciding = True
+        """Turned off where the machines of another's engine are not known yet; ``decide_from_now`` turns it on."""
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with every record, after the read side took it in. To be called before ``replay``."""
         self._listeners.append(listener)
+
+    def decide_from_now(self) -> None:
+        """The machines are known: decide on all that came until now."""
+        if not self.deciding:
+            self.deciding, self._due_at = True, 0.0
+            self._wake.set()
 
     # -- for doors -------------------------------------------------------------------------------------------------
 
@@ -147,7 +155,7 @@ class ServiceLoop:
                 await task
 
     async def _pause(self, pause_s: float) -> None:
-        if self._due_at is not None:
+        if self.deciding and self._due_at is not None:
             pause_s = min(pause_s, max(0.0, self._due_at - self.clock.wall_s()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(pause_s, 0.001)):  # wait_for of Python 3.11 may swallow a cancellation
@@ -162,7 +170,7 @@ class ServiceLoop:
         wrote = await self._end_the_waiting()
         # 3. decide, when something changed or a time has come
         now = self.clock.wall_s()
-        if moved or (self._due_at is not None and now >= self._due_at):
+        if self.deciding and (moved or (self._due_at is not None and now >= self._due_at)):
             began_s = self.clock.monotonic_s()
             outcome = self.scheduler.decide(now)
             self.timed("decide", self.clock.monotonic_s() - began_s)

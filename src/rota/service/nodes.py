@@ -15,12 +15,13 @@ _log = logging.getLogger("rota.service")
 
 
 async def keep_nodes(doors: Doors) -> None:
-    """Until cancelled. While the engine does not answer, the nodes that are known stay."""
+    """Until cancelled. While the engine does not answer, the nodes that are known stay, once it has answered first."""
     while True:
         try:
             found, alive = await doors.engine.nodes()
             if changes := node_changes(doors, found, alive):
                 await doors.loop.append(changes)
+            doors.loop.decide_from_now()
         except (EngineUnavailable, StoreUnavailable) as error:
             _log.warning("the machines of the engine are not known now: %s", error)
         await doors.clock.sleep(LOOK_S)

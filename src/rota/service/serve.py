@@ -118,6 +118,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     # 1. the past
     await doors.loop.replay()
     doors.forecasts.begin()
+    doors.loop.deciding = not settings.ray_address  # another installation may have taken its machines meanwhile
     # 2. the loop over the log, and the doors
     turning = asyncio.create_task(doors.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")

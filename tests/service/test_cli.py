@@ -24,7 +24,7 @@ from standing import HELLO, Standing, listening, with_service
 from rota.job.inspect import import_target
 from rota.runtime.clock import iso
 from rota.runtime.logs import format_line, log_name
-from rota.service import cli
+from rota.service import cli, completion
 from rota.service.accounts import Caller
 from rota.service.auth import Asked, Auth
 from rota.service.completion import flags_of
@@ -432,7 +432,9 @@ def test_a_table_fills_the_terminal_it_is_drawn_on_and_cuts_nothing(
     assert " ".join(out.getvalue().split()[-40:]) == text
 
 
-def test_completion_offers_the_names_of_the_service(tmp_path: Path) -> None:
+def test_completion_offers_the_names_of_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completion, "ANSWER_S", 20.0)
+
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         await service.submit()
         assert (await ask("completion", "words", "--", "show", "he")).out.split() == ["hello-1"]

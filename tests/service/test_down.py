@@ -109,13 +109,23 @@ def test_down_says_what_is_left_on_a_given_engine(given: tuple[Settings, set[str
     assert "head:6379" in document["text"]
 
 
+@pytest.fixture
+def ending() -> Iterator[contextlib.ExitStack]:
+    """What a test must end, whether it fails or not."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
 def test_a_second_down_still_says_what_is_left(
-    given: tuple[Settings, set[str]], monkeypatch: pytest.MonkeyPatch
+    given: tuple[Settings, set[str]], monkeypatch: pytest.MonkeyPatch, ending: contextlib.ExitStack
 ) -> None:
     settings, there = given
     run = process.RunFolder(Home.of(settings.home).run)
     sleeps = [sys.executable, "-c", "import time; time.sleep(99)"]
     gateway, stubborn = (subprocess.Popen(sleeps, start_new_session=True) for _ in range(2))
+    for one in (gateway, stubborn):
+        ending.callback(one.wait)
+        ending.callback(one.kill)
     known = {one.pid: process.identify(one.pid) for one in (gateway, stubborn)}
     command = command_of(Path(settings.home), EngineSettings(address="head:6379"))
     for name, one in (("gateway", gateway), ("other", stubborn)):
@@ -134,6 +144,13 @@ def test_a_second_down_still_says_what_is_left(
     there.remove("kept-1")
     assert (daemon.down(settings, force=True)["state"], stubborn.wait(5), gateway.wait(5)) == ("down", -9, -9)
     assert daemon.down(settings, force=True)["ended"] == []
+
+
+def test_what_was_left_and_ended_by_itself_leaves_no_record(given: tuple[Settings, set[str]]) -> None:
+    settings, _ = given
+    run = process.RunFolder(Home.of(settings.home).run)
+    run.write("left-7", process.ProcessId(pid=2**22 + 1, start_time=1.0), ())
+    assert (daemon.down(settings, force=True)["state"], run.read("left-7")) == ("down", None)
 
 
 def test_down_tidies_up_after_processes_that_were_killed(tmp_path: Path) -> None:

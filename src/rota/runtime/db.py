@@ -19,7 +19,7 @@ from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnav
 
 SCHEMA_VERSION = "0002"
 BUSY_TIMEOUT_S = 5.0
-FOLD_S = 1.0
+FOLD_TIMEOUT_S = 1.0
 POOL_MAX = 8
 # one number for all Rota installations of one PostgreSQL database: "rota" in ASCII
 _ADVISORY_LOCK = 0x726F7461
@@ -111,7 +111,7 @@ def fold_journal(path: Path) -> None:
 
     A file that another process uses, or that is no database, stays as it is.
     """
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path, timeout=FOLD_S)) as connection:
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path, timeout=FOLD_TIMEOUT_S)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 

@@ -300,6 +300,8 @@ def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | N
     ``gateway`` is the record that names the engine of somebody else on which something is left.
     """
     run = RunFolder(home.run)
+    for old in home.run.glob("left-*.json"):  # of an earlier one: what still runs of it is in ``left`` again
+        old.unlink(missing_ok=True)
     for one in left:
         run.write(f"left-{one.pid}", one, ())
     if gateway is not None:

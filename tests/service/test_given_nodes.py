@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from standing import PlayedEngine, Standing, with_service
 
-from rota.runtime.devices import local_node
+from rota.runtime.devices import LOCAL_HOST, local_node
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, Writer
@@ -63,21 +63,23 @@ class FaultyEngine(PlayedEngine):
 
 @dataclass
 class SlowEngine(PlayedEngine):
-    """Tells of one machine, when it is let."""
+    """Tells of its machines, when it is let."""
 
     let: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def nodes(self) -> Any:
         await self.let.wait()
-        return pretend_nodes("1x1x4", host="head"), frozenset[str]()
+        return pretend_nodes("1x2x2", host=LOCAL_HOST), frozenset[str]()
 
 
 def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def submit(service: Standing) -> None:
-        await service.submit()
-        await service.until("hello-1", JobState.QUEUED)
+        for _ in range(2):
+            await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        await service.until("hello-2", JobState.QUEUED)
 
     async def main() -> None:
         engine = SlowEngine()
@@ -91,7 +93,7 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
                 turned_s = loop.turned_s
                 while loop.turned_s == turned_s:
                     await asyncio.sleep(0.005)
-            story = loop.installation.live[JobId("hello-1")]
+            story = loop.installation.live[JobId("hello-2")]
             assert story.state is JobState.QUEUED
             engine.let.set()
             while story.state is JobState.QUEUED:
@@ -103,11 +105,11 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
         parts.append(doors)
         return real(doors)
 
-    with_service(tmp_path, submit, pretend="1x1x1")  # too small for it
+    with_service(tmp_path, submit, pretend="1x1x2")  # the second has no room
     given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": f"sqlite:///{tmp_path}/rota.db"}
     settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[Doors](), serve.make_app
     with contextlib.closing(assembly.open_store(settings)) as log:
-        joined = [NodeJoined(node=one) for one in pretend_nodes("1x1x4", host="head")]
+        joined = [NodeJoined(node=one) for one in pretend_nodes("1x2x2", host=LOCAL_HOST)]
         log.append(joined, writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)))
     monkeypatch.setattr(serve, "make_app", make_app)
     with serve.bind(settings) as listener:

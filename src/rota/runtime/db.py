@@ -111,7 +111,10 @@ def fold_journal(path: Path) -> None:
 
     A file that another process uses, or that is no database, stays as it is.
     """
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path, timeout=FOLD_TIMEOUT_S)) as connection:
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(path, timeout=FOLD_TIMEOUT_S)) as connection,
+    ):
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 

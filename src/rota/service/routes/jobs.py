@@ -258,7 +258,9 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
         answer = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
         if answer is not None:
             estimate, age_s = await doors.forecasts.of(story.id)
-            found = answer.to_json() | {"estimate": estimate.to_json() | {"age_s": None if age_s is None else round(age_s, 1)}}
+            found = answer.to_json() | {
+                "estimate": estimate.to_json() | {"age_s": None if age_s is None else round(age_s, 1)}
+            }
     return doors.veiled(caller, explanation(story, doors.loop.installation, found))
 
 

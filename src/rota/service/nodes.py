@@ -15,7 +15,7 @@ _log = logging.getLogger("rota.service")
 
 
 async def keep_nodes(doors: Doors) -> None:
-    """Until cancelled. While the engine does not answer, the nodes that are known stay, once it has answered first."""
+    """Until cancelled. Nothing is decided before the first answer; while one is awaited later, the known nodes stay."""
     while True:
         try:
             found, alive = await doors.engine.nodes()

@@ -164,7 +164,9 @@ def read_some(writer: subprocess.Popen[str], lines: int) -> list[int]:
 
 def kill_and_drain(writer: subprocess.Popen[str]) -> list[int]:
     writer.send_signal(signal.SIGKILL)
-    rest, _ = writer.communicate(timeout=10)
+    assert writer.stdout is not None
+    rest = writer.stdout.read()  # communicate() would pass over what readline() has read ahead
+    writer.wait(10)
     return [int(line) for line in rest.splitlines()]
 
 

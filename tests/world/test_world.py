@@ -41,6 +41,7 @@ def test_who_is_still_importing_is_not_taken_for_one_that_hangs():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", (5, 12, *(pytest.param(one, marks=deep) for one in (1, 23))))
 def test_the_master_may_die_before_and_after_each_of_its_appends(scenario):
     """Every one of them in turn; a kill of an instance every few seconds makes recoveries part of the scenario."""

@@ -393,9 +393,9 @@ def test_two_starters_agree_on_one_server(zygote: Actors) -> None:
     home = Path(tempfile.mkdtemp(prefix="rt"))
     actors = Crew(zygote, home, "n")
     try:
-        code = f"print('pid', plane._session.server.pid, flush=True); {WAITING}"
+        code = f"print(plane._session.server.pid, 'it is', flush=True); {WAITING}"
         pids = [actors.start(code) for _ in range(3)]
-        said = {actors.says(pid, "pid") for pid in pids}
+        said = {actors.says(pid, "it is") for pid in pids}
         assert len(said) == 1
         for pid in pids:
             actors.kill(pid)

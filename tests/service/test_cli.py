@@ -484,7 +484,7 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         gone = JobRequeued(attempt=1, reason=Reason.PREEMPTED_PRIORITY, counts=False)
         await service.seen(service.as_master("small-1", gone))
         small_line = next(line for line in (await ask("ps")).out.splitlines() if line.startswith("small-1"))
-        assert "QUEUED" in small_line and small_line.endswith(", preempted for hello-1")
+        assert "QUEUED" in small_line and small_line.endswith(" preempted for hello-1")
         assert (rows[story.id].ask.queued_at, rows[story.id].phase) == (queued_at, "queued"), "its place in the queue"
         told = (await ask("explain", "small-1")).out
         assert "(preempted for hello-1)" in told and "attempt ended (attempt 1)" in told

@@ -271,6 +271,7 @@ def test_the_sft_example_goes_from_two_ranks_to_one_and_back_and_its_losses_are_
 def test_a_spare_takes_over_within_a_second_and_the_dead_one_comes_back_as_the_next_spare(engine: Any) -> None:
     async def body(run: Run) -> None:
         await run.until_committed(3)
+        await run.until(lambda: any((one.role, one.rank) == ("worker", 2) for one in run.events(InstanceReady)))
         before = run.pids()
         (run.output / "from-here").touch()
         await more_commits(run)

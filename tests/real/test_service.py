@@ -64,6 +64,14 @@ def of_home(home: Path) -> list[str]:
     return found
 
 
+def command(pid: int) -> bytes:
+    """Its command line; nothing of a process that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 class Installation:
     """One home with its service, asked through the REST door."""
 
@@ -116,7 +124,7 @@ class Installation:
         """Processes of the engine that wait for an actor."""
         raylet = self.ask("/status")["parts"]["engine"]["raylet_pid"]
         found = process.children_of(raylet)
-        return {pid for pid in found if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::IDLE")}
+        return {pid for pid in found if command(pid).startswith(b"ray::IDLE")}
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,7 @@ async def reached(service: Standing, job: str, state: JobState) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the_audit(tmp_path: Path) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         assert (await ask("exec", "nope", "main", "--", "true")).status == 125
@@ -709,6 +710,7 @@ def test_users_tokens_and_secrets_by_command_and_a_login_that_is_kept(
     with_cli(tmp_path / "served", test)
 
 
+@pytest.mark.slow
 def test_logs_of_nothing_say_why_and_events_without_a_job_are_those_of_everything(tmp_path: Path) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         await service.submit(HELLO.replace("gpus: 2", "gpus: 4, cpus: 1"))

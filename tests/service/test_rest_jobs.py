@@ -290,6 +290,7 @@ def test_an_edit_made_while_the_workloads_are_looked_at_is_not_lost(
     with_service(tmp_path, test)
 
 
+@pytest.mark.slow
 def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\nos.system('echo noise')\nraise RuntimeError('no such luck')\n")
     source = "name: bad\nroles:\n  main:\n    workload: bad:Thing\n"

@@ -283,6 +283,26 @@ def test_the_registry_may_be_lost_while_the_keeper_lives(plane: Plane, cases: Ca
         assert plane.fsck()["violations"] == []
 
 
+@pytest.mark.parametrize("moment", ["before the answer", "after the answer"])
+def test_what_is_released_while_the_keeper_is_asked_is_no_violation(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    plane.put("w", torch.zeros(1000))
+    devices = plane._space.devices
+    assert devices is not None
+    asked = devices.ask
+
+    def asks(uuid: str, words: dict[str, Any], **how: Any) -> dict[str, Any]:
+        if moment == "before the answer":
+            plane.delete("w", missing_ok=True)
+        reply = asked(uuid, words, **how)
+        plane.delete("w", missing_ok=True)
+        return reply
+
+    monkeypatch.setattr(devices, "ask", asks)
+    assert plane.fsck()["violations"] == []
+
+
 def export(crew: Crew) -> tuple[int, bytes, list[str]]:
     """Another process that owns memory of the stand-in: its pid, a handle, and what it does when told by a signal."""
     code = """

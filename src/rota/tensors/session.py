@@ -266,6 +266,7 @@ class Session:
             if last:
                 redis_server.end_running(self.home)
                 remove_root(self.root)
+        self.writer.copier.close()
         self.machine.client.close()
 
     def is_last(self) -> bool:

@@ -19,6 +19,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
 from rota.tensors.clientfile import clients_in, read_file
+from rota.tensors.copier import Copier, threads_wanted
 from rota.tensors.core import arena
 from rota.tensors.core.names import WORLD_MAX, check_count, describe, payload_bytes
 from rota.tensors.devices import PLACE_BYTES, Place
@@ -107,6 +108,7 @@ class Writer:
         self._space = space
         self._check = check
         self._chance = chance
+        self.copier = Copier(threads_wanted())
         self._groups: dict[str, deque[int]] = {}
 
     def publish(
@@ -204,11 +206,14 @@ class Writer:
         """Copy the tensors' bytes to their places."""
         faults.point("copying")
         if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
-            for target, source in zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True):
-                target[:] = source
+            self.copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
         elif pending.place is not None:
             for target, source in zip(self.view_on_device(pending, None).values(), data, strict=True):
                 target.view(-1).view(source.dtype).copy_(source)
+        elif self._is_mapped(pending):
+            memory = self._space.segments.open(pending.reserved.seg).array[pending.reserved.offset :]
+            places = [memory[each.offset : each.offset + each.bytes] for each in pending.draft.tensors]
+            self.copier.copy(list(zip(places, data, strict=True)))
         else:
             for layout, array in zip(pending.draft.tensors, data, strict=True):
                 if array.nbytes:
@@ -336,11 +341,14 @@ class Writer:
     def _refuse(self, refused: Refused, ask: Ask) -> NoReturn:
         refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
 
+    def _is_mapped(self, pending: Pending) -> bool:
+        return pending.ask.count > 1 or self._space.segments.is_open(pending.reserved.seg)
+
     def _write(self, pending: Pending, at: int, data: bytes | np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Copy into the block: through the mapping when there is one, else by pwrite, which is faster on new pages."""
         segments, offset = self._space.segments, pending.reserved.offset + at
         size = len(data)
-        if segments.is_open(pending.reserved.seg) or pending.ask.count > 1:
+        if self._is_mapped(pending):
             view = segments.open(pending.reserved.seg).array
             source = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
             view[offset : offset + size] = source

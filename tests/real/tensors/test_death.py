@@ -35,6 +35,22 @@ def test_a_writer_killed_before_its_commit_leaves_the_old_version_and_no_byte(
         assert numbers(plane) == [7.0] * 4
 
 
+def test_a_writer_killed_while_its_threads_copy_leaves_the_old_version(
+    plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    size, several = 16 << 20, {"ROTA_TENSORS_COPY_THREADS": "3"}
+    for round_ in cases(1, plane, 2, deep=15):
+        plane.put("w", np.zeros(size, np.uint8))
+        plane.put("free", np.full(size, 7, np.uint8))
+        plane.delete("free")  # its memory is used again, through a mapping
+        put = f"plane.put('w', np.ones({size}, np.uint8))"
+        assert actors.run(put, die_at=f"piece:{1 + 5 * round_ % 8}", env=several) == KILLED
+        assert not plane.get("w", as_="numpy").any()
+        assert clean(plane)["versions"] == {"ready": 1}
+        assert actors.run(put, env=several) == 0
+        assert plane.get("w", as_="numpy").all()
+
+
 @pytest.mark.parametrize("size", [100_000, 3_000_000])  # in a slab, and alone
 def test_a_file_whose_memory_its_killed_writer_did_not_make_is_used_or_goes(
     plane: Plane, actors: Crew, cases: Cases, size: int

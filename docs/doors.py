@@ -205,7 +205,8 @@ def page_of_settings() -> str:
         if get_origin(hints[one.name]) is Annotated:
             default = f"`{one.default}`" if one.default not in ("", MISSING) else ""
             lines.append(f"| `{one.name}` | `ROTA_{one.name.upper()}` | {default} | {get_args(hints[one.name])[1]} |")
-    return "\n".join([*lines, ""])
+    tensors = "A process that shares tensors has [variables of its own](../explanation/tensor-leases.md#variables)."
+    return "\n".join([*lines, "", tensors, ""])
 
 
 def page_of_metrics() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from rota.tensors.session import Session
@@ -24,11 +24,6 @@ class Finding:
     level: Literal["ok", "warn", "fail"]
     value: str
     remedy: str = ""
-
-
-def examine(session: Session) -> list[Finding]:
-    """Every finding, in a fixed order. None of the remedies is needed to work at all."""
-    return [_server(session), _socket(session), *_memory(session), _open_files(), _old_leases(session)]
 
 
 def _server(session: Session) -> Finding:
@@ -106,10 +101,6 @@ def _old_leases(session: Session) -> Finding:
 
 
 def document(session: Session) -> dict[str, Any]:
-    """The document of ``rota tensors doctor``."""
-    return {
-        "checks": [
-            {"name": each.name, "level": each.level, "value": each.value, "remedy": each.remedy}
-            for each in examine(session)
-        ]
-    }
+    """The document of ``rota tensors doctor``. None of the remedies is needed to work at all."""
+    found = [_server(session), _socket(session), *_memory(session), _open_files(), _old_leases(session)]
+    return {"checks": [asdict(each) for each in found]}

@@ -243,9 +243,8 @@ class _Plan:
             out.append(("HSET", f"{prefix}p:{name}", *_flat(parts)))
         for client, versions in self._leases.items():
             out.append(("SADD", f"{prefix}clients", client))
-            if FORK_MARK in client or client.startswith(
-                PIN_MARK
-            ):  # all others join again themselves, and may do nothing before they did
+            # all others join again themselves, and may do nothing before they did
+            if FORK_MARK in client or client.startswith(PIN_MARK):
                 out.append(("HSET", f"{prefix}c:{client}", "id", "{}"))
             if versions:
                 out.append(("HSET", f"{prefix}c:{client}:l", *[word for v in versions for word in (v, 0)]))
@@ -280,16 +279,9 @@ class _Plan:
         return out
 
     def _name(self, header: Header, *, current: int = 0, kept: list[int] | None = None) -> dict[str, Any]:
-        fresh = {
-            "v": 0,
-            "e": 0,
-            "s": 0,
-            "slot": header.slot,
-            "kind": "g" if header.group else "t",
-            "hist": "",
-            "pend": 0,
-        }
-        fields = self._names.setdefault(header.name, {**fresh, "label": ""})
+        kind = "g" if header.group else "t"
+        fresh = {"v": 0, "e": 0, "s": 0, "slot": header.slot, "kind": kind, "hist": "", "pend": 0, "label": ""}
+        fields = self._names.setdefault(header.name, fresh)
         if current:
             hist = " ".join(map(str, kept or []))
             label = self._versions[current]["label"]

@@ -169,9 +169,8 @@ def check(dump: dict[str, Any]) -> list[Violation]:
             text = f"refs {fields['refs']}, leases {refs[v]}"
             found.append(Violation(rule="I1", object=f"{fields['name']} v{v}", detail=text))
         if fields["st"] == "d" and refs[v] == 0:
-            found.append(
-                Violation(rule="I1", object=f"{fields['name']} v{v}", detail="doomed, unleased, not reclaimed")
-            )
+            text = "doomed, unleased, not reclaimed"
+            found.append(Violation(rule="I1", object=f"{fields['name']} v{v}", detail=text))
     found += _check_blocks(dump, versions) + _check_names(dump, versions)
     used = sum(int(fields["blk"]) for fields in versions.values())
     if used != int(dump.get("bytes", {}).get("used", 0)):
@@ -338,11 +337,8 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
 
 def recover(session: Session) -> dict[str, Any]:
     """Rebuild the registry."""
-    done = session.recover()
-    return {
-        "epoch": done.epoch, "names": done.names, "leases": done.leases, "promoted": done.promoted,
-        "quarantined": done.quarantined, "lost": done.lost, "seconds": round(done.seconds, 4),
-    }  # fmt: skip
+    done = asdict(session.recover())
+    return done | {"seconds": round(done["seconds"], 4)}
 
 
 def holders(space: Space, dump: dict[str, Any], version: str, now_s: float) -> list[dict[str, Any]]:

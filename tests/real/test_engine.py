@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.runtime.asking import ask_once
 
 from rota.runtime import process
 from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine
-from rota.runtime.gateway_client import GatewayClient, GatewayFiles, UnknownResult, ask_once, stop_gateway_of
+from rota.runtime.gateway_client import GatewayClient, GatewayFiles, UnknownResult, stop_gateway_of
 from rota.runtime.process import ProcessId
 from rota.spec.errors import EngineUnavailable
 
@@ -269,7 +270,7 @@ except Exception as error:
 
 def test_no_engine_no_gateway_and_asking_starts_nothing(engine_home: Path) -> None:
     assert find_engine(engine_home) is None
-    with pytest.raises(EngineUnavailable):
+    with pytest.raises(FileNotFoundError):
         ask_once(engine_home, "ping", {})
     with pytest.raises(EngineUnavailable):
         from rota.runtime.engine import add_node

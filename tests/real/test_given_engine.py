@@ -16,10 +16,11 @@ from tests.real.conftest import HOST, Engine
 from tests.real.jobs import deep
 from tests.real.nodes import Raylets
 from tests.real.test_service import Installation, free_port, of_home
+from tests.runtime.asking import ask_once
 
 from rota.runtime import process
 from rota.runtime.engine import EngineSettings
-from rota.runtime.gateway_client import GatewayClient, ask_once
+from rota.runtime.gateway_client import GatewayClient
 from rota.service import daemon
 from rota.service.config import load_settings
 

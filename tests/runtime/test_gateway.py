@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.runtime.asking import ask_once
 
 from rota.runtime import process
 from rota.runtime.engine import EngineSettings
@@ -19,7 +20,6 @@ from rota.runtime.gateway_client import (
     MESSAGE_BYTES_MAX,
     GatewayClient,
     GatewayFiles,
-    ask_once,
     command_of,
     encode,
     read_message,

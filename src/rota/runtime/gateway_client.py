@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import socket
 import struct
 import subprocess
 import sys
@@ -381,28 +380,6 @@ class GatewayClient:
 def _error_of(raw: Mapping[str, str]) -> Exception:
     kinds: dict[str, type[Exception]] = {"BAD_REQUEST": ValueError, "TIMED_OUT": TimedOut}
     return kinds.get(raw["code"], EngineUnavailable)(raw["text"])
-
-
-def ask_once(home: Path, op: str, args: Mapping[str, Any], *, timeout_s: float = 30.0) -> Any:
-    """Ask a gateway that runs already, without an event loop. Raises EngineUnavailable when there is none."""
-    files = GatewayFiles(home)
-    request = {"request_id": SystemChance().fresh(), "op": op, "args": args, "deadline_s": timeout_s}
-    try:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.settimeout(timeout_s)
-            door.connect(files.address)
-            door.sendall(encode(request))
-            with door.makefile("rb") as stream:
-                while True:
-                    (length,) = LENGTH.unpack(stream.read(LENGTH.size))
-                    message = json.loads(stream.read(length))
-                    if message.get("request_id") == request["request_id"]:
-                        break
-    except (OSError, struct.error) as error:
-        raise EngineUnavailable(f"the gateway does not answer: {error}") from error
-    if "error" in message:
-        raise _error_of(message["error"])
-    return message.get("result")
 
 
 def stop_gateway_of(home: Path) -> bool:

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,7 @@ def _find_recorded(home: environ.Home) -> Server | None:
     data = _read_record(home)
     if not data:
         return None
-    server = Server(
-        address=Address(path=data["socket"]),
-        pid=data["pid"],
-        start_time=data["start_time"],
-        kept=data["kept"],
-        program=data["program"],
-    )
+    server = Server(address=Address(path=data.pop("socket")), **data)
     return server if process.is_alive(server.process) else None
 
 
@@ -211,24 +205,14 @@ def _read_record(home: environ.Home) -> dict[str, Any]:
 
 
 def _kept(home: environ.Home, server: Server) -> Server:
-    kept = Server(
-        address=server.address, pid=server.pid, start_time=server.start_time, kept=True, program=server.program
-    )
-    _write_record(home, kept)
-    return kept
+    server = replace(server, kept=True)
+    _write_record(home, server)
+    return server
 
 
 def _write_record(home: environ.Home, server: Server) -> None:
-    text = json.dumps(
-        {
-            "socket": server.address.path,
-            "pid": server.pid,
-            "start_time": server.start_time,
-            "kept": server.kept,
-            "program": server.program,
-        }
-    )
-    process.write_private(_record(home), text)
+    facts = {name: value for name, value in asdict(server).items() if name != "address"}
+    process.write_private(_record(home), json.dumps({"socket": server.address.path, **facts}))
 
 
 def _programs(tried: list[str]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from rota.spec.errors import RegistryUnavailable, TensorError
 from rota.tensors import faults
 from rota.tensors.backends import file
 from rota.tensors.clientfile import KEEPER_MARK, PIN_MARK, ClientFile, clients_in, is_alive, make_fork_hold, read_file
+from rota.tensors.copier import Copier, threads_wanted
 from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
@@ -102,6 +103,7 @@ class Session:
     ) -> None:
         self.home, self.server, self.clock, self._chance, self._url = home, server, clock, chance, url
         self.pid = os.getpid()
+        self._copier = Copier(threads_wanted())
         self.root = shm_root(server.address.url)
         folder = self.root / namespace
         (folder / "c").mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
@@ -126,7 +128,7 @@ class Session:
         )  # fmt: skip
         check = environ.get(CHECK) == "1"
         self.reader = Reader(self.space, sealed=sealed, check=check)
-        self.writer = Writer(self.space, chance, check=check)
+        self.writer = Writer(self.space, chance, self._copier, check=check)
         self._sweeper_fd = _open_lock(folder / "sweeper.lock")
         self._recover_fd = _open_lock(folder / "recover.lock")
         self._recover_gate = threading.Lock()
@@ -266,7 +268,7 @@ class Session:
             if last:
                 redis_server.end_running(self.home)
                 remove_root(self.root)
-        self.writer.copier.close()
+        self._copier.close()
         self.machine.client.close()
 
     def is_last(self) -> bool:

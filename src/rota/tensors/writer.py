@@ -19,7 +19,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
 from rota.tensors.clientfile import clients_in, read_file
-from rota.tensors.copier import Copier, threads_wanted
+from rota.tensors.copier import Copier
 from rota.tensors.core import arena
 from rota.tensors.core.names import WORLD_MAX, check_count, describe, payload_bytes
 from rota.tensors.devices import PLACE_BYTES, Place
@@ -104,11 +104,11 @@ class Pending:
 class Writer:
     """The write path of one namespace."""
 
-    def __init__(self, space: Space, chance: Chance, *, check: bool) -> None:
+    def __init__(self, space: Space, chance: Chance, copier: Copier, *, check: bool) -> None:
         self._space = space
         self._check = check
         self._chance = chance
-        self.copier = Copier(threads_wanted())
+        self._copier = copier
         self._groups: dict[str, deque[int]] = {}
 
     def publish(
@@ -206,14 +206,14 @@ class Writer:
         """Copy the tensors' bytes to their places."""
         faults.point("copying")
         if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
-            self.copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
+            self._copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
         elif pending.place is not None:
             for target, source in zip(self.view_on_device(pending, None).values(), data, strict=True):
                 target.view(-1).view(source.dtype).copy_(source)
         elif self._is_mapped(pending):
             memory = self._space.segments.open(pending.reserved.seg).array[pending.reserved.offset :]
             places = [memory[each.offset : each.offset + each.bytes] for each in pending.draft.tensors]
-            self.copier.copy(list(zip(places, data, strict=True)))
+            self._copier.copy(list(zip(places, data, strict=True)))
         else:
             for layout, array in zip(pending.draft.tensors, data, strict=True):
                 if array.nbytes:

@@ -244,6 +244,29 @@ def test_of_a_job_that_grew_only_what_it_does_not_need_is_taken_and_it_keeps_its
     assert replayed(log.records, get_profile("default"), requests_of)["different"] == []
 
 
+@pytest.mark.parametrize("profile", ["default", "gandiva", "kai", "kueue", "las", "yarn"])
+def test_of_a_job_that_grew_and_then_moved_only_what_it_can_spare_is_taken(profile: str) -> None:
+    log = Log(profile)
+    for one in pretend_nodes("1x4x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.add(QueuesChanged(queues=({"path": "a", "guaranteed": {"gpus": 4}}, {"path": "b", "guaranteed": {"gpus": 12}})))
+    log.submit("grown", 1, 2, queue="a")
+    log.decide(1.0)
+    for gang, rank, gpus, left in (("w-1", 1, 4, ()), ("moved", 0, 2, (NodeId("r0n0"),))):
+        bundle = BundleAsk(index=0, members=(InstanceId(RoleName("w"), rank),), res=Res(cpus=1, gpus=gpus))
+        asked = GangAsked(request=GangRequest(gang=GangId(gang), bundles=(bundle,)), avoid=left)
+        log.add(asked, "grown", 2.0)
+        assert [type(event) for _, event in log.decide(3.0)] == [GangGranted]
+    log.add(GangReleased(gang=GangId("all"), epoch=Epoch(2), gone=True), "grown", 4.0)
+    log.submit("other", 2, 4, at=5, queue="b")
+    log.decide(6.0)
+    held = {row.ask.id: sum(len(slot.devices) for slot in row.held) for row in log.scheduler.state.holding()}
+    assert held == {"grown": 2, "other": 8, "grown~w-1": 4}
+    log.submit("high", 1, 4, at=40_000, priority=90, queue="b")
+    taken = [(job, event.gang) for job, event in log.decide(40_001.0) if isinstance(event, PreemptAsked)]
+    assert taken == [("grown", "w-1")], "stopping its first gang would cost less, and all the rest of it"
+
+
 def lived_log(profile: str) -> Log:
     """A log of a service: three jobs, a preemption, a node out of order, one that waits."""
     log = with_nodes(profile)

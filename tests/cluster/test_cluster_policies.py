@@ -338,3 +338,14 @@ def test_what_stands_ahead_is_what_the_order_tries_before(name: str) -> None:
         ahead = [one for one in s.jobs.values() if one.ask.queue == row.ask.queue and place[one.ask.id] < place[job]]
         told = _ahead(s, profile, row.ask, 100.0)
         assert told == (len(ahead), sum(one.ask.shape.gpus for one in ahead)), job
+
+
+@pytest.mark.parametrize(("other_at", "stopped"), [(20.0, "own"), (30.0, "other")])
+def test_a_job_costs_what_all_its_gangs_lose_and_stops_with_all_of_them(other_at: float, stopped: str) -> None:
+    s, default = state(node("n", 4), node("m", 4)), get_profile("default")
+    step(s, JobArrived(ask=ask("own~part", slot(3), part_of=JobId("own"))), default, 10.0)
+    step(s, JobArrived(ask=ask("other", slot(4))), default, other_at)
+    step(s, JobArrived(ask=ask("own", slot(1))), default, 50.0)
+    decisions = step(s, JobArrived(ask=ask("high", slot(4), priority=90)), default, 100.0)
+    assert [d.job for d in decisions if isinstance(d, Preempt)] == [stopped]
+    assert set(s.stopping) == set(s.whole(JobId(stopped)))

@@ -213,7 +213,8 @@ class Scheduler:
             return
         self._jobs[job] = replace(known, asks=(*known.asks, request))
         ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
-        ask = replace(ask, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
+        spare = self._can_spare(job, event.request.gang)
+        ask = replace(ask, part_of=job, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
         self._fact(facts.JobArrived(ask=ask), known.queued_at)
         self._left[row] = event.avoid
         for node in event.avoid if event.lost else ():
@@ -252,7 +253,7 @@ class Scheduler:
         own = [place for place in known.own if place[0].gang != gang]
         have = sum(len(request.bundles) for request, _ in own)
         instead: list[_Place] = []
-        for place in known.beside:
+        for place in sorted(known.beside, key=lambda place: self._can_spare(job, place[0].gang)):
             if self._holds(row_of(job, place[0].gang)) and have + len(place[0].bundles) <= wanted:
                 instead.append(place)
                 have += len(place[0].bundles)
@@ -322,7 +323,9 @@ class Scheduler:
         check(self.state)
         events: list[tuple[JobId, Event]] = []
         wake: list[float] = []
-        for decision in cycle.decide(self.state, self.profile, now):
+        decisions = cycle.decide(self.state, self.profile, now)
+        stopped = {one.job for one in decisions if isinstance(one, Preempt)}
+        for decision in decisions:
             match decision:
                 case Admit(job=row, held=held) if ASK in row:
                     job, gang = parts_of(row)
@@ -332,10 +335,11 @@ class Scheduler:
                 case WaitOn(job=row, wait=wait) if ASK in row:
                     job, gang = parts_of(row)
                     events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text)))
-                case Preempt(job=row, reason=reason, grace_s=grace_s, for_job=for_job) if ASK in row or ASK in for_job:
+                case Preempt(job=row, reason=reason, grace_s=grace_s, for_job=for_job):
                     (job, gang), other = parts_of(row), parts_of(for_job)[0]
                     only = gang if self._can_spare(job, gang) else None
-                    events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other, gang=only)))
+                    if not gang or job not in stopped:  # what a job holds beside stops with it
+                        events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other, gang=only)))
                 case Admit(job=job, held=held, why=why):
                     known = self._jobs[job]
                     events.append(
@@ -351,8 +355,6 @@ class Scheduler:
                     )
                 case WaitOn(job=job, wait=wait):
                     events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
-                case Preempt(job=job, reason=reason, grace_s=grace_s, for_job=for_job):
-                    events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=for_job)))
                 case Resize(job=job):
                     raise AssertionError(f"{job}: a live scheduler resizes nobody; {self.profile.name} must not grow")
                 case WakeAt(at=at):

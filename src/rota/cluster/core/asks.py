@@ -98,6 +98,10 @@ class JobAsk:
     """Data sets that it reads: nodes that lately ran a job with one of them are preferred."""
     failover: bool = False
     """In place of devices that a running job lost: it may have the nodes that are held back as spares."""
+    part_of: JobId | None = None
+    """The job that asks for this beside what it was admitted with; None for what a job is admitted with."""
+    spare: bool = False
+    """A part that its job can do without."""
     slots_max: int = 0
     """With equal slots: how many of them it can use at most, while nobody else waits for them; 0 = those it asks."""
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -106,6 +110,11 @@ class JobAsk:
     def opportunistic(self) -> bool:
         """Runs on what is left over and gives way at once."""
         return self.priority < 0
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether it can be a victim by itself: a part that its job needs stops with the job."""
+        return self.preemptible and (self.part_of is None or self.spare)
 
 
 def compile_shape(requests: Sequence[GangRequest]) -> Shape:

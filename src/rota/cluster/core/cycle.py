@@ -387,7 +387,7 @@ class _Pass:
             return None
         for victim in chosen:
             ask = self.state.jobs[victim.job].ask
-            self.state.put(self.txn, replace(self.state.jobs[victim.job], phase="stopping"))
+            fold(self.state, self.txn, JobStopping(job=victim.job), self.now)
             self.decisions.append(
                 Preempt(
                     job=victim.job,
@@ -399,7 +399,7 @@ class _Pass:
                 )
             )
         self.sets += 1
-        stopping += [victim.job for victim in chosen]
+        stopping = sorted(self.state.stopping)
         with self.txn.trial():
             self.claims.let_go(stopping)
             held = profile.placer.place(self.state, self.txn, row)
@@ -417,7 +417,7 @@ class _Pass:
         if not self.profile.starts:
             return True
         with self.txn.trial():
-            for job in (*stopping, *(victim.job for victim in chosen)):
+            for job in (*stopping, *(one for victim in chosen for one in self.state.whole(victim.job))):
                 fold(self.state, self.txn, JobReleased(job=job), self.now)
             self.claims.let_go([])
             for victim in chosen:

@@ -53,7 +53,7 @@ class PairUndone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStopping:
-    """A job was asked for its devices; it holds them until it lets go."""
+    """A job was asked for all its devices, or for those of a part of it; it holds them until it lets go."""
 
     job: JobId
 
@@ -157,8 +157,9 @@ def fold(state: State, txn: Txn, fact: Fact, now: float) -> None:
             state.put(txn, replace(row, rate=rate))
         case PairUndone(pair=pair):
             txn.put(state.undone, pair, None)
-        case JobStopping() if row is not None and row.held:
-            state.put(txn, replace(row, phase="stopping"))
+        case JobStopping(job=job) if row is not None and row.held:
+            for one in state.whole(job):
+                state.put(txn, replace(state.jobs[one], phase="stopping"))
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
             state.release(txn, job)
             served_s, done_s = row.served_by(now), row.done_s if done_s is None else done_s

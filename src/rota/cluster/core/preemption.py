@@ -19,9 +19,10 @@ SETS_MAX = 600
 """Sets tried at most in the exact search; beyond, the inclusion-minimal set stands."""
 
 
-def lost_gpu_s(row: JobRow, now: float, restart_s: float = 0.0) -> float:
+def lost_gpu_s(state: State, job: JobId, now: float, restart_s: float = 0.0) -> float:
     """Device-seconds that stopping a job throws away: work since its last commit, and its restart."""
-    return row.ask.shape.gpu_milli / 1000 * (max(0.0, now - row.saved_at) + restart_s)
+    rows = [state.jobs[one] for one in state.whole(job)]
+    return sum(row.ask.shape.gpu_milli / 1000 * (max(0.0, now - row.saved_at) + restart_s) for row in rows)
 
 
 def choose_victims(
@@ -38,14 +39,18 @@ def choose_victims(
 
     Candidates are added in the given order until the job fits, then each is left out again, last first, if it still
     fits: no member of the set is superfluous. Of at most ``EXACT_MAX`` candidates the set of least cost is taken.
+    Nobody is stopped as long as jobs that only become smaller make room.
     """
+    spare = [one for one in candidates if one[0].ask.spare]
+    if 0 < len(spare) < len(candidates):
+        found = choose_victims(state, txn, row, placer, spare, now, restart_s=restart_s)
+        if found is not None:
+            return found
     reasons = {other.ask.id: reason for other, reason in candidates}
     chosen = enough_of(state, txn, row, placer, list(reasons))
     if chosen is None:
         return None
-    cost = {
-        job: lost_gpu_s(state.jobs[job], now, restart_s) for job in (reasons if len(reasons) <= EXACT_MAX else chosen)
-    }
+    cost = {job: lost_gpu_s(state, job, now, restart_s) for job in (reasons if len(reasons) <= EXACT_MAX else chosen)}
     if len(reasons) <= EXACT_MAX:
         chosen = _cheapest(state, txn, row, placer, sorted(cost, key=lambda job: (cost[job], job)), cost, chosen)
     return tuple(Victim(job=job, reason=reasons[job], lost_gpu_s=cost[job]) for job in chosen)
@@ -54,6 +59,8 @@ def choose_victims(
 def _place_without(
     state: State, txn: Txn, row: JobRow, placer: Placer, jobs: Sequence[JobId]
 ) -> tuple[Held, ...] | None:
+    if state.parts:
+        jobs = list(dict.fromkeys(one for job in jobs for one in state.whole(job)))
     with txn.trial():
         state.lift(txn, jobs)
         return placer.place(state, txn, row)
@@ -67,7 +74,7 @@ def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequen
     least, held = found
     # Only those on the nodes that it would get can matter to that placement.
     nodes = {slot.node for slot in held}
-    chosen = [job for job in order[:least] if any(slot.node in nodes for slot in state.jobs[job].held)]
+    chosen = [job for job in order[:least] if not nodes.isdisjoint(_nodes_of(state, job))]
     if _place_without(state, txn, row, placer, chosen) is None:
         chosen = list(order[:least])
     for job in reversed(chosen):
@@ -75,6 +82,10 @@ def enough_of(state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequen
         if rest and _place_without(state, txn, row, placer, rest) is not None:
             chosen = rest
     return chosen
+
+
+def _nodes_of(state: State, job: JobId) -> list[int]:
+    return [slot.node for one in state.whole(job) for slot in state.jobs[one].held]
 
 
 def _least_prefix(
@@ -155,7 +166,12 @@ def make_room(
             if fewer is not None and allowed([r for r in moved if r.ask.id not in fewer]):
                 taken, places = moved, fewer
             return tuple(
-                Victim(job=r.ask.id, reason=reason, lost_gpu_s=lost_gpu_s(r, now), to=places.get(r.ask.id, ()))
+                Victim(
+                    job=r.ask.id,
+                    reason=reason,
+                    lost_gpu_s=lost_gpu_s(state, r.ask.id, now),
+                    to=places.get(r.ask.id, ()),
+                )
                 for r in taken
                 if places.get(r.ask.id) != r.held
             )

@@ -75,6 +75,7 @@ class State:
 
     ``lines`` has who waits by kind of request, ``asking`` by queue, highest priority and longest queued first.
     ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
+    ``parts`` what jobs hold or ask for beside their admission,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
@@ -95,6 +96,7 @@ class State:
         self.stopping: dict[JobId, None] = {}
         self.running: dict[tuple[str, int], dict[JobId, None]] = {}
         self.ends: list[tuple[float, JobId]] = []
+        self.parts: dict[JobId, dict[JobId, None]] = {}
         self.undone: dict[tuple[str, str], None] = {}
         self.data: dict[NodeId, tuple[str, ...]] = {}
         self.books: list[Book] = []
@@ -213,6 +215,10 @@ class State:
                 txn.drop(self.running[ran], job)
             if runs is not None:
                 txn.put(self.running.setdefault(runs, {}), job, None)
+        if old is None and new is not None and new.ask.part_of is not None:
+            txn.put(self.parts.setdefault(new.ask.part_of, {}), job, None)
+        elif new is None and old is not None and old.ask.part_of is not None:
+            txn.drop(self.parts[old.ask.part_of], job)
         for index, member in (
             (self.fresh, waits is not None and waits.wait is None),
             (self.stopping, new is not None and new.phase == "stopping"),
@@ -357,6 +363,10 @@ class State:
         busy = {slot.node for row in self.jobs.values() if not row.ask.opportunistic for slot in row.held}
         return [row for row in np.flatnonzero(self.usable).tolist() if row not in busy][-count:]
 
+    def whole(self, job: JobId) -> list[JobId]:
+        """What holds devices and stops when this one is stopped: itself, and what its job holds beside."""
+        return [job, *(part for part in sorted(self.parts.get(job, ())) if self.jobs[part].held)]
+
     def holding(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""
         return [self.jobs[job] for job in sorted(self.jobs) if self.jobs[job].held]
@@ -380,6 +390,7 @@ class State:
         new.lines = {key: list(line) for key, line in self.lines.items()}
         new.asking = {queue: list(jobs) for queue, jobs in self.asking.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
+        new.parts = {job: dict(parts) for job, parts in self.parts.items()}
         new.undone, new.data = dict(self.undone), dict(self.data)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None
         return new

@@ -49,11 +49,13 @@ class Proportional:
             other
             for other in state.jobs.values()
             if other.phase == "running"
-            and other.ask.preemptible
+            and other.ask.may_stop
             and other.ask.queue != row.ask.queue
             and giving.get(other.ask.queue, Fraction(0)) > 0
         ]
-        candidates.sort(key=lambda r: (r.ask.priority, lost_gpu_s(r, now), -r.started_at, r.ask.id))
+        candidates.sort(
+            key=lambda r: (r.ask.priority, not r.ask.spare, lost_gpu_s(state, r.ask.id, now), -r.started_at, r.ask.id)
+        )
         kept: list[tuple[JobRow, Reason]] = []
         for other in candidates:
             if giving[other.ask.queue] > 0:

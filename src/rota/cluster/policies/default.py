@@ -89,16 +89,23 @@ class LeastCost:
             return None
         entitled = self._inside_guarantee(state, row)
         over = self._spare(state) if entitled else {}
-        found: list[tuple[int, int, float, float, JobId]] = []
+        found: list[tuple[int, int, bool, float, float, JobId]] = []
         # The lowest priority of a queue comes first: it counts first towards what the queue has above its promise.
         for (queue, priority), jobs in sorted(state.running.items()):
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
             if kind is None:
                 continue
             able = (
-                (kind, priority, lost_gpu_s(other, now, self.restart_s), -other.started_at, other.ask.id)
-                for other in map(state.jobs.__getitem__, jobs)
-                if other.ask.preemptible and now - other.started_at >= self.min_runtime_s
+                (
+                    kind,
+                    priority,
+                    not other.ask.spare,
+                    lost_gpu_s(state, job, now, self.restart_s),
+                    -other.started_at,
+                    job,
+                )
+                for job in jobs
+                if (other := state.jobs[job]).ask.may_stop and now - other.started_at >= self.min_runtime_s
             )
             if kind != 1:
                 found += able

@@ -80,7 +80,7 @@ class MoveThenTurns:
             other
             for other in state.jobs.values()
             if other.phase == "running"
-            and other.ask.preemptible
+            and other.ask.may_stop
             and not other.ask.avoid
             and other.started_at // self.round_s < now // self.round_s
         ]
@@ -89,7 +89,7 @@ class MoveThenTurns:
             return tuple(self._victim(state, job, Reason.MIGRATED_AFFINITY, to) for job, to in places.items())
         if not self.turns:
             return None
-        order = [other.ask.id for other in sorted(able, key=lambda other: (other.started_at, other.ask.id))]
+        order = [other.ask.id for other in sorted(able, key=_turn)]
         chosen = enough_of(state, txn, row, placer, order)
         return tuple(self._victim(state, job, Reason.TIME_SLICE) for job in chosen or ()) or None
 
@@ -136,6 +136,11 @@ class MoveThenTurns:
                 return None
             take_all(state, txn, found[0], -1)
             return found[1] if potential(state.free.sum(axis=1).tolist()) < before else None
+
+
+def _turn(row: JobRow) -> tuple[Any, ...]:
+    """Who gives way first: what its job can do without, then who ran longest."""
+    return (not row.ask.spare, row.started_at, row.ask.id)
 
 
 def _rest_s(row: JobRow, now: float, horizon_s: float) -> float:

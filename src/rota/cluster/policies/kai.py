@@ -238,10 +238,10 @@ class ShareVictims:
         for other in state.jobs.values():
             same = other.ask.queue == row.ask.queue
             mine = {"consolidate": True, "reclaim": not same, "preempt": same and _below(other, row)}[action]
-            if mine and other.phase == "running" and other.ask.preemptible and other.started_at < now:
+            if mine and other.phase == "running" and other.ask.may_stop and other.started_at < now:
                 by_queue.setdefault(other.ask.queue, []).append(other)
         for jobs in by_queue.values():
-            jobs.sort(key=lambda r: (-r.ask.priority, r.ask.queued_at, r.ask.id))
+            jobs.sort(key=lambda r: (r.ask.spare, -r.ask.priority, r.ask.queued_at, r.ask.id))
         used = used_soon(state)
         while by_queue:
             path = max(by_queue, key=lambda path: self._standing(state, used, path))

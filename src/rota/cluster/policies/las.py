@@ -45,14 +45,14 @@ class Outranked:
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         mine = self._place(state, row, now)
         behind = [
-            (place, other.started_at, job)
+            (other.ask.spare, place, other.started_at, job)
             for group in state.running.values()
             for job in group
-            if (other := state.jobs[job]).ask.preemptible and (place := self._place(state, other, now)) > mine
+            if (other := state.jobs[job]).ask.may_stop and (place := self._place(state, other, now)) > mine
         ]
         chosen = enough_of(state, txn, row, placer, [job for *_, job in sorted(behind, reverse=True)])
         return tuple(
-            Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state.jobs[job], now))
+            Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state, job, now))
             for job in chosen or ()
         )
 

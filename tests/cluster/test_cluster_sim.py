@@ -69,9 +69,12 @@ def test_the_same_input_gives_the_same_output(tmp_path: Path) -> None:
 
 
 def test_a_job_that_never_fits_is_unschedulable_and_has_no_times(tmp_path: Path) -> None:
-    shown = run_sim(*files(tmp_path, TRACE + "huge,1,1,64,a\n"), "private")
+    shown = run_sim(*files(tmp_path, TRACE + "huge,1,1,640,a\n"), "fifo")
     (huge,) = (job for job in shown["jobs"] if job["job_id"] == "huge")
     assert (huge["state"], huge["first_start_s"], shown["summary"]["unschedulable"]) == ("UNSCHEDULABLE", None, 1)
+    (never,) = shown["never_started"]
+    assert (never["job_id"], never["reason"]) == ("huge", "TOO_LARGE")
+    assert never["text"].startswith("the whole gang asks 640 gpus at once; the cluster has ")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def test_two_jobs_of_one_node_run_one_after_the_other(tmp_path: Path) -> None:
     assert "3 of 3 finished" in out and "1m30s" in out
 
 
+def test_a_job_that_can_never_start_is_named_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "jobs.csv").write_text(TRACE + "z,0,1,640,x\n")
+    status, out, _ = rota("sim", "run", *GIVEN, "--profile", "fifo")
+    assert status == 0
+    assert out.rstrip().splitlines()[-1].startswith("never started: z of x: TOO_LARGE: the whole gang asks 640 gpus")
+
+
 def test_profiles_are_compared_with_the_first() -> None:
     status, out, _ = rota("sim", "compare", *GIVEN, "--profiles", "private,pool", "--json")
     document = json.loads(out)

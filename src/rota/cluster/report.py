@@ -32,6 +32,9 @@ class JobLine:
     guaranteed: bool
     work_s: float
     deadline_s: float | None = None
+    reason: str = ""
+    """Why it never started, with a sentence in ``text``."""
+    text: str = ""
 
     @property
     def wait_s(self) -> float | None:
@@ -141,6 +144,12 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
             "p99": float(np.percentile(run.decision_s, 99)) * 1000 if run.decision_s else None,
         },
     }
+
+
+def never_started(jobs: Sequence[JobLine]) -> list[dict[str, Any]]:
+    """Jobs without a start, and why: with the state UNSCHEDULABLE not even an empty cluster would hold them."""
+    names = ("job_id", "vc", "gpus", "state", "reason", "text")
+    return [{name: getattr(job, name) for name in names} for job in jobs if job.first_start_s is None]
 
 
 def per_tenant(jobs: Sequence[JobLine], borrowed: Mapping[str, float]) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.snapshot import TENANT_LABEL, State
 from rota.cluster.plots import Drawn, write_plots
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, per_tenant, summary, versus, write_jobs
+from rota.cluster.report import JOBS_SHOWN_MAX, JobLine, never_started, per_tenant, summary, versus, write_jobs
 from rota.cluster.sim import Overheads, SimJob, SimResult, Simulation
 from rota.cluster.traces import Tenant, Trace, TraceError, TraceJob, read_tenants, read_trace
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
+from rota.spec.reasons import INFO
 from rota.spec.resources import Device, Node, Res
 
 
@@ -132,6 +133,8 @@ def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
             guaranteed=not run.job.ask.opportunistic,
             work_s=run.job.work_s,
             deadline_s=run.job.deadline_s,
+            reason=run.why.reason if run.why else "",
+            text=(run.why.text or INFO[run.why.reason].text) if run.why else "",
         )
         for run in result.runs.values()
     ]
@@ -154,6 +157,7 @@ def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool
         },
         "summary": summary(lines, result, {one.vc: one.entitled for one in given.tenants}, skipped=given.trace.skipped),
         "vcs": per_tenant(lines, borrowed),
+        "never_started": never_started(lines)[:JOBS_SHOWN_MAX],
     }
     if all_jobs or len(lines) <= JOBS_SHOWN_MAX:
         shown["jobs"] = [line.row() for line in lines]

@@ -11,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rota.cluster.core import cycle, facts
+from rota.cluster.core.admission import shape_feasible
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.binding import unusable_share
 from rota.cluster.core.check import InvariantBroken, violations
 from rota.cluster.core.packing import HALF, pair_of, partners
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.quota import GPU, UNLIMITED
-from rota.cluster.core.rows import Held, JobRow, LineKey, line_key
+from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key
 from rota.cluster.core.snapshot import State
 from rota.cluster.report import RunFigures
 from rota.runtime.clock import Clock
@@ -90,6 +91,8 @@ class JobRun:
     """Grows with every start and every change of the rate; an expected end of an older plan is void."""
     gpus: float = 0.0
     """Devices that it has now; half of each where two share them."""
+    why: Wait | None = None
+    """Why it never starts, or waits when the run is over."""
 
 
 class Sample(NamedTuple):
@@ -139,7 +142,7 @@ class Simulation:
         self.wakes: set[float] = set()
         self.measured: dict[JobId, float] = {}
         self._empty: State | None = None
-        self._feasible: dict[LineKey, bool] = {}
+        self._never: dict[LineKey, Wait | None] = {}
         first = min((job.submit_s for job in jobs), default=0.0) if now is None else now
         self.result = SimResult(runs=self.runs, first_s=first, last_s=first, gpus=int(state.free[state.usable].sum()))
         self._borrowed = np.zeros(len(state.queues.rows))
@@ -188,6 +191,8 @@ class Simulation:
         }
         result.fragmentation = float(np.mean(self._samples)) if self._samples else 0.0
         result.share_gap = self._gap_s / self._waiting_s if self._waiting_s else 0.0
+        for job in self.runs.keys() & self.state.jobs.keys():
+            self.runs[job].why = self.state.jobs[job].wait
         result.violations += len(violations(self.state))
         result.wall_s = self.clock.monotonic_s() - began
         return result
@@ -243,27 +248,32 @@ class Simulation:
         return True
 
     def _arrive(self, run: JobRun) -> None:
-        if not self._could_ever_run(run.job.ask):
+        run.why = self._never_runs(run.job.ask)
+        if run.why is not None:
             run.state = "UNSCHEDULABLE"
             return
         there = self.state.jobs.get(run.job.ask.id)
         if there is None or there.ask is not run.job.ask:
             facts.apply(self.state, facts.JobArrived(ask=run.job.ask), self.now)
 
-    def _could_ever_run(self, ask: JobAsk) -> bool:
-        """Whether the profile would start the job on the empty cluster; one answer for all equal jobs."""
+    def _never_runs(self, ask: JobAsk) -> Wait | None:
+        """Why the profile would not start the job even on the empty cluster; one answer for all equal jobs."""
         row = JobRow(ask=ask)
         key = line_key(row)
-        if key not in self._feasible:
+        if key not in self._never:
             if self._empty is None:
                 self._empty = State(self.state.nodes, self.state.queues.rows)
             with self._empty.txn() as txn:
                 self._empty.put(txn, row)
-                self._feasible[key] = (
-                    self.profile.division.verdict(self._empty, row) is None
-                    and self.profile.placer.place(self._empty, txn, row) is not None
-                )
-        return self._feasible[key]
+                wait = self.profile.division.verdict(self._empty, row)
+                if wait is None and self.profile.placer.place(self._empty, txn, row) is None:
+                    short = shape_feasible(self._empty, ask.shape)
+                    text = (
+                        f"{short.text}." if short else f"The empty cluster has no place for it ({self.profile.name})."
+                    )
+                    wait = Wait(reason=short.reason if short else Reason.TOO_LARGE, text=text)
+            self._never[key] = wait
+        return self._never[key]
 
     def _end(self, job: JobId) -> None:
         run = self.runs[job]

@@ -26,7 +26,8 @@ class OwnDevices:
             if row.ask.opportunistic or (guaranteed and state.used[queue, GPU] + need > guaranteed):
                 return Wait(
                     reason=Reason.GUARANTEE_FULL_NO_BORROW,
-                    text=f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed gpus are in use.",
+                    text=f"{need / 1000:g} gpus are asked, "
+                    f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed ones are in use.",
                     fields={"queue": tree.rows[queue].path},
                 )
         return None

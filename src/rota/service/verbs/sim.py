@@ -19,6 +19,9 @@ SCALE = Annotated[float, Parameter(help="Multiplies the nodes of every tenant.")
 PLOTS = Annotated[Path | None, Parameter(help="Folder for drawings (SVG): use, queue, fairness, waits by tenant.")]
 SEED = Annotated[int, Parameter(help="Seed of everything random.")]
 
+NEVER_MAX = 10
+"""Jobs that never started, shown as text."""
+
 
 def run(
     *,
@@ -190,6 +193,11 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
             for name, one in doc["vcs"].items()
         ],
     )
+    never = doc["never_started"]
+    for one in never[:NEVER_MAX]:
+        term.line(f"never started: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
+    if len(never) > NEVER_MAX:
+        term.line(f"never started: {len(never) - NEVER_MAX} more; --json has them all")
 
 
 def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:

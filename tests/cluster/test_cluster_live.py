@@ -24,6 +24,7 @@ from rota.spec.events import (
     GangGranted,
     GangReleased,
     JobAdmitted,
+    JobChanged,
     JobEnded,
     JobQueued,
     JobRequeued,
@@ -197,6 +198,39 @@ def test_every_change_that_is_listed_makes_the_job_start() -> None:
     counts = {c["change"]["set"]: c["change"]["value"] for c in shown["would_start_now_with"]}
     assert counts == {"roles.w.replicas": 1, "roles.w.resources.gpus": 2}
     assert log.scheduler.explain_spec(spec("new", 2, 5), 3.0).starts_now is False
+
+
+def test_on_a_cluster_of_cores_alone_a_wait_counts_cores_and_every_offer_works() -> None:
+    log = Log("default")
+    log.add(NodeJoined(node=node("n", 0, cpus=8)))
+    log.add(QueuesChanged(queues=({"path": "a", "limit": {"gpus": 0, "cpus": 7}}, {"path": "b"})))
+    log.submit("runs", 6, 0, queue="a")
+    log.submit("long", 1, 0, at=1, queue="b")
+    log.decide(1.0)
+    log.submit("waits", 2, 0, at=2, queue="b")
+    log.submit("limited", 1, 0, at=2, queue="a", priority=40)
+    log.decide(3.0)
+
+    def offers(job: str) -> tuple[str, list[str]]:
+        found = log.scheduler.explain(JobId(job), 4.0)
+        assert found is not None and found.why is not None
+        return found.why.text, [f"{one['text']}: {one['cost']}" for one in found.would_start_now_with]
+
+    assert offers("waits")[0] == "2 cores are asked, 0 are free and 8 in use.", (
+        "as it is now, not as it was at the pass"
+    )
+    log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "limited", 4.0)
+    text, found = offers("waits")
+    assert text == "2 cores are asked, 1 are free and 7 in use."
+    assert found[:2] == ["priority 51 instead of 50: preempts long first", "1 instead of 2 instances of w: none"]
+    log.add(JobChanged(changes={"priority": 51}), "waits", 5.0)
+    assert [job for job, event in log.decide(5.0) if isinstance(event, PreemptAsked)] == ["long"]
+    for job in ("waits", "long"):
+        log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), job, 6.0)
+    log.submit("more", 2, 0, at=7, queue="a")
+    assert "queue b instead of a: the share of b" in offers("more")[1]
+    log.add(JobChanged(changes={"queue": "b"}), "more", 8.0)
+    assert [job for job, event in log.decide(8.0) if isinstance(event, JobAdmitted)] == ["more"]
 
 
 def test_a_limit_of_a_queue_holds_for_all_below_it() -> None:

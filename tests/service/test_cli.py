@@ -488,6 +488,7 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         assert "QUEUED" in small_line and small_line.endswith(" preempted for hello-1")
         assert (rows[story.id].ask.queued_at, rows[story.id].phase) == (queued_at, "queued"), "its place in the queue"
         told = (await ask("explain", "small-1")).out
+        assert "placed on" not in told, "it waits"
         assert "(preempted for hello-1)" in told and "attempt ended (attempt 1)" in told
         assert (await ask("show", "small-1", "--json")).document["attempts"][0]["for_job"] == "hello-1"
         text = (await service.http.get("/metrics")).text
@@ -588,7 +589,7 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
             assert row in table
         (tmp_path / "job.yaml").write_text(HELLO)
         assert (await ask("run", "job.yaml", "-q", "cores", "-d")).status == 0
-        assert " devices used, limit 8 cpus\n" in (await ask("explain", "hello-1")).out
+        assert " cpus used, limit 8 cpus\n" in (await ask("explain", "hello-1")).out
         assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
         nodes = (await ask("nodes", "--json")).document["items"]
         assert [(node["id"], node["state"], node["text"]) for node in nodes] == [

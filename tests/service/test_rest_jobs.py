@@ -176,13 +176,15 @@ def test_a_waiting_job_says_what_binds_it_and_what_would_let_it_start(tmp_path: 
         assert explain["queue"] | {"guaranteed": None, "limit": None} == {
             "path": "default",
             "used": 6.0,
+            "used_cpus": 2.0,
             "guaranteed": None,
             "limit": None,
             "guaranteed_cpus": None,
             "limit_cpus": None,
         }
         assert [one["change"] for one in explain["would_start_now_with"]] == [
-            {"set": "roles.main.resources.gpus", "value": 1}
+            {"set": "priority", "value": 51},
+            {"set": "roles.main.resources.gpus", "value": 1},
         ]
         assert job["id"] == "hello-3"
 

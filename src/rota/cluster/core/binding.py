@@ -13,7 +13,7 @@ from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.snapshot import LOST, State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
-from rota.spec.resources import Health
+from rota.spec.resources import Health, format_size
 
 HEALTHS = tuple(str(health) for health in Health)
 NAMED_MAX = 8
@@ -106,8 +106,27 @@ def waits_because(state: State, ask: JobAsk, placer: Placer) -> Wait:
     for reason, relaxed in _relaxations(shape):
         if _fits(state, replace(ask, shape=relaxed), placer):
             return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
-    reason = Reason.FRAGMENTED if shape.gpu_milli else Reason.CPU_OR_MEMORY
-    return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
+    if not shape.gpu_milli:
+        return _cores_and_memory(state, shape)
+    return Wait(reason=Reason.FRAGMENTED, text=_TEXTS[Reason.FRAGMENTED], fields=fields)
+
+
+def _cores_and_memory(state: State, shape: Shape) -> Wait:
+    """Of a job without devices: what it asks of cores and memory in all, what is free and in use on usable nodes."""
+    rows = np.flatnonzero(state.usable)
+    cpu, memory = sum(slot.cpu_milli for slot in shape.slots), sum(slot.mem for slot in shape.slots)
+    free_cpu, free_memory = int(state.cpu[rows].sum()), int(state.mem[rows].sum())
+    used_cpu = sum(round(state.nodes[row].cpus * 1000) for row in rows.tolist()) - free_cpu
+    used_memory = sum(state.nodes[row].memory_bytes for row in rows.tolist()) - free_memory
+    text = f"{cpu / 1000:g} cores are asked, {free_cpu / 1000:g} are free and {used_cpu / 1000:g} in use"
+    fields: dict[str, object] = {"asked_cpus": cpu / 1000, "free_cpus": free_cpu / 1000, "used_cpus": used_cpu / 1000}
+    if memory:
+        sizes = {"asked": memory, "free": free_memory, "used": used_memory}
+        text += f"; memory: {', '.join(f'{format_size(size)} {word}' for word, size in sizes.items())}"
+        fields |= {f"{word}_memory": size for word, size in sizes.items()}
+    if cpu <= free_cpu and memory <= free_memory:
+        text += ", but not together on nodes as the gang needs them"
+    return Wait(reason=Reason.CPU_OR_MEMORY, text=f"{text}.", fields=fields)
 
 
 def sick_nodes(state: State) -> dict[str, str]:

@@ -11,7 +11,9 @@ from rota.cluster.core.admission import amount
 from rota.cluster.core.asks import JobAsk, Shape
 from rota.cluster.core.binding import Tally, sick_nodes, tally
 from rota.cluster.core.cycle import decide, place_in_order
+from rota.cluster.core.memory import Memory
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
+from rota.cluster.core.quota import GPU
 from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.variants import smaller
@@ -72,7 +74,9 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanati
 
 def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
+    memory, state.memory = state.memory, Memory()  # what is remembered of a verdict has the numbers of its time
     wait, preempts = _tried(state, profile, ask, now)
+    state.memory = memory
     ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)
     return Explanation(
         job=ask.id,
@@ -133,8 +137,10 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
         return _tried(state, profile, replace(ask, shape=shape), now)[0] is None
 
     found: list[dict[str, Any]] = []
-    if wait.reason is Reason.BEHIND_IN_ORDER:
+    if wait.reason not in (Reason.NOT_BEFORE, Reason.QUEUE_CLOSED):
         found += _by_priority(state, profile, ask, now)
+    if wait.reason is not Reason.NOT_BEFORE:
+        found += _by_queue(state, profile, ask, now)
     if wait.reason in (Reason.NOT_BEFORE,) and _tried(state, profile, replace(ask, not_before=0.0), now)[0] is None:
         found.append({"change": {"set": "not_before", "value": None}, "text": "without its start time", "cost": "none"})
     if wait.reason is Reason.BAD_CELLS:
@@ -164,17 +170,32 @@ def _bounded(test: Callable[[Shape], bool]) -> Callable[[Shape], bool]:
 
 
 def _by_priority(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
-    """The lowest higher priority that starts the job now, if there is one."""
-    above = sorted({row.ask.priority + 1 for row in state.waiting() if row.ask.priority >= ask.priority})
-    for priority in above:
-        if _tried(state, profile, replace(ask, priority=priority), now)[0] is None:
+    """The lowest higher priority that starts the job now, or has others give way for it."""
+    ahead = {row.ask.priority for row in state.waiting()}
+    ahead |= {priority for (queue, priority), jobs in state.running.items() if jobs and queue == ask.queue}
+    for priority in sorted(one + 1 for one in ahead if one >= ask.priority)[:CHANGES_MAX]:
+        wait, stopped = _tried(state, profile, replace(ask, priority=priority), now)
+        if wait is None or stopped:
+            names = ", ".join(str(one["job"]) for one in stopped)
             return [
                 {
                     "change": {"set": "priority", "value": priority},
                     "text": f"priority {priority} instead of {ask.priority}",
-                    "cost": "jobs of lower priority wait longer",
+                    "cost": f"preempts {names} first" if stopped else "jobs of lower priority wait longer",
                 }
             ]
+    return []
+
+
+def _by_queue(state: State, profile: Profile, ask: JobAsk, now: float) -> list[dict[str, Any]]:
+    """Another queue in which the job starts now, if there is one; those with most of their guarantee left first."""
+    tree = state.queues
+    others = [row for row, queue in enumerate(tree.rows) if tree.leaf[row] and queue.path != ask.queue]
+    others.sort(key=lambda row: int(state.used[row, GPU] - tree.guaranteed[row, GPU]))
+    for path in (tree.rows[row].path for row in others[:CHANGES_MAX]):
+        if _tried(state, profile, replace(ask, queue=path), now)[0] is None:
+            change = {"set": "queue", "value": path}
+            return [{"change": change, "text": f"queue {path} instead of {ask.queue}", "cost": f"the share of {path}"}]
     return []
 
 

@@ -42,7 +42,7 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
         [
             ("job", f"{doc['job']}  {state_text(doc)}"),
             ("why", f"{why['code']}: {why['text']}" if why else ""),
-            ("queue", f"{queue['path']}: {amount(queue['used'])} devices used{_limits(queue)}"),
+            ("queue", f"{queue['path']}: {_used(queue)} used{_limits(queue)}"),
             ("ahead", f"{ahead['jobs']} jobs, {amount(ahead['gpus'])} devices" if doc["waiting"] else ""),
             ("estimate", estimate_text(doc.get("estimate"))),
             ("placed on", shortened(placement.get("nodes", []), 8)),
@@ -60,6 +60,11 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
                 term.line(f"  {row}")
     if doc.get("see"):
         term.line(f"\nsee also: {doc['see']}")
+
+
+def _used(queue: Mapping[str, Any]) -> str:
+    cores = f"{amount(queue['used_cpus'])} cpus"
+    return f"{amount(queue['used'])} devices, {cores}" if queue["used"] or not queue["used_cpus"] else cores
 
 
 def _limits(queue: Mapping[str, Any]) -> str:

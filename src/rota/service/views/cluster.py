@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rota.service.views.explain import stated, used_gpus
+from rota.service.views.explain import stated, used_in
 from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when
 from rota.service.views.story import JobStory
@@ -112,7 +112,7 @@ def queue_tree(installation: Installation) -> dict[str, Any]:
             for one in installation.live.values()
             if one.state.holds_devices and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
         ]
-        used = used_gpus(installation, queue.path)
+        used = used_in(installation, queue.path, "gpus")
         guaranteed = stated(queue.guaranteed, "gpus")
         items.append(
             {

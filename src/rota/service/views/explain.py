@@ -13,6 +13,7 @@ from rota.spec import codec
 from rota.spec.resources import Res
 from rota.spec.states import JobState
 
+Dim = Literal["gpus", "cpus"]
 BLOCKERS_MAX = 10
 DECISIONS_MAX = 20
 
@@ -63,21 +64,22 @@ def _queue(story: JobStory, installation: Installation) -> dict[str, Any]:
     promised = [(name, getattr(from_tree, name, None)) for name in ("guaranteed", "limit")]
     return {
         "path": story.queue,
-        "used": used_gpus(installation, story.queue),
+        "used": used_in(installation, story.queue, "gpus"),
+        "used_cpus": used_in(installation, story.queue, "cpus"),
         **{name: stated(res, "gpus") for name, res in promised},
         **{f"{name}_cpus": stated(res, "cpus") for name, res in promised},
     }
 
 
-def stated(res: Res | None, dim: Literal["gpus", "cpus"]) -> float | None:
+def stated(res: Res | None, dim: Dim) -> float | None:
     """What a guarantee or limit says of devices or cores; None where it says nothing, which is kept as zero."""
     return getattr(res, dim) or None if res else None
 
 
-def used_gpus(installation: Installation, queue: str) -> float:
-    """Devices that jobs of a queue, and of the queues below it, hold now."""
+def used_in(installation: Installation, queue: str, dim: Dim) -> float:
+    """Devices or cores that jobs of a queue, and of the queues below it, hold now."""
     return sum(
-        bundle.res.gpus
+        getattr(bundle.res, dim)
         for story in installation.live.values()
         if (story.queue == queue or story.queue.startswith(f"{queue}/"))
         and story.state.holds_devices
@@ -112,7 +114,7 @@ def _ends(story: JobStory) -> float:
 
 
 def _placement(story: JobStory) -> dict[str, Any] | None:
-    if story.placement is None or story.state.terminal:
+    if story.placement is None or not story.state.holds_devices:
         return None
     return {"nodes": list(story.placement.nodes), "why": story.attempts[-1].why}
 

@@ -248,6 +248,30 @@ def test_a_limit_of_a_queue_holds_for_all_below_it() -> None:
     assert queue_from_json({"path": "q", "limit": {"gpus": 4}}).limit == Res(cpus=0, gpus=4)
 
 
+def test_a_user_at_the_limit_of_a_queue_holds_up_nobody_else_in_it() -> None:
+    log = with_nodes()
+    log.add(QueuesChanged(queues=({"path": "team", "user_limit": {"gpus": 3}}, {"path": "team/a"}, {"path": "team/b"})))
+    for name, queue, user in (("one", "a", "ann"), ("two", "b", "ann"), ("three", "b", "bob")):
+        log.add(JobSubmitted(spec=spec(name, 1, 2, queue=f"team/{queue}"), user=user), name)
+        log.add(JobQueued(), name)
+    events = dict(log.decide(1.0))
+    waits = events.pop(JobId("two"))
+    assert isinstance(waits, JobWaits) and waits.reason is Reason.USER_LIMIT
+    assert waits.text == "In queue team user ann has 2 gpus of a limit of 3 gpus; the job asks 2 gpus."
+    assert {job for job, event in events.items() if isinstance(event, JobAdmitted)} == {"one", "three"}
+    answer = log.scheduler.explain(JobId("two"), 2.0)
+    assert answer is not None
+    offer = next(one["change"] for one in answer.would_start_now_with if "user" in one["text"])
+    assert offer == {"set": "queues.team.user_limit.gpus", "value": 4.0}
+    short = log.scheduler.infeasible(spec("x", 2, 2, queue="team/a"))
+    assert (
+        short is not None
+        and short.text == "the job asks 4 gpus in all; the cluster has a limit of 3 gpus for a user of team"
+    )
+    log.add(QueuesChanged(queues=({"path": "team", "user_limit": {"gpus": 4}}, {"path": "team/a"}, {"path": "team/b"})))
+    assert [job for job, event in log.decide(3.0) if isinstance(event, JobAdmitted)] == ["two"]
+
+
 def test_an_equal_job_that_waits_gets_the_reason_of_its_line_and_a_higher_limit_is_offered() -> None:
     queues = (Queue(path="default", limit=Res(cpus=0, gpus=4)),)
     s, fifo = state(node("n", 8), queues=queues), get_profile("fifo")

@@ -9,7 +9,7 @@ from cluster_makers import ask, node, shape, slot, state
 
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived, NodeChanged, apply
+from rota.cluster.core.facts import JobArrived, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.policies.profiles import get_profile
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
@@ -37,6 +37,10 @@ def gpus(count: int) -> Res:
 TWO_BY_THREE = (ask("r1", slot(3)), ask("r2", slot(3)))
 CASES = {
     Reason.QUOTA_LIMIT: Case(jobs=(ask("j", slot(2)),), queue=Queue(path="default", limit=gpus(1))),
+    Reason.USER_LIMIT: Case(
+        jobs=(ask("run", slot(2), user="ann"), ask("other", user="bob"), ask("j", user="ann")),
+        queue=Queue(path="default", user_limit=gpus(2)),
+    ),
     Reason.NO_FREE_DEVICES: Case(jobs=(ask("run", slot(4)), ask("j"))),
     Reason.FRAGMENTED: Case(jobs=(*TWO_BY_THREE, ask("j", slot(2))), nodes=(node("n", 4), node("m", 4))),
     Reason.WRONG_TYPE: Case(
@@ -55,6 +59,7 @@ CASES = {
     ),
     Reason.BEHIND_IN_ORDER: Case(jobs=(ask("run", slot(3)), ask("big", slot(4), at=1), ask("j", at=2))),
     Reason.NOT_BEFORE: Case(jobs=(ask("j", not_before=100.0),)),
+    Reason.COOL_DOWN: Case(jobs=(ask("j"),)),
     Reason.QUEUE_CLOSED: Case(jobs=(ask("j"),), queue=Queue(path="default", state="closed")),
     Reason.NON_PREEMPTIBLE_OVER_QUOTA: Case(
         jobs=(ask("j", slot(2), preemptible=False),),
@@ -72,6 +77,9 @@ def test_a_job_that_waits_is_told_what_binds(reason: Reason) -> None:
         apply(s, NodeChanged(node=NodeId(case.bad), health=Health.BAD), 0.0)
     for at, job in enumerate(case.jobs):
         step(s, JobArrived(ask=job), get_profile(case.profile), float(at))
+    if reason is Reason.COOL_DOWN:
+        apply(s, JobReleased(job=JobId("j"), back_at=100.0), 2.0)
+        step(s, Tick(), get_profile(case.profile), 2.0)
     wait = s.jobs[JobId("j")].wait
     assert wait is not None and wait.reason is reason
     assert case.bad in wait.text, "a node that is out of order is named"

@@ -267,7 +267,8 @@ class Scheduler:
     def _let_go(self, job: JobId, at: float) -> None:
         """All is given back. A time limit counts every second on devices, whether its work was kept or not."""
         row = self.state.jobs.get(job)
-        self._fact(facts.JobReleased(job=job, done_s=row.served_by(at) if row else 0.0), at)
+        back_at = at + self.profile.cool_down_s if row and row.phase == "stopping" else 0.0
+        self._fact(facts.JobReleased(job=job, back_at=back_at, done_s=row.served_by(at) if row else 0.0), at)
 
     def _holds(self, row: JobId) -> bool:
         return row in self.state.jobs and bool(self.state.jobs[row].held)
@@ -475,9 +476,9 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
 
 
 def queue_from_json(raw: dict[str, Any]) -> Queue:
-    """A queue from its JSON value; in ``guaranteed`` and ``limit`` a dimension that is not given is not limited."""
+    """A queue from its JSON value; in a guarantee or limit a dimension that is not given is not limited."""
     filled = dict(raw)
-    for key in ("guaranteed", "limit"):
+    for key in ("guaranteed", "limit", "user_limit"):
         if isinstance(filled.get(key), dict):
             filled[key] = {"cpus": 0.0, **filled[key]}
     return codec.from_json_value(Queue, filled)

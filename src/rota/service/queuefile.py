@@ -18,6 +18,7 @@ QUEUE = Record(
         "path": Field(kind=Text(what="a path such as research/rl"), doc="where in the tree", required=True),
         "guaranteed": Field(kind=RESOURCES, doc="promised to this queue"),
         "limit": Field(kind=RESOURCES, doc="at most for this queue"),
+        "user_limit": Field(kind=RESOURCES, doc="at most for the jobs of one user in it"),
         "weight": Field(kind=Number(low=0, whole=False), doc="share of what is left over", default="1"),
         "priority": Field(kind=Number(low=0), doc="tier in which what is left over is divided", default="100"),
         "preemptible": Field(kind=Bool(), doc="may jobs of it be preempted", default="true"),
@@ -46,7 +47,8 @@ def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tupl
 
 
 def _queue(fields: dict[str, Any]) -> Queue:
-    made = {**fields, **{name: _res(fields[name]) for name in ("guaranteed", "limit") if name in fields}}
+    sizes = ("guaranteed", "limit", "user_limit")
+    made = {**fields, **{name: _res(fields[name]) for name in sizes if name in fields}}
     return Queue(**made)
 
 

@@ -14,13 +14,15 @@ DEFAULT_QUEUE = "default"
 class Queue:
     """One queue. ``path`` is slash separated (``research/rl``); only leaves hold jobs.
 
-    ``guaranteed`` and ``limit`` are None for "nothing promised" and "no limit"; ``weight`` divides what is left over,
-    and where a policy has tiers, those of higher ``priority`` get of it first.
+    ``guaranteed`` and the limits are None for "nothing promised" and "no limit"; ``user_limit`` is the most that the
+    jobs of one user hold in it and below. ``weight`` divides what is left over, and where a policy has tiers, those of
+    higher ``priority`` get of it first.
     """
 
     path: str
     guaranteed: Res | None = None
     limit: Res | None = None
+    user_limit: Res | None = None
     weight: float = 1.0
     priority: int = 100
     preemptible: bool = True

@@ -10,6 +10,7 @@ import numpy as np
 
 from rota.cluster.core.asks import Shape, Slot, compile_shape
 from rota.cluster.core.placement import place
+from rota.cluster.core.quota import OverLimit
 from rota.cluster.core.snapshot import LOST, State
 from rota.cluster.core.variants import smaller
 from rota.spec.gang import GangRequest
@@ -41,7 +42,7 @@ class Shortfall:
         """What to ask for instead, or to add."""
         if self.nearest:
             return f"it would fit with {'; or with '.join(str(change['text']) for change in self.nearest)}"
-        if self.reason is Reason.QUOTA_LIMIT:
+        if self.reason in (Reason.QUOTA_LIMIT, Reason.USER_LIMIT):
             return "ask for less, or an admin for a higher limit"
         if self.resource in ("gpu", "gpu_type"):
             return "ask for devices that there are (gpus: 0 is none), or add nodes that have these"
@@ -73,23 +74,29 @@ def shape_feasible(empty: State, shape: Shape, queue: str | None = None) -> Shor
 
 
 def _fits(empty: State, shape: Shape, queue: str | None) -> bool:
-    if queue is not None and empty.queues.over_limit(empty.used, queue, empty.queues.need(shape)):
+    if queue is not None and empty.over_limit(queue, "", shape):
         return False
     with empty.txn() as txn:
         return place(empty, txn, shape) is not None
 
 
 def _limit_shortfall(empty: State, shape: Shape, queue: str | None) -> Shortfall | None:
-    over = empty.queues.over_limit(empty.used, queue, empty.queues.need(shape)) if queue is not None else None
+    over = empty.over_limit(queue, "", shape) if queue is not None else None
     if over is None:
         return None
     return Shortfall(
-        reason=Reason.QUOTA_LIMIT,
+        reason=limit_reason(over),
         role="the job",
         resource=over.dim,
         asked=f"{amount(over.dim, over.asked)} in all",
-        available=f"a limit of {amount(over.dim, over.allowed)} for queue {over.queue}",
+        available=f"a limit of {amount(over.dim, over.allowed)} for {'queue' if over.user is None else 'a user of'} "
+        f"{over.queue}",
     )
+
+
+def limit_reason(over: OverLimit) -> Reason:
+    """Whether the limit is that of a queue or of a user in it."""
+    return Reason.QUOTA_LIMIT if over.user is None else Reason.USER_LIMIT
 
 
 def amount(dim: str, value: int) -> str:

@@ -89,8 +89,6 @@ class JobAsk:
     est_s: float | None = None
     grace_s: float = 30.0
     preemptible: bool = True
-    pinned: str = ""
-    """Identifier of the one cell the job may use, of those that its tenant owns by name."""
     not_before: float = 0.0
     avoid: tuple[NodeId, ...] = ()
     """Nodes that it must not be on."""

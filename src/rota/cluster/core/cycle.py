@@ -72,10 +72,13 @@ def decide(state: State, profile: Profile, now: float) -> list[Decision]:
         return _Pass(state, txn, profile, now).run()
 
 
+PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.USER_LIMIT})
+"""Reasons that lie in the job or its user: those behind it in its queue need not wait with it."""
+
 FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
 """Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
 
-BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.CPU_OR_MEMORY})
+BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_MEMORY})
 """Reasons that jobs of other queues may undo, also where devices are promised to each queue by themselves."""
 
 
@@ -135,7 +138,7 @@ class _Pass:
         for job in sorted(self.state.fresh):
             row = self.state.jobs[job]
             key = line_key(row)
-            if wait := self.verdicts.get(key) or self._gate_time(key) or self._gate_queue(row) or self._gate_order(row):
+            if wait := self.verdicts.get(key) or self._gate_time(row) or self._gate_queue(row) or self._gate_order(row):
                 self._tell(row, wait)
         # 4. lend what is idle when nobody waits for it
         if self.profile.grows and not self.state.lines:
@@ -169,8 +172,7 @@ class _Pass:
             return self._next(track, self._shorter(track, depth))
         if wait.reason in FOR_ONE_JOB:
             return self._next(track, depth + 1)
-        # What stops one job of a queue stops those behind it, unless its own time has not come.
-        return self._next(track, depth + 1) if self.by_queue and wait.reason is Reason.NOT_BEFORE else None
+        return self._next(track, depth + 1) if self.by_queue and wait.reason in PASSED_BY else None
 
     def _shorter(self, key: LineKey, depth: int) -> int:
         """The next in the line that is over before the last of the reservations that this one would outlive."""
@@ -206,7 +208,7 @@ class _Pass:
         """Start the job, or say why not: gates, then quota, then place, then preempt."""
         if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
-        wait = self._gate_time(key) or self._gate_queue(row) or self._gate_order(row)
+        wait = self._gate_time(row) or self._gate_queue(row) or self._gate_order(row)
         if wait is None and self.tried >= self.tries_max:
             self.cut_short = True
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
@@ -234,7 +236,7 @@ class _Pass:
     def _holds_up(self, wait: Wait) -> bool:
         """Whether those behind a job in its queue wait with it; a claim on what victims give back counts as a start."""
         claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
-        return self.profile.block == "queue" and not claimed
+        return self.profile.block == "queue" and not claimed and wait.reason not in PASSED_BY
 
     def _start(self, key: LineKey, row: JobRow) -> Wait | None:
         """Start the job with the nodes that it avoids, and spares, out of the way."""
@@ -443,11 +445,14 @@ class _Pass:
 
     # -- gates -------------------------------------------------------------------------------------------------------
 
-    def _gate_time(self, key: LineKey) -> Wait | None:
-        if key.after <= self.now:
+    def _gate_time(self, row: JobRow) -> Wait | None:
+        until = row.begins_at
+        if until <= self.now:
             return None
-        self.wake.append(key.after)
-        return Wait(reason=Reason.NOT_BEFORE, fields={"until": key.after})
+        self.wake.append(until)
+        return Wait(
+            reason=Reason.NOT_BEFORE if until == row.ask.not_before else Reason.COOL_DOWN, fields={"until": until}
+        )
 
     def _gate_queue(self, row: JobRow) -> Wait | None:
         tree, path = self.state.queues, row.ask.queue

@@ -137,15 +137,15 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
         return _tried(state, profile, replace(ask, shape=shape), now)[0] is None
 
     found: list[dict[str, Any]] = []
-    if wait.reason not in (Reason.NOT_BEFORE, Reason.QUEUE_CLOSED):
+    if wait.reason not in (Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.QUEUE_CLOSED):
         found += _by_priority(state, profile, ask, now)
-    if wait.reason is not Reason.NOT_BEFORE:
+    if wait.reason not in (Reason.NOT_BEFORE, Reason.COOL_DOWN):
         found += _by_queue(state, profile, ask, now)
     if wait.reason in (Reason.NOT_BEFORE,) and _tried(state, profile, replace(ask, not_before=0.0), now)[0] is None:
         found.append({"change": {"set": "not_before", "value": None}, "text": "without its start time", "cost": "none"})
     if wait.reason is Reason.BAD_CELLS:
         found += _by_node(state, profile, ask, now)
-    if wait.reason is Reason.QUOTA_LIMIT:
+    if wait.reason in (Reason.QUOTA_LIMIT, Reason.USER_LIMIT):
         found += _by_limit(state, profile, ask, wait, now)
     if not ask.preemptible and _tried(state, profile, replace(ask, preemptible=True), now)[0] is None:
         change = {"set": "labels.rota.preemptible", "value": "true"}
@@ -213,11 +213,12 @@ def _by_node(state: State, profile: Profile, ask: JobAsk, now: float) -> list[di
 
 
 def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float) -> list[dict[str, Any]]:
-    """The limit of the queue that binds, raised to what the job needs, if that alone starts it now."""
+    """The limit that binds, of a queue or of a user in it, raised to what the job needs, if that alone starts it."""
+    which = "limit" if wait.reason is Reason.QUOTA_LIMIT else "user_limit"
     tree, path, dim = state.queues, str(wait.fields["queue"]), str(wait.fields["dim"])
     wanted = int(wait.fields["used"]) + int(wait.fields["asked"])
     with state.txn() as txn:
-        txn.set(tree.limit, (tree.row[path], tree.dims.index(dim)), wanted)
+        txn.set(getattr(tree, which), (tree.row[path], tree.dims.index(dim)), wanted)
         state.memory.gave(txn, None)
         starts = _tried(state, profile, ask, now)[0] is None
     if not starts:
@@ -226,8 +227,8 @@ def _by_limit(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: floa
     value = wanted if name == "memory" else wanted / 1000
     return [
         {
-            "change": {"set": f"queues.{path}.limit.{name}", "value": value},
-            "text": f"a limit of {amount(dim, wanted)} for queue {path} instead of "
+            "change": {"set": f"queues.{path}.{which}.{name}", "value": value},
+            "text": f"a {which.replace('_', ' ')} of {amount(dim, wanted)} for queue {path} instead of "
             f"{amount(dim, int(wait.fields['limit']))}",
             "cost": f"queue {path} may use that much more",
         }

@@ -21,8 +21,11 @@ SETS_MAX = 600
 
 def lost_gpu_s(state: State, job: JobId, now: float, restart_s: float = 0.0) -> float:
     """Device-seconds that stopping a job throws away: work since its last commit, and its restart."""
-    rows = [state.jobs[one] for one in state.whole(job)]
-    return sum(row.ask.shape.gpu_milli / 1000 * (max(0.0, now - row.saved_at) + restart_s) for row in rows)
+    row = state.jobs[job]
+    lost = row.ask.shape.gpu_milli / 1000 * (max(0.0, now - row.saved_at) + restart_s)
+    if job in state.parts:
+        lost += sum(lost_gpu_s(state, part, now, restart_s) for part in state.whole(job)[1:])
+    return lost
 
 
 def choose_victims(

@@ -52,7 +52,7 @@ def _alone(queue: Queue, types: set[str]) -> Iterator[tuple[str, dict[str, str]]
     if queue.guaranteed and queue.limit and queue.guaranteed.gpus > queue.limit.gpus > 0:
         text = f"{queue.guaranteed.gpus:g} gpus are promised to {queue.path!r}, its limit is {queue.limit.gpus:g}"
         yield "guaranteed", {"message": text, "hint": "raise the limit or lower the guarantee"}
-    for field, res in (("guaranteed", queue.guaranteed), ("limit", queue.limit)):
+    for field, res in (("guaranteed", queue.guaranteed), ("limit", queue.limit), ("user_limit", queue.user_limit)):
         if types and res is not None and res.gpu_type is not None and res.gpu_type not in types:
             near = get_close_matches(res.gpu_type, types, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"types: {', '.join(sorted(types))}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +22,14 @@ a device type in thousandths."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverLimit:
-    """The queue and dimension that stop a start, with what is used, asked and allowed."""
+    """The queue and dimension that stop a start, with what is used, asked and allowed; of a ``user`` there, if any."""
 
     queue: str
     dim: str
     used: int
     asked: int
     allowed: int
+    user: str | None = None
 
 
 class QueueTree:
@@ -57,7 +58,9 @@ class QueueTree:
         self.line: list[list[int]] = [self._line(queue.path) for queue in self.rows]
         self.guaranteed: Vector = np.array([self._vector(q.guaranteed, 0) for q in self.rows], dtype=np.int64)
         self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
+        self.user_limit: Vector = np.array([self._vector(q.user_limit, int(UNLIMITED)) for q in self.rows], np.int64)
         self.limited: list[bool] = [bool(row.any()) for row in self.limit < UNLIMITED]
+        self.user_limited: list[bool] = [bool(row.any()) for row in self.user_limit < UNLIMITED]
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
 
     def _line(self, path: str) -> list[int]:
@@ -104,20 +107,29 @@ class QueueTree:
                 vector[dim] += milli
         return vector
 
-    def over_limit(self, used: Vector, path: str, need: Vector) -> OverLimit | None:
-        """The first queue from the leaf up that ``need`` would take over its limit, or None."""
-        for row in self.line_of(path):
-            if not self.limited[row]:
-                continue
-            over = np.flatnonzero((used[row] + need > self.limit[row]) & (need > 0))
+    def over_limit(
+        self, used: Vector, by_user: Mapping[tuple[int, str], Vector], path: str, user: str, need: Vector
+    ) -> OverLimit | None:
+        """The first limit from the leaf up that ``need`` would pass, or None: of a queue, then of the user in one."""
+        line = self.line_of(path)
+        limits = [(row, used[row], self.limit[row], None) for row in line if self.limited[row]]
+        nothing = np.zeros_like(need)
+        limits += [
+            (row, by_user.get((row, user), nothing), self.user_limit[row], user)
+            for row in line
+            if self.user_limited[row]
+        ]
+        for row, has, limit, whose in limits:
+            over = np.flatnonzero((has + need > limit) & (need > 0))
             if len(over):
                 dim = int(over[0])
                 return OverLimit(
                     queue=self.rows[row].path,
                     dim=self.dims[dim],
-                    used=int(used[row, dim]),
+                    used=int(has[dim]),
                     asked=int(need[dim]),
-                    allowed=int(self.limit[row, dim]),
+                    allowed=int(limit[dim]),
+                    user=whose,
                 )
         return None
 

@@ -56,6 +56,11 @@ class JobRow:
         """How long it is expected to run from its last start, or from its next one if it waits."""
         return None if self.ask.est_s is None else max(0.0, self.ask.est_s - self.done_s)
 
+    @property
+    def begins_at(self) -> float:
+        """When it may start at the earliest."""
+        return max(self.ask.not_before, self.back_at)
+
     def served_by(self, now: float) -> float:
         """Seconds on devices until now, over all attempts."""
         return self.served_s + (now - self.started_at if self.held else 0.0)
@@ -72,7 +77,6 @@ class LineKey(NamedTuple):
     user: str
     after: float
     preemptible: bool
-    pinned: str
     shape: Shape
     avoid: tuple[NodeId, ...] = ()
     failover: bool = False
@@ -85,9 +89,8 @@ def line_key(row: JobRow) -> LineKey:
         ask.queue,
         ask.priority,
         ask.user,
-        max(ask.not_before, row.back_at),
+        row.begins_at,
         ask.preemptible,
-        ask.pinned,
         ask.shape,
         ask.avoid,
         ask.failover,

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.asks import JobAsk
+from rota.cluster.core.asks import JobAsk, Shape
 from rota.cluster.core.cells import Cells, forest_of, in_cell_order
 from rota.cluster.core.memory import Memory
-from rota.cluster.core.quota import QueueTree
+from rota.cluster.core.quota import OverLimit, QueueTree, Vector
 from rota.cluster.core.rows import Held, JobRow, LineKey, line_key
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
@@ -76,7 +76,8 @@ class State:
     ``lines`` has who waits by kind of request, ``asking`` by queue, highest priority and longest queued first.
     ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
     ``parts`` what jobs hold or ask for beside their admission,
-    ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read.
+    ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
+    ``used_by`` what users hold in queues that limit them.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
@@ -122,6 +123,7 @@ class State:
         self.free = np.zeros((len(self.nodes), len(self.types)), dtype=np.int32)
         for row in range(len(self.nodes)):
             self.free[row] = self._count_free(row)
+        self.used_by: dict[tuple[int, str], Vector] = {}
         self.used = np.zeros((len(self.queues.rows), len(self.queues.dims)), dtype=np.int64)
 
     # -- transactions ------------------------------------------------------------------------------------------------
@@ -347,6 +349,13 @@ class State:
         need = self.queues.need(row.ask.shape)
         for queue in self.queues.line_of(row.ask.queue):
             txn.set(self.used, queue, self.used[queue] + sign * need)
+            if self.queues.user_limited[queue]:
+                key = (queue, row.ask.user)
+                txn.put(self.used_by, key, self.used_by.get(key, 0) + sign * need)
+
+    def over_limit(self, queue: str, user: str, shape: Shape) -> OverLimit | None:
+        """The first limit that a shape would pass: of the queue or one above it, then of the user there."""
+        return self.queues.over_limit(self.used, self.used_by, queue, user, self.queues.need(shape))
 
     def waiting(self) -> list[JobRow]:
         """Jobs that wait for devices, in no order."""
@@ -385,12 +394,13 @@ class State:
         new.node_health, new.dev_health = self.node_health.copy(), self.dev_health.copy()
         new.dev_milli, new.used = self.dev_milli.copy(), self.used.copy()
         new.queues = copy(self.queues)
-        new.queues.limit = self.queues.limit.copy()
+        new.queues.limit, new.queues.user_limit = self.queues.limit.copy(), self.queues.user_limit.copy()
         new.jobs, new.fresh, new.stopping = dict(self.jobs), dict(self.fresh), dict(self.stopping)
         new.lines = {key: list(line) for key, line in self.lines.items()}
         new.asking = {queue: list(jobs) for queue, jobs in self.asking.items()}
         new.running = {group: dict(jobs) for group, jobs in self.running.items()}
         new.parts = {job: dict(parts) for job, parts in self.parts.items()}
+        new.used_by = dict(self.used_by)
         new.undone, new.data = dict(self.undone), dict(self.data)
         new.ends, new.books, new.memory, new.open_txn = list(self.ends), [], Memory(), None
         return new

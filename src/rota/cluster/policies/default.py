@@ -34,7 +34,7 @@ def needed_by_first(state: State, row: JobRow, now: float) -> int:
     """
     queue = row.ask.queue
     jobs = (state.jobs[job] for _, _, job in state.asking.get(queue, ()))
-    first = next((one for one in jobs if max(one.ask.not_before, one.back_at) <= now), row)
+    first = next((one for one in jobs if one.begins_at <= now), row)
     return int(state.used[state.queues.row[queue], GPU]) + first.ask.shape.gpu_milli if queue in state.queues.row else 0
 
 

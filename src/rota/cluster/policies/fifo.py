@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rota.cluster.core.admission import amount
+from rota.cluster.core.admission import amount, limit_reason
 from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.rows import Held, JobRow, Wait
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
-from rota.spec.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +25,16 @@ class ByArrival:
 
 @dataclass(frozen=True, slots=True)
 class LimitsOnly:
-    """A job may start as long as no queue of its line passes its limit."""
+    """A job may start as long as no queue of its line, and no user in one, passes a limit."""
 
     def verdict(self, state: State, row: JobRow) -> Wait | None:
-        over = state.queues.over_limit(state.used, row.ask.queue, state.queues.need(row.ask.shape))
+        over = state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
         if over is None:
             return None
+        who = f"Queue {over.queue} uses" if over.user is None else f"In queue {over.queue} user {over.user} has"
         return Wait(
-            reason=Reason.QUOTA_LIMIT,
-            text=f"Queue {over.queue} uses {amount(over.dim, over.used)} of its limit of "
+            reason=limit_reason(over),
+            text=f"{who} {amount(over.dim, over.used)} of {'its' if over.user is None else 'a'} limit of "
             f"{amount(over.dim, over.allowed)}; the job asks {amount(over.dim, over.asked)}.",
             fields={
                 "queue": over.queue,

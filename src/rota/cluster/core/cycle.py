@@ -25,7 +25,7 @@ from rota.cluster.core.growth import grown, shrunk_for
 from rota.cluster.core.packing import pair_of, partners, share_with, too_slow
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
 from rota.cluster.core.reserve import Reservation, earliest_start
-from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key
+from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key, place_key
 from rota.cluster.core.snapshot import LOST, State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -100,6 +100,7 @@ class _Pass:
         self.wake: list[float] = []
         self.reservations: list[Reservation] = []
         self.first: dict[str, JobRow | None] = {}
+        self.fits: dict[tuple[object, ...], tuple[int, tuple[Held, ...] | None]] = {}
         self.claims = Claims(state, txn)
         self.started = 0
         self.shared = False
@@ -261,12 +262,13 @@ class _Pass:
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
         full = self._recall_full(key)
-        fits = self._place(row) if full is None else None
+        fits = self._fit(key, row) if full is None else None
         if fits is not None:
             self._reserve()
             if (wait := self._gate_order(row)) is not None:
                 return wait
-        held = fits if fits is None or not self._outlived(row) else self._place_beside_reservations(row)
+        outlived = self._outlived(row)
+        held = fits if fits is None or not outlived else self._fit(key, row, outlived)
         held = held or self._pack(row)
         if held is not None:
             nodes = {slot.node for slot in held}
@@ -277,9 +279,9 @@ class _Pass:
             self.decisions.append(Admit(job=row.ask.id, held=held, why=why))
             self.started += 1
             return None
-        wait = self._preempt(row)
+        wait = self._preempt(key, row)
         if wait is None and fits is not None:
-            ahead = [r.job for r in self._outlived(row)]
+            ahead = [r.job for r in outlived]
             text = f"Free devices are kept for {', '.join(ahead[:3])}."
             return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead})
         if wait is None and self.profile.block == "reserve":
@@ -290,12 +292,12 @@ class _Pass:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
         if self.profile.block != "reserve":
             return None
-        return self.state.memory.recall(f"{self.profile.name} full", key, local=False)
+        return self.state.memory.recall(f"{self.profile.name} full", place_key(key), local=False)
 
     def _learn_full(self, key: LineKey, row: JobRow) -> Wait:
         wait = waits_because(self.state, row.ask, self.profile.placer)
         if self.profile.block == "reserve" and self.profile.remember and not self.claims:
-            self.state.memory.learn(f"{self.profile.name} full", key, wait, local=False)
+            self.state.memory.learn(f"{self.profile.name} full", place_key(key), wait, local=False)
         return wait
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:
@@ -343,30 +345,41 @@ class _Pass:
             self.state.resize(self.txn, job, held)
             self.decisions.append(Resize(job=job, held=held))
 
-    def _place_beside_reservations(self, row: JobRow) -> tuple[Held, ...] | None:
-        """Place the job where it is out of the way of every reservation that it would outlive."""
-        with self.txn.trial():
-            for reservation in self._outlived(row):
-                for slot in reservation.held:
-                    take_what_is_free(self.state, self.txn, slot)
+    def _fit(self, key: LineKey, row: JobRow, around: Sequence[Reservation] = ()) -> tuple[Held, ...] | None:
+        """Where the job fits out of the way of these reservations. Equal requests share the answer.
+
+        A place is good until somebody starts; that there is none holds for the pass, in which nothing comes back.
+        """
+        if self.profile.block != "reserve":
             return self._place(row)
+        asked = (place_key(key), row.ask.data, *(reservation.job for reservation in around))
+        known = self.fits.get(asked)
+        if known is None or (known[1] is not None and known[0] != self._starts()):
+            with self.txn.trial():
+                for slot in (slot for reservation in around for slot in reservation.held):
+                    take_what_is_free(self.state, self.txn, slot)
+                known = self.fits[asked] = (self._starts(), self._place(row))
+        return known[1]
 
     def _reserve(self) -> None:
         """The first blocked job of a queue gets the earliest time at which it fits; others may run until then.
 
         That takes long to find, so it is put off until somebody fits and might be in the way.
         """
+        found: dict[LineKey, Reservation | None] = {}
         for queue, row in self.first.items():
             if row is not None:
                 self.first[queue] = None
-                with self._without([] if row.ask.opportunistic or row.ask.failover else self.spares):
-                    reservation = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
-                if reservation is not None:
-                    self.reservations.append(reservation)
+                key = place_key(line_key(row))
+                if key not in found:
+                    with self._without([] if row.ask.opportunistic or row.ask.failover else self.spares):
+                        found[key] = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
+                if (reservation := found[key]) is not None:
+                    self.reservations.append(replace(reservation, job=row.ask.id))
                 elif self.now - row.ask.queued_at >= self.profile.starve_s:
                     self.blocked.setdefault(queue, row.ask.id)
 
-    def _preempt(self, row: JobRow) -> Wait | None:
+    def _preempt(self, key: LineKey, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
         stopping, profile = sorted(self.state.stopping), self.profile
         victims = profile.victims if self.sets < profile.victim_sets_max else None
@@ -375,11 +388,15 @@ class _Pass:
             self.wake.append(self.now)
         if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
             victims = None
+        tried = (place_key(key), "stopping", len(stopping))
+        claims = claims and tried not in self.fits
         if not claims and victims is None:
             return None
         with self.txn.trial():
             self.claims.let_go(stopping)
             held = profile.placer.place(self.state, self.txn, row) if claims else None
+            if claims and held is None and profile.block == "reserve":
+                self.fits[tried] = (0, None)
             chosen = None
             if held is None and victims is not None:
                 chosen = victims.victims(self.state, self.txn, row, profile.placer, self.now)

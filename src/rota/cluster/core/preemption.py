@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from rota.cluster.core.plugins import Placer, Victim
+from rota.cluster.core.reserve import Rooms
 from rota.cluster.core.rows import Held, JobRow
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
@@ -95,8 +96,10 @@ def _least_prefix(
     state: State, txn: Txn, row: JobRow, placer: Placer, order: Sequence[JobId]
 ) -> tuple[int, tuple[Held, ...]] | None:
     """How many of these must let go, the first ones, until the job has a place, and which; None: all are too few."""
-    low = high = min(1, len(order))
-    while (held := _place_without(state, txn, row, placer, order[:high]) if order else None) is None:
+    low = high = Rooms(state, row.ask.shape).too_few(order) + 1
+    if high > len(order):
+        return None
+    while (held := _place_without(state, txn, row, placer, order[:high])) is None:
         if high == len(order):
             return None
         low, high = high + 1, min(2 * high, len(order))
@@ -117,7 +120,7 @@ def _cheapest(
     known: list[JobId],
 ) -> list[JobId]:
     """Sets by rising cost until one fits; ``known`` fits and bounds the search."""
-    limit = sum(cost[job] for job in known)
+    limit, rooms = sum(cost[job] for job in known), Rooms(state, row.ask.shape)
     heap: list[tuple[float, int, tuple[int, ...]]] = [(cost[order[0]], 1, (0,))]
     for _ in range(SETS_MAX):
         if not heap:
@@ -125,8 +128,9 @@ def _cheapest(
         total, _, members = heappop(heap)
         if total >= limit:
             break
-        if _place_without(state, txn, row, placer, [order[i] for i in members]) is not None:
-            return [order[i] for i in members]
+        jobs = [order[i] for i in members]
+        if rooms.too_few(jobs) < len(jobs) and _place_without(state, txn, row, placer, jobs) is not None:
+            return jobs
         last = members[-1]
         if last + 1 < len(order):
             step = cost[order[last + 1]]

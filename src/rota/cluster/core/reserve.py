@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rota.cluster.core.asks import Shape, Slot
@@ -33,7 +33,7 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
     Estimates only reserve; a job that runs on past its own is expected to end at any moment.
     """
     ends = state.ends
-    low, high = _too_few(state, row.ask.shape, ends) + 1, len(ends)
+    low, high = Rooms(state, row.ask.shape).too_few(job for _, job in ends) + 1, len(ends)
     middle = low
     best: tuple[float, tuple[Held, ...]] | None = None
     while low <= high:
@@ -48,28 +48,37 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
     return None if best is None else Reservation(job=row.ask.id, at=best[0], held=best[1])
 
 
-def _too_few(state: State, shape: Shape, ends: Sequence[tuple[float, JobId]]) -> int:
-    """How many jobs may end, the soonest first, and there is still not enough room: a lower bound, exact for equal
-    slots of whole devices."""
-    slot = shape.slots[0]
-    if not (shape.uniform and slot.gpus):
-        missing = shape.gpu_milli - int(state.free[state.usable].sum()) * 1000
-        for count, (_, job) in enumerate(ends):
+class Rooms:
+    """How far the room that jobs give back falls short of a request; exact for equal slots of whole devices."""
+
+    def __init__(self, state: State, shape: Shape) -> None:
+        self._state, self._shape = state, shape
+        self._slot = shape.slots[0] if shape.uniform and shape.slots[0].gpus else None
+        if self._slot is None:
+            able = (state.dev_health == 0) & state.usable[state.dev_node]
+            self._missing = shape.gpu_milli - int(state.dev_milli[able].sum())
+        else:
+            self._missing = len(shape.slots) - int(slots_that_fit(state, self._slot, state.usable).sum())
+
+    def too_few(self, jobs: Iterable[JobId]) -> int:
+        """How many of these, the first ones, may let go and there is still not enough room: a lower bound."""
+        state, missing, count = self._state, self._missing, -1
+        nodes: dict[int, _Room] = {}
+        for count, job in enumerate(jobs):
+            for one in state.whole(job):
+                for held in state.jobs[one].held:
+                    missing -= self._more(nodes, held)
             if missing <= 0:
-                return max(0, count - 1)
-            missing -= state.jobs[job].ask.shape.gpu_milli
-        return max(0, len(ends) - 1)
-    missing = len(shape.slots) - int(slots_that_fit(state, slot, state.usable).sum())
-    nodes: dict[int, _Room] = {}
-    for count, (_, job) in enumerate(ends):
-        for held in state.jobs[job].held:
-            room = nodes.get(held.node)
-            if room is None:
-                room = nodes[held.node] = _Room(state, slot, held.node)
-            missing -= room.more(state, held)
-        if missing <= 0:
-            return count
-    return len(ends)
+                return count
+        return count + 1
+
+    def _more(self, nodes: dict[int, _Room], held: Held) -> int:
+        if self._slot is None:
+            return len(held.devices) * 1000
+        room = nodes.get(held.node)
+        if room is None:
+            room = nodes[held.node] = _Room(self._state, self._slot, held.node)
+        return room.more(self._state, held)
 
 
 class _Room:

@@ -97,6 +97,11 @@ def line_key(row: JobRow) -> LineKey:
     )
 
 
+def place_key(key: LineKey) -> LineKey:
+    """The same without what has no say in where a job fits: whose it is, when, and how urgent."""
+    return key._replace(queue="", priority=min(key.priority, 0), user="", after=0.0, preemptible=True)
+
+
 def asked(slot: Slot, node: int, devices: tuple[int, ...]) -> Held:
     """What a slot holds once it lies on these devices of this node."""
     return Held(node, devices, slot.milli, slot.cpu_milli, slot.mem)

@@ -374,7 +374,9 @@ class State:
 
     def whole(self, job: JobId) -> list[JobId]:
         """What holds devices and stops when this one is stopped: itself, and what its job holds beside."""
-        return [job, *(part for part in sorted(self.parts.get(job, ())) if self.jobs[part].held)]
+        if job not in self.parts:
+            return [job]
+        return [job, *(part for part in sorted(self.parts[job]) if self.jobs[part].held)]
 
     def holding(self) -> list[JobRow]:
         """Jobs that hold devices, in the order of their ids."""

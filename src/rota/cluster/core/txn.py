@@ -43,6 +43,8 @@ class Txn:
     def __init__(self) -> None:
         self._undo: list[tuple[Any, Any, Any]] = []
         self.kept = False
+        self.notes: dict[Any, Any] = {}
+        """What was worked out and stays true until the Txn ends."""
 
     def set(self, array: NDArray[Any], index: Any, value: Any) -> None:
         """``array[index] = value``; ``index`` may be anything numpy accepts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
-from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 
@@ -89,28 +89,17 @@ class LeastCost:
             return None
         entitled = self._inside_guarantee(state, row)
         over = self._spare(state) if entitled else {}
-        found: list[tuple[int, int, bool, float, float, JobId]] = []
+        found: list[tuple[Any, ...]] = []
         # The lowest priority of a queue comes first: it counts first towards what the queue has above its promise.
-        for (queue, priority), jobs in sorted(state.running.items()):
+        for queue, priority in sorted(state.running):
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
             if kind is None:
                 continue
-            able = (
-                (
-                    kind,
-                    priority,
-                    not other.ask.spare,
-                    lost_gpu_s(state, job, now, self.restart_s),
-                    -other.started_at,
-                    job,
-                )
-                for job in jobs
-                if (other := state.jobs[job]).ask.may_stop and now - other.started_at >= self.min_runtime_s
-            )
+            able = ((kind, priority, *one) for one in self._able(state, txn, (queue, priority), now))
             if kind != 1:
                 found += able
                 continue
-            for entry in sorted(able):
+            for entry in able:
                 # The last victim may take a queue below its excess, no further one may.
                 if over[queue] <= 0:
                     break
@@ -119,6 +108,18 @@ class LeastCost:
         reasons = (Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_RECLAIM, Reason.PREEMPTED_PRIORITY)
         kept = [(state.jobs[entry[-1]], reasons[entry[0]]) for entry in sorted(found)]
         return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s) if kept else None
+
+    def _able(self, state: State, txn: Txn, group: tuple[str, int], now: float) -> Iterator[tuple[Any, ...]]:
+        """Who runs in a queue at a priority and may be stopped, the cheapest first; put in order once for a pass."""
+        known = txn.notes.get((LeastCost, now, *group))
+        if known is None:
+            rows = [state.jobs[job] for job in state.running[group]]
+            known = txn.notes[LeastCost, now, *group] = sorted(
+                (not row.ask.spare, lost_gpu_s(state, row.ask.id, now, self.restart_s), -row.started_at, row.ask.id)
+                for row in rows
+                if row.ask.may_stop and now - row.started_at >= self.min_runtime_s
+            )
+        return (one for one in known if one[-1] in state.running[group])
 
     def _kind(self, row: JobRow, queue: str, priority: int, lends: bool) -> int | None:
         """0 opportunistic, 1 borrowed by another queue, 2 lower priority of this queue, None = safe."""

@@ -553,7 +553,7 @@ def test_a_home_without_a_service_says_whose_the_one_at_its_port_is(
 
 def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
     (tmp_path / "queues.yaml").write_text(
-        "- {path: default}\n- {path: prod, guaranteed: {gpus: 2}, limit: {gpus: 3}, user_limit: {gpus: 1}}\n"
+        "[{path: default}, {path: prod, guaranteed: {gpus: 2}, user_limit: {gpus: 1}}]"
     )
     (tmp_path / "cores.yaml").write_text(
         "- {path: cores, limit: {cpus: 8}}\n- {path: both, guaranteed: {gpus: 2, cpus: 1}}\n- {path: default}\n"
@@ -568,8 +568,8 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         assert (await ask("queues", "apply", "queues.yaml", "--dry-run", "--json")).document["added"] == ["prod"]
         assert [one["path"] for one in (await ask("queues", "--json")).document["items"]] == ["default"]
         assert (await ask("queues", "apply", "queues.yaml")).status == 0
-        told = (await ask("queues", "--json")).document["items"]
-        assert [one["guaranteed_gpus"] for one in told] == [None, 2.0] and told[1]["user_limit"]["gpus"] == 1.0
+        shown = (await ask("queues", "--json")).document["items"]
+        assert [(one["guaranteed_gpus"], bool(one["user_limit"])) for one in shown] == [(None, False), (2.0, True)]
         bad = await ask("queues", "apply", "bad.yaml")
         assert (bad.status, "bad.yaml:2:4: [0].pth: unknown field" in bad.err.replace("queues[0]", "[0]")) == (2, True)
         wrong = await ask("queues", "apply", "wrong.yaml")

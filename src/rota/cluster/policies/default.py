@@ -13,6 +13,7 @@ from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 
@@ -73,6 +74,10 @@ class LimitsAndGuarantee:
         return None
 
 
+_Entry = tuple[bool, float, float, JobId]
+"""Not to be spared, what stopping it loses, how new it is, and who."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeastCost:
     """Opportunistic work first, then borrowed, then lower priority of the same queue; never what may not be preempted.
@@ -89,7 +94,7 @@ class LeastCost:
             return None
         entitled = self._inside_guarantee(state, row)
         over = self._spare(state) if entitled else {}
-        found: list[tuple[Any, ...]] = []
+        found: list[tuple[int, int, bool, float, float, JobId]] = []
         # The lowest priority of a queue comes first: it counts first towards what the queue has above its promise.
         for queue, priority in sorted(state.running):
             kind = self._kind(row, queue, priority, entitled and over.get(queue, 0) > 0)
@@ -109,9 +114,9 @@ class LeastCost:
         kept = [(state.jobs[entry[-1]], reasons[entry[0]]) for entry in sorted(found)]
         return choose_victims(state, txn, row, placer, kept, now, restart_s=self.restart_s) if kept else None
 
-    def _able(self, state: State, txn: Txn, group: tuple[str, int], now: float) -> Iterator[tuple[Any, ...]]:
+    def _able(self, state: State, txn: Txn, group: tuple[str, int], now: float) -> Iterator[_Entry]:
         """Who runs in a queue at a priority and may be stopped, the cheapest first; put in order once for a pass."""
-        known = txn.notes.get((LeastCost, now, *group))
+        known: list[_Entry] | None = txn.notes.get((LeastCost, now, *group))
         if known is None:
             rows = [state.jobs[job] for job in state.running[group]]
             known = txn.notes[LeastCost, now, *group] = sorted(

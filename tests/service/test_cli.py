@@ -552,9 +552,7 @@ def test_a_home_without_a_service_says_whose_the_one_at_its_port_is(
 
 
 def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
-    (tmp_path / "queues.yaml").write_text(
-        "[{path: default}, {path: prod, guaranteed: {gpus: 2}, user_limit: {gpus: 1}}]"
-    )
+    (tmp_path / "queues.yaml").write_text("[{path: default},{path: prod, guaranteed: {gpus: 2},user_limit: {gpus: 1}}]")
     (tmp_path / "cores.yaml").write_text(
         "- {path: cores, limit: {cpus: 8}}\n- {path: both, guaranteed: {gpus: 2, cpus: 1}}\n- {path: default}\n"
     )

@@ -9,6 +9,7 @@ from typing import Any
 from rota.cluster.live import Scheduler
 from rota.job.core.sizing import is_world, world_of
 from rota.service.problems import unknown
+from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.job import JobSpec, RoleSpec
 
@@ -85,17 +86,6 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
             if role.plans:
                 rule = f"one of {', '.join(str(one.replicas) for one in role.plans)}, which have plans"
             raise BadInput(f"{name}={n}: the world of {name} is at least {role.replicas_min}, {rule}")
-    elif not role.serves:
-        reasons = (
-            (role.meshed, "its members are one mesh"),
-            (role.is_loop, "it is the loop"),
-            (role.finite, "it runs to its end"),
-            (role.stateful, "it keeps state"),
-            (True, "its workload is not known yet"),
-        )
-        why = next(text for holds, text in reasons if holds)
-        raise BadInput(
-            f"{name} cannot change its size: {why}",
-            hint="roles that serve calls can, and commands with replicas: {min, max} and an axis of size '*'",
-        )
+    elif why := fixed_size(role):
+        raise BadInput(f"{name} cannot change its size: {why}", hint=SIZES_HINT)
     return role

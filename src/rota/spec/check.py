@@ -18,6 +18,8 @@ ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 QUEUE_PATH = re.compile(r"^[A-Za-z][A-Za-z0-9_.-]{0,62}(/[A-Za-z][A-Za-z0-9_.-]{0,62}){0,7}$")
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")
 _NAME_RULE = "a name begins with a letter and holds at most 63 letters, digits, '_', '.' and '-'"
+SIZES_HINT = "roles that serve calls can, and commands with replicas: {min, max} and mesh: {dp: '*'}"
+"""Which roles may change their size."""
 _CLOSENESS = ("device", "socket", "node", "rack")
 
 Path = tuple[str | int, ...]
@@ -76,6 +78,26 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"there is {', '.join(names[:8])}{more}" if names else "there is none"
 
 
+def fixed_size(role: RoleSpec) -> str:
+    """Why a role can never have more or fewer instances than it starts with; empty when it can."""
+    if role.serves or (role.meshed and role.run is not None and role.replicas_max > role.replicas_min):
+        return ""
+    reasons = (
+        (role.meshed, "its members are one mesh"),
+        (role.is_loop, "it is the loop"),
+        (role.finite, "it runs to its end"),
+        (role.stateful, "it keeps state"),
+        (True, "its workload is not known yet"),
+    )
+    return next(text for holds, text in reasons if holds)
+
+
+def _has_known_size(role: RoleSpec) -> bool:
+    """False before the workload was inspected, and where another rule has something to say about it."""
+    told = role.is_loop or (role.mesh and role.elastic_axis is None)
+    return not told and (role.run is not None or role.interface is not None)
+
+
 def _check_names(spec: JobSpec) -> Iterator[Finding]:
     if not NAME_PATTERN.match(spec.name):
         yield Finding(path=("name",), message=f"{spec.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
@@ -119,6 +141,9 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
     if low < 1 or high < low or high > INSTANCES_MAX:
         rule = f"1 <= min <= max <= {INSTANCES_MAX} must hold"
         yield Finding(path=(*at, "replicas"), message=f"min {low}, max {high}: {rule}", code="OUT_OF_RANGE")
+    elif low < high and _has_known_size(role) and (why := fixed_size(role)):
+        message = f"min {low}, max {high}, but it cannot change its size: {why}"
+        yield Finding(path=(*at, "replicas"), message=message, hint=SIZES_HINT, code="CONTRADICTION")
     yield from _check_mesh(at, role)
     yield from _check_plan(at, role)
     degrade = role.fail.degrade

@@ -63,19 +63,37 @@ def source(name: str, gpus: int, minutes: int) -> str:
 
 
 async def fill(service: Standing, jobs: int) -> None:
-    """Put jobs into the log as the intake would have, and wait until the scheduler has nothing left to place."""
+    """Put jobs into the log as the intake would have, and wait until the scheduler has nothing left to place.
+
+    It decides when all are there: on its way it would weigh each of them against all that wait, for every few that come.
+    """
     rng, loop = random.Random(0), service.doors.loop
     specs = {gpus: read_job(source("work", gpus, 60), filename="job.yaml") for gpus in SIZES}
-    for number in range(1, jobs + 1):
-        submitted = JobSubmitted(spec=specs[rng.choice(SIZES)], user=f"user{number % 40}", uid=f"{number:026}")
-        await asyncio.to_thread(
-            service.log.append, [submitted, JobQueued()], writer=loop.writer, job=JobId(f"work-{number}")
-        )
+
+    def write(first: int, last: int) -> None:
+        for number in range(first, last):
+            submitted = JobSubmitted(spec=specs[rng.choice(SIZES)], user=f"user{number % 40}", uid=f"{number:026}")
+            service.log.append([submitted, JobQueued()], writer=loop.writer, job=JobId(f"work-{number}"))
+
+    loop.deciding = False
+    for first in range(1, jobs + 1, 1000):
+        await asyncio.to_thread(write, first, min(first + 1000, jobs + 1))
+        tell(f"{min(first + 999, jobs)} of {jobs} jobs are in the log")
+    await loop.wait_for(service.log.last_number())
+    loop.decide_from_now()
     quiet, seen, until = 0, -1, time.monotonic() + SETTLE_S
     while quiet < 20 and time.monotonic() < until:
         await asyncio.sleep(0.2)
+        if quiet == 0:
+            holding = sum(one.state.holds_devices for one in loop.installation.live.values())
+            tell(f"{holding} jobs hold devices")
         quiet = quiet + 1 if loop.installation.number == seen else 0
         seen = loop.installation.number
+
+
+def tell(text: str) -> None:
+    """Progress, to the people who wait; the document alone is on standard output."""
+    print(f"{time.process_time():7.1f} s of CPU  {text}", file=sys.stderr, flush=True)
 
 
 async def churn(service: Standing, every_s: float) -> None:
@@ -103,7 +121,8 @@ async def measure(http: httpx.AsyncClient, waiting: str, running: str, rounds: i
         "status": "/api/v1/status",
     }
     took: dict[str, list[Took]] = {name: [] for name in questions}
-    for _ in range(rounds):
+    for number in range(rounds):
+        tell(f"round {number + 1} of {rounds}")
         for name, path in questions.items():
             began, worked = time.perf_counter(), time.process_time()
             answer = await http.get(path)

@@ -102,7 +102,8 @@ def _flag_table(function: Any) -> list[str]:
             continue
         given = extra.name if extra is not None and extra.name else f"--{name.replace('_', '-')}"
         names = ", ".join(f"`{one}`" for one in ([given] if isinstance(given, str) else given))
-        default = "" if parameter.default in (None, False, "", parameter.empty) else f"`{parameter.default}`"
+        default = "required" if parameter.default is parameter.empty else ""
+        default = default or ("" if parameter.default in (None, False, "") else f"`{parameter.default}`")
         text = str(extra.help if extra else "").replace("|", "\\|")
         lines.append(f"| {names} | {text} | {default} |")
     return lines

@@ -47,6 +47,18 @@ def test_a_search_prints_one_document_and_show_and_explain_read_it(
     assert explained["why_not"]["iteration_s"] > found["predicted"]["iteration_s"]
 
 
+def test_plans_that_were_found_are_told_apart_by_what_they_choose(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call([word for word in search_words(model) if word != "--json"]) == 0
+    first, head, _, *rows = capsys.readouterr().out.splitlines()
+    assert first == "plan: sync allreduce"
+    columns = head.partition("step s")[0].split()
+    choices = [tuple(row.split()[: len(columns)]) for row in rows[:5]]
+    assert {"dp_shard", "tp", "zero"} <= {*columns} and len({*choices}) == 5, choices
+    assert all(len({*each}) > 1 for each in zip(*choices, strict=True)), "a column in which none differs says nothing"
+
+
 def test_nothing_fits_is_exit_4_with_what_would_help(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(search_words(model, gpus=1, memory=4)) == 4
     document = json.loads(capsys.readouterr().out)

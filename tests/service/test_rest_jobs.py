@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from standing import HELLO, Standing, standing, with_service
 from rota.job.core.sizing import ask_emits
 from rota.service import intake
 from rota.service import loop as service_loop
-from rota.spec.errors import Fenced
+from rota.service.calls import error_of
+from rota.spec.errors import Fenced, JobFileError
 from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch
 from rota.spec.job import JobSpec
@@ -312,6 +314,27 @@ def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: P
             (tmp_path / "bad.py").write_text(text)
             plan = await service.http.post("/api/v1/jobs:plan", json={"source": source, "workdir": str(tmp_path)})
             assert remedy in plan.json()["detail"], plan.text
+
+    with_service(tmp_path / "home", test)
+
+
+def test_a_dry_run_tells_every_workload_that_cannot_be_imported_at_its_place(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("class Thing: pass\n")
+    source = "name: bad\nroles:\n  a:\n    workload: nowhere:A\n  b: {workload: 'half:Thin'}\n"
+
+    async def test(service: Standing) -> None:
+        body = {"source": source, "filename": "bad.yaml", "workdir": str(tmp_path), "sets": ["roles.c.workload=no:C"]}
+        answer = (await service.http.post("/api/v1/jobs:plan", json=body)).json()
+        places = [(one["file"], one["line"], one["col"], one["loc"]) for one in answer["errors"]]
+        assert places == [
+            ("bad.yaml", 4, 15, "roles.a.workload"),
+            ("bad.yaml", 5, 17, "roles.b.workload"),
+            ("--set #1", 1, 18, "roles.c.workload"),
+        ]
+        assert answer["code"] == "IMPORT_ERROR"
+        error = error_of(422, json.dumps(answer), url="here")
+        assert isinstance(error, JobFileError) and "did you mean 'Thing'?" in error.problems[1].message
+        assert error.hint == answer["hint"] and error.fields["said_code"] == "IMPORT_ERROR"
 
     with_service(tmp_path / "home", test)
 

@@ -93,15 +93,17 @@ def error_of(status: int, text: str, *, url: str) -> RotaError:
         shown = " ".join(text.split())[:200]
         return _BY_STATUS.get(status, RotaError)(f"{url} answered {status}: {shown}", url=url)
     problem: dict[str, Any] = raw
-    if isinstance(problem.get("errors"), list) and problem["errors"]:
-        return JobFileError(tuple(Problem.from_json(item) for item in problem["errors"] if isinstance(item, dict)))
     code = str(problem.get("code", ""))
     default = BadInput if 400 <= status < 500 else RotaError
     cls = BY_CODE.get(code) or _BY_STATUS.get(status, default)
     fields = {str(name): value for name, value in (problem.get("fields") or {}).items() if name not in _TAKEN}
     message = str(problem.get("detail") or problem.get("title") or f"{url} answered {status}")
     fields |= {"url": url, "request_id": problem.get("request_id", ""), "said_code": code or cls.code}
-    return cls(message, hint=str(problem.get("hint", "")), **fields)
+    hint = str(problem.get("hint", ""))
+    if isinstance(problem.get("errors"), list) and problem["errors"]:
+        found = tuple(Problem.from_json(item) for item in problem["errors"] if isinstance(item, dict))
+        return JobFileError(found, hint=hint, **fields)
+    return cls(message, hint=hint, **fields)
 
 
 def not_reachable(url: str, cause: str) -> NotReachable:

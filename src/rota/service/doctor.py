@@ -23,6 +23,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import RunFolder
 from rota.service.config import Settings
 from rota.service.daemon import find_service, holder_of
+from rota.spec.resources import CORES_LABEL
 
 PYTHON_MIN = (3, 11)
 RAY_TESTED = "2.60"
@@ -108,7 +109,9 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     node = local_node()
     kinds = sorted({device.type for device in node.devices})
     devices = f"{len(node.devices)} devices ({', '.join(kinds)})" if node.devices else "no devices"
-    yield _ok("machine", f"{node.cpus:g} cores, {node.memory_bytes / 2**30:.1f} GiB, {devices}")
+    own = dict(node.labels).get(CORES_LABEL, "")
+    cores = f"{own} cores, shared in time by up to {node.cpus:g}" if own else f"{node.cpus:g} cores"
+    yield _ok("machine", f"{cores}, {node.memory_bytes / 2**30:.1f} GiB, {devices}")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN:
         remedy = f"raise it to {OPEN_FILES_MIN}: ulimit -n {OPEN_FILES_MIN}"

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.job.core.check import check_graph
-from rota.job.core.paths import with_default_loop
+from rota.job.core.paths import Fault, with_default_loop
 from rota.runtime import environ
 from rota.spec import codec
-from rota.spec.errors import BadInput
 from rota.spec.job import Interface, JobSpec
 from rota.spec.reasons import Reason
 
@@ -25,19 +25,22 @@ IMPORT_HINT = "the module is imported to read what it declares: mend it, and lea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A workload could not be imported or declares nonsense."""
+    """Workloads could not be imported or declare nonsense; ``role`` is the first of them, ``traceback`` of all."""
 
     reason: Reason
-    role: str
-    text: str
+    faults: tuple[Fault, ...]
+    role: str = ""
     traceback: str = ""
 
     @property
-    def error(self) -> BadInput:
-        """The same for who asked, with what to do."""
-        where = f"roles.{self.role}.workload: " if self.role else ""
-        hint = IMPORT_HINT if self.reason is Reason.IMPORT_ERROR else ""
-        return BadInput(f"{where}{self.text}", hint=hint, code=str(self.reason), traceback=self.traceback)
+    def text(self) -> str:
+        """All of it, a line each."""
+        return "\n".join(map(str, self.faults))
+
+    @property
+    def hint(self) -> str:
+        """What to do, where the faults do not say it."""
+        return IMPORT_HINT if self.reason is Reason.IMPORT_ERROR else ""
 
 
 async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
@@ -60,7 +63,7 @@ async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
     try:
         out, err = await asyncio.wait_for(child.communicate(request), INSPECT_TIMEOUT_S)
     except TimeoutError:
-        return Refused(reason=Reason.IMPORT_ERROR, role="", text=f"importing took more than {INSPECT_TIMEOUT_S:.0f} s")
+        return _unread(wanted, f"importing took more than {INSPECT_TIMEOUT_S:.0f} s")
     finally:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
@@ -68,16 +71,29 @@ async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
     if child.returncode != 0 or not out:
         text = f"a module ended the process that imports it (status {child.returncode}); its last words follow"
         shown = err.decode(errors="replace")[-STDERR_SHOWN:]
-        return Refused(reason=Reason.IMPORT_ERROR, role="", text=text, traceback=shown)
+        return _unread(wanted, text, shown)
     return _completed(spec, json.loads(out))
 
 
+def _unread(wanted: Mapping[str, str], text: str, output: str = "") -> Refused:
+    """Nothing came back: who is to blame is known where there is one workload only."""
+    path = f"roles.{next(iter(wanted))}.workload" if len(wanted) == 1 else "roles"
+    return Refused(reason=Reason.IMPORT_ERROR, faults=(_fault(path, text),), traceback=output)
+
+
+def _fault(path: str, text: str) -> Fault:
+    return Fault(path=path, message=text, code=str(Reason.IMPORT_ERROR))
+
+
 def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Refused:
-    for role, answer in found.items():
-        if "error" in answer:
-            return Refused(
-                reason=Reason.IMPORT_ERROR, role=role, text=answer["error"], traceback=answer.get("traceback", "")
-            )
+    bad = {role: answer for role, answer in found.items() if "error" in answer}
+    if bad:
+        return Refused(
+            reason=Reason.IMPORT_ERROR,
+            faults=tuple(_fault(f"roles.{role}.workload", answer["error"]) for role, answer in bad.items()),
+            role=next(iter(bad)),
+            traceback="\n".join(dict.fromkeys(text for one in bad.values() if (text := one.get("traceback", "")))),
+        )
     interfaces = {role: codec.from_json_value(Interface, answer["interface"]) for role, answer in found.items()}
     roles = tuple(replace(role, interface=interfaces.get(role.name, role.interface)) for role in spec.roles)
     return _checked(with_default_loop(replace(spec, roles=roles)))
@@ -85,7 +101,5 @@ def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Ref
 
 def _checked(spec: JobSpec) -> JobSpec | Refused:
     """Refuse a graph that cannot work: now that the interfaces are known, operations, axes and state can be checked."""
-    problems = check_graph(spec)
-    if not problems:
-        return spec
-    return Refused(reason=Reason.INVALID, role="", text="\n".join(str(problem) for problem in problems))
+    faults = check_graph(spec)
+    return Refused(reason=Reason.INVALID, faults=faults) if faults else spec

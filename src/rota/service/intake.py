@@ -19,7 +19,7 @@ from rota.runtime.process import write_private
 from rota.runtime.vault import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.inspection import Refused, inspect_workloads
-from rota.service.jobfile import problems_of, read_job
+from rota.service.jobfile import placed, problems_of, read_job
 from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
 from rota.service.problems import nearest
@@ -101,13 +101,13 @@ class Intake:
     async def plan(self, given: Submission, *, caller: Caller | None) -> dict[str, Any]:
         """What would happen: roles, gangs, placement on the cluster as it is, blast radius of each role.
 
-        Raises what ``submit`` raises, and BadInput when a workload cannot be imported.
+        Raises what ``submit`` raises, and JobFileError also for all workloads that cannot be imported.
         """
         spec = await self._checked(given, caller)
         async with self._dry_runs:
             completed = await inspect_workloads(spec, _workdir(spec, given))
         if isinstance(completed, Refused):
-            raise completed.error
+            raise _refusal(completed, given)
         now = self._clock.wall_s()
         explanation = self._loop.scheduler.explain_spec(completed, now).to_json()
         placement, waits, forecast = self._trial(completed, now)
@@ -210,6 +210,12 @@ class Intake:
             ended = JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER)
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=ended))
         return placement, next((event for event in mine if isinstance(event, JobWaits)), None), forecast
+
+
+def _refusal(found: Refused, given: Submission) -> JobFileError:
+    """What was found out by looking at the workloads, at its place in the job file where there is one."""
+    problems = placed(found.faults, given.source, filename=given.filename, sets=given.sets)
+    return JobFileError(problems, hint=found.hint, code=str(found.reason), traceback=found.traceback)
 
 
 def _from_json(raw: dict[str, Any]) -> JobSpec:

@@ -6,16 +6,18 @@ YAML 1.2 or JSON, strict. The steps are those of ``read_job``; nothing here read
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rota.job.core.paths import Fault
 from rota.service.fieldkinds import BAD
 from rota.service.jobschema import JOB, MODEL
 from rota.service.olderform import convert_older_form, is_older_form
 from rota.service.problems import Problem as Problem
 from rota.service.problems import did_you_mean
-from rota.service.sets import apply_sets
+from rota.service.sets import apply_sets, find_place
 from rota.service.yamltree import Node, Sink, decode, read_tree
 from rota.spec import check as rules
 from rota.spec.ids import RoleName
@@ -34,6 +36,7 @@ from rota.spec.job import (
 from rota.spec.resources import Res
 
 ARROW = "->"
+_EDGE = re.compile(r"^edges\[(\d+)\]$")
 
 
 def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> JobSpec:
@@ -41,6 +44,34 @@ def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> J
 
     Raises JobFileError with every problem, in the order of the file; problems of ``sets`` come last.
     """
+    reader, spec = _read(text, filename, sets)
+    # 5 the rules between them
+    reader.check(spec)
+    reader.sink.raise_if_any()
+    return spec
+
+
+def placed(
+    faults: Iterable[rules.Finding | Fault], text: str, *, filename: str, sets: Sequence[str] = ()
+) -> tuple[Problem, ...]:
+    """What was found out about a job after it was read, at its place in the text; without a text there is no place."""
+    if not text:
+        return tuple(
+            Problem(loc=_loc(one), line=0, col=0, message=one.message, hint=one.hint, code=one.code, file=filename)
+            for one in faults
+        )
+    reader, _ = _read(text, filename, sets)
+    for one in faults:
+        reader.place(one)
+    return reader.sink.error().problems
+
+
+def problems_of(spec: JobSpec, *, filename: str = "job") -> tuple[Problem, ...]:
+    """The rules that a spec without a file breaks (a built one, or one completed by inspecting its workloads)."""
+    return placed(rules.check(spec), "", filename=filename)
+
+
+def _read(text: str | bytes, filename: str, sets: Sequence[str]) -> tuple[_Builder, JobSpec]:
     # 1 bytes to text, text to nodes with places
     text = decode(text, filename=filename) if isinstance(text, bytes) else text
     sink = Sink(text, filename)
@@ -53,20 +84,13 @@ def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> J
     fields = JOB.read(root, "", sink)
     if fields is BAD:
         raise sink.error()
-    # 4 fields to the spec, and the rules between them
+    # 4 fields to the spec
     reader = _Builder(root, sink)
-    spec = reader.job(fields)
-    reader.check(spec)
-    sink.raise_if_any()
-    return spec
+    return reader, reader.job(fields)
 
 
-def problems_of(spec: JobSpec, *, filename: str = "job") -> tuple[Problem, ...]:
-    """The rules that a spec without a file breaks (a built one, or one completed by inspecting its workloads)."""
-    return tuple(
-        Problem(loc=rules.dotted(f.path), line=0, col=0, message=f.message, hint=f.hint, code=f.code, file=filename)
-        for f in rules.check(spec)
-    )
+def _loc(found: rules.Finding | Fault) -> str:
+    return found.path if isinstance(found.path, str) else rules.dotted(found.path)
 
 
 class _Builder:
@@ -74,7 +98,7 @@ class _Builder:
 
     def __init__(self, root: Node, sink: Sink) -> None:
         self._root = root
-        self._sink = sink
+        self.sink = sink
         self._edges: list[tuple[Node, str]] = []
         """Node and path of each edge, after chains were taken apart."""
 
@@ -96,7 +120,7 @@ class _Builder:
 
     def _role(self, name: str, fields: Mapping[str, Any]) -> RoleSpec:
         low, high, mesh, elastic = _size(fields)
-        run, shell = _command(fields.get("run"), self._find(("roles", name, "run")))
+        run, shell = _command(fields.get("run"), find_place(self._root, f"roles.{name}.run"))
         return RoleSpec(
             name=RoleName(name),
             workload=fields.get("workload"),
@@ -121,11 +145,10 @@ class _Builder:
         return StreamSpec(name=name, stale=_bound(fields.get("stale")), **kept)
 
     def _all_edges(self, fields: Sequence[Any], streams: set[str]) -> tuple[Edge, ...]:
-        node = self._find(("edges",))
+        node = find_place(self._root, "edges")
         edges: list[Edge] = []
         for index, item in enumerate(fields):
-            is_list = node is not None and node.kind == "list"
-            place, loc = (node.items[index], f"edges[{index}]") if node and is_list else (node or self._root, "edges")
+            place, loc = (node.items[index], f"edges[{index}]") if node.kind == "list" else (node, "edges")
             found = self._chain(item, place, loc, streams) if isinstance(item, str) else [_edge(item, streams)]
             edges += found
             self._edges += [(place, loc)] * len(found)
@@ -134,16 +157,16 @@ class _Builder:
     def _chain(self, text: str, place: Node, loc: str, streams: set[str]) -> list[Edge]:
         ends = [end.strip() for end in text.split(ARROW)]
         if len(ends) < 2 or not all(ends):
-            self._sink.add(place, loc, f"{text!r} is no edge", hint="write role.op -> role.op", code="BAD_TYPE")
+            self.sink.add(place, loc, f"{text!r} is no edge", hint="write role.op -> role.op", code="BAD_TYPE")
             return []
         return [_edge({"from": a, "to": b}, streams) for a, b in itertools.pairwise(ends)]
 
     def check(self, spec: JobSpec) -> None:
         """Put what the rules of spec find to its place, but for what follows from a problem that is known already."""
-        spoiled = {field for problem in self._sink.problems for field in self._touched(problem)}
+        spoiled = {field for problem in self.sink.problems for field in self._touched(problem)}
         for finding in rules.check(spec):
             if not self._rests_on(finding.path) & spoiled:
-                self._place(finding)
+                self.place(finding)
 
     def _touched(self, problem: Problem) -> list[rules.Path]:
         """The field a problem speaks of, and the one that an unknown name was meant to be."""
@@ -173,37 +196,17 @@ class _Builder:
             case _:
                 return set()
 
-    def _place(self, finding: rules.Finding) -> None:
-        loc = rules.dotted(finding.path)
-        match finding.path:
-            case ("edges", int() as index):
-                node, loc = self._edges[index]
-            case path:
-                node = self._find(path) or self._root
-        hint = finding.hint
-        if len(finding.path) == 2 and node.file.startswith("--set"):  # a role that only a flag speaks of
-            hint = did_you_mean(loc.removeprefix("roles."), {*self._roles()} - {str(finding.path[1])}) or hint
-        self._sink.add(node, loc, finding.message, hint=hint, code=finding.code)
-
-    def _find(self, path: rules.Path) -> Node | None:
-        """The node at ``path``, or the nearest one above it; the key itself for a name of the user's choice."""
-        node, best = self._root, self._root
-        for depth, part in enumerate(path):
-            if isinstance(part, int):
-                if node.kind != "list":
-                    return best  # one value without brackets
-                node = node.items[part] if part < len(node.items) else node
-            else:
-                entry = next(((key, value) for key, value in node.entries if key.text == part), None)
-                if entry is None:
-                    return best
-                node = entry[1]
-                if depth == len(path) - 1 and node.kind == "map":
-                    return entry[0]
-                best = entry[0] if node.kind == "map" else node
-                continue
-            best = node
-        return node
+    def place(self, found: rules.Finding | Fault) -> None:
+        """One more problem, at the field that it speaks of."""
+        loc, hint = _loc(found), found.hint
+        if edge := _EDGE.match(loc):
+            node, loc = self._edges[int(edge[1])]
+        else:
+            node = find_place(self._root, loc)
+        role, roles = loc.removeprefix("roles."), self._roles()
+        if role in roles and node.file.startswith("--set"):  # only a flag speaks of it
+            hint = did_you_mean(role, {*roles} - {role}) or hint
+        self.sink.add(node, loc, found.message, hint=hint, code=found.code)
 
 
 _RES = {"cpus": "cpus", "gpus": "gpus", "gpu_type": "gpu_type", "memory": "memory_bytes"}
@@ -241,11 +244,11 @@ def _size(fields: Mapping[str, Any]) -> tuple[int, int, tuple[tuple[str, int], .
     return low, high, mesh, elastic
 
 
-def _command(run: Any, node: Node | None) -> tuple[tuple[str, ...] | None, bool]:
+def _command(run: Any, node: Node) -> tuple[tuple[str, ...] | None, bool]:
     """The command and whether it goes through the shell: a text does, unless it is a plain torchrun line."""
     if run is None:
         return None, False
-    if node is not None and node.kind == "list":
+    if node.kind == "list":
         return tuple(run), False
     text = run[0]
     words = _split(text)

@@ -49,7 +49,7 @@ def graph_of_file(path: Path) -> dict[str, Any]:
     folder = path.absolute().parent / (spec.workdir or "")
     completed = asyncio.run(inspect_workloads(spec, str(folder)))
     if isinstance(completed, Refused):
-        return {**graph_document(spec), "problem": completed.error.message}
+        return {**graph_document(spec), "problem": completed.text}
     return graph_document(completed)
 
 

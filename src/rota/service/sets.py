@@ -37,6 +37,23 @@ def apply_sets(root: Node, sets: Sequence[str], sink: Sink) -> None:
             _lay(root, path.strip(), node, Node("scalar", 1, 1, file=file, source=text), sink)
 
 
+def find_place(root: Node, path: str) -> Node:
+    """The node at ``path``, or the nearest one above it; of a mapping its key, which is the name of it."""
+    node = best = root
+    while path:
+        name, index, path = _step(node, path)
+        key, below = next(((key, value) for key, value in node.entries if key.text == name), (None, None))
+        if key is None or below is None:
+            return best
+        node, best = below, key if below.kind == "map" else below
+        if index is None:
+            continue
+        if node.kind != "list" or index >= len(node.items):
+            return best  # one value without brackets
+        node = best = node.items[index]
+    return best
+
+
 def _value(text: str, file: str, source: str, col: int, sink: Sink) -> Node | None:
     own = Sink(text, file)
     try:
@@ -105,7 +122,7 @@ def _step(node: Node, path: str) -> tuple[str, int | None, str]:
     name = max(known, key=len, default=path.partition(".")[0])
     rest = path[len(name) :]
     index: int | None = None
-    found = _INDEX.match(name) or re.match(r"^()\[(\d{1,6})\]", rest)
+    found = (None if known else _INDEX.match(name)) or re.match(r"^()\[(\d{1,6})\]", rest)
     if found and found.group(1):
         name, index = found.group(1), int(found.group(2))
     elif found:

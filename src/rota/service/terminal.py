@@ -102,9 +102,8 @@ class Terminal:
         if isinstance(exc, JobFileError) and exc.problems:
             for problem in exc.problems:
                 print(problem.render() if isinstance(problem, Problem) else problem, file=self.err)
-            self.err.flush()
-            return
-        print(f"rota: {exc.message}", file=self.err)
+        else:
+            print(f"rota: {exc.message}", file=self.err)
         if exc.hint:
             print(f"      {exc.hint}", file=self.err)
         trace = str(exc.fields.get("traceback") or "").rstrip()
@@ -148,12 +147,12 @@ def error_document(exc: RotaError) -> dict[str, Any]:
     return {
         "api": API,
         "kind": "Error",
-        "code": exc.fields.get("said_code") or exc.code,
+        "code": exc.fields.get("said_code") or exc.fields.get("code") or exc.code,
         "exit": exc.exit,
         "message": exc.message,
         "hint": exc.hint,
         "errors": [problem.to_json() for problem in problems if isinstance(problem, Problem)],
-        "fields": {name: value for name, value in exc.fields.items() if name != "said_code"},
+        "fields": {name: value for name, value in exc.fields.items() if name not in ("said_code", "code")},
     }
 
 

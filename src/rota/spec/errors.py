@@ -59,7 +59,7 @@ class RotaError(Exception):
         return (_rebuild, (type(self), self.message, self.hint, self.fields))
 
 
-def _rebuild(cls: type[RotaError], message: str, hint: str, fields: dict[str, Any]) -> RotaError:
+def _rebuild(cls: type[RotaError], message: Any, hint: str, fields: dict[str, Any]) -> RotaError:
     return cls(message, hint=hint, **fields)
 
 
@@ -114,13 +114,13 @@ class LimitExceeded(BadInput):
 class JobFileError(BadInput):
     """Every problem of one job file, in file order; ``problems`` holds them."""
 
-    def __init__(self, problems: tuple[Any, ...], *, hint: str = "") -> None:
+    def __init__(self, problems: tuple[Any, ...], *, hint: str = "", **fields: Any) -> None:
         lines = "\n".join(str(problem) for problem in problems)
-        super().__init__(lines, hint=hint)
+        super().__init__(lines, hint=hint, **fields)
         self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (JobFileError, (self.problems,))
+        return (_rebuild, (JobFileError, self.problems, self.hint, self.fields))
 
 
 class SchemaTooNew(BadInput):

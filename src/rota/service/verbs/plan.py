@@ -66,9 +66,14 @@ def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
         term.line(f"what would help: {', '.join(doc['helps'])}")
         return
     predicted = doc["predicted"]
-    rows = [(_axes(doc["plan"]), f"{predicted['iteration_s']:.4g}", "")]
-    rows += [(_axes(one["plan"]), f"{one['iteration_s']:.4g}", one["why"]) for one in doc["runner_ups"]]
-    term.table(["plan", "step s", "why slower"], rows)
+    rows = [(_choices(doc["plan"]), predicted["iteration_s"], "")]
+    rows += [(_choices(one["plan"]), one["iteration_s"], one["why"]) for one in doc["runner_ups"]]
+    differ = [name for name in rows[0][0] if len({choices[name] for choices, _, _ in rows}) > 1]
+    term.line(f"plan: {_words({name: choice for name, choice in rows[0][0].items() if name not in differ})}")
+    term.table(
+        [*differ, "step s", "why slower"],
+        [(*(choices[name] for name in differ), f"{step_s:.4g}", why) for choices, step_s, why in rows],
+    )
     used = predicted["memory_gib"]
     filled = min(BAR_WIDTH, round(BAR_WIDTH * used / memory_gib))
     term.line(f"memory  [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {used:.3g} of {memory_gib:.3g} GiB")
@@ -82,16 +87,32 @@ def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
     )
 
 
-def _axes(plan_json: Mapping[str, Any]) -> str:
-    mesh = plan_json["mesh"]
-    dp = mesh["dp_replicate"] * mesh["dp_shard"]
-    layer = plan_json["layers"][0]
-    sizes = " ".join(
-        f"{name}{size}" for name, size in (("pp", mesh["pp"]), ("dp", dp), ("cp", mesh["cp"]), ("tp", mesh["tp"]))
-    )
-    recompute = "+".join(sorted({one["recompute"] for one in plan_json["layers"]}))
-    kind = f"zero{layer['zero']}" + ("" if layer["offload"] == "none" else f" {layer['offload']}")
-    return f"{sizes} {kind} {plan_json['schedule']} mb{plan_json['micro_batch']} recompute {recompute}"
+def _choices(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Everything that a plan chooses, by name; where its layers differ, each choice with its number of layers."""
+    mesh, layers = plan["mesh"], plan["layers"]
+
+    def of_layers(name: str) -> str:
+        counts: dict[str, int] = {}
+        for one in layers:
+            choice = {True: "yes", False: "no"}[one[name]] if name == "sp" else str(one[name])
+            counts[choice] = counts.get(choice, 0) + one["count"]
+        return " ".join(f"{choice}*{n}" if len(counts) > 1 else choice for choice, n in counts.items())
+
+    sizes = [str(stage["layers"][1] - stage["layers"][0]) for stage in plan["stages"]]
+    return {
+        **{name: str(size) for name, size in mesh.items()},
+        **{name: of_layers(name) for name in ("sp", "zero", "recompute", "offload")},
+        "schedule": plan["schedule"],
+        "chunks": str(max(stage["chunk"] for stage in plan["stages"]) + 1),
+        "stages": " ".join(sizes) if len(set(sizes)) > 1 else "",
+        "micro_batch": str(plan["micro_batch"]),
+        "sync": plan["sync"]["mode"],
+    }
+
+
+def _words(choices: Mapping[str, str]) -> str:
+    """The choices that are not the plain ones."""
+    return ", ".join(f"{name} {choice}" for name, choice in choices.items() if choice not in ("", "1", "none", "no"))
 
 
 def validate(
@@ -180,7 +201,7 @@ def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
         terminal.line(loaded.to_json())
         return 0
     raw = json.loads(loaded.to_json())
-    terminal.line(f"plan {loaded.id}: {_axes(raw)}")
+    terminal.line(f"plan {loaded.id}: {_words(_choices(raw))}")
     for stage in raw["stages"]:
         ends = " ".join(name for name in ("embed", "head") if stage[name])
         terminal.line(

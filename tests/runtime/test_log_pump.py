@@ -101,3 +101,30 @@ os._exit(0)
     while not (log.exists() and log.read_text()) and clock.monotonic_s() < ends_s:
         blocking_sleep(0.01)
     assert texts(log) == ["stdout last words of ******"]
+
+
+def test_a_killed_pump_is_replaced_and_no_writer_is_told_of_a_broken_pipe(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    code = f"""
+import os, psutil, signal, time
+from pathlib import Path
+from rota.runtime.ray_host import redirect_output
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+def pumps():
+    return [one for one in psutil.process_iter(["cmdline"]) if {str(log)!r} in (one.info["cmdline"] or ())]
+def wait(so):
+    ends_s = time.monotonic() + {WAIT_S}
+    while not so() and time.monotonic() < ends_s:
+        time.sleep(0.01)
+redirect_output(Path({str(log)!r}), "2/7")
+os.write(1, b"before\\n")
+wait(lambda: Path({str(log)!r}).exists() and "before" in Path({str(log)!r}).read_text())
+old = pumps()
+for one in old:
+    one.kill()
+wait(lambda: not any(one.is_running() for one in old))
+os.write(1, b"after\\n")
+wait(lambda: "after" in Path({str(log)!r}).read_text())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
+    assert texts(log) == ["stdout before", "stdout after"]

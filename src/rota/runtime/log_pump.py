@@ -4,8 +4,8 @@ A program of its own, started with ``python -I -S`` (15 ms, 8 MB): what an insta
 is still in the pipes, and a line never waits for the interpreter of the instance. Arguments: log file, label, then the
 numbers of the pipes for stdout and stderr. A line of the log is ``<ISO time> <label> <stream> <text>``. From stdin it
 reads the values that must not be in the log, with zero bytes between them. With ``apart`` as last argument it leaves
-its parent, which gets status 0: an engine that ends an instance kills the children of that, and what is still in the
-pipes would be lost.
+its parent, which gets status 0 and reads the number of the process: an engine that ends an instance kills the children
+of that, and what is still in the pipes would be lost.
 """
 
 import os
@@ -68,8 +68,11 @@ def main() -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     parts = {part for value in sys.stdin.buffer.read().split(b"\0") for part in (value, *value.split(b"\n"))}
     hide = sorted((part for part in parts if len(part) >= _HIDDEN_BYTES_MIN), key=len, reverse=True)
-    if apart and os.fork():
-        os._exit(0)
+    if apart:
+        if pid := os.fork():
+            os.write(1, b"%d" % pid)
+            os._exit(0)
+        os.close(1)
     pump(log, label.encode(), {int(out): b"stdout", int(err): b"stderr"}, hide)
 
 

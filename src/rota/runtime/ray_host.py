@@ -9,12 +9,14 @@ import importlib
 import inspect
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,8 @@ USER_CALLS_MAX = 1024
 _CONTROL_THREADS = 8
 _USER_THREADS = 64
 _RESTART_PAUSE_S = 5.0
+PUMPS_MAX = 20
+"""Times that the pump of a log is started anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,8 @@ def prepare(boot: Boot) -> None:
 def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> None:
     """Send file descriptors 1 and 2, and Python's streams over them, line by line to the log of this instance.
 
-    Values in ``hide`` are blacked out on the way.
+    Values in ``hide`` are blacked out on the way. A pump that is killed is started anew: this process keeps the pipes,
+    so that nobody who writes is told of a broken one.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     flush()
@@ -194,15 +199,38 @@ def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> N
     command = [sys.executable, "-I", "-S", log_pump.__file__, str(log_path), label, *map(str, pipes), "apart"]
     # The values are not an argument: those stand in the list of processes.
     values = b"\0".join(value.encode() for value in hide)
-    subprocess.run(command, pass_fds=pipes, start_new_session=True, input=values, stdout=2, check=True, timeout=60)
+
+    def start() -> int:
+        options: dict[str, Any] = {"pass_fds": pipes, "start_new_session": True, "check": True, "timeout": 60}
+        return int(subprocess.run(command, input=values, stdout=subprocess.PIPE, **options).stdout)
+
+    pump = start()
     os.dup2(out_write, 1)
     os.dup2(err_write, 2)
-    for fd in (out_read, out_write, err_read, err_write):
+    for fd in (out_write, err_write):
         os.close(fd)
+    threading.Thread(target=_keep_pumping, args=(start, pump), name="rota-log", daemon=True).start()
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
+def _keep_pumping(start: Callable[[], int], pump: int) -> None:
+    """Start another pump when one is gone; what a killed one had read and not written yet is lost."""
+    for _ in range(PUMPS_MAX):
+        with contextlib.suppress(ProcessLookupError):
+            gone = os.pidfd_open(pump)
+            try:
+                poller = select.poll()
+                poller.register(gone, select.POLLIN)
+                poller.poll()
+            finally:
+                os.close(gone)
+        try:
+            pump = start()
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return
 
 
 def flush() -> None:

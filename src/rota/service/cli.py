@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -253,9 +255,20 @@ def _leave(number: int, _: Any) -> None:
     sys.exit(128 + number)
 
 
+def _had_its_fill(*_: Any) -> None:
+    """Whoever read the answer is gone: end in order. A connection to a service that broke is told by who uses it."""
+    poller = select.poll()
+    for fd in (1, 2):
+        poller.register(fd, 0)
+    if gone := [fd for fd, what in poller.poll(0) if what & select.POLLERR]:
+        for fd in gone:  # what is still to be flushed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        sys.exit(0)
+
+
 def main() -> None:
     """Entry point of the command ``rota``."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # 'rota ps | head' ends as other tools do
+    signal.signal(signal.SIGPIPE, _had_its_fill)  # 'rota logs -f JOB | head'
     for one in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(one) is signal.SIG_DFL:  # nohup stays nohup
             signal.signal(one, _leave)

@@ -75,7 +75,7 @@ async def fill(service: Standing, jobs: int) -> None:
             submitted = JobSubmitted(spec=specs[rng.choice(SIZES)], user=f"user{number % 40}", uid=f"{number:026}")
             service.log.append([submitted, JobQueued()], writer=loop.writer, job=JobId(f"work-{number}"))
 
-    loop.deciding = False
+    loop.undecided = "not all jobs are there"
     for first in range(1, jobs + 1, 1000):
         await asyncio.to_thread(write, first, min(first + 1000, jobs + 1))
         tell(f"{min(first + 999, jobs)} of {jobs} jobs are in the log")

@@ -28,6 +28,7 @@ from rota.service.routes.doors import Doors
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import GangReserved, InstanceReady, InstanceStarted, JobEvent, MasterStarted, Reattached
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
+from rota.spec.resources import Node
 from rota.spec.states import JobState
 
 follow.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
@@ -47,6 +48,7 @@ class PlayedEngine:
     waits: dict[str, Any] = field(default_factory=dict)
     generation: int = 1
     away: str = ""
+    machines: tuple[Node, ...] = ()
 
     async def ensure_master(self, job: JobId) -> None:
         if self.away:
@@ -71,6 +73,11 @@ class PlayedEngine:
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> dict[str, Any] | None:
         return await run_beside(argv, timeout_s=timeout_s) if job in self.alive else None
+
+    async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
+        if self.away:
+            raise EngineUnavailable(self.away)
+        return self.machines, frozenset(one.id for one in self.machines)
 
     async def status(self) -> dict[str, Any]:
         return {"engine": {"state": "running", "engine": f"e{self.generation}"}, "gateway": {"state": "up"}}

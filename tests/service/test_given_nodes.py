@@ -17,7 +17,7 @@ from rota.runtime.devices import LOCAL_HOST, local_node
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, Writer
-from rota.service import assembly, serve
+from rota.service import assembly, nodes, serve
 from rota.service.assembly import node_changes
 from rota.service.config import load_settings
 from rota.service.engine import GatewayEngine
@@ -114,6 +114,31 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
     monkeypatch.setattr(serve, "make_app", make_app)
     with serve.bind(settings) as listener:
         asyncio.run(main())
+
+
+def test_while_a_given_engine_does_not_answer_status_and_explain_say_that_jobs_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "LOOK_S", 0.01)
+
+    async def test(service: Standing) -> None:
+        engine, loop = service.engine, service.doors.loop
+        engine.away, engine.machines = "nobody answers at head:6379", assembly.wanted_nodes(service.doors.settings)
+        loop.undecided = nodes.not_known(service.doors)
+        looking = asyncio.create_task(nodes.keep_nodes(service.doors))
+        await service.submit()
+        while engine.away not in loop.undecided:
+            await asyncio.sleep(0.005)
+        await service.until("hello-1", JobState.QUEUED)
+        assert any(engine.away in one and "no job starts" in one for one in (await service.get("/status"))["warnings"])
+        why = (await service.get("/jobs/hello-1/explain"))["why"]
+        assert why["code"] == "ENGINE_STARTING" and engine.away in why["text"]
+        engine.away = ""
+        await service.until("hello-1", JobState.ADMITTED)
+        assert (await service.get("/status"))["warnings"] == []
+        looking.cancel()
+
+    with_service(tmp_path, test)
 
 
 @pytest.mark.slow

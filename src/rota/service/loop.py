@@ -69,8 +69,8 @@ class ServiceLoop:
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
         self.stopping = False
-        self.deciding = True
-        """Turned off where the machines of another's engine are not known yet; ``decide_from_now`` turns it on."""
+        self.undecided = ""
+        """Why nothing is decided: the machines of another's engine are not known. ``decide_from_now`` empties it."""
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with every record, after the read side took it in. To be called before ``replay``."""
@@ -78,8 +78,8 @@ class ServiceLoop:
 
     def decide_from_now(self) -> None:
         """The machines are known: decide on all that came until now."""
-        if not self.deciding:
-            self.deciding, self._due_at = True, 0.0
+        if self.undecided:
+            self.undecided, self._due_at = "", 0.0
             self._wake.set()
 
     # -- for doors -------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class ServiceLoop:
                 await task
 
     async def _pause(self, pause_s: float) -> None:
-        if self.deciding and self._due_at is not None:
+        if not self.undecided and self._due_at is not None:
             pause_s = min(pause_s, max(0.0, self._due_at - self.clock.wall_s()))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(pause_s, 0.001)):  # wait_for of Python 3.11 may swallow a cancellation
@@ -170,7 +170,7 @@ class ServiceLoop:
         wrote = await self._end_the_waiting()
         # 3. decide, when something changed or a time has come
         now = self.clock.wall_s()
-        if self.deciding and (moved or (self._due_at is not None and now >= self._due_at)):
+        if not self.undecided and (moved or (self._due_at is not None and now >= self._due_at)):
             began_s = self.clock.monotonic_s()
             outcome = self.scheduler.decide(now)
             self.timed("decide", self.clock.monotonic_s() - began_s)

@@ -14,6 +14,11 @@ LOOK_S = 2.0
 _log = logging.getLogger("rota.service")
 
 
+def not_known(doors: Doors, why: str = "it has not answered yet") -> str:
+    """What jobs wait for until the engine has said which machines it has."""
+    return f"the machines of the engine at {doors.settings.ray_address} are not known: {why}"
+
+
 async def keep_nodes(doors: Doors) -> None:
     """Until cancelled. Nothing is decided before the first answer; while one is awaited later, the known nodes stay."""
     while True:
@@ -23,5 +28,8 @@ async def keep_nodes(doors: Doors) -> None:
                 await doors.loop.append(changes)
             doors.loop.decide_from_now()
         except (EngineUnavailable, StoreUnavailable) as error:
-            _log.warning("the machines of the engine are not known now: %s", error)
+            text = not_known(doors, str(error))
+            _log.warning("%s", text)
+            if doors.loop.undecided:
+                doors.loop.undecided = text
         await doors.clock.sleep(LOOK_S)

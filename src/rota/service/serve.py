@@ -25,7 +25,7 @@ from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
 from rota.service.daemon import holder_of
-from rota.service.nodes import keep_nodes
+from rota.service.nodes import keep_nodes, not_known
 from rota.service.problems import cannot_use
 from rota.service.rest import make_app
 from rota.service.retention import keep_logs
@@ -118,7 +118,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     # 1. the past
     await doors.loop.replay()
     doors.forecasts.begin()
-    doors.loop.deciding = not settings.ray_address  # another installation may have taken its machines meanwhile
+    if settings.ray_address:  # another installation may have taken its machines meanwhile
+        doors.loop.undecided = not_known(doors)
     # 2. the loop over the log, and the doors
     turning = asyncio.create_task(doors.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")

@@ -261,6 +261,9 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
             found = answer.to_json() | {
                 "estimate": estimate.to_json() | {"age_s": None if age_s is None else round(age_s, 1)}
             }
+        if found is not None and (undecided := doors.loop.undecided):
+            why = {"code": Reason.ENGINE_STARTING, "text": undecided, "fields": {}}
+            found |= {"why": why, "estimate": None, "starts_now": False}
     return doors.veiled(caller, explanation(story, doors.loop.installation, found))
 
 

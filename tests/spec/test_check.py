@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.spec.check import Finding, check, dotted, find_circle, nearest
+from rota.spec.check import Finding, check, dotted, find_circle
 from rota.spec.dispatch import OpSpec
+from rota.spec.errors import NAMED_MAX, nearest
 from rota.spec.ids import RoleName
 from rota.spec.job import Edge, Interface, JobSpec, RoleSpec
 
@@ -55,8 +56,10 @@ def test_a_broken_rule_is_named_with_its_field(roles: tuple[RoleSpec, ...], more
 
 
 def test_a_hint_says_how_many_names_it_leaves_out() -> None:
-    assert nearest("zzz", "abcdefgh") == "there is a, b, c, d, e, f, g, h"
-    assert nearest("zzz", "abcdefghij") == "there is a, b, c, d, e, f, g, h and 2 more"
+    names = [f"name{number}" for number in range(NAMED_MAX)]
+    assert nearest("zzz", names) == f"there is {', '.join(names)}"
+    assert nearest("zzz", [*names, "a", "b"], "roles") == f"roles: {', '.join(names)} and 2 more"
+    assert (nearest("zzz", ()), nearest("NAME7", names)) == ("there is none", "did you mean 'name7'?")
 
 
 def test_what_is_not_known_yet_is_not_judged() -> None:

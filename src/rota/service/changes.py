@@ -8,9 +8,8 @@ from typing import Any
 
 from rota.cluster.live import Scheduler
 from rota.job.core.sizing import is_world, world_of
-from rota.service.problems import unknown
 from rota.spec.check import SIZES_HINT, fixed_size
-from rota.spec.errors import BadInput, UnknownName
+from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec
 
 PRIORITY_MIN, PRIORITY_MAX = -1, 100

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from rota.service.problems import cannot_use, did_you_mean
-from rota.spec.errors import BadInput, RotaError
+from rota.service.problems import cannot_use
+from rota.spec.errors import BadInput, RotaError, did_you_mean
 
 if TYPE_CHECKING:
     from cyclopts import App

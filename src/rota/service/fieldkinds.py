@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rota.service.problems import did_you_mean, nearest
 from rota.service.yamltree import Node, Sink, plain_value
+from rota.spec.errors import did_you_mean, nearest
 from rota.spec.resources import parse_duration, parse_size
 
 

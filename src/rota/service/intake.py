@@ -22,10 +22,17 @@ from rota.service.inspection import Refused, inspect_workloads
 from rota.service.jobfile import placed, problems_of, read_job
 from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
-from rota.service.problems import nearest
 from rota.service.views.story import JobStory
 from rota.spec import codec
-from rota.spec.errors import BadInput, IdempotencyConflict, Infeasible, JobFileError, LimitExceeded, UnknownName
+from rota.spec.errors import (
+    BadInput,
+    IdempotencyConflict,
+    Infeasible,
+    JobFileError,
+    LimitExceeded,
+    UnknownName,
+    nearest,
+)
 from rota.spec.events import JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
 from rota.spec.ids import JobId
 from rota.spec.job import JobSpec

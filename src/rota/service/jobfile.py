@@ -16,10 +16,10 @@ from rota.service.fieldkinds import BAD
 from rota.service.jobschema import JOB, MODEL
 from rota.service.olderform import convert_older_form, is_older_form
 from rota.service.problems import Problem as Problem
-from rota.service.problems import did_you_mean
 from rota.service.sets import apply_sets, find_place
 from rota.service.yamltree import Node, Sink, decode, read_tree
 from rota.spec import check as rules
+from rota.spec.errors import did_you_mean
 from rota.spec.ids import RoleName
 from rota.spec.job import (
     Bound,

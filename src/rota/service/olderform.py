@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rota.service.fieldkinds import child
-from rota.service.problems import nearest
 from rota.service.yamltree import Node, Sink
+from rota.spec.errors import nearest
 
 _TOP = {"jobName": "name", "image": "image", "dataDir": "data", "outputDir": "output"}
 _ROLE = {"taskNumber": "replicas", "command": "run", "name": ""}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rota.spec.errors import BadInput, UnknownName
+from rota.spec.errors import BadInput
 
 PROBLEMS_MAX = 100
 """Problems reported at once; a file with more is not a job file."""
@@ -18,8 +17,6 @@ DISK_REMEDIES = {
     errno.EROFS: "it is mounted read-only: mount it for writing, or choose another folder",
 }
 """What to do when a disk takes nothing."""
-NAMED_MAX = 20
-"""Names that a hint lists."""
 SOURCE_LINE_MAX = 160
 """Characters of a source line that are shown."""
 
@@ -74,24 +71,6 @@ class Problem:
             file=str(raw.get("file", "")),
             source=str(raw.get("source", "")),
         )
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` for the nearest of ``known``, case aside; empty when none is near."""
-    by_fold = {name.casefold(): name for name in known}
-    near = difflib.get_close_matches(word.casefold(), by_fold, n=1, cutoff=0.6)
-    return f"did you mean '{by_fold[near[0]]}'?" if near else ""
-
-
-def nearest(word: str, known: Sequence[str], what: str) -> str:
-    """The hint for a word that is not known: the nearest one, else the first of those that are."""
-    more = f" and {len(known) - NAMED_MAX} more" if len(known) > NAMED_MAX else ""
-    return did_you_mean(word, known) or f"{what}: {', '.join(known[:NAMED_MAX])}{more}"
-
-
-def unknown(text: str, word: str, known: Sequence[str], what: str) -> UnknownName:
-    """The error for a name that is not there."""
-    return UnknownName(text, hint=nearest(word, known, what))
 
 
 def cannot_use(error: OSError) -> BadInput:

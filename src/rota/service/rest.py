@@ -14,10 +14,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.auth import SAFE_METHODS
 from rota.service.config import rota_version
-from rota.service.problems import DISK_REMEDIES, Problem, did_you_mean, nearest
+from rota.service.problems import DISK_REMEDIES, Problem
 from rota.service.routes import accounts, cluster, jobs, page, sim, streams
 from rota.service.routes.doors import Doors, asked_line
-from rota.spec.errors import JobFileError, LimitExceeded, NotReachable, RotaError, StoreUnavailable
+from rota.spec.errors import (
+    JobFileError,
+    LimitExceeded,
+    NotReachable,
+    RotaError,
+    StoreUnavailable,
+    did_you_mean,
+    nearest,
+)
 
 BODY_BYTES_MAX = 16 * 2**20
 PROBLEM = "application/problem+json"

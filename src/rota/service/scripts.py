@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rota.service.problems import did_you_mean
 from rota.service.wire import Document, job_name
 from rota.service.yamltree import Node, Sink
+from rota.spec.errors import did_you_mean
 
 HEADER_LINES_MAX = 200
 SHORT = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from rota.spec.errors import nearest
 from rota.spec.ids import NAME_PATTERN
 from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec
 
@@ -66,16 +66,6 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
         *_check_success(spec),
         *_check_loops(spec),
     )
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?``, or the list of what there is when nothing is near."""
-    names = list(known)
-    near = difflib.get_close_matches(word, names, n=1)
-    if near:
-        return f"did you mean '{near[0]}'?"
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"there is {', '.join(names[:8])}{more}" if names else "there is none"
 
 
 def fixed_size(role: RoleSpec) -> str:

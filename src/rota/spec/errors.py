@@ -35,7 +35,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, ClassVar
+
+NAMED_MAX = 20
+"""Names that a hint lists."""
 
 
 class RotaError(Exception):
@@ -242,3 +247,26 @@ class TensorError(RotaError):
     """Root of the tensor plane's errors; the leaves are in ``rota.tensors.errors``."""
 
     code = "TENSOR_ERROR"
+
+
+# -- hints ------------------------------------------------------------------------------------------------------------
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` for the nearest of ``known``, case aside; empty when none is near."""
+    by_fold = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(word.casefold(), by_fold, n=1)
+    return f"did you mean '{by_fold[near[0]]}'?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str], what: str = "") -> str:
+    """The hint for a word that is not known: the nearest one, else the first of those that are, named as ``what``."""
+    names = list(known)
+    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+    there = f"{', '.join(names[:NAMED_MAX]) or 'none'}{more}"
+    return did_you_mean(word, names) or (f"{what}: {there}" if what else f"there is {there}")
+
+
+def unknown(text: str, word: str, known: Iterable[str], what: str) -> UnknownName:
+    """The error for a name that is not there."""
+    return UnknownName(text, hint=nearest(word, known, what))

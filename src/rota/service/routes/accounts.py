@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.runtime.clock import iso
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
 from rota.service.notify import OWNER
-from rota.service.problems import unknown
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API, when
-from rota.spec.errors import BadInput, NotAllowed, UnknownName
+from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
 from rota.spec.events import SecretChanged, TokenRevoked, UserChanged, WebhookRemoved, WebhookSet
 from rota.spec.ids import NAME_PATTERN
 

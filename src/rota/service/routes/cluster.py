@@ -12,14 +12,13 @@ from rota.cluster.core.queue_rules import broken_rules
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
-from rota.service.problems import nearest, unknown
 from rota.service.queuefile import read_queues
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
 from rota.spec import codec
-from rota.spec.errors import BadInput, EngineUnavailable
+from rota.spec.errors import BadInput, EngineUnavailable, nearest, unknown
 from rota.spec.events import NodeMarked, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue

@@ -26,9 +26,8 @@ from rota.service.intake import Intake
 from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.notify import Notifier
-from rota.service.problems import nearest, unknown
 from rota.service.views.story import JobStory
-from rota.spec.errors import BadInput, LimitExceeded, NotAllowed
+from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, nearest, unknown
 from rota.spec.ids import InstanceId
 
 STREAMS_MAX = 64

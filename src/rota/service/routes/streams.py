@@ -24,10 +24,9 @@ from rota.service.follow import (
     record_document,
     write_cursor,
 )
-from rota.service.problems import unknown
 from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
 from rota.service.views.jobs import API
-from rota.spec.errors import BadInput, UnknownName
+from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.events import ACCOUNT_EVENTS, KINDS, Record
 from rota.spec.ids import JobId
 

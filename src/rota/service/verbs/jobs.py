@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.problems import nearest
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
-from rota.spec.errors import BadInput, RotaError, UnknownName
+from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
 
 SORTS = ("submitted", "name", "state", "priority", "queue")
 

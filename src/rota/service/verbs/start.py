@@ -7,10 +7,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from rota.service.problems import unknown
 from rota.service.starters import about, template_files, template_names
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
-from rota.spec.errors import BadInput, Conflict
+from rota.spec.errors import BadInput, Conflict, unknown
 
 
 def init(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 
 from rota.cluster.live import queue_from_json
-from rota.service.problems import unknown
 from rota.service.views.story import JobStory, begin_story
 from rota.spec import events as e
-from rota.spec.errors import BadInput, UnknownName
+from rota.spec.errors import BadInput, UnknownName, did_you_mean, unknown
 from rota.spec.events import Record
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE, Queue
@@ -108,8 +106,8 @@ class Installation:
         if fits:
             shown = ", ".join(one.id for one in fits[:5]) + ", ..." * (len(fits) > 5)
             raise BadInput(f"{given!r} fits {len(fits)} jobs: {shown}", hint="give more of the id")
-        near = get_close_matches(given, [one.id for one in self.jobs.values() if seen(one)], n=3)
-        raise UnknownName(f"no job {given!r}", hint=f"did you mean {' or '.join(near)}?" if near else "see: rota ps")
+        near = did_you_mean(given, (one.id for one in self.jobs.values() if seen(one)))
+        raise UnknownName(f"no job {given!r}", hint=near or "see: rota ps")
 
     def queue(self, path: str) -> Queue:
         """The queue of that path. Raises UnknownName."""

@@ -244,14 +244,12 @@ def audit(
     --------
     rota audit --user ann
     """
-    with flags.client() as client:
-        document = client.accounts.audit(user=user, limit=limit)
-    flags.terminal().show(document, lambda term: _audit_table(term, document["items"]))
-    return 0
+    return flags.answer(lambda client: client.accounts.audit(user=user, limit=limit), _audit_table)
 
 
-def _audit_table(term: Terminal, items: list[Mapping[str, Any]]) -> None:
+def _audit_table(term: Terminal, document: Mapping[str, Any]) -> None:
     rows = [
-        (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], one["status"]) for one in items
+        (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], one["status"])
+        for one in document["items"]
     ]
     term.table(["AT", "USER", "FROM", "METHOD", "PATH", "STATUS"], rows, empty="nobody changed anything")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,9 @@ from rota.spec.errors import BadInput
 if TYPE_CHECKING:
     from rota.service.client import Client
     from rota.service.config import Settings
+    from rota.service.wire import Document
 
+JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 COMMON = Group("Every verb", sort_key=99)
 
 
@@ -46,6 +49,14 @@ class Flags:
         from rota.service.client import Client
 
         return Client(self.server, self.token)
+
+    def answer(self, ask: Callable[[Client], Document], show: Callable[[Terminal, Document], None]) -> int:
+        """Print the document that the service gives; the exit status. ``show`` draws it for people."""
+        terminal = self.terminal()
+        with self.client() as client:
+            document = ask(client)
+        terminal.show(document, lambda term: show(term, document))
+        return 0
 
     def settings(self, **more: Any) -> Settings:
         """The settings of this process, flags first. Raises BadInput for one that cannot be."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
 
@@ -83,7 +83,7 @@ def _job_table(term: Terminal, items: list[dict[str, Any]]) -> None:
 
 
 def show(
-    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    job: JOB,
     *,
     spec: Annotated[bool, Parameter(help="Show the job as it was understood.")] = False,
     flags: Flags = DEFAULT_FLAGS,
@@ -96,18 +96,16 @@ def show(
 
     rota show hello-1 --spec --json
     """
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.spec(job) if spec else client.job(job)
-    terminal.show(document, _spec_text(document) if spec else lambda term: _job_page(term, document))
-    return 0
+    if spec:
+        return flags.answer(lambda client: client.spec(job), _spec_text)
+    return flags.answer(lambda client: client.job(job), _job_page)
 
 
-def _spec_text(document: Mapping[str, Any]) -> Any:
+def _spec_text(term: Terminal, document: Mapping[str, Any]) -> None:
     from rota.service.jobtext import job_text
     from rota.spec.job import JobSpec
 
-    return lambda term: term.line(job_text(JobSpec.from_json(document["spec"])).rstrip())
+    term.line(job_text(JobSpec.from_json(document["spec"])).rstrip())
 
 
 def _job_page(term: Terminal, job: Mapping[str, Any]) -> None:
@@ -238,7 +236,7 @@ SETTABLE = ("priority", "queue", "time_limit", "grace", "retry", "labels.NAME")
 
 
 def set_(
-    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    job: JOB,
     *changes: Annotated[str, Parameter(help="priority=80, queue=prod, time_limit=2h, grace=30s, retry=3, labels.k=v.")],
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -266,8 +264,4 @@ def set_(
         else:
             meant = nearest(path, SETTABLE, "these can")
             raise BadInput(f"{path!r} cannot change after submit", hint=meant)
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.change(job, wanted)
-    terminal.show(document, lambda term: _job_page(term, document))
-    return 0
+    return flags.answer(lambda client: client.change(job, wanted), _job_page)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import clock_time, since_s
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
@@ -21,7 +21,7 @@ _NOT_SHOWN = frozenset({"kind", "number", "job", "seq", "at", "api", "source", "
 
 
 def logs(
-    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    job: JOB,
     instance: Annotated[str, Parameter(help="ROLE or ROLE/N; default: all, merged by time.")] = "",
     *,
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Go on until the job ends.")] = False,

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.jobs import state_text, stream_table
 from rota.service.verbs.words import age, amount, clock_time, lasting, promise, replicas, shortened
 from rota.spec.errors import BadInput
 from rota.spec.states import JobState
 
 OBSERVED = ("source", "target", "kind", "what", "n", "failed", "waited_s", "bytes")
-JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 
 
 def explain(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
@@ -26,11 +25,7 @@ def explain(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota explain big-1
     """
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.explain(job)
-    terminal.show(document, lambda term: _explanation(term, document))
-    return 0
+    return flags.answer(lambda client: client.explain(job), _explanation)
 
 
 def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -109,11 +104,7 @@ def failures(
     --------
     rota failures ppo-3
     """
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.failures(job, attempt=attempt)
-    terminal.show(document, lambda term: _failures(term, document))
-    return 0
+    return flags.answer(lambda client: client.failures(job, attempt=attempt), _failures)
 
 
 def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -163,11 +154,7 @@ def why(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota why ppo-3
     """
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.why(job)
-    terminal.show(document, lambda term: _waits(term, document))
-    return 0
+    return flags.answer(lambda client: client.why(job), _waits)
 
 
 def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import ago_s
 from rota.spec.errors import BadInput, RotaError
 
 EXEC_FAILED = 125
 """As of other tools that run a command for somebody: it is theirs, not of the command."""
-JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 
 
 def pause(
@@ -31,11 +30,7 @@ def pause(
 
     rota pause hello-1 --grace 2m
     """
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.pause(job, grace_s=ago_s(grace))
-    terminal.show(document, lambda term: _tell(term, document))
-    return 0
+    return flags.answer(lambda client: client.pause(job, grace_s=ago_s(grace)), _tell)
 
 
 def resume(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
@@ -45,11 +40,7 @@ def resume(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota resume hello-1
     """
-    terminal = flags.terminal()
-    with flags.client() as client:
-        document = client.resume(job)
-    terminal.show(document, lambda term: _tell(term, document))
-    return 0
+    return flags.answer(lambda client: client.resume(job), _tell)
 
 
 def scale(

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from rota.service.client import Client
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import ago_s, amount, lasting
 from rota.spec.states import JobState
 
@@ -105,7 +105,7 @@ def _table(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def trace(
-    job: Annotated[str, Parameter(help="Id or a unique beginning of one.")],
+    job: JOB,
     out: Annotated[Path | None, Parameter(help="The file to write, for https://ui.perfetto.dev.")] = None,
     *,
     flags: Flags = DEFAULT_FLAGS,

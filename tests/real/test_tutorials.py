@@ -55,6 +55,12 @@ def test_the_first_job(engine_home: Path, tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("down: service")
 
 
+def test_submit_from_python(engine_home: Path, tmp_path: Path) -> None:
+    out = typed("../how-to/submit-from-python.md", tmp_path, engine_home)
+    assert "SUCCEEDED {'total': 55}\n55\n" in out and "squares/1 square [" in out, out
+    assert "squares-1" in out.splitlines()[-1]
+
+
 def test_why_it_waits(engine_home: Path, tmp_path: Path) -> None:
     runs = "rota run train.yaml -d\n"
     out = typed(

@@ -1,11 +1,12 @@
-"""AsyncClient: the questions of Client, awaited."""
+"""AsyncClient: the questions of Client, awaited; what both clients do is written here, over a way to the service."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from time import monotonic  # noqa: TID251 - runs in the user's process, where Rota has no clock
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
 
@@ -13,23 +14,59 @@ from rota.service import calls
 from rota.service.account_calls import AccountCalls
 from rota.service.calls import Ask, Sse, SseReader
 from rota.service.questions import Questions
-from rota.service.wire import PAGE_MAX, RETRIES_MAX, STREAM_SILENCE_S, TIMEOUT_S, Document, Wire, body_of, timed_out
+from rota.service.wire import (
+    PAGE_MAX,
+    RETRIES_MAX,
+    STREAM_SILENCE_S,
+    TIMEOUT_S,
+    Document,
+    Wire,
+    body_of,
+    refused,
+    timed_out,
+)
 from rota.spec.states import JobState
+
+T = TypeVar("T")
+
+
+class AsyncWay:
+    """What a client waits for: the network, time, and work that takes long. Here the event loop waits."""
+
+    def __init__(self, options: dict[str, Any], transport: Any) -> None:
+        self._http = httpx.AsyncClient(**options, transport=transport)
+
+    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return await self._http.request(method, path, **options)
+
+    async def lines(self, path: str, **options: Any) -> AsyncIterator[str]:
+        async with self._http.stream("GET", path, **options) as answer:
+            if answer.status_code >= 400:
+                await answer.aread()
+                raise refused(answer)
+            async for line in answer.aiter_lines():
+                yield line
+
+    async def sleep(self, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        return await asyncio.to_thread(work)
+
+    async def close(self) -> None:
+        await self._http.aclose()
 
 
 class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
     """The same questions as ``Client``, awaited."""
 
+    _way_of = AsyncWay
+
     def __init__(
-        self,
-        server: str = "",
-        token: str = "",
-        *,
-        timeout_s: float = TIMEOUT_S,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, server: str = "", token: str = "", *, timeout_s: float = TIMEOUT_S, transport: Any = None
     ) -> None:
         super().__init__(server, token, timeout_s)
-        self._http = httpx.AsyncClient(**self.http_options, transport=transport)
+        self._way = self._way_of(self.http_options, transport)
         self.accounts = AccountCalls(self.ask)
         """Users, tokens, secrets, the audit."""
 
@@ -37,13 +74,13 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._way.close()
 
     async def ask(self, ask: Ask) -> Document:
         """Send one request; ``safe`` ones again when the connection broke."""
         for attempt in range(RETRIES_MAX + 1):
             try:
-                answer = await self._http.request(
+                answer = await self._way.request(
                     ask.method,
                     ask.path,
                     params=dict(ask.params),
@@ -54,7 +91,7 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
             except httpx.TransportError as exc:
                 if not self.may_retry(ask, exc, attempt):
                     raise self.unreachable(exc) from exc
-                await asyncio.sleep(self.wait_s(attempt))
+                await self._way.sleep(self.wait_s(attempt))
             else:
                 return self.read(answer)
         raise AssertionError("the last attempt returns or raises")
@@ -70,8 +107,8 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
         **resources: Any,
     ) -> Document:
         """See ``Client.run``; gives the ``Job`` document."""
-        body = await asyncio.to_thread(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
-        return await self.submit(body, key=key)
+        made = partial(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
+        return await self.submit(await self._way.do(made), key=key)
 
     async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
         """See ``Client.wait``."""
@@ -82,7 +119,7 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                 return document
             if deadline is not None and monotonic() + poll_s > deadline:
                 raise timed_out(document, timeout_s or 0.0)
-            await asyncio.sleep(poll_s)
+            await self._way.sleep(poll_s)
 
     async def all_jobs(self, **filters: Any) -> AsyncIterator[Document]:
         """See ``Client.all_jobs``."""
@@ -114,6 +151,7 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
         seen: dict[str, int] = {}
         async for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):
             line = event.document()
+            # after a lost connection the service repeats the batch that was under way
             if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
                 seen[line["instance"]] = line["offset"]
                 yield line
@@ -150,21 +188,13 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                 broken += 1
                 if not self.may_reconnect(exc, broken, last):
                     raise self.unreachable(exc) from exc
-                await asyncio.sleep(self.wait_s(broken))
+                await self._way.sleep(self.wait_s(broken))
             else:
                 return  # the service closed the stream in order
 
     async def _stream_once(self, ask: Ask, last: str) -> AsyncIterator[Sse]:
         timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
-        headers = self.stream_headers(last)
-        async with self._http.stream(
-            "GET", ask.path, params=dict(ask.params), headers=headers, timeout=timeout
-        ) as answer:
-            if answer.status_code >= 400:
-                await answer.aread()
-                raise calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
-            reader = SseReader()
-            async for line in answer.aiter_lines():
-                event = reader.line(line)
-                if event is not None:
-                    yield event
+        headers, reader = self.stream_headers(last), SseReader()
+        async for line in self._way.lines(ask.path, params=dict(ask.params), headers=headers, timeout=timeout):
+            if (event := reader.line(line)) is not None:
+                yield event

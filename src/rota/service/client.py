@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from time import monotonic, sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
-from typing import Any, Self
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from time import sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
+from typing import Any, Self, TypeVar
 
 import httpx
 
-from rota.service import calls
 from rota.service.account_calls import AccountCalls
 from rota.service.async_client import AsyncClient as AsyncClient
-from rota.service.calls import Ask, Sse, SseReader
+from rota.service.async_client import AsyncWay
+from rota.service.calls import Ask
 from rota.service.questions import Questions
-from rota.service.wire import (
-    PAGE_MAX,
-    RETRIES_MAX,
-    STREAM_SILENCE_S,
-    TIMEOUT_S,
-    Document,
-    Wire,
-    body_of,
-    timed_out,
-)
+from rota.service.wire import TIMEOUT_S, Document, refused
 from rota.spec.states import JobState
 
+T = TypeVar("T")
 
-class Client(Wire, Questions[Document]):
+
+class _BlockingWay(AsyncWay):
+    """Waits where it is called: no coroutine over it is ever suspended, so that ``_now`` and ``_each`` need no loop."""
+
+    def __init__(self, options: dict[str, Any], transport: Any) -> None:
+        self._http = httpx.Client(**options, transport=transport)
+
+    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self._http.request(method, path, **options)
+
+    async def lines(self, path: str, **options: Any) -> AsyncIterator[str]:
+        with self._http.stream("GET", path, **options) as answer:
+            if answer.status_code >= 400:
+                answer.read()
+                raise refused(answer)
+            for line in answer.iter_lines():
+                yield line
+
+    async def sleep(self, pause_s: float) -> None:
+        sleep(pause_s)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        return work()
+
+    async def close(self) -> None:
+        self._http.close()
+
+
+class _Blocking(AsyncClient):
+    _way_of = _BlockingWay
+
+
+def _now(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that is never suspended."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a way that blocks does not suspend")
+
+
+def _each(items: AsyncIterator[T]) -> Iterator[T]:
+    """What an asynchronous generator that is never suspended gives."""
+    assert isinstance(items, AsyncGenerator)
+    try:
+        while True:
+            yield _now(items.__anext__())
+    except StopAsyncIteration:
+        return
+    finally:
+        _now(items.aclose())
+
+
+class Client(Questions[Document]):
     """The REST interface in Python.
 
     ``server`` and ``token`` default to ROTA_SERVER and ROTA_TOKEN, then to the service of this machine. Every method
@@ -35,15 +80,10 @@ class Client(Wire, Questions[Document]):
     """
 
     def __init__(
-        self,
-        server: str = "",
-        token: str = "",
-        *,
-        timeout_s: float = TIMEOUT_S,
-        transport: httpx.BaseTransport | None = None,
+        self, server: str = "", token: str = "", *, timeout_s: float = TIMEOUT_S, transport: Any = None
     ) -> None:
-        super().__init__(server, token, timeout_s)
-        self._http = httpx.Client(**self.http_options, transport=transport)
+        self._talk = _Blocking(server, token, timeout_s=timeout_s, transport=transport)
+        self.url = self._talk.url
         self.accounts = AccountCalls(self.ask)
         """Users, tokens, secrets, the audit."""
 
@@ -55,27 +95,11 @@ class Client(Wire, Questions[Document]):
 
     def close(self) -> None:
         """Give the connections back."""
-        self._http.close()
+        _now(self._talk.__aexit__())
 
     def ask(self, ask: Ask) -> Document:
         """Send one request; ``safe`` ones again when the connection broke."""
-        for attempt in range(RETRIES_MAX + 1):
-            try:
-                answer = self._http.request(
-                    ask.method,
-                    ask.path,
-                    params=dict(ask.params),
-                    json=ask.body,
-                    headers=dict(ask.headers),
-                    timeout=self.timeout_of(ask),
-                )
-            except httpx.TransportError as exc:
-                if not self.may_retry(ask, exc, attempt):
-                    raise self.unreachable(exc) from exc
-                sleep(self.wait_s(attempt))
-            else:
-                return self.read(answer)
-        raise AssertionError("the last attempt returns or raises")
+        return _now(self._talk.ask(ask))
 
     def run(
         self,
@@ -91,8 +115,8 @@ class Client(Wire, Questions[Document]):
 
         Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
         """
-        body = body_of(job, sets=set, command=command, workdir=workdir, res=resources)
-        return JobHandle(self, self.submit(body, key=key))
+        made = self._talk.run(job, set=set, command=command, workdir=workdir, key=key, **resources)
+        return JobHandle(self, _now(made))
 
     def attach(self, job: str) -> JobHandle:
         """The handle of a job that exists."""
@@ -100,22 +124,11 @@ class Client(Wire, Questions[Document]):
 
     def all_jobs(self, **filters: Any) -> Iterator[Document]:
         """Every job of the list, page by page."""
-        cursor = ""
-        while True:
-            page = self.jobs(**{**filters, "cursor": cursor, "limit": PAGE_MAX})
-            yield from page["items"]
-            cursor = page.get("next") or ""
-            if not cursor:
-                return
+        return _each(self._talk.all_jobs(**filters))
 
     def log_pages(self, job: str, **filters: Any) -> Iterator[Document]:
         """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""
-        page = self.log_page(job, **filters)
-        yield page
-        while filters.get("tail") is None and page["next"] != filters.get("cursor", ""):
-            filters["cursor"] = page["next"]
-            page = self.log_page(job, **filters)
-            yield page
+        return _each(self._talk.log_pages(job, **filters))
 
     def logs(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Log lines in the order of time; with ``follow`` until the job has ended.
@@ -123,78 +136,21 @@ class Client(Wire, Questions[Document]):
         ``filters``: ``instance`` (``role/rank`` or a role), ``attempt``, ``since``, ``until`` (seconds since 1970),
         ``grep``, ``stream``, ``tail``. Raises BadInput for any other.
         """
-        if not follow:
-            for page in self.log_pages(job, **filters):
-                yield from page["items"]
-            return
-        seen: dict[str, int] = {}
-        for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):
-            line = event.document()
-            # after a lost connection the service repeats the batch that was under way
-            if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
-                seen[line["instance"]] = line["offset"]
-                yield line
+        return _each(self._talk.logs(job, follow=follow, **filters))
 
     def events(self, job: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Events in order, of a job or of everything; with ``follow`` without gap over lost connections, until the job
         has ended.
         """
-        if not follow:
-            for page in self.event_pages(job, **filters):
-                yield from page["items"]
-            return
-        for event in self._stream(calls.events_path(job), {**filters, "follow": True}):
-            if event.event == "event":
-                yield event.document()
+        return _each(self._talk.events(job, follow=follow, **filters))
 
     def event_pages(self, job: str = "", **filters: Any) -> Iterator[Document]:
         """``EventList``, page after page until there is no next one."""
-        page = self.event_page(job, **filters)
-        yield page
-        while page["next"] is not None:
-            page = self.event_page(job, **{**filters, "after": page["next"]})
-            yield page
-
-    def _stream(self, path: str, params: Mapping[str, Any]) -> Iterator[Sse]:
-        ask, last, broken = calls.get(path, **params), "", 0
-        while True:
-            try:
-                for event in self._stream_once(ask, last):
-                    last, broken = event.id or last, 0
-                    yield event
-                    if event.event == "end":
-                        return
-            except httpx.TransportError as exc:
-                broken += 1
-                if not self.may_reconnect(exc, broken, last):
-                    raise self.unreachable(exc) from exc
-                sleep(self.wait_s(broken))
-            else:
-                return  # the service closed the stream in order
-
-    def _stream_once(self, ask: Ask, last: str) -> Iterator[Sse]:
-        timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
-        headers = self.stream_headers(last)
-        with self._http.stream("GET", ask.path, params=dict(ask.params), headers=headers, timeout=timeout) as answer:
-            if answer.status_code >= 400:
-                answer.read()
-                raise calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
-            reader = SseReader()
-            for line in answer.iter_lines():
-                event = reader.line(line)
-                if event is not None:
-                    yield event
+        return _each(self._talk.event_pages(job, **filters))
 
     def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
         """The ``Job`` document once the job has ended. Raises TimedOut; the job goes on then."""
-        deadline = None if timeout_s is None else monotonic() + timeout_s
-        while True:
-            document = self.job(job)
-            if JobState(document["state"]).terminal:
-                return document
-            if deadline is not None and monotonic() + poll_s > deadline:
-                raise timed_out(document, timeout_s or 0.0)
-            sleep(poll_s)
+        return _now(self._talk.wait(job, timeout_s=timeout_s, poll_s=poll_s))
 
 
 class JobHandle:

@@ -9,9 +9,8 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rota.job.core.paths import Fault
 from rota.service.fieldkinds import BAD
 from rota.service.jobschema import JOB, MODEL
 from rota.service.olderform import convert_older_form, is_older_form
@@ -34,6 +33,9 @@ from rota.spec.job import (
     WeightsEdge,
 )
 from rota.spec.resources import Res
+
+if TYPE_CHECKING:
+    from rota.job.core.paths import Fault
 
 ARROW = "->"
 _EDGE = re.compile(r"^edges\[(\d+)\]$")

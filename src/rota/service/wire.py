@@ -155,7 +155,7 @@ class Wire:
             hint = "start this home's own: rota up --port 0; or use that one: rota login, with a token of it"
             raise NotReachable(text, hint=hint)
         if answer.status_code >= 400:
-            raise calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
+            raise refused(answer)
         if not answer.content:
             return {}
         try:
@@ -166,6 +166,11 @@ class Wire:
 
     def stream_headers(self, last: str) -> dict[str, str]:
         return {"Accept": calls.MEDIA_SSE} | ({"Last-Event-ID": last} if last else {})
+
+
+def refused(answer: httpx.Response) -> RotaError:
+    """The exception behind an answer that was read."""
+    return calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
 
 
 def timed_out(document: Mapping[str, Any], timeout_s: float) -> TimedOut:

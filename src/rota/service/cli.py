@@ -256,14 +256,15 @@ def _leave(number: int, _: Any) -> None:
 
 
 def _had_its_fill(*_: Any) -> None:
-    """Whoever read the answer is gone: end in order. A connection to a service that broke is told by who uses it."""
+    """Whoever read the answer is gone: end in order. Without a reader of stderr, and of a connection, it goes on."""
     poller = select.poll()
     for fd in (1, 2):
         poller.register(fd, 0)
     if gone := [fd for fd, what in poller.poll(0) if what & select.POLLERR]:
         for fd in gone:  # what is still to be flushed
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-        sys.exit(0)
+        if 1 in gone:
+            sys.exit(0)
 
 
 def main() -> None:

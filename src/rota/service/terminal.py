@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -53,7 +54,7 @@ class Terminal:
     def note(self, text: str) -> None:
         """Progress and advice, on stderr."""
         if not self.quiet:
-            print(text, file=self.err, flush=True)
+            self._tell(text)
 
     def console(self) -> Console:
         """A rich console on stdout that obeys colour and width."""
@@ -101,15 +102,18 @@ class Terminal:
             self.line(json.dumps(error_document(exc), ensure_ascii=False, allow_nan=False, indent=2, default=str))
         if isinstance(exc, JobFileError) and exc.problems:
             for problem in exc.problems:
-                print(problem.render() if isinstance(problem, Problem) else problem, file=self.err)
+                self._tell(problem.render() if isinstance(problem, Problem) else str(problem))
         else:
-            print(f"rota: {exc.message}", file=self.err)
+            self._tell(f"rota: {exc.message}")
         if exc.hint:
-            print(f"      {exc.hint}", file=self.err)
+            self._tell(f"      {exc.hint}")
         trace = str(exc.fields.get("traceback") or "").rstrip()
         if trace and not self.json:
-            print(trace, file=self.err)
-        self.err.flush()
+            self._tell(trace)
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # who reads no more loses no more than that
+            print(text, file=self.err, flush=True)
 
 
 STATE_STYLE = {

@@ -797,14 +797,3 @@ def test_a_lone_dash_is_the_job_file_that_comes_by_stdin(monkeypatch: pytest.Mon
         monkeypatch.setattr("sys.stdin", io.StringIO("name: x\nroles:\n  main: {run: echo hi, resources: {cpus: 1}}\n"))
         done = rota(*words)
         assert (done.status, done.out.partition(" is valid")[0]) == (0, "stdin: x"), done.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("closed", "words", "status"), [("stdout", ["--help"], 0), ("stderr", ["sumbit"], 2)])
-def test_a_reader_that_had_its_fill_ends_a_verb_with_status_0(closed: str, words: list[str], status: int) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write}
-    done = subprocess.run([sys.executable, "-m", "rota", *words], check=False, timeout=60, **streams)
-    os.close(write)
-    assert (done.returncode, done.stdout or b"", done.stderr or b"") == (status, b"", b"")

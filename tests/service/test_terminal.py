@@ -1,0 +1,21 @@
+"""What the command line does with the streams it is given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("closed", "words", "status"), [("stdout", ["--help"], 0), ("stderr", ["sumbit"], 2)])
+def test_a_reader_that_had_its_fill_ends_a_verb_with_status_0(closed: str, words: list[str], status: int) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write}
+    done = subprocess.run([sys.executable, "-m", "rota", *words], check=False, timeout=60, **streams)
+    os.close(write)
+    assert (done.returncode, done.stdout or b"", done.stderr or b"") == (status, b"", b"")

@@ -65,7 +65,7 @@ def source(name: str, gpus: int, minutes: int) -> str:
 async def fill(service: Standing, jobs: int) -> None:
     """Put jobs into the log as the intake would have, and wait until the scheduler has nothing left to place.
 
-    It decides when all are there: on its way it would weigh each of them against all that wait, for every few that come.
+    It decides when all are there: on the way it would weigh all that wait again for every few that come.
     """
     rng, loop = random.Random(0), service.doors.loop
     specs = {gpus: read_job(source("work", gpus, 60), filename="job.yaml") for gpus in SIZES}

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -24,7 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.service.standing import Standing, listening, standing
 
+from rota.runtime.log import INSTALL_SCOPE, Writer
+from rota.runtime.sql_log import SqlLog
 from rota.service.jobfile import read_job
+from rota.service.loop import ServiceLoop
 from rota.spec.events import JobEnded, JobQueued, JobSubmitted
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -62,33 +67,30 @@ def source(name: str, gpus: int, minutes: int) -> str:
     )
 
 
-async def fill(service: Standing, jobs: int) -> None:
-    """Put jobs into the log as the intake would have, and wait until the scheduler has nothing left to place.
-
-    It decides when all are there: on the way it would weigh all that wait again for every few that come.
-    """
-    rng, loop = random.Random(0), service.doors.loop
+def fill(home: Path, jobs: int) -> None:
+    """Put jobs into the log of an installation as its intake would have; in memory, which has no disk to wait for."""
+    rng = random.Random(0)
     specs = {gpus: read_job(source("work", gpus, 60), filename="job.yaml") for gpus in SIZES}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as quick:
+        with contextlib.closing(SqlLog(f"sqlite:///{quick}/rota.db", migrate=True)) as log:
+            writer = Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE))
+            for number in range(1, jobs + 1):
+                submitted = JobSubmitted(spec=specs[rng.choice(SIZES)], user=f"user{number % 40}", uid=f"{number:026}")
+                log.append([submitted, JobQueued()], writer=writer, job=JobId(f"work-{number}"))
+                if number % 1000 == 0:
+                    tell(f"{number} of {jobs} jobs are in the log")
+        shutil.copytree(quick, home, dirs_exist_ok=True)
 
-    def write(first: int, last: int) -> None:
-        for number in range(first, last):
-            submitted = JobSubmitted(spec=specs[rng.choice(SIZES)], user=f"user{number % 40}", uid=f"{number:026}")
-            service.log.append([submitted, JobQueued()], writer=loop.writer, job=JobId(f"work-{number}"))
 
-    loop.undecided = "not all jobs are there"
-    for first in range(1, jobs + 1, 1000):
-        await asyncio.to_thread(write, first, min(first + 1000, jobs + 1))
-        tell(f"{min(first + 999, jobs)} of {jobs} jobs are in the log")
-    await loop.wait_for(service.log.last_number())
-    loop.decide_from_now()
-    quiet, seen, until = 0, -1, time.monotonic() + SETTLE_S
-    while quiet < 20 and time.monotonic() < until:
-        await asyncio.sleep(0.2)
-        if quiet == 0:
-            holding = sum(one.state.holds_devices for one in loop.installation.live.values())
-            tell(f"{holding} jobs hold devices")
-        quiet = quiet + 1 if loop.installation.number == seen else 0
-        seen = loop.installation.number
+async def settled(loop: ServiceLoop) -> None:
+    """Wait until the scheduler has nothing left to place: a whole round of the loop without a record."""
+    async with asyncio.timeout(SETTLE_S):
+        number = -1
+        while number != loop.installation.number:
+            number, turned_s = loop.installation.number, loop.turned_s
+            while loop.turned_s == turned_s:
+                await asyncio.sleep(0.05)
+            tell(f"{sum(one.state.holds_devices for one in loop.installation.live.values())} jobs hold devices")
 
 
 def tell(text: str) -> None:
@@ -134,10 +136,11 @@ async def measure(http: httpx.AsyncClient, waiting: str, running: str, rounds: i
 async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, object]:
     """One measurement on a fresh home."""
     with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder), jobs)
         async with standing(Path(folder), pretend=nodes) as service:
             began = time.perf_counter()
-            await fill(service, jobs)
-            filled_s = time.perf_counter() - began
+            await settled(service.doors.loop)
+            placed_s = time.perf_counter() - began
             live = service.doors.loop.installation.live.values()
             waiting = next(one.id for one in live if one.state is JobState.QUEUED)
             running = next(one.id for one in reversed(list(live)) if one.state.holds_devices)
@@ -151,7 +154,7 @@ async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, o
                 "jobs": len(counts.jobs),
                 "nodes": len(counts.nodes),
                 "holding": sum(one.state.holds_devices for one in counts.live.values()),
-                "fill_s": round(filled_s, 1),
+                "placed_s": round(placed_s, 1),
                 "churn_s": churn_s,
                 "rounds": rounds,
                 "ms": {name: shown(values) for name, values in took.items()},

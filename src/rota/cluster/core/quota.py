@@ -61,6 +61,7 @@ class QueueTree:
         self.user_limit: Vector = np.array([self._vector(q.user_limit, int(UNLIMITED)) for q in self.rows], np.int64)
         self.limited: list[bool] = [bool(row.any()) for row in self.limit < UNLIMITED]
         self.user_limited: list[bool] = [bool(row.any()) for row in self.user_limit < UNLIMITED]
+        self.unlimited = not any(self.limited) and not any(self.user_limited)
         self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
 
     def _line(self, path: str) -> list[int]:
@@ -111,6 +112,8 @@ class QueueTree:
         self, used: Vector, by_user: Mapping[tuple[int, str], Vector], path: str, user: str, need: Vector
     ) -> OverLimit | None:
         """The first limit from the leaf up that ``need`` would pass, or None: of a queue, then of the user in one."""
+        if self.unlimited:
+            return None
         line = self.line_of(path)
         limits = [(row, used[row], self.limit[row], None) for row in line if self.limited[row]]
         nothing = np.zeros_like(need)

@@ -52,7 +52,7 @@ class Rooms:
     """How far the room that jobs give back falls short of a request; exact for equal slots of whole devices."""
 
     def __init__(self, state: State, shape: Shape) -> None:
-        self._state, self._shape = state, shape
+        self._state = state
         self._slot = shape.slots[0] if shape.uniform and shape.slots[0].gpus else None
         if self._slot is None:
             able = (state.dev_health == 0) & state.usable[state.dev_node]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import random
+from dataclasses import dataclass, field, replace
 
 import pytest
 from cluster_makers import ask, node, shape, slot, state
@@ -16,7 +17,11 @@ from rota.cluster.core.cycle import decide, place_in_order, step
 from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.plugins import Admit, Preempt, WaitOn, WakeAt
+from rota.cluster.core.reserve import Rooms
+from rota.cluster.core.rows import Held, JobRow
 from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.core.txn import Txn
+from rota.cluster.policies.fifo import Fit
 from rota.cluster.policies.las import ROUND_S, las
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.spec.errors import UnknownName
@@ -349,3 +354,50 @@ def test_a_job_costs_what_all_its_gangs_lose_and_stops_with_all_of_them(other_at
     decisions = step(s, JobArrived(ask=ask("high", slot(4), priority=90)), default, 100.0)
     assert [d.job for d in decisions if isinstance(d, Preempt)] == [stopped]
     assert set(s.stopping) == set(s.whole(JobId(stopped)))
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """Best fit that remembers for whom it was asked."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        self.asked.append(row.ask.id)
+        return Fit().place(state, txn, row)
+
+
+def test_equal_requests_of_all_queues_ask_once_where_they_fit() -> None:
+    placer = Counting()
+    s, default = cluster(), replace(get_profile("default"), placer=placer, victims=None)
+    for at, (name, queue, gpus) in enumerate((("r1", "a", 8), ("r2", "b", 7), ("a1", "a", 2), ("b1", "b", 2))):
+        apply(s, JobArrived(ask=ask(name, slot(gpus), queue=queue, at=at, est_s=99.0)), float(at))
+    step(s, Tick(), default, 5.0)
+    assert len({"a1", "b1"}.intersection(placer.asked)) == 1, "neither fits"
+    placer.asked.clear()
+    step(s, JobArrived(ask=ask("b2", slot(1), queue="b", priority=90, at=6)), default, 6.0)
+    assert placer.asked == ["b2"], "what did not fit before does not fit now, as nothing came back"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_room_that_jobs_give_back_is_counted_as_placing_finds_it(seed: int) -> None:
+    rng = random.Random(seed)
+    s, fifo = (
+        state(*(node(f"n{i}", rng.choice((2, 4, 8))) for i in range(3))),
+        replace(get_profile("fifo"), block="none"),
+    )
+    shares = seed % 2 == 0
+    for i in range(12):
+        step(s, JobArrived(ask=ask(f"r{i}", slot(rng.choice((0.5, 1, 2) if shares else (1, 1, 2))))), fifo, 0.0)
+    order = [row.ask.id for row in s.holding()]
+    rng.shuffle(order)
+    for gpus, count in ((0.5, 1), (1, 3), (2, 2), (4, 1), (1, 9)):
+        row = JobRow(ask=ask("j", *(slot(gpus) for _ in range(count))))
+        fits: list[bool] = []
+        for some in range(1, len(order) + 1):
+            with s.txn() as txn:
+                s.lift(txn, order[:some])
+                fits.append(Fit().place(s, txn, row) is not None)
+        too_few = Rooms(s, row.ask.shape).too_few(order)
+        first = fits.index(True) if True in fits else len(order)
+        assert too_few <= first if shares or gpus < 1 else too_few == first

@@ -79,7 +79,6 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
         ("  a: {run: hi, replicas: yes}", "job.yaml:2:26: roles.a.replicas: expected a whole number from 1 to 100000, got 'yes'"),
         ("  a: {run: hi, fail: {limit: 3}}", "job.yaml:2:30: roles.a.fail.limit: 3 failures within which time?; 3/10m heals 3 failures within 10 minutes there; the next one goes to `then`"),
         ("  a: {run: hi, replicas: {min: 3, max: 2}}", "job.yaml:2:16: roles.a.replicas: min 3, max 2: 1 <= min <= max <= 100000 must hold"),
-        ("  a: {run: hi, replicas: {min: 1, max: 2}}", "job.yaml:2:16: roles.a.replicas: min 1, max 2, but it cannot change its size: it runs to its end; roles that serve calls can, and commands with replicas: {min, max} and mesh: {dp: '*'}"),
         ("  a: {run: hi, resources: {memory: 512}}", "job.yaml:2:36: roles.a.resources.memory: '512' is not a size with a unit; write 512MiB or 512GiB"),
         ("  a: {run: hi, resources: {gpus: 1.5}}", "job.yaml:2:34: roles.a.resources.gpus: 1.5 is neither a whole number of devices nor a fraction of one"),
         ("  a: {run: hi, fail: {progress: 90}}", "job.yaml:2:33: roles.a.fail.progress: '90' is not a duration with a unit; write 90s or 90m"),

@@ -105,8 +105,8 @@ def roles(draw: st.DrawFn, name: str, others: list[str]) -> RoleSpec:
     sizes = draw(st.lists(st.integers(1, 3), max_size=2))
     mesh = tuple(zip(("dp", "tp"), sizes, strict=False))
     low = sizes[0] * (sizes[1] if len(sizes) > 1 else 1) if sizes else draw(st.integers(1, 4))
+    extra = 0 if mesh else draw(st.integers(0, 3))
     run = draw(st.none() | st.lists(TEXTS.filter(lambda text: bool(text.strip())), min_size=1, max_size=3).map(tuple))
-    extra = 0 if mesh or run else draw(st.integers(0, 3))
     return RoleSpec(
         name=RoleName(name),
         workload=None if run else "pkg.mod:Thing",

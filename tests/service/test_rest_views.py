@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from standing import HELLO, Standing, with_service
 
 from rota.job.core.context import Instance, Process
+from rota.service import cli
 from rota.service.views.jobs import phase
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.states import InstanceState, JobState
@@ -138,6 +140,18 @@ def test_a_template_is_a_job_file_that_a_dry_run_takes(tmp_path: Path) -> None:
         assert {"default", "fifo", "srtf"} <= names
 
     with_service(tmp_path, test)
+
+
+def test_a_plan_says_of_which_role_the_range_is_never_used_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = "{run: hi, replicas: {min: 1, max: 2}"
+    (tmp_path / "job.yaml").write_text(f"name: x\nroles:\n  a: {both}}}\n  b: {both}, mesh: {{dp: '*'}}}}\n")
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
+    assert cli.call(["run", str(tmp_path / "job.yaml"), "--dry-run", "--pretend", "1x2x4"]) == 0
+    out = capsys.readouterr().out
+    assert "a stays at 1, never 2: it runs to its end; roles that serve calls can, and commands with" in out
+    assert "b stays" not in out
 
 
 def test_a_node_that_left_the_installation_is_used_again_when_it_is_back(tmp_path: Path) -> None:

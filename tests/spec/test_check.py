@@ -17,7 +17,6 @@ from rota.spec.ids import RoleName
 from rota.spec.job import Edge, Interface, JobSpec, RoleSpec
 
 LOOP = Interface(kind="loop")
-KEEPS = Interface(kind="class", ops=(OpSpec(name="go"),), has_state=True)
 SERVES = Interface(kind="class", ops=(OpSpec(name="go"),))
 
 
@@ -42,8 +41,7 @@ def test_a_job_of_serving_roles_and_one_loop_is_whole() -> None:
         ((role("a"), role("b")), {"edges": (Edge(source="a.go", target="b.goo"),)}, "edges[0]: role 'b' has no operation 'goo'; did you mean 'go'?"),
         ((role("a", LOOP), role("b", LOOP)), {}, "roles.b: a second loop; 'a' is the first; a job has one loop"),
         ((role("a", LOOP, replicas_min=2, replicas_max=2),), {}, "roles.a.replicas: the loop runs once"),
-        ((role("a", KEEPS, replicas_max=2),), {}, "roles.a.replicas: min 1, max 2, but it cannot change its size: it keeps state; roles that serve calls can, and commands with replicas: {min, max} and mesh: {dp: '*'}"),
-        ((role("a", replicas_max=2),), {"success_when": "loop"}, "success_when: no role is a loop; name roles, or say all"),
+        ((role("a"),), {"success_when": "loop"}, "success_when: no role is a loop; name roles, or say all"),
         ((role("a"),), {"success_when": "all"}, "success_when: no role ever ends, so the job cannot succeed; add a loop role or a command"),
         ((role("a"),), {"success_when": ("a",)}, "success_when[0]: role 'a' serves calls and never ends by itself"),
         ((role("a"),), {"success_when": ()}, "success_when: names no role"),

@@ -24,6 +24,7 @@ from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
 from rota.service.views.story import JobStory
 from rota.spec import codec
+from rota.spec.check import fixed_size
 from rota.spec.errors import (
     BadInput,
     IdempotencyConflict,
@@ -272,6 +273,7 @@ def _roles(spec: JobSpec) -> list[dict[str, Any]]:
                 "run": None if role.run is None else list(role.run),
                 "replicas": role.replicas_min,
                 "replicas_max": role.replicas_max,
+                "fixed_size": fixed_size(role) if role.replicas_max > role.replicas_min else "",
                 "resources": codec.to_json_value(role.res),
                 "restart": role.restart,
                 "stateful": role.name in graph.stateful,

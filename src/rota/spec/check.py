@@ -82,12 +82,6 @@ def fixed_size(role: RoleSpec) -> str:
     return next(text for holds, text in reasons if holds)
 
 
-def _has_known_size(role: RoleSpec) -> bool:
-    """False before the workload was inspected, and where another rule has something to say about it."""
-    told = role.is_loop or (role.mesh and role.elastic_axis is None)
-    return not told and (role.run is not None or role.interface is not None)
-
-
 def _check_names(spec: JobSpec) -> Iterator[Finding]:
     if not NAME_PATTERN.match(spec.name):
         yield Finding(path=("name",), message=f"{spec.name!r} is not a name", hint=_NAME_RULE, code="BAD_NAME")
@@ -131,9 +125,6 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
     if low < 1 or high < low or high > INSTANCES_MAX:
         rule = f"1 <= min <= max <= {INSTANCES_MAX} must hold"
         yield Finding(path=(*at, "replicas"), message=f"min {low}, max {high}: {rule}", code="OUT_OF_RANGE")
-    elif low < high and _has_known_size(role) and (why := fixed_size(role)):
-        message = f"min {low}, max {high}, but it cannot change its size: {why}"
-        yield Finding(path=(*at, "replicas"), message=message, hint=SIZES_HINT, code="CONTRADICTION")
     yield from _check_mesh(at, role)
     yield from _check_plan(at, role)
     degrade = role.fail.degrade

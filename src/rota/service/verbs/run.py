@@ -14,6 +14,7 @@ from rota.service.problems import Problem
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s, amount, replicas, resources, shortened
+from rota.spec.check import SIZES_HINT
 from rota.spec.errors import BadInput, JobFileError, NotReachable
 from rota.spec.states import JobState
 
@@ -231,6 +232,9 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
         ],
     )
     for role in report["roles"]:
+        if role["fixed_size"]:
+            less, most = role["replicas"], role["replicas_max"]
+            term.line(f"{role['name']} stays at {less}, never {most}: {role['fixed_size']}; {SIZES_HINT}")
         for plan in role["plans"]:
             term.line(f"plan of {plan['replicas']} {role['name']}: {plan['why']}")
     gangs = [f"{gang['gang']} ({len(gang['bundles'])} slots)" for gang in report["gangs"]]

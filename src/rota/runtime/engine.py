@@ -13,7 +13,6 @@ One watcher a node; the head's also watches the GCS. A dead watcher leaves GCS a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -24,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +113,7 @@ class EngineFiles:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.token = self.folder / "token"
         self.log = self.folder / "engine.log"
+        self.lock = self.folder / "lock"
         self.storage = self.folder / "gcs"
 
     def state_path(self, host: str) -> Path:
@@ -229,7 +228,7 @@ def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.
     Raises EngineUnavailable when the engine does not come up; the hint names the log.
     """
     files = EngineFiles(home)
-    with _start_lock(files):
+    with process.locked(files.lock):
         found = find_engine(home)
         if found is not None:
             _ensure_watched(files, found)
@@ -258,14 +257,14 @@ def add_node(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -
         raise EngineUnavailable("there is no engine to join", hint="start one first")
     settings = replace(settings, storage=head.storage)
     config = {"head": False, "address": head.address, "folder": head.folder}
-    with _start_lock(files):
+    with process.locked(files.lock):
         return _start_node(files, settings, head.engine, config, timeout_s)
 
 
 def stop_engine(home: Path) -> tuple[ProcessId, ...]:
     """End every process of the engine, workers included; harmless if there is none. Returns what could not be ended."""
     files = EngineFiles(home)
-    with _start_lock(files):
+    with process.locked(files.lock):
         return _clear(files)
 
 
@@ -366,13 +365,6 @@ def _ensure_watched(files: EngineFiles, head: EngineState) -> None:
         command = (sys.executable, "-m", "rota.runtime.engine", "watch", str(files.state_path(state.host)))
         name = files.record_name(state.host)
         process.spawn(Spawn(command=command, env=state.environment, log=files.log), name=name, run=files.run)
-
-
-@contextmanager
-def _start_lock(files: EngineFiles) -> Iterator[None]:
-    with (files.folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _short_folder(files: EngineFiles) -> Path:

@@ -9,7 +9,6 @@ mode 0700 and writes nothing to disk.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -58,16 +57,9 @@ class Server:
         return process.ProcessId(pid=self.pid, start_time=self.start_time)
 
 
-@contextlib.contextmanager
-def registry_lock(home: environ.Home) -> Iterator[None]:
+def registry_lock(home: environ.Home) -> contextlib.AbstractContextManager[None]:
     """Held while a server is looked for, started, joined or ended, so that no two do it at once."""
-    folder = _made_folder(home)
-    fd = os.open(folder / "registry.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+    return process.locked(_made_folder(home) / "registry.lock")
 
 
 def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> Server:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -43,7 +42,7 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]
     from its log), Conflict, SchemaTooNew, StoreCorrupt, TimedOut.
     """
     home = Home.of(settings.home).make()
-    with _alone(home):
+    with process.locked(home.up_lock):
         record = _wait_answer(home, timeout_s)
         started = record is None
         if record is None:
@@ -74,7 +73,7 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
     if not home.root.exists():
         return _down_document([], [], [])
     home.make()
-    with _alone(home):
+    with process.locked(home.up_lock):
         ended: list[str] = []
         left: list[ProcessId] = []
         stopped: list[str] = []
@@ -328,11 +327,3 @@ def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str], 
 
 def _identity(record: Mapping[str, Any]) -> ProcessId:
     return ProcessId(pid=int(record["pid"]), start_time=float(record["start_time"]))
-
-
-@contextlib.contextmanager
-def _alone(home: Home) -> Iterator[None]:
-    """One ``up`` or ``down`` at a time."""
-    with home.up_lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -286,7 +286,7 @@ class Devices:
         found = self._dial(uuid)
         if found is not None or not start:
             return found
-        with _starting(self.folder / f"{uuid}.lock"):
+        with process.locked(self.folder / f"{uuid}.lock"):
             found = self._dial(uuid)
             if found is None:
                 self._start(uuid)
@@ -334,16 +334,6 @@ def socket_folder(folder: Path) -> Iterator[str]:
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _starting(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
     finally:
         os.close(fd)
 

@@ -14,6 +14,7 @@ from rota.job.core.check import check_graph
 from rota.job.core.paths import Fault, with_default_loop
 from rota.runtime import environ
 from rota.spec import codec
+from rota.spec.ids import RoleName
 from rota.spec.job import Interface, JobSpec
 from rota.spec.reasons import Reason
 
@@ -75,7 +76,7 @@ async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
     return _completed(spec, json.loads(out))
 
 
-def _unread(wanted: Mapping[str, str], text: str, output: str = "") -> Refused:
+def _unread(wanted: Mapping[RoleName, str], text: str, output: str = "") -> Refused:
     """Nothing came back: who is to blame is known where there is one workload only."""
     path = f"roles.{next(iter(wanted))}.workload" if len(wanted) == 1 else "roles"
     return Refused(reason=Reason.IMPORT_ERROR, faults=(_fault(path, text),), traceback=output)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rota.runtime import log_pump
 from rota.runtime.clock import SystemClock, blocking_sleep
 
@@ -103,6 +105,7 @@ os._exit(0)
     assert texts(log) == ["stdout last words of ******"]
 
 
+@pytest.mark.slow
 def test_a_killed_pump_is_replaced_and_no_writer_is_told_of_a_broken_pipe(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     code = f"""

@@ -318,6 +318,7 @@ def test_a_workload_that_cannot_be_imported_fails_with_its_traceback(tmp_path: P
     with_service(tmp_path / "home", test)
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_every_workload_that_cannot_be_imported_at_its_place(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text("class Thing: pass\n")
     source = "name: bad\nroles:\n  a:\n    workload: nowhere:A\n  b: {workload: 'half:Thin'}\n"

@@ -197,7 +197,7 @@ def test_every_change_that_is_listed_makes_the_job_start() -> None:
     assert shown["why"]["code"] == "NO_FREE_DEVICES"
     counts = {c["change"]["set"]: c["change"]["value"] for c in shown["would_start_now_with"]}
     assert counts == {"roles.w.replicas": 1, "roles.w.resources.gpus": 2}
-    assert log.scheduler.explain_spec(spec("new", 2, 5), 3.0).starts_now is False
+    assert log.scheduler.explain_spec(spec("new", 2, 5), 3.0, "ann").starts_now is False
 
 
 def test_on_a_cluster_of_cores_alone_a_wait_counts_cores_and_every_offer_works() -> None:

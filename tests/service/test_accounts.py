@@ -235,6 +235,20 @@ def test_nothing_of_another_tenant_is_in_any_answer(tmp_path: Path) -> None:
     with_town(tmp_path, test)
 
 
+def test_a_plan_counts_what_the_user_who_asks_holds(tmp_path: Path) -> None:
+    async def test(town: Town) -> None:
+        queues = [one | ({"user_limit": {"gpus": 1}} if one["path"] == "research/rl" else {}) for one in QUEUES]
+        assert (await town.who["local"].put("/api/v1/queues", json={"queues": queues})).status_code == 200
+        body = {"source": "name: ox\nqueue: research/rl\nroles: {main: {run: [echo], resources: {gpus: 1}}}\n"}
+        assert (await town.who["ann"].post("/api/v1/jobs", json=body)).status_code == 201
+        await town.service.until("ox-1", JobState.ADMITTED)
+        plans = [(await town.who[name].post("/api/v1/jobs:plan", json=body)).json() for name in ("ann", "local")]
+        assert plans[0]["why"]["code"] == plans[0]["explanation"]["why"]["code"] == "USER_LIMIT", plans[0]["why"]
+        assert plans[1]["starts_now"] or plans[1]["why"]["code"] != "USER_LIMIT"
+
+    with_town(tmp_path, test)
+
+
 def test_a_viewer_sees_that_a_job_is_there_and_nothing_that_its_owner_wrote(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
         shown = (await town.who["vera"].get("/api/v1/jobs/zebra-1")).text

@@ -400,7 +400,7 @@ class Scheduler:
         with self._at_work():
             return explain.explain(self.state, self.profile, job, now)
 
-    def explain_spec(self, spec: JobSpec, now: float, user: str = "local") -> explain.Explanation:
+    def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.Explanation:
         """The same for a job that was not submitted: would it start now, and if not, why not."""
         ask = ask_of(JobId("(dry run)"), spec, self._requests_of(spec), user=user, queued_at=now)
         return explain.explain_ask(self.state, self.profile, ask, now)

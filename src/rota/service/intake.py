@@ -116,9 +116,9 @@ class Intake:
             completed = await inspect_workloads(spec, _workdir(spec, given))
         if isinstance(completed, Refused):
             raise _refusal(completed, given)
-        now = self._clock.wall_s()
-        explanation = self._loop.scheduler.explain_spec(completed, now).to_json()
-        placement, waits, forecast = self._trial(completed, now)
+        now, user = self._clock.wall_s(), caller.user if caller is not None else "local"
+        explanation = self._loop.scheduler.explain_spec(completed, now, user).to_json()
+        placement, waits, forecast = self._trial(completed, now, user)
         if forecast is not None:
             estimates = await asyncio.to_thread(forecast.play, self._clock)
             explanation |= {"estimate": estimates.of(_DRY_RUN).to_json()}
@@ -200,13 +200,13 @@ class Intake:
                 nearest=list(shortfall.nearest),
             )
 
-    def _trial(self, spec: JobSpec, now: float) -> tuple[Placement | None, JobWaits | None, Forecast | None]:
+    def _trial(self, spec: JobSpec, now: float, user: str) -> tuple[Placement | None, JobWaits | None, Forecast | None]:
         """Where the job would go, or why it would wait and, from a copy of the state with it, for how long.
 
         It is put before the scheduler and taken back before anybody else may look.
         """
         scheduler = self._loop.scheduler
-        trial = (JobSubmitted(spec=spec), JobQueued())
+        trial = (JobSubmitted(spec=spec, user=user), JobQueued())
         for event in trial:
             scheduler.apply(Record(number=0, job=_DRY_RUN, seq=0, at=now, event=event))
         try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from standing import PlayedEngine, Standing, with_service
+from tests import postgres
 
 from rota.runtime.devices import LOCAL_HOST, local_node
 from rota.runtime.engine import EngineSettings
@@ -106,7 +107,8 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
         return real(doors)
 
     with_service(tmp_path, submit, pretend="1x1x2")  # the second has no room
-    given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": f"sqlite:///{tmp_path}/rota.db"}
+    db_url = postgres.database(tmp_path) if postgres.WANTED else f"sqlite:///{tmp_path}/rota.db"
+    given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": db_url}
     settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[Doors](), serve.make_app
     with contextlib.closing(assembly.open_store(settings)) as log:
         joined = [NodeJoined(node=one) for one in pretend_nodes("1x2x2", host=LOCAL_HOST)]

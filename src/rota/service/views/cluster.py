@@ -112,7 +112,7 @@ def queue_tree(installation: Installation) -> dict[str, Any]:
             for one in installation.live.values()
             if one.state.holds_devices and (one.queue == queue.path or one.queue.startswith(f"{queue.path}/"))
         ]
-        used = used_in(installation, queue.path, "gpus")
+        used = used_in(installation, queue.path)[0]
         guaranteed = stated(queue.guaranteed, "gpus")
         items.append(
             {

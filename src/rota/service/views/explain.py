@@ -62,10 +62,11 @@ def _fields(story: JobStory) -> dict[str, Any]:
 def _queue(story: JobStory, installation: Installation) -> dict[str, Any]:
     from_tree = next((queue for queue in installation.queues if queue.path == story.queue), None)
     promised = [(name, getattr(from_tree, name, None)) for name in ("guaranteed", "limit")]
+    gpus, cpus = used_in(installation, story.queue)
     return {
         "path": story.queue,
-        "used": used_in(installation, story.queue, "gpus"),
-        "used_cpus": used_in(installation, story.queue, "cpus"),
+        "used": gpus,
+        "used_cpus": cpus,
         **{name: stated(res, "gpus") for name, res in promised},
         **{f"{name}_cpus": stated(res, "cpus") for name, res in promised},
     }
@@ -76,26 +77,25 @@ def stated(res: Res | None, dim: Dim) -> float | None:
     return getattr(res, dim) or None if res else None
 
 
-def used_in(installation: Installation, queue: str, dim: Dim) -> float:
-    """Devices or cores that jobs of a queue, and of the queues below it, hold now."""
-    return sum(
-        getattr(bundle.res, dim)
+def used_in(installation: Installation, queue: str) -> tuple[float, float]:
+    """Devices and cores that jobs of a queue, and of the queues below it, hold now."""
+    held = [
+        bundle.res
         for story in installation.live.values()
-        if (story.queue == queue or story.queue.startswith(f"{queue}/"))
-        and story.state.holds_devices
-        and story.placement is not None
-        for bundle in story.placement.bundles
-    )
+        if story.state.holds_devices
+        and (story.queue == queue or story.queue.startswith(f"{queue}/"))
+        and (placement := story.placement) is not None
+        for bundle in placement.bundles
+    ]
+    return sum(res.gpus for res in held), sum(res.cpus for res in held)
 
 
 def _blockers(story: JobStory, installation: Installation) -> list[dict[str, Any]]:
     """Jobs that hold devices now, the soonest to end by its time limit first."""
-    holding = [
-        (one, one.placement)
-        for one in installation.live.values()
-        if one.id != story.id and one.state.holds_devices and one.placement is not None
-    ]
-    soonest = nsmallest(BLOCKERS_MAX, holding, key=lambda row: (_ends(row[0]), row[0].id))
+    holding = (
+        one for one in installation.live.values() if one.id != story.id and one.state.holds_devices and one.attempts
+    )
+    soonest = nsmallest(BLOCKERS_MAX, holding, key=lambda one: (_ends(one), one.id))
     return [
         {
             "job": one.id,
@@ -104,7 +104,8 @@ def _blockers(story: JobStory, installation: Installation) -> list[dict[str, Any
             "ends": None if one.spec.time_limit_s is None else when(_ends(one)),
             "basis": "time_limit" if one.spec.time_limit_s is not None else "unknown",
         }
-        for one, placement in soonest
+        for one in soonest
+        if (placement := one.placement) is not None
     ]
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,37 +200,47 @@ def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> N
     # The values are not an argument: those stand in the list of processes.
     values = b"\0".join(value.encode() for value in hide)
 
-    def start() -> int:
+    def start(stderr: int | None) -> int:
         options: dict[str, Any] = {"pass_fds": pipes, "start_new_session": True, "check": True, "timeout": 60}
-        return int(subprocess.run(command, input=values, stdout=subprocess.PIPE, **options).stdout)
+        return int(subprocess.run(command, input=values, stdout=subprocess.PIPE, stderr=stderr, **options).stdout)
 
-    pump = start()
+    pump = start(None)
     os.dup2(out_write, 1)
     os.dup2(err_write, 2)
     for fd in (out_write, err_write):
         os.close(fd)
-    threading.Thread(target=_keep_pumping, args=(start, pump), name="rota-log", daemon=True).start()
+    threading.Thread(target=_keep_pumping, args=(start, pump, pipes), name="rota-log", daemon=True).start()
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
-def _keep_pumping(start: Callable[[], int], pump: int) -> None:
-    """Start another pump when one is gone; what a killed one had read and not written yet is lost."""
+def _keep_pumping(start: Callable[[int], int], pump: int, pipes: Sequence[int]) -> None:
+    """Start another pump when one is gone; what a killed one had read and not written yet is lost.
+
+    When no further one is to be had, all that is written is lost from then on: a full pipe would hold the writers up.
+    """
     for _ in range(PUMPS_MAX):
-        with contextlib.suppress(ProcessLookupError):
-            gone = os.pidfd_open(pump)
-            try:
-                poller = select.poll()
-                poller.register(gone, select.POLLIN)
-                poller.poll()
-            finally:
-                os.close(gone)
+        _wait_gone(pump)
         try:
-            pump = start()
+            pump = start(subprocess.DEVNULL)  # stderr is its own pipe by now: holding that it would never see the end
         except (OSError, ValueError, subprocess.SubprocessError):
-            return
+            break
+    else:
+        _wait_gone(pump)
+    log_pump.pump(os.open(os.devnull, os.O_WRONLY), b"", dict.fromkeys(pipes, b""), [])
+
+
+def _wait_gone(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        gone = os.pidfd_open(pid)
+        try:
+            poller = select.poll()
+            poller.register(gone, select.POLLIN)
+            poller.poll()
+        finally:
+            os.close(gone)
 
 
 def flush() -> None:

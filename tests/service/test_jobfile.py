@@ -253,6 +253,11 @@ def test_set_reaches_names_with_dots() -> None:
     assert spec.role("rollout.prefill").replicas_min == 2
 
 
+def test_the_words_of_a_command_are_those_of_its_own_role() -> None:
+    spec = read_job(job("a: {run: [sh, -c, hi]}", "a.run: {run: ho}"), filename="j")
+    assert [role.run for role in spec.roles] == [("sh", "-c", "hi"), ("ho",)]
+
+
 def test_problems_of_set_name_the_flag_and_come_last() -> None:
     found = problems(job("a: {runn: hi}"), "roles.a.replicas=x", "nonsense", "name.x=1", "roles.a.replica=2")
     assert found[0].startswith("job.yaml:3:7: roles.a.runn")

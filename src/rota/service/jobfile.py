@@ -122,7 +122,10 @@ class _Builder:
 
     def _role(self, name: str, fields: Mapping[str, Any]) -> RoleSpec:
         low, high, mesh, elastic = _size(fields)
-        run, shell = _command(fields.get("run"), find_place(self._root, f"roles.{name}.run"))
+        place = self._root
+        for key in ("roles", name, "run"):  # not as a path: another role may have the name "x.run"
+            place = place.get(key) or place
+        run, shell = _command(fields.get("run"), place)
         return RoleSpec(
             name=RoleName(name),
             workload=fields.get("workload"),

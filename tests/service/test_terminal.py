@@ -11,7 +11,10 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("closed", "words", "status"), [("stdout", ["--help"], 0), ("stderr", ["sumbit"], 2)])
+@pytest.mark.parametrize(
+    ("closed", "words", "status"),
+    [("stdout", ["--help"], 0), ("stdout", ["sumbit", "--json"], 0), ("stderr", ["sumbit"], 2)],
+)
 def test_a_reader_that_had_its_fill_ends_a_verb_with_status_0(closed: str, words: list[str], status: int) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -235,6 +235,33 @@ def test_a_stream_that_never_began_is_given_up_at_once_and_a_lost_one_is_tried_a
     with Client("http://x", "t", transport=httpx.MockTransport(answer)) as client:
         assert [event["number"] for event in client.events("j", follow=True)] == [7]
     assert tries == ["", "7", "7", "7"]
+
+
+def test_who_stops_reading_gives_the_connection_back_at_once_also_under_a_running_loop() -> None:
+    """A loop ends generators that nobody has any more some time later."""
+    closed: list[str] = []
+
+    class Endless(Cut, httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for part in self:
+                yield part
+
+        def close(self) -> None:
+            closed.append("Client")
+
+        async def aclose(self) -> None:
+            closed.append("AsyncClient")
+
+    async def test() -> None:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Endless()))
+        events = Client("http://x", "t", transport=transport).events("j", follow=True)
+        awaited = AsyncClient("http://x", "t", transport=transport).events("j", follow=True)
+        assert next(events) == await anext(awaited) == {"number": 7}
+        del events
+        await awaited.aclose()
+        assert closed == ["Client", "AsyncClient"]
+
+    asyncio.run(test())
 
 
 def flaky(failures: int, calls_seen: list[str]) -> httpx.MockTransport:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from time import monotonic  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import Any, Self, TypeVar
@@ -39,7 +40,7 @@ class AsyncWay:
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return await self._http.request(method, path, **options)
 
-    async def lines(self, path: str, **options: Any) -> AsyncIterator[str]:
+    async def lines(self, path: str, **options: Any) -> AsyncGenerator[str]:
         async with self._http.stream("GET", path, **options) as answer:
             if answer.status_code >= 400:
                 await answer.aread()
@@ -149,12 +150,13 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                     yield line
             return
         seen: dict[str, int] = {}
-        async for event in self._stream(calls.job_path(job, "logs"), {**filters, "follow": True}):
-            line = event.document()
-            # after a lost connection the service repeats the batch that was under way
-            if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
-                seen[line["instance"]] = line["offset"]
-                yield line
+        async with aclosing(self._stream(calls.job_path(job, "logs"), {**filters, "follow": True})) as events:
+            async for event in events:
+                line = event.document()
+                # after a lost connection the service repeats the batch that was under way
+                if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
+                    seen[line["instance"]] = line["offset"]
+                    yield line
 
     async def event_pages(self, job: str = "", **filters: Any) -> AsyncIterator[Document]:
         """See ``Client.event_pages``."""
@@ -171,19 +173,21 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                 for event in page["items"]:
                     yield event
             return
-        async for event in self._stream(calls.events_path(job), {**filters, "follow": True}):
-            if event.event == "event":
-                yield event.document()
+        async with aclosing(self._stream(calls.events_path(job), {**filters, "follow": True})) as events:
+            async for event in events:
+                if event.event == "event":
+                    yield event.document()
 
-    async def _stream(self, path: str, params: Mapping[str, Any]) -> AsyncIterator[Sse]:
+    async def _stream(self, path: str, params: Mapping[str, Any]) -> AsyncGenerator[Sse]:
         ask, last, broken = calls.get(path, **params), "", 0
         while True:
             try:
-                async for event in self._stream_once(ask, last):
-                    last, broken = event.id or last, 0
-                    yield event
-                    if event.event == "end":
-                        return
+                async with aclosing(self._stream_once(ask, last)) as events:
+                    async for event in events:
+                        last, broken = event.id or last, 0
+                        yield event
+                        if event.event == "end":
+                            return
             except httpx.TransportError as exc:
                 broken += 1
                 if not self.may_reconnect(exc, broken, last):
@@ -192,9 +196,11 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
             else:
                 return  # the service closed the stream in order
 
-    async def _stream_once(self, ask: Ask, last: str) -> AsyncIterator[Sse]:
+    async def _stream_once(self, ask: Ask, last: str) -> AsyncGenerator[Sse]:
         timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
         headers, reader = self.stream_headers(last), SseReader()
-        async for line in self._way.lines(ask.path, params=dict(ask.params), headers=headers, timeout=timeout):
-            if (event := reader.line(line)) is not None:
-                yield event
+        lines = self._way.lines(ask.path, params=dict(ask.params), headers=headers, timeout=timeout)
+        async with aclosing(lines):  # a connection is given back with the last iterator, and not at some time
+            async for line in lines:
+                if (event := reader.line(line)) is not None:
+                    yield event

@@ -28,7 +28,7 @@ class _BlockingWay(AsyncWay):
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         return self._http.request(method, path, **options)
 
-    async def lines(self, path: str, **options: Any) -> AsyncIterator[str]:
+    async def lines(self, path: str, **options: Any) -> AsyncGenerator[str]:
         with self._http.stream("GET", path, **options) as answer:
             if answer.status_code >= 400:
                 answer.read()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rota.service.terminal import Terminal
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -22,3 +24,14 @@ def test_a_reader_that_had_its_fill_ends_a_verb_with_status_0(closed: str, words
     done = subprocess.run([sys.executable, "-m", "rota", *words], check=False, timeout=60, **streams)
     os.close(write)
     assert (done.returncode, done.stdout or b"", done.stderr or b"") == (status, b"", b"")
+
+
+def test_a_line_that_nobody_reads_ends_the_process_in_order() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    out = os.fdopen(write, "w")
+    with pytest.raises(SystemExit) as left:
+        Terminal(out=out).line("never read")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is still to be flushed
+    out.close()
+    assert left.value.code == 0

@@ -48,8 +48,11 @@ class Terminal:
         self.line(shown)
 
     def line(self, text: str = "") -> None:
-        """A line of the answer."""
-        print(text, file=self.out, flush=True)
+        """A line of the answer. Ends the process in order when nobody reads any more."""
+        try:
+            print(text, file=self.out, flush=True)
+        except BrokenPipeError:  # here, as what the handler of the signal raises in the end of a generator is lost
+            sys.exit(0)
 
     def note(self, text: str) -> None:
         """Progress and advice, on stderr."""

@@ -48,11 +48,11 @@ def nodes(
             terminal.show(document, lambda term: _node_table(term, document["items"]))
             return 0
         notice_s = ago_s(notice) if action == "drain" else None
-        plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)
-        if not dry_run:
-            if action == "drain" and plan["jobs"]:
-                confirm(f"drain {node} with {len(plan['jobs'])} jobs on it?", yes=yes)
-            plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=False)
+        if action == "drain" and not yes and not dry_run:
+            jobs = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)["jobs"]
+            if jobs:
+                confirm(f"drain {node}, on which {shortened(one['job'] for one in jobs)} runs?", yes=yes)
+        plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run)
     terminal.show(plan, lambda term: _drain_table(term, plan))
     return 0
 

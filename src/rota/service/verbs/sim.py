@@ -163,7 +163,8 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
         [
             ("trace", f"{doc['trace']} under {doc['profile']}, scale {amount(doc['scale'])}, seed {doc['seed']}"),
             ("cluster", f"{doc['cluster']['nodes']} nodes, {doc['cluster']['gpus']} devices"),
-            ("jobs", f"{summary['finished']} of {summary['jobs']} finished, {summary['skipped']} skipped"),
+            ("jobs", f"{summary['finished']} of {summary['jobs']} finished"),
+            ("  left out", f"{summary['skipped']} of tenants without nodes" if summary["skipped"] else ""),
             ("makespan", lasting(summary["makespan_s"])),
             ("utilisation", _percent(summary["utilisation"])),
             ("preemptions", summary["preemptions"]),

@@ -265,8 +265,7 @@ def test_a_user_at_the_limit_of_a_queue_holds_up_nobody_else_in_it() -> None:
     assert offer == {"set": "queues.team.user_limit.gpus", "value": 4.0}
     short = log.scheduler.infeasible(spec("x", 2, 2, queue="team/a"))
     assert (
-        short is not None
-        and short.text == "the job asks 4 gpus in all; the cluster has a limit of 3 gpus for a user of team"
+        short is not None and short.text == "the job asks 4 gpus in all; there is a limit of 3 gpus for a user of team"
     )
     log.add(QueuesChanged(queues=({"path": "team", "user_limit": {"gpus": 4}}, {"path": "team/a"}, {"path": "team/b"})))
     assert [job for job, event in log.decide(3.0) if isinstance(event, JobAdmitted)] == ["two"]

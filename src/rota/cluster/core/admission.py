@@ -17,6 +17,8 @@ from rota.spec.gang import GangRequest
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, format_size
 
+LIMITS = (Reason.QUOTA_LIMIT, Reason.USER_LIMIT)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
@@ -35,14 +37,15 @@ class Shortfall:
     @property
     def text(self) -> str:
         """One sentence for people."""
-        return f"{self.role} asks {self.asked}; the cluster has {self.available}"
+        what = "there is" if self.reason in LIMITS else "the cluster has"
+        return f"{self.role} asks {self.asked}; {what} {self.available}"
 
     @property
     def remedy(self) -> str:
         """What to ask for instead, or to add."""
         if self.nearest:
             return f"it would fit with {'; or with '.join(str(change['text']) for change in self.nearest)}"
-        if self.reason in (Reason.QUOTA_LIMIT, Reason.USER_LIMIT):
+        if self.reason in LIMITS:
             return "ask for less, or an admin for a higher limit"
         if self.resource in ("gpu", "gpu_type"):
             return "ask for devices that there are (gpus: 0 is none), or add nodes that have these"

@@ -119,15 +119,27 @@ def queues(
 
 def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
     term.table(
-        ["QUEUE", "STATE", "GPUS", "GUARANTEED", "LIMIT", "BORROWED", "RUNNING", "WAITING", "GPUS WANTED", "OLDEST"],
+        [
+            "QUEUE",
+            "STATE",
+            "GPUS",
+            "GUARANTEED",
+            "LIMIT",
+            "A USER",
+            "BORROWED",
+            "RUNNING",
+            "WAITING",
+            "WANTED",
+            "OLDEST",
+        ],
         [
             (
                 "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
                 queue["state"],
                 amount(queue["used_gpus"]),
                 *(
-                    promise(queue[f"{name}_gpus"], (queue[name] or {}).get("cpus")) or "-"
-                    for name in ("guaranteed", "limit")
+                    promise(stated.get("gpus"), stated.get("cpus"))
+                    for stated in (queue[name] or {} for name in ("guaranteed", "limit", "user_limit"))
                 ),
                 amount(queue["borrowed_gpus"]),
                 queue["running_jobs"],

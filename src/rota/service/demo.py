@@ -234,8 +234,8 @@ class _Watch:
                 raise RotaError(f"{self._job} ended as {document['state']} before {what}: {document.get('error')}")
             if self._clock.monotonic_s() > self._deadline_s:
                 raise TimedOut(
-                    f"the demonstration has {PLAY_MAX_S:.0f} s and did not reach {what}: at commit "
-                    f"{_commit(document)}, {_standing(document)}",
+                    f"the demonstration has {PLAY_MAX_S:.0f} s and did not reach {what}: "
+                    f"commit {_commit(document)}: {_standing(document)}",
                     hint=f"the load is {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores: try again when it is less",
                 )
             blocking_sleep(POLL_S)
@@ -245,9 +245,10 @@ class _Watch:
         if commit and commit // 30 > self._told // 30:
             metrics = document["progress"]["metrics"] if document["progress"] else {}
             self._say(f"commit {commit}: " + "  ".join(f"{name} {value:.3f}" for name, value in metrics.items()))
-        elif document["state"] != JobState.RUNNING and _standing(document) != self._standing:
-            self._say(f"commit {commit}: {_standing(document)}")
-        self._standing = _standing(document)
+        elif (standing := _standing(document)) != self._standing:
+            self._standing = standing
+            if document["state"] != JobState.RUNNING:
+                self._say(f"commit {commit}: {standing}")
         self._told = max(self._told, commit)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 
 import pytest
 from cluster_makers import ask, node, shape, slot, state
 
 from rota.cluster.core.asks import JobAsk
-from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived, JobReleased, NodeChanged, Tick, apply
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
+from rota.cluster.core.rows import JobRow
+from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
@@ -83,3 +85,26 @@ def test_a_job_that_waits_is_told_what_binds(reason: Reason) -> None:
     wait = s.jobs[JobId("j")].wait
     assert wait is not None and wait.reason is reason
     assert case.bad in wait.text, "a node that is out of order is named"
+
+
+@pytest.mark.parametrize("name", sorted(PROFILES))
+def test_a_pass_up_to_a_job_says_of_it_what_the_whole_pass_says(name: str) -> None:
+    rng, profile = random.Random(name), replace(get_profile(name), candidates_max=10**6, victim_sets_max=10**6)
+    s = state(node("n", 4), node("m", 4), queues=(Queue(path="a", guaranteed=gpus(4)), Queue(path="b", limit=gpus(6))))
+    told: set[str] = set()
+    for at in range(40):
+        drawn = ask(
+            f"j{at}", slot(rng.choice((1, 1, 2, 4))), at=at, queue=rng.choice("ab"), priority=rng.choice((10, 50))
+        )
+        asked = replace(drawn, est_s=rng.choice((5.0, 50.0)), user=rng.choice("uv"))
+        with s.txn() as txn:
+            s.put(txn, JobRow(ask=asked))
+            whole, part = decide(s, profile, float(at)), decide(s, profile, float(at), asked.id)
+        for each in (whole, part):
+            each[:] = [one for one in each if asked.id in (getattr(one, "job", ""), getattr(one, "for_job", ""))]
+        assert part == whole
+        told |= {type(one).__name__ for one in part}
+        step(s, JobArrived(ask=asked), profile, float(at))
+        if (held := s.holding()) and at % 3 == 0:
+            apply(s, JobGone(job=rng.choice(held).ask.id), float(at))
+    assert {"WaitOn"} | ({"Admit"} if name != "private" else set()) <= told  # no node is anybody's own here

@@ -64,12 +64,12 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
     return decisions
 
 
-def decide(state: State, profile: Profile, now: float) -> list[Decision]:
-    """What should happen now. The state stays as it was: whoever carries a decision out applies its fact."""
+def decide(state: State, profile: Profile, now: float, until: JobId | None = None) -> list[Decision]:
+    """What should happen now, or what concerns the job ``until``. Whoever carries a decision out applies its fact."""
     if profile.prepare is not None:
         profile.prepare(state)
     with state.txn() as txn:
-        return _Pass(state, txn, profile, now).run()
+        return _Pass(state, txn, profile, now, until).run()
 
 
 PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.USER_LIMIT})
@@ -88,11 +88,10 @@ class _Pass:
     A trial of the next pass ends ``until`` a job and has the ``spares`` of the pass that asks.
     """
 
-    until: JobId | None = None
     cut_short = False
 
-    def __init__(self, state: State, txn: Txn, profile: Profile, now: float) -> None:
-        self.state, self.txn, self.profile, self.now = state, txn, profile, now
+    def __init__(self, state: State, txn: Txn, profile: Profile, now: float, until: JobId | None = None) -> None:
+        self.state, self.txn, self.profile, self.now, self.until = state, txn, profile, now, until
         self.spares = state.spares(profile.spares)
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
@@ -130,17 +129,19 @@ class _Pass:
             wait = self._try(key, row)
             if wait is not None:
                 self._tell(row, wait)
-            if self.until is not None and (row.ask.id == self.until or self._is_barred(self.until)):
-                return self.decisions
+            if self.until is not None and (row.ask.id == self.until or self._is_settled(self.until)):
+                break
             again = self._after(track, depth, wait)
             if again is not None:
                 heappush(heap, again)
         # 3. whoever came since the last pass learns why it waits
-        for job in sorted(self.state.fresh):
+        for job in sorted(self.state.fresh if self.until is None else self.state.fresh.keys() & {self.until}):
             row = self.state.jobs[job]
             key = line_key(row)
             if wait := self.verdicts.get(key) or self._gate_time(row) or self._gate_queue(row) or self._gate_order(row):
                 self._tell(row, wait)
+        if self.until is not None:
+            return self.decisions
         # 4. lend what is idle when nobody waits for it
         if self.profile.grows and not self.state.lines:
             self._resize(grown(self.state, self.txn, self.profile.placer))
@@ -154,8 +155,10 @@ class _Pass:
             self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
         return self.decisions
 
-    def _is_barred(self, job: JobId) -> bool:
-        return self.state.jobs[job].ask.queue in self.blocked
+    def _is_settled(self, job: JobId) -> bool:
+        row = self.state.jobs[job]
+        verdict = None if self.profile.order.by_job else self.verdicts.get(line_key(row))
+        return row.ask.queue in self.blocked or (verdict is not None and verdict.reason not in FOR_ONE_JOB)
 
     def _somebody_waits_beside_others(self) -> bool:
         return bool(self.state.lines) and any(self.state.running.values())
@@ -445,8 +448,8 @@ class _Pass:
             for job in self.claims.jobs:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
             profile = replace(self.profile, victims=None, remember=False, pack_gain=None)
-            then = _Pass(self.state, self.txn, profile, self.now)
-            then.until, then.spares = row.ask.id, self.spares
+            then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
+            then.spares = self.spares
             then.run()
             return bool(self.state.jobs[row.ask.id].held)
 

@@ -75,8 +75,10 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanati
 def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
     memory, state.memory = state.memory, Memory()  # what is remembered of a verdict has the numbers of its time
-    wait, preempts = _tried(state, profile, ask, now)
-    state.memory = memory
+    try:
+        wait, preempts = _tried(state, profile, ask, now)
+    finally:
+        state.memory = memory
     ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)
     return Explanation(
         job=ask.id,
@@ -93,12 +95,13 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
 
 
 def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wait | None, tuple[dict[str, Any], ...]]:
-    """The verdict of a full pass on a job (None = it starts), and whom the pass would stop for it."""
+    """The verdict of an unbounded pass on a job (None = it starts), and whom the pass would stop for it."""
     cut_short = state.memory.cut_short
     with state.txn() as txn:
         # Without a reason yet, the job is told the verdict of its line even when an equal job stands before it.
         state.put(txn, JobRow(ask=ask))
-        decisions = decide(state, replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000), now)
+        unbounded = replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000)
+        decisions = decide(state, unbounded, now, until=ask.id)
     state.memory.cut_short = cut_short  # how far the real passes have come
     if any(isinstance(d, Admit) and d.job == ask.id for d in decisions):
         return None, ()

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from rota.service.problems import Problem
 from rota.spec.errors import JobFileError, RotaError
@@ -51,8 +51,8 @@ class Terminal:
         """A line of the answer. Ends the process in order when nobody reads any more."""
         try:
             print(text, file=self.out, flush=True)
-        except BrokenPipeError:  # here, as what the handler of the signal raises in the end of a generator is lost
-            sys.exit(0)
+        except BrokenPipeError:
+            _end()
 
     def note(self, text: str) -> None:
         """Progress and advice, on stderr."""
@@ -137,6 +137,11 @@ STATE_STYLE = {
     "CANCELLED": "dim",
     "GONE": "dim",
 }
+
+
+def _end() -> NoReturn:
+    """Leave in order. As it is entered the handler of SIGPIPE runs: what that raised in a generator's end was lost."""
+    sys.exit(0)
 
 
 def _headed(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import amount, lasting, size
 
-NAMESPACE = Annotated[str, Parameter(name=["-n", "--namespace"], help="Namespace; jobs have their own.")]
+NAMESPACE = Annotated[str, Parameter(name=["-n", "--namespace"], help="Namespace; default: the one of all jobs.")]
 
 
 def ls(

@@ -273,7 +273,4 @@ def main() -> None:
     for one in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(one) is signal.SIG_DFL:  # nohup stays nohup
             signal.signal(one, _leave)
-    try:
-        sys.exit(call(sys.argv[1:]))
-    except BrokenPipeError:  # while a mistake was told, with nothing left to run in which the signal could arrive
-        _had_its_fill()
+    sys.exit(call(sys.argv[1:]))

@@ -65,7 +65,9 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
 
 
 def decide(state: State, profile: Profile, now: float, until: JobId | None = None) -> list[Decision]:
-    """What should happen now, or what concerns the job ``until``. Whoever carries a decision out applies its fact."""
+    """What should happen now; with ``until`` no further than what it says of that job.
+
+    The state stays as it was: whoever carries a decision out applies its fact."""
     if profile.prepare is not None:
         profile.prepare(state)
     with state.txn() as txn:

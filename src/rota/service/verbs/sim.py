@@ -198,7 +198,7 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
     for one in never[:NEVER_MAX]:
         term.line(f"never started: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
     if len(never) > NEVER_MAX:
-        term.line(f"never started: {len(never) - NEVER_MAX} more; --json has them all")
+        term.line(f"never started: {len(never) - NEVER_MAX} more; see --json")
 
 
 def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:

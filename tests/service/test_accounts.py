@@ -411,6 +411,20 @@ def test_every_change_and_every_refusal_of_one_is_in_the_audit_with_user_token_a
     with_town(tmp_path, test)
 
 
+def test_a_dry_run_is_marked_as_one_in_the_audit(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        node, queues, plan = "/api/v1/nodes/r0n0:cordon", "/api/v1/queues", "/api/v1/jobs:plan"
+        for dry_run in (True, False):
+            await service.http.post(node, json={"dry_run": dry_run})
+            await service.http.put(queues, json={"queues": [{"path": "default"}], "dry_run": dry_run})
+        await service.http.post(plan, json={"source": "no job"})
+        found = [(one["path"], one["status"], one.get("dry_run", False)) for one in service.doors.audit.newest(5)]
+        dry, real = [(queues, 200, True), (node, 202, True)], [(queues, 200, False), (node, 202, False)]
+        assert found == [(plan, 422, True), *real, *dry]
+
+    with_service(tmp_path, test)
+
+
 def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_is_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ class Audit:
         except OSError as error:
             raise self._refused(error) from error
 
-    def add(self, request_id: str, **more: str) -> None:
+    def add(self, request_id: str, **more: str | bool) -> None:
         """Say more of a request before it is done. Raises StoreUnavailable when that is impossible."""
         try:
             self._write({"request_id": request_id, **more})

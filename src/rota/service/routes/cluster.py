@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.core.queue_rules import broken_rules
@@ -141,13 +141,16 @@ async def node(node: str, doors: Parts, caller: Asker) -> Document:
 async def mark_node(
     node: str,
     action: Literal["drain", "cordon", "undrain", "uncordon"],
+    request: Request,
     doors: Parts,
     caller: Asker,
     body: MarkBody | None = None,
 ) -> Document:
     """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
-    caller.need(Role.ADMIN)
     given = body or MarkBody()
+    if given.dry_run:
+        doors.audit.add(request.state.request_id, dry_run=True)
+    caller.need(Role.ADMIN)
     before = _one_node(doors, node)
     effect, notice_s = "goes on; new work goes elsewhere", None
     if action in ("undrain", "uncordon"):
@@ -185,11 +188,13 @@ async def queues(doors: Parts, caller: Asker) -> Document:
 
 
 @router.put("/queues")
-async def apply_queues(body: QueuesBody, doors: Parts, caller: Asker) -> Document:
+async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller: Asker) -> Document:
     """Replace the queue tree. A queue with live jobs cannot be removed.
 
     A queue-admin may change what is below the own queue, and no more than that.
     """
+    if body.dry_run:
+        doors.audit.add(request.state.request_id, dry_run=True)
     given = _given_tree(doors, body)
     paths = {queue.path for queue in given}
     used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)

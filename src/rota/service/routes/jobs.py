@@ -114,8 +114,9 @@ async def submit(
 
 
 @router.post("/jobs:plan")
-async def plan(body: SubmitBody, doors: Parts, caller: Asker) -> Document:
+async def plan(body: SubmitBody, request: Request, doors: Parts, caller: Asker) -> Document:
     """Dry run: roles, gangs, placement on the cluster as it is, what losing each role would do. Keeps nothing."""
+    doors.audit.add(request.state.request_id, dry_run=True)
     document = await doors.intake.plan(body.submission(), caller=caller)
     return doors.veiled(caller, {"api": API, **document})
 

@@ -249,7 +249,11 @@ def audit(
 
 def _audit_table(term: Terminal, document: Mapping[str, Any]) -> None:
     rows = [
-        (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], one["status"])
+        (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], _outcome(one))
         for one in document["items"]
     ]
     term.table(["AT", "USER", "FROM", "METHOD", "PATH", "STATUS"], rows, empty="nobody changed anything")
+
+
+def _outcome(line: Mapping[str, Any]) -> str:
+    return f"{line['status'] or ''}{' (dry run)' if line.get('dry_run') else ''}".strip()

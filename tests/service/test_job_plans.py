@@ -18,12 +18,13 @@ from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.environ import Home
 from rota.service import intake
 from rota.service.changes import checked_size
-from rota.service.intake import Intake, Submission
+from rota.service.intake import Intake
 from rota.service.jobfile import read_job
 from rota.service.jobplans import with_plans
 from rota.service.jobtext import job_text
 from rota.service.offline import plan_job
 from rota.service.plans import FILE_BYTES_MAX, read_json
+from rota.service.submission import Submission
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
 from rota.spec.job import JobSpec, RoleSpec

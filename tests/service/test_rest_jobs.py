@@ -10,7 +10,7 @@ import pytest
 from standing import HELLO, Standing, standing, with_service
 
 from rota.job.core.sizing import ask_emits
-from rota.service import intake
+from rota.service import intake, submission
 from rota.service import loop as service_loop
 from rota.service.calls import error_of
 from rota.spec.errors import Fenced, JobFileError
@@ -366,7 +366,7 @@ def test_dry_runs_import_workloads_a_few_at_a_time(tmp_path: Path, monkeypatch: 
         asked = [service.http.post("/api/v1/jobs:plan", json={"source": HELLO}) for _ in range(8)]
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 8
 
-    monkeypatch.setattr(intake, "inspect_workloads", inspect)
+    monkeypatch.setattr(submission, "inspect_workloads", inspect)
     with_service(tmp_path, test)
     assert most == [intake.DRY_RUNS_MAX]
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rota.cluster.forecast import Forecast
@@ -18,10 +14,10 @@ from rota.runtime.environ import Home
 from rota.runtime.process import write_private
 from rota.runtime.vault import Vault
 from rota.service.accounts import Caller, Role
-from rota.service.inspection import Refused, inspect_workloads
-from rota.service.jobfile import placed, problems_of, read_job
+from rota.service.jobfile import problems_of, read_job
 from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
+from rota.service.submission import Submission, with_interfaces, workdir_of
 from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.check import fixed_size
@@ -48,26 +44,6 @@ QUEUED_MAX = 10_000
 DRY_RUNS_MAX = 2
 """Children that import workloads for dry runs at once; the next one waits."""
 _DRY_RUN = JobId("(dry run)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
-    """What a caller sends: the text of a job file with its name and ``--set`` values, or a finished ``spec``.
-
-    ``workdir`` is the folder that the file's relative paths start from.
-    """
-
-    source: str = ""
-    filename: str = "job.yaml"
-    sets: tuple[str, ...] = ()
-    workdir: str = ""
-    spec: dict[str, Any] | None = None
-
-    @property
-    def digest(self) -> str:
-        """What tells two submissions apart under one idempotency key."""
-        parts = [self.source, self.filename, list(self.sets), self.workdir, self.spec]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class Intake:
@@ -97,7 +73,7 @@ class Intake:
                 user=user,
                 source=given.source,
                 filename=given.filename,
-                workdir=_workdir(spec, given),
+                workdir=workdir_of(spec, given),
                 idempotency_key=f"{key}#{given.digest}" if key else "",
                 uid=ulid(self._clock.wall_s(), self._chance),
             )
@@ -113,9 +89,7 @@ class Intake:
         """
         spec = await self._checked(given, caller)
         async with self._dry_runs:
-            completed = await inspect_workloads(spec, _workdir(spec, given))
-        if isinstance(completed, Refused):
-            raise _refusal(completed, given)
+            completed = await with_interfaces(spec, given)
         now, user = self._clock.wall_s(), caller.user if caller is not None else "local"
         explanation = self._loop.scheduler.explain_spec(completed, now, user).to_json()
         placement, waits, forecast = self._trial(completed, now, user)
@@ -175,7 +149,7 @@ class Intake:
         except TimeoutError:
             raise LimitExceeded("plans of other jobs are being searched", hint="submit it again later") from None
         try:
-            return await asyncio.to_thread(with_plans, spec, _workdir(spec, given), self._clock)
+            return await asyncio.to_thread(with_plans, spec, workdir_of(spec, given), self._clock)
         finally:
             self._searches.release()
 
@@ -220,12 +194,6 @@ class Intake:
         return placement, next((event for event in mine if isinstance(event, JobWaits)), None), forecast
 
 
-def _refusal(found: Refused, given: Submission) -> JobFileError:
-    """What was found out by looking at the workloads, at its place in the job file where there is one."""
-    problems = placed(found.faults, given.source, filename=given.filename, sets=given.sets)
-    return JobFileError(problems, hint=found.hint, code=str(found.reason), traceback=found.traceback)
-
-
 def _from_json(raw: dict[str, Any]) -> JobSpec:
     try:
         spec = JobSpec.from_json(raw)
@@ -252,13 +220,6 @@ def _unread(raw: Any, read: Any, path: str) -> tuple[str, str, list[str]] | None
         rows = (_unread(one, other, f"{path}[{i}]") for i, (one, other) in enumerate(zip(raw, read)))
         return next((found for found in rows if found is not None), None)
     return None
-
-
-def _workdir(spec: JobSpec, given: Submission) -> str:
-    base = Path(given.workdir) if given.workdir else Path(given.filename).parent
-    if not base.is_absolute():
-        return spec.workdir if spec.workdir and Path(spec.workdir).is_absolute() else ""
-    return str(base / spec.workdir) if spec.workdir else str(base)
 
 
 def _roles(spec: JobSpec) -> list[dict[str, Any]]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
+    from rota.service.submission import Submission
     from rota.spec.events import Record
+    from rota.spec.job import JobSpec
     from rota.spec.resources import Node
 
 
@@ -30,12 +32,24 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
     from rota.runtime.chance import SystemChance
     from rota.runtime.clock import SystemClock
     from rota.runtime.environ import Home
-    from rota.service.intake import Intake, Submission
+    from rota.service.intake import Intake
 
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
     intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
-    given = Submission(**{**body, "sets": tuple(body.get("sets", ()))})
-    return {"api": "rota/v1", **asyncio.run(intake.plan(given, caller=None))}
+    return {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))}
+
+
+def check_job(spec: JobSpec, body: Mapping[str, Any]) -> None:
+    """Look at the workloads of a job that was read, in a child process. Raises JobFileError with every mistake."""
+    from rota.service.submission import with_interfaces
+
+    asyncio.run(with_interfaces(spec, _submission(body)))
+
+
+def _submission(body: Mapping[str, Any]) -> Submission:
+    from rota.service.submission import Submission
+
+    return Submission(**{**body, "sets": tuple(body.get("sets", ()))})
 
 
 def graph_of_file(path: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.changes import checked_changes, checked_size
-from rota.service.intake import Submission
 from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
+from rota.service.submission import Submission
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document

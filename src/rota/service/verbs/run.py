@@ -40,7 +40,7 @@ def run(
     memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = "",
     env: Annotated[list[str] | None, Parameter(name=["-e", "--env"], help="K=V; repeatable.")] = None,
     workdir: Annotated[str, Parameter(help="Where relative paths and imports start; default: the file's folder.")] = "",
-    check: Annotated[bool, Parameter(help="Only read the file and report every mistake.")] = False,
+    check: Annotated[bool, Parameter(help="Only report every mistake of the file and of its workloads.")] = False,
     dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
     pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
@@ -183,6 +183,9 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
 
 
 def _check(terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
+    from rota.service.offline import check_job
+
+    check_job(spec, body)
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
     most = {"replicas": counts["instances"], "replicas_max": sum(role.replicas_max for role in spec.roles)}

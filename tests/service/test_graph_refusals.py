@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from tests.makers import command, spec
 
+from rota.service import cli
 from rota.service.inspection import Refused, inspect_workloads
 from rota.spec.ids import RoleName
 from rota.spec.job import Edge, JobSpec, RoleSpec
@@ -43,6 +45,15 @@ def test_a_mesh_without_the_axis_of_an_operation_is_refused_with_the_axes_it_has
     found = asyncio.run(inspect_workloads(spec(role), str(tmp_path)))
     assert isinstance(found, Refused)
     assert "actor.update splits over the axis dp, which the mesh does not have" in found.text
+
+
+def test_check_tells_what_only_workloads_and_graph_show_at_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    edges = "edges:\n  - {from: a.f, to: b.g, kind: grad}\n"
+    (tmp_path / "job.yaml").write_text("name: t\nroles: {a: {run: x}, b: {run: y}}\n" + edges)
+    assert cli.call(["run", str(tmp_path / "job.yaml"), "--check"]) == 2
+    assert "job.yaml:4:5: edges[0]: a.f -> b.g needs a loop that sends batches over it" in capsys.readouterr().err
 
 
 def test_a_sound_job_of_commands_passes_without_a_child():

@@ -101,6 +101,7 @@ def test_a_sound_job_has_no_problems(job):
     [
         (spec(service("a", 3, mesh=(("dp", 2),))), "MESH", "dp 2 = 2, but 3 instances start"),
         (spec(service("a", 2, op("f", send="Shard(tp,none)"), mesh=(("dp", 2),))), "NO_AXIS", "axis tp"),
+        (spec(service("a", 2, op("f", send="Shard(dp,none)", recv="Concat(dp)"))), "NO_AXIS", "add mesh: {dp: 2}"),
         (spec(service("a", 2, op("f", send="Rank(5)"))), "NO_RANK", "rank 5"),
         (spec(service("a", 2, fail=fail(degrade=3))), "OUT_OF_RANGE", "roles.a.fail.degrade: 3"),
         (spec(service("a", 1, op("f", retry="commit"))), "NO_STATE", "add a method with @op.state"),

@@ -41,26 +41,26 @@ def _operations(spec: JobSpec) -> Iterator[Fault]:
 
 
 def _axes(role: RoleSpec, op: OpSpec) -> Iterator[Fault]:
-    """A role without a mesh has one axis of any name that spans its instances; a mesh must have the axis named."""
-    axes = [axis for axis, _ in role.mesh]
-    for rule in (op.send_rule, op.recv_rule):
-        match rule:
-            case Shard(axis=axis) | Concat(axis=str() as axis) if axes and axis not in axes:
-                yield Fault(
-                    path=f"roles.{role.name}.mesh",
-                    message=f"{role.name}.{op.name} splits over the axis {axis}, which the mesh does not have",
-                    hint=rules.nearest(axis, axes),
-                    code="NO_AXIS",
-                )
-            case Rank(rank=rank) if not 0 <= rank < role.replicas_min:
-                yield Fault(
-                    path=f"roles.{role.name}.replicas",
-                    message=f"{role.name}.{op.name} uses rank {rank}, but there are {role.replicas_min} instances",
-                    hint=f"set replicas to at least {rank + 1}",
-                    code="NO_RANK",
-                )
-            case _:
-                pass
+    """The mesh must have every axis that is named, also in a role of one instance."""
+    axes, rules_of_op = [axis for axis, _ in role.mesh], (op.send_rule, op.recv_rule)
+    for axis in dict.fromkeys(rule.axis for rule in rules_of_op if isinstance(rule, Shard | Concat)):
+        if axis is not None and axis not in axes:
+            size = role.replicas_min if role.replicas_min == role.replicas_max else '"*"'
+            yield Fault(
+                path=f"roles.{role.name}.mesh",
+                message=f"{role.name}.{op.name} splits over the axis {axis}, "
+                + ("which the mesh does not have" if axes else "and the role has no mesh"),
+                hint=rules.nearest(axis, axes) if axes else f"add mesh: {{{axis}: {size}}}",
+                code="NO_AXIS",
+            )
+    for rule in rules_of_op:
+        if isinstance(rule, Rank) and not 0 <= rule.rank < role.replicas_min:
+            yield Fault(
+                path=f"roles.{role.name}.replicas",
+                message=f"{role.name}.{op.name} uses rank {rule.rank}, but there are {role.replicas_min} instances",
+                hint=f"set replicas to at least {rule.rank + 1}",
+                code="NO_RANK",
+            )
 
 
 def _operation(role: RoleSpec, op: OpSpec) -> Iterator[Fault]:

@@ -6,11 +6,12 @@ from typing import Any
 
 from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
+from rota.tensors import doctor
 from rota.tensors.door import Door
 from rota.tensors.plane import Plane, connect
 
 API = "rota/v1"
-_NO_REGISTRY = "nothing is shared: it starts with rota.tensors.connect(), or a job that keeps state or passes weights"
+NO_REGISTRY = "no tensor registry runs here: nothing is shared"
 
 
 def tensor_list(prefix: str, *, namespace: str) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def tensor_top(count: int, *, namespace: str) -> dict[str, Any]:
 
 def tensor_doctor(*, namespace: str) -> dict[str, Any]:
     """``TensorDoctor``: what is wrong with the plane on this machine, and what to do."""
-    return {"api": API, "kind": "TensorDoctor", **_need(namespace).doctor()}
+    plane = _join(namespace)
+    return {"api": API, "kind": "TensorDoctor", **(doctor.document(None) if plane is None else plane.doctor())}
 
 
 def tensor_gc(*, namespace: str, dry_run: bool) -> dict[str, Any]:
@@ -42,8 +44,10 @@ def tensor_gc(*, namespace: str, dry_run: bool) -> dict[str, Any]:
 
 
 def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:
-    """``TensorFsck``: broken invariants, mended with ``repair``."""
-    return {"api": API, "kind": "TensorFsck", **_need(namespace).fsck(repair=repair)}
+    """``TensorFsck``: broken invariants, mended with ``repair``; none, and a ``text``, when no registry runs."""
+    plane = _join(namespace)
+    none = {"checked": 0, "violations": [], "registry_bytes": 0, "disk_bytes": 0, "text": NO_REGISTRY}
+    return {"api": API, "kind": "TensorFsck", **(none if plane is None else plane.fsck(repair=repair))}
 
 
 def tensor_recover(*, namespace: str) -> dict[str, Any]:
@@ -69,5 +73,5 @@ def _join(namespace: str) -> Plane | None:
 def _need(namespace: str) -> Plane:
     plane = _join(namespace)
     if plane is None:
-        raise BadInput("no tensor registry runs here", hint=_NO_REGISTRY)
+        raise BadInput(NO_REGISTRY, hint="it starts with rota.tensors.connect(), or a job that shares state or weights")
     return plane

@@ -6,9 +6,10 @@ import os
 import resource
 import stat
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from rota.tensors.session import Session
+from rota.tensors.session import Session, shm_base
 
 _SHM_BYTES_MIN: Final = 1 << 30
 _SHM_FREE_SHARE_MIN: Final = 0.1
@@ -46,8 +47,7 @@ def _socket(session: Session) -> Finding:
     return Finding(name="registry access", level="ok", value=f"unix socket, folder mode {mode:04o}")
 
 
-def _memory(session: Session) -> list[Finding]:
-    folder = session.space.folder
+def _memory(folder: Path) -> list[Finding]:
     facts = os.statvfs(folder)
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
     kind = _file_system(str(folder))
@@ -100,7 +100,17 @@ def _old_leases(session: Session) -> Finding:
     return Finding(name="old leases", level="ok", value=f"none over {_LEASE_OLD_S:.0f} s")
 
 
-def document(session: Session) -> dict[str, Any]:
-    """The document of ``rota tensors doctor``. None of the remedies is needed to work at all."""
-    found = [_server(session), _socket(session), *_memory(session), _open_files(), _old_leases(session)]
+def document(session: Session | None) -> dict[str, Any]:
+    """The document of ``rota tensors doctor``, of the machine alone where no registry runs.
+
+    None of the remedies is needed to work at all.
+    """
+    if session is None:
+        base = shm_base()
+        there = next(folder for folder in (base, *base.parents) if folder.exists())
+        none = Finding(name="registry server", level="ok", value="none runs here: nothing is shared")
+        found = [none, *_memory(there), _open_files()]
+    else:
+        folder = session.space.folder
+        found = [_server(session), _socket(session), *_memory(folder), _open_files(), _old_leases(session)]
     return {"checks": [asdict(each) for each in found]}

@@ -48,8 +48,12 @@ _HOME_MARK: Final = "home"
 
 def shm_root(address_url: str) -> Path:
     """Where the segments of one registry's namespaces lie: ``ROTA_SHM_DIR``, else a private folder of ``/dev/shm``."""
-    base = Path(environ.get(SHM_DIR) or f"/dev/shm/rota-{os.getuid()}")
-    return base / hashlib.sha256(address_url.encode()).hexdigest()[:12]
+    return shm_base() / hashlib.sha256(address_url.encode()).hexdigest()[:12]
+
+
+def shm_base() -> Path:
+    """The folder of all registries' segments; it is made with the first one."""
+    return Path(environ.get(SHM_DIR) or f"/dev/shm/rota-{os.getuid()}")
 
 
 def own_label() -> str:

@@ -183,6 +183,8 @@ def fsck(
 def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
     for one in doc["violations"]:
         term.line(f"{one['rule']} {one['object']}: {one['detail']}{' (mended)' if one['repaired'] else ''}")
+    if text := doc.get("text"):
+        term.line(text)
     term.line(f"{amount(doc['checked'])} checked, {len(doc['violations'])} violations")
 
 

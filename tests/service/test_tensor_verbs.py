@@ -1,0 +1,28 @@
+"""rota tensors on a machine where nothing is shared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rota.service import cli
+from rota.tensors import doctor
+
+
+@pytest.mark.parametrize("verb", ["doctor", "fsck", "ls"])
+def test_a_machine_without_a_registry_is_in_order(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROTA_HOME", str(tmp_path))
+    monkeypatch.setenv("ROTA_SHM_DIR", "/dev/shm/rota-none-yet")
+    monkeypatch.delenv("ROTA_REDIS_URL", raising=False)
+    if verb == "doctor":  # small shared memory is a failure of this machine, with or without a registry
+        monkeypatch.setattr(doctor, "_SHM_BYTES_MIN", 0)
+    assert cli.call(["tensors", verb]) == 0
+    said = {"doctor": "none runs here: nothing is shared", "fsck": "no tensor registry runs here", "ls": "no tensors"}
+    assert said[verb] in capsys.readouterr().out
+    assert cli.call(["tensors", verb, "--json"]) == 0
+    assert "Tensor" in json.loads(capsys.readouterr().out)["kind"]
+    assert not Path("/dev/shm/rota-none-yet").exists() and not [*tmp_path.glob("registry*")]

@@ -48,7 +48,7 @@ def test_eleven_ways_to_hang_at_once_are_each_told_with_their_culprit_and_healed
 
     async def body(run: Run) -> None:
         found = await healed(run)
-        assert set(found) == {f"{name}/0" for name in names}, "neither who waits nor who is slow is accused"
+        assert set(found) == {f"{name}/0" for name in names}, f"one too many or too few\n{run.story()}"
         assert {name: function in found[f"{name}/0"].stacks for name, function in stacks.items()} == dict.fromkeys(
             stacks, True
         )

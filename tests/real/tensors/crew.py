@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rota.runtime.node import spied
+from rota.runtime.process import identify
 from rota.tensors.clientfile import is_alive
 from rota.tensors.plane import Plane
 
@@ -93,8 +95,16 @@ class Actors:
         return self.outputs[pid].read_text() if self.outputs[pid].exists() else ""
 
     def says(self, pid: int, word: str) -> str:
-        """Wait until a process has printed a word."""
-        return wait_until(lambda: self.output(pid) if word in self.output(pid) else "")
+        """Wait until a process has printed a word; if it does not, what each open process says and where it stands."""
+        try:
+            return wait_until(lambda: self._said(pid, word))
+        except AssertionError as error:
+            told = [f"== {one}\n{self.output(one)}\n{spied(identity)}" for one in self._open if (identity := identify(one))]
+            raise AssertionError(f"{word!r} of {pid}: {error}\n" + "\n".join(told)) from None
+
+    def _said(self, pid: int, word: str) -> str:
+        text = self.output(pid)
+        return text if word in text else ""
 
     def close(self) -> None:
         for pid in list(self._open):

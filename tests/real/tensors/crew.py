@@ -99,7 +99,8 @@ class Actors:
         try:
             return wait_until(lambda: self._said(pid, word))
         except AssertionError as error:
-            told = [f"== {one}\n{self.output(one)}\n{spied(identity)}" for one in self._open if (identity := identify(one))]
+            alive = [found for one in self._open if (found := identify(one))]
+            told = [f"== {one.pid}\n{self.output(one.pid)}\n{spied(one)}" for one in alive]
             raise AssertionError(f"{word!r} of {pid}: {error}\n" + "\n".join(told)) from None
 
     def _said(self, pid: int, word: str) -> str:

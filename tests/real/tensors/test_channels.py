@@ -159,7 +159,7 @@ def test_a_consumer_that_was_replaced_while_stopped_acknowledges_nothing(plane: 
         channel = plane.channel('c')
         record, = channel.take(as_='numpy')
         print('took', record.meta['index'], flush=True)
-        os.kill(os.getpid(), 19)
+        signal.raise_signal(signal.SIGSTOP)
         for act in (lambda: channel.ack(record), lambda: channel.take(), lambda: channel.put({'x': np.zeros(1)})):
             try:
                 act()

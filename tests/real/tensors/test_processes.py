@@ -68,7 +68,7 @@ def test_a_reader_stopped_anywhere_keeps_what_it_leased(plane: Plane, actors: Cr
 def test_a_stopped_reader_keeps_its_bytes_through_many_publishes(plane: Plane, actors: Crew, cases: Cases) -> None:
     code = """
         view = plane.get('w', as_='numpy')
-        os.kill(os.getpid(), 19)
+        signal.raise_signal(signal.SIGSTOP)
         assert (view == 0).all(), view
     """
     for _ in cases(6, plane, 1, deep=10):

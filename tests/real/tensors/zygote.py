@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 
@@ -27,7 +28,7 @@ def run(code: str, env: dict[str, str], out: str) -> None:
     importlib.reload(faults)
     status = 0
     try:
-        exec(code, {"np": numpy, "os": os})
+        exec(code, {"np": numpy, "os": os, "signal": signal})
     except SystemExit as stop:
         status = int(stop.code or 0)
     except BaseException:

@@ -40,7 +40,7 @@ class Hanging(rota.Workload):
         re.match(r"(a+)+$", "a" * 64 + "b")  # exponential, in C, and never lets the interpreter go
 
     async def hang_stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)  # to this thread: else it goes on until another one has taken the signal
 
     async def hang_lock(self) -> None:
         lock = threading.Lock()

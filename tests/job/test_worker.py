@@ -24,7 +24,7 @@ from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch
 from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
 
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 def an_instance(folder: Path, *devices: int) -> Instance:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
-WAIT_S = 100.0
+WAIT_S = 200.0
 """A busy machine imports torch in 20 s; the limits are far from what a quiet one needs."""
 
 
@@ -184,7 +184,7 @@ def run_job(
     engine,
     spec: JobSpec,
     body: Callable[[AnyRun], Awaitable[None]],
-    limit_s: float = 280.0,
+    limit_s: float = 560.0,
     make: Callable[..., AnyRun] = Run,
 ) -> None:
     """Run ``body`` over a started job; nothing of the job may be left in the engine afterwards."""

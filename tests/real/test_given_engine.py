@@ -24,9 +24,9 @@ from rota.runtime.gateway_client import GatewayClient
 from rota.service import daemon
 from rota.service.config import load_settings
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300), deep]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600), deep]
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def until(look: Callable[[], Any], wanted: Any) -> None:

@@ -20,7 +20,7 @@ FOLDER = os.environ.get("ROTA_RECORD", "")
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not FOLDER, reason="ROTA_RECORD is not set"),
 ]
 

@@ -24,9 +24,9 @@ from rota.service import daemon
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import NotReachable
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 DONE = ("SUCCEEDED", "FAILED", "CANCELLED")
 COUNTER = """
 import pathlib, time

@@ -36,7 +36,7 @@ from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.resources import Res
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 
 
 class Rig(Protocol):

@@ -29,7 +29,7 @@ from rota.spec.errors import EngineUnavailable
 
 pytestmark = pytest.mark.slow
 SETTINGS = EngineSettings()
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from rota.spec.errors import EngineUnavailable, TimedOut
 
 SETTINGS = EngineSettings()
 MARK = settings_mark(SETTINGS, "rota/local")
-LIMIT_S = 10.0
+LIMIT_S = 30.0
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rota.runtime import log_pump
 from rota.runtime.clock import SystemClock, blocking_sleep
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 2/7 (stdout|stderr) ")
 
 

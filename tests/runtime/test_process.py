@@ -15,7 +15,7 @@ from rota.runtime import process
 from rota.runtime.process import ExitWatch, ProcessId, RunFolder, Spawn
 
 SLEEP = ("/bin/sleep", "600")
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture

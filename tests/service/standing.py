@@ -33,7 +33,7 @@ from rota.spec.states import JobState
 
 follow.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
 T = TypeVar("T")
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 HELLO = "name: hello\nroles:\n  main:\n    run: [echo, hi]\n    resources: {gpus: 2}\n"
 
 

@@ -75,7 +75,7 @@ async def telling(home: Path) -> AsyncIterator[Standing]:
             await running
 
 
-async def until(what, limit_s: float = 20) -> None:
+async def until(what, limit_s: float = 60) -> None:
     async with asyncio.timeout(limit_s):
         while not what():
             await asyncio.sleep(0.01)

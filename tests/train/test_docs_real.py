@@ -29,7 +29,7 @@ def run(command: str, folder: Path, **more: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.real
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 def test_the_script_of_the_how_to_trains_under_torchrun_with_the_planners_plan(tmp_path: Path) -> None:
     [script], command = blocks("python"), blocks("bash")[0]
     (tmp_path / "train.py").write_text(script)
@@ -42,7 +42,7 @@ def test_the_script_of_the_how_to_trains_under_torchrun_with_the_planners_plan(t
 
 @pytest.mark.real
 @pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="starts a process for each command; ROTA_DEEP=1 runs it")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_other_command_of_the_how_to_runs_as_it_stands_there(tmp_path: Path) -> None:
     """The plan that one finds is explained by the next; the tables of the repository are where the page says."""
     (tmp_path / "tests").symlink_to(PAGE.parents[2] / "tests")

@@ -13,7 +13,7 @@ import pytest
 from tests.train import fit_script
 
 SCRIPT = str(Path(fit_script.__file__))
-LIMIT_S = 100
+LIMIT_S = 200
 
 
 def run(folder: Path, ranks: int, steps: int, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -61,7 +61,7 @@ SHOWS = {
 ZONED = re.compile(r"GMT[+-]\d{4}|Z$")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(os.environ.get("ROTA_DEEP") != "1", reason="ROTA_DEEP is not set"),
 ]
 

@@ -14,7 +14,7 @@ from rota.runtime.environ import Home
 from rota.service import daemon
 from rota.service.config import Settings
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_MS = 60_000
 PAIR = """name: pair

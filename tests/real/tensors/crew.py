@@ -19,7 +19,7 @@ from rota.runtime.process import identify
 from rota.tensors.clientfile import is_alive
 from rota.tensors.plane import Plane
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 WAITING = "os.read(os.pipe()[0], 1)"
 HOLDING = f"v = plane.get('w', as_='numpy'); print('holding', flush=True); {WAITING}"

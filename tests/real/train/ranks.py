@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 PRELOAD = ["torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "rota.train.shm_group"]
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class RankFailed(AssertionError):

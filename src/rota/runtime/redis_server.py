@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -57,9 +58,26 @@ class Server:
         return process.ProcessId(pid=self.pid, start_time=self.start_time)
 
 
-def registry_lock(home: environ.Home) -> contextlib.AbstractContextManager[None]:
-    """Held while a server is looked for, started, joined or ended, so that no two do it at once."""
-    return process.locked(_made_folder(home) / "registry.lock")
+_held = threading.local()
+
+
+@contextlib.contextmanager
+def registry_lock(home: environ.Home) -> Iterator[None]:
+    """Held while a server is looked for, started, joined or ended, so that no two do it at once.
+
+    The thread that holds it may take it again: a server may die while a client joins or leaves.
+    """
+    path = _made_folder(home) / "registry.lock"
+    mine: set[Path] = _held.__dict__.setdefault("paths", set())
+    if path in mine:
+        yield
+        return
+    with process.locked(path):
+        mine.add(path)
+        try:
+            yield
+        finally:
+            mine.discard(path)
 
 
 def find_or_start(home: environ.Home, *, url: str = "", keep: bool = False) -> Server:

@@ -238,6 +238,10 @@ class _Plan:
             if fields.pop("evict", 0):
                 out.append(("ZADD", f"{prefix}evict", 0, name))
             out.append(("HSET", f"{prefix}n:{name}", *_flat(fields)))
+            head = self._versions.get(fields["v"])
+            if head is not None and head["orphan"] == "drop":  # an owner without a file is swept, and this goes then
+                out.append(("SADD", f"{prefix}clients", head["owner"]))
+                out.append(("HSET", f"{prefix}c:{head['owner']}:d", fields["v"], name))
             out.append(("ZADD", f"{prefix}names", 0, name))
         for name, parts in self._parts.items():
             out.append(("HSET", f"{prefix}p:{name}", *_flat(parts)))

@@ -135,7 +135,7 @@ class Session:
         self.writer = Writer(self.space, chance, self._copier, check=check)
         self._sweeper_fd = _open_lock(folder / "sweeper.lock")
         self._recover_fd = _open_lock(folder / "recover.lock")
-        self._recover_gate = threading.Lock()
+        self._recover_gate = threading.RLock()  # taken before the registry's lock, by all threads alike
         self._release_gate = threading.Lock()
         self._unsent: list[tuple[int, int, int]] = []
         self._gone = threading.Event()
@@ -260,7 +260,7 @@ class Session:
         self._gone.set()
         _sessions.discard(self)
         locked = redis_server.registry_lock(self.home) if self.server.ours else contextlib.nullcontext()
-        with locked:
+        with self._recover_gate, locked:
             with contextlib.suppress(TensorError, RegistryUnavailable, Refused):
                 if self.space.devices is not None:
                     self.space.devices.settle((), block=True)

@@ -180,6 +180,44 @@ def test_a_registry_killed_in_the_middle_of_a_sweep_loses_no_count(
         assert plane.get("w", as_="numpy")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("point", "code"), [("joining", ""), ("mid-sweep", "plane.put('d', np.zeros(4), orphan='drop')")]
+)
+def test_a_registry_killed_while_a_client_joins_or_leaves_is_started_by_that_client(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str, code: str
+) -> None:
+    stop_housekeeping(plane)
+    plane.put("w", np.arange(4))
+    for _ in cases(5, plane, 1, deep=10):
+        client = actors.stopped(actors.start(code, die_at=f"{point}:1:stop"))
+        identity = process.identify(client)
+        assert identity is not None
+        kill_server(own_home)
+        os.kill(client, signal.SIGCONT)
+        assert process.wait_gone((identity,), 30) == ()
+        assert actors.wait(client) == 0, actors.output(client)
+        assert plane.get("w", as_="numpy")[3] == 3
+        plane.gc()
+        assert [row.name for row in plane.ls()] == ["w"]
+
+
+def test_a_name_that_goes_with_its_owner_does_so_after_the_registry_was_lost(
+    own_home: Path, plane: Plane, actors: Crew, cases: Cases
+) -> None:
+    code = (
+        f"plane.put('d', np.zeros(4), orphan='drop'); plane.put('k', np.zeros(4)); print('put', flush=True); {WAITING}"
+    )
+    for _ in cases(5, plane, 1, deep=10):
+        owner = actors.start(code)
+        actors.says(owner, "put")
+        kill_server(own_home)
+        assert plane.gc()["swept"] == 0
+        assert [row.name for row in plane.ls()] == ["d", "k"]
+        actors.kill(owner)
+        wait_until(lambda: plane.gc() and [row.name for row in plane.ls()] == ["k"])
+        assert plane.get("k", as_="numpy")[0] == 0
+
+
 def test_a_registry_killed_while_nobody_asks_it_anything_costs_nothing(
     own_home: Path, plane: Plane, actors: Crew, cases: Cases
 ) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
-from rota.runtime.devices import CPUS_MIN, local_node, nvidia_devices, own_names
+import pytest
+
+from rota.runtime.devices import CPUS_MIN, cores_allowed, local_node, nvidia_devices, own_names
 
 INFORMATION = "Model: \t\t NVIDIA {model} 80GB HBM3\nIRQ:   \t\t 42\nGPU UUID: \t GPU-{n}\nBus Type: \t PCIe\n"
 
@@ -29,9 +30,33 @@ def test_the_local_node_has_cores_for_a_handful_of_roles_and_all_memory() -> Non
     node = local_node("here")
     assert (node.id, node.host) == ("here", "here")
     assert node.cpus >= CPUS_MIN
-    cores = float(os.cpu_count() or 1)
+    cores = float(cores_allowed())
     assert dict(node.labels).get("cores") == (f"{cores:g}" if cores < CPUS_MIN else None), "it says what it really has"
     assert node.memory_bytes > 2**28
+
+
+@pytest.mark.parametrize(
+    ("files", "groups", "cores"),
+    [
+        ({}, "", 8),
+        ({"cpu.max": "max 100000"}, "0::/", 8),
+        ({"cpu.max": "150000 100000"}, "0::/", 2),
+        ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b", 3),
+        ({"cpu.max": "50000 100000"}, "0::/of/the/host", 1),
+        ({"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "50000"}, "4:cpu,cpuacct:/x", 4),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "2:cpuset:/\n1:cpu:/", 8),
+        ({"cpu.max": "9900000 100000"}, "0::/", 8),
+    ],
+)
+def test_cores_are_those_of_the_mask_or_fewer_under_a_quota(
+    files: dict[str, str], groups: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "groups").write_text(groups)
+    assert cores_allowed(tmp_path, tmp_path / "groups") == cores
 
 
 def test_a_machine_knows_its_name_and_its_loopback_address() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import platform
 import re
@@ -27,7 +29,7 @@ _MIB = 1 << 20
 
 def local_node(host: str = LOCAL_HOST) -> Node:
     """This machine; ``host`` is its label in the engine."""
-    cores = float(os.cpu_count() or 1)
+    cores = float(cores_allowed())
     shared = ((CORES_LABEL, f"{cores:g}"),) if cores < CPUS_MIN else ()
     return Node(
         id=NodeId(host),
@@ -37,6 +39,32 @@ def local_node(host: str = LOCAL_HOST) -> Node:
         devices=local_devices(),
         labels=(("arch", platform.machine()), *shared),
     )
+
+
+def cores_allowed(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process can keep busy: those of its affinity mask, or fewer under a quota of CPU time.
+
+    That is the least one of its control groups and those above them: ``cpu.max`` (v2) or ``cpu.cfs_quota_us`` (v1).
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)
+            base = root / "cpu" if kinds else root
+            own = base / path.lstrip("/")
+            if not kinds or "cpu" in kinds.split(","):
+                cores = min([cores, *(_quota(one) for one in (own, *own.parents) if one.is_relative_to(base))])
+    return max(1, math.ceil(cores))
+
+
+def _quota(group: Path) -> float:
+    """Cores that a control group may use; infinite without a limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((group / name).read_text(encoding="utf-8") for name in names).split()
+            if int(quota) > 0:
+                return int(quota) / int(period)
+    return math.inf
 
 
 def local_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:

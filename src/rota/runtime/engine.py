@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rota.runtime import process
+from rota.runtime.devices import cores_allowed
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable
 
@@ -204,7 +205,7 @@ def node_environment(state_folder: Path, settings: EngineSettings, engine: str) 
         "RAY_preload_python_modules": ",".join(settings.preload) or None,
         # The engine's own 15 would leave a job next to nothing beside whatever else a machine does.
         "RAY_worker_niceness": "0",
-        "RAY_worker_maximum_startup_concurrency": str(max(2, os.cpu_count() or 1)),
+        "RAY_worker_maximum_startup_concurrency": str(max(2, cores_allowed())),
         # A killed instance takes the processes with it that it started.
         "RAY_process_group_cleanup_enabled": "1",
         "RAY_enable_metrics_collection": "0",

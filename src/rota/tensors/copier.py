@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -12,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from rota.runtime import environ
+from rota.runtime.devices import cores_allowed
 from rota.spec.errors import BadInput
 from rota.tensors import faults
 
@@ -28,7 +28,7 @@ def threads_wanted() -> int:
     """``ROTA_TENSORS_COPY_THREADS``, else one a core that this process may use, at most four. Raises BadInput."""
     given = environ.get(THREADS)
     if not given:
-        return min(_THREADS_DEFAULT_MAX, len(os.sched_getaffinity(0)))
+        return min(_THREADS_DEFAULT_MAX, cores_allowed())
     if not given.isdecimal() or not 1 <= int(given) <= _THREADS_MAX:
         raise BadInput(f"{THREADS}={given!r}: a number of threads, 1 to {_THREADS_MAX}")
     return int(given)

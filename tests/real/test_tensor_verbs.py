@@ -55,4 +55,4 @@ def test_what_is_published_is_listed_measured_checked_and_kept_whole(plane: Any)
     assert ask("tensors", "gc", "--dry-run")["dry_run"] is True
     assert ask("tensors", "recover")["names"] == 2
     assert float(held[999]) == 999.0
-    assert ask("tensors", "stat", "weights/c", status=2)["kind"] == "Error"
+    assert "did you mean 'weights/" in ask("tensors", "stat", "weights/c", status=2)["hint"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rota.tensors import doctor, errors, reports
+from rota.tensors import doctor, reports
 from rota.tensors.core.names import check_count
 from rota.tensors.handle import Location
 from rota.tensors.registry import Row
@@ -27,7 +27,7 @@ class Inspection:
         """What the registry knows of a name. Raises NotFound."""
         row = self._space.retry(lambda: self._space.find_row(name))
         if row is None:
-            raise errors.NotFound(f"no tensor is named {name!r}", name=name)
+            raise self._space.not_found(name)
         return row
 
     def stats(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
-from rota.tensors.core.names import STEP_MAX, check_count, nearest
+from rota.tensors.core.names import STEP_MAX, check_count
 from rota.tensors.devices import Place
 from rota.tensors.handle import Record, Snapshot
 from rota.tensors.lifetime import Held
@@ -28,7 +28,6 @@ _POLL_MAX_S: Final = 0.002
 _POLL_LONG_S: Final = 0.005
 _POLL_SHORT_FOR_S: Final = 0.05
 _RECHECK_S: Final = 1.0
-_NEAREST_OF_MAX: Final = 500
 _SELECT: Final = {"version": "v", "step": "s", "min_step": "m", "min_version": "w"}
 
 
@@ -253,10 +252,7 @@ class Reader:
             case "NOTFOUND" if wait_s > 0:
                 raise errors.WaitTimeout(f"{name}: nothing was published in {wait_s:g} s", name=name, step=None)
             case "NOTFOUND":
-                rows = space.retry(lambda: space.registry.ls(n_max=_NEAREST_OF_MAX))
-                near = nearest(str(name), [row.name for row in rows if row.version])
-                hint = f"nearest: {', '.join(near)}" if near else ""
-                raise errors.NotFound(f"no tensor is named {name!r}", hint=hint, name=name)
+                raise space.not_found(name)
             case "BEHIND":
                 text = f"{name}: the newest step is {refused.words[2]}, wanted {_wanted(selector)}; waited {wait_s:g} s"
                 raise errors.WaitTimeout(text, name=name, step=int(refused.words[2]))

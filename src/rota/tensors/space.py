@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rota.runtime.clock import Clock, blocking_sleep
-from rota.spec.errors import RegistryUnavailable
+from rota.spec.errors import RegistryUnavailable, nearest
 from rota.tensors import errors, faults
 from rota.tensors.clientfile import ClientFile
 from rota.tensors.core.names import check_seconds
@@ -22,6 +22,7 @@ from rota.tensors.segments import Segments
 _T = TypeVar("_T")
 _RETRIES_MAX: Final = 5
 _RETRY_S: Final = 0.02
+_NEAREST_OF_MAX: Final = 500
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +90,12 @@ class Space:
         """The registry's row of exactly this name."""
         rows = self.registry.ls(name, n_max=1)
         return rows[0] if rows and rows[0].name == name else None
+
+    def not_found(self, name: str) -> errors.NotFound:
+        """The error for a name that is not there; its hint has the nearest one."""
+        rows = self.retry(lambda: self.registry.ls(n_max=_NEAREST_OF_MAX))
+        hint = nearest(str(name), [row.name for row in rows if row.version], "tensors")
+        return errors.NotFound(f"no tensor is named {name!r}", hint=hint, name=name)
 
     def delete(
         self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0

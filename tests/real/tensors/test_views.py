@@ -129,8 +129,11 @@ def test_an_unchanged_name_is_the_same_object_and_a_changed_one_is_not(plane: Pl
     assert plane.get("w")[0] == 1
     assert first[0] == 0
     plane.delete("w")
-    with pytest.raises(errors.NotFound, match="no tensor is named 'w'"):
-        plane.get("w")
+    plane.put("weights", torch.ones(1))
+    for name, hint in (("w", "tensors: weights"), ("weigths", "did you mean 'weights'?")):
+        with pytest.raises(errors.NotFound, match=f"no tensor is named '{name}'") as refused:
+            plane.get(name)
+        assert refused.value.hint == hint
     plane.put("w", torch.ones(3) * 2)  # at once usable again, while old readers keep their bytes
     assert plane.get("w")[0] == 2
     assert first[0] == 0

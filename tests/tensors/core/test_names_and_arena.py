@@ -59,10 +59,6 @@ def test_bytes_and_short_names_of_dtypes() -> None:
         names.payload_bytes("uint8", (1 << 24, 1 << 24))
 
 
-def test_the_nearest_names_come_first() -> None:
-    assert names.nearest("w/layer1", ["w/layer0", "b/0", "w/layer10"])[:1] == ["w/layer10"]
-
-
 @given(st.integers(0, 1 << 34), st.integers(arena.HEADER_BYTES, 1 << 16))
 def test_every_payload_fits_its_block_aligned_and_without_much_waste(payload: int, front: int) -> None:
     cls = arena.size_class(front, payload)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from rota.spec.errors import BadInput
@@ -169,8 +168,3 @@ def shard_of(name: str) -> tuple[int, int] | None:
     if not found or not int(found[1]) < int(found[2]):
         raise BadInput(f"tensor name {name!r}: a shard suffix reads [shard=i-of-n] with i < n, at the end")
     return int(found[1]), int(found[2])
-
-
-def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
-    """The known names most like ``name``, best first."""
-    return difflib.get_close_matches(name, list(known), n=limit, cutoff=0.5)

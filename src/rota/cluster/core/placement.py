@@ -33,7 +33,12 @@ Rows = NDArray[np.int64]
 
 def best_fit(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
     """Fullest node first."""
-    return state.free[nodes].sum(axis=1).astype(np.int64)
+    return free_of(state.free)[nodes].astype(np.int64)
+
+
+def free_of(counts: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Devices of any type per node; where there is one type only, its column, as a sum takes far longer."""
+    return counts[:, 0] if counts.shape[1] == 1 else counts.sum(axis=1)
 
 
 def spread(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -74,35 +79,30 @@ def place(
         return _search(state, txn, shape, prefer, mask, placed)
     if shape.uniform and shape.slots[0].gpus:
         room = slots_that_fit(state, shape.slots[0], mask)
-        if int(room.sum()) < len(shape.slots):
+        if not enough(room, len(shape.slots)):
             return None
-        if len(shape.slots) == 1:
-            return _place_uniform(state, txn, shape, prefer, room)
+        for part in _domains(state, shape, mask) if close else ():
+            found = _place_uniform(state, txn, shape, prefer, room * part)
+            if found is not None:
+                return found
+        return _place_uniform(state, txn, shape, prefer, room)
     for part in _domains(state, shape, mask) if close else ():
-        found = _place_in(state, txn, shape, prefer, part)
+        found = _search(state, txn, shape, prefer, part, {})
         if found is not None:
             return found
-    return _place_in(state, txn, shape, prefer, mask)
+    return _search(state, txn, shape, prefer, mask, {})
 
 
 def _domains(state: State, shape: Shape, mask: Mask) -> Iterator[Mask]:
     """Enclosing cells that could hold the whole gang, tightest first."""
     if len(shape.slots) == 1:
         return
-    free = np.where(mask, state.free.sum(axis=1), 0)
-    ids, position = np.unique(state.domain, return_inverse=True)
-    if len(ids) == 1:
+    totals = np.bincount(state.domain, weights=free_of(state.free) * mask)
+    if len(totals) == 1:
         return
-    totals = np.bincount(position, weights=free, minlength=len(ids))
     able = np.flatnonzero(totals >= sum(slot.gpus for slot in shape.slots))
     for i in able[np.argsort(totals[able], kind="stable")][:DOMAINS_MAX]:
-        yield mask & (position == i)
-
-
-def _place_in(state: State, txn: Txn, shape: Shape, prefer: Preference, mask: Mask) -> tuple[Held, ...] | None:
-    if shape.uniform and shape.slots[0].gpus:
-        return _place_uniform(state, txn, shape, prefer, slots_that_fit(state, shape.slots[0], mask))
-    return _search(state, txn, shape, prefer, mask, {})
+        yield mask & (state.domain == i)
 
 
 def _search(
@@ -121,12 +121,18 @@ def _search(
 def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
     """Per node, how many such slots of whole devices fit now."""
     free = state.free if slot.type is None else state.free[:, _types_of(state, slot)]
-    room = (free if slot.gpus <= 1 else free // slot.gpus).sum(axis=1)
+    room = free_of(free if slot.gpus <= 1 else free // slot.gpus)
     if slot.cpu_milli:
         room = np.minimum(room, state.cpu // slot.cpu_milli)
     if slot.mem:
         room = np.minimum(room, state.mem // slot.mem)
-    return np.where(mask, room, 0)
+    return room * mask
+
+
+def enough(room: Rows, count: int) -> bool:
+    """Whether so many slots fit in all; a full cluster, where none fits anywhere, is told at once."""
+    nodes = room.nonzero()[0]
+    return len(nodes) >= count or int(room[nodes].sum()) >= count
 
 
 def _types_of(state: State, slot: Slot) -> list[int]:
@@ -138,13 +144,13 @@ def _types_of(state: State, slot: Slot) -> list[int]:
 def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> tuple[Held, ...] | None:
     """Equal slots one by one; ``room`` has per node how many fit, and is used up."""
     slot, count = shape.slots[0], len(shape.slots)
-    if int(room.sum()) < count:
+    if not enough(room, count):
         return None
     found: list[Held] = []
     with txn.trial():
         while len(found) < count:
-            nodes = np.flatnonzero(room > 0).astype(np.int32)
-            node = int(nodes[np.argmin(prefer(state, nodes))])
+            nodes = room.nonzero()[0]
+            node = int(nodes[prefer(state, nodes).argmin()])
             held = asked(slot, node, next(_whole_devices(state, slot, node)))
             found.append(held)
             if len(found) < count:
@@ -301,7 +307,7 @@ class _Search:
         if placed:
             return cells == cells[placed[0].held.node]
         wanted = sum(self.shape.slots[j].gpus for j in group)
-        free = np.where(self.mask, state.free.sum(axis=1), 0)
+        free = free_of(state.free) * self.mask
         totals = np.bincount(cells, weights=free, minlength=int(cells.max(initial=0)) + 1)
         return totals[cells] >= wanted
 

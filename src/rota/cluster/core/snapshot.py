@@ -114,7 +114,7 @@ class State:
         self.dev_health = np.array([HEALTH_ROW[device.health] for _, device in devices], dtype=np.int8)
         self.dev_milli = np.full(len(devices), 1000, dtype=np.int32)
         self.dev_socket = self.cells.socket_of_leaves()
-        self.domain = self.cells.domain_of_nodes()
+        self.domain: NDArray[np.int64] = np.unique(self.cells.domain_of_nodes(), return_inverse=True)[1]
         self.cpu = np.array([round(node.cpus * 1000) for node in self.nodes], dtype=np.int64)
         self.mem = np.array([node.memory_bytes for node in self.nodes], dtype=np.int64)
         self.capacity = np.array([1000 * len(devices), self.cpu.sum(), self.mem.sum()], dtype=np.float64)
@@ -293,16 +293,17 @@ class State:
         rows = [self.jobs[job] for job in jobs]
         slots = [slot for row in rows for slot in row.held]
         devices = np.array([d for slot in slots for d in slot.devices], dtype=np.int32)
-        milli = np.array([slot.milli or 1000 for slot in slots for _ in slot.devices], dtype=np.int32)
+        milli = [slot.milli or 1000 for slot in slots for _ in slot.devices]
         nodes = np.array([slot.node for slot in slots], dtype=np.int32)
         for array, at, what in (
             (self.dev_milli, devices, milli),
             (self.cpu, nodes, [slot.cpu_milli for slot in slots]),
             (self.mem, nodes, [slot.mem for slot in slots]),
         ):
-            more = array.copy()
-            np.add.at(more, at, np.array(what, dtype=array.dtype))
-            txn.set(array, slice(None), more)
+            if any(what):
+                more = array.copy()
+                np.add.at(more, at, np.array(what, dtype=array.dtype))
+                txn.set(array, slice(None), more)
         devices = np.unique(devices)
         whole = devices[(self.dev_milli[devices] == 1000) & (self.dev_health[devices] == 0)]
         free = self.free.copy()
@@ -337,12 +338,16 @@ class State:
         if held.mem:
             txn.add(self.mem, held.node, -sign * held.mem)
         need = sign * (held.milli or 1000)
+        changes: dict[int, int] = {}
         for dev in held.devices:
             old = int(self.dev_milli[dev])
             txn.set(self.dev_milli, dev, old - need)
             change = (old - need == 1000) - (old == 1000)
             if change and not self.dev_health[dev]:
-                txn.add(self.free, (held.node, int(self.dev_type[dev])), change)
+                kind = int(self.dev_type[dev])
+                changes[kind] = changes.get(kind, 0) + change
+        for kind, change in changes.items():
+            txn.add(self.free, (held.node, kind), change)
 
     def charge(self, txn: Txn, row: JobRow, sign: int) -> None:
         """Add (sign 1) what a job asks to the use of its queue and of all above it, or take it off (sign -1)."""

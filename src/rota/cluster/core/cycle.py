@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any
 
 from rota.cluster.core.binding import awaits, waits_because, with_spares
 from rota.cluster.core.claims import Claims, take_what_is_free
@@ -24,9 +22,10 @@ from rota.cluster.core.facts import (
 from rota.cluster.core.growth import grown, shrunk_for
 from rota.cluster.core.packing import pair_of, partners, share_with, too_slow
 from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
-from rota.cluster.core.reserve import Reservation, earliest_start
+from rota.cluster.core.reserve import Reservation, Reservations
 from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key, place_key
 from rota.cluster.core.snapshot import LOST, State
+from rota.cluster.core.turns import FOR_ONE_JOB, PASSED_BY, Known, Turns
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -74,14 +73,12 @@ def decide(state: State, profile: Profile, now: float, until: JobId | None = Non
         return _Pass(state, txn, profile, now, until).run()
 
 
-PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.USER_LIMIT})
-"""Reasons that lie in the job or its user: those behind it in its queue need not wait with it."""
-
-FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
-"""Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
-
 BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_MEMORY})
 """Reasons that jobs of other queues may undo, also where devices are promised to each queue by themselves."""
+
+
+def _is_told(row: JobRow, reason: Reason) -> bool:
+    return row.wait is not None and row.wait.reason is reason
 
 
 class _Pass:
@@ -97,50 +94,41 @@ class _Pass:
         self.spares = state.spares(profile.spares)
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
-        self.verdicts: dict[LineKey, Wait] = {}
+        self.verdicts: dict[LineKey, Wait | Known] = {}
+        self.full: dict[LineKey, Reason] = {}
         self.wake: list[float] = []
-        self.reservations: list[Reservation] = []
-        self.first: dict[str, JobRow | None] = {}
+        self.reservations = Reservations(state, txn, profile.placer, now)
         self.fits: dict[tuple[object, ...], tuple[int, tuple[Held, ...] | None]] = {}
         self.claims = Claims(state, txn)
         self.started = 0
         self.shared = False
         self.tried = self.sets = 0
         self.tries_max = profile.candidates_max << state.memory.cut_short
-        self.by_queue = profile.block == "queue"
-        self.tracks: Mapping[Any, Sequence[tuple[Any, ...]]] = state.asking if self.by_queue else state.lines
 
     def run(self) -> list[Decision]:
         # 0. who shares devices without gain, or with nobody any more
         if self.profile.pack_gain is not None:
             self._unpack(self.profile.pack_gain)
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
-        heap = [entry for track in self.tracks for entry in self._heads(track)]
-        heapify(heap)
+        turns = Turns(self.state, self.profile, self.now, self.reservations, self._starts)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
-        while heap:
-            place, track, depth, started = heap[0]
-            row = self.state.jobs[place[-1]]
-            if started != self._starts() and (now_at := self._entry(row, track, depth))[0] > place:
-                heapreplace(heap, now_at)
-                continue
-            heappop(heap)
+        while (one := turns.next()) is not None:
+            turn, row, key = one
             if row.ask.queue in self.blocked and row.wait is not None:
                 continue
-            key = line_key(row) if self.by_queue else track
             wait = self._try(key, row)
             if wait is not None:
                 self._tell(row, wait)
             if self.until is not None and (row.ask.id == self.until or self._is_settled(self.until)):
                 break
-            again = self._after(track, depth, wait)
-            if again is not None:
-                heappush(heap, again)
+            turns.after(turn, wait)
         # 3. whoever came since the last pass learns why it waits
         for job in sorted(self.state.fresh if self.until is None else self.state.fresh.keys() & {self.until}):
             row = self.state.jobs[job]
             key = line_key(row)
             if wait := self.verdicts.get(key) or self._gate_time(row) or self._gate_queue(row) or self._gate_order(row):
+                if isinstance(wait, Known):
+                    wait = self.verdicts[key] = self._because(row)
                 self._tell(row, wait)
         if self.until is not None:
             return self.decisions
@@ -165,52 +153,29 @@ class _Pass:
     def _somebody_waits_beside_others(self) -> bool:
         return bool(self.state.lines) and any(self.state.running.values())
 
-    def _heads(self, track: Any) -> list[_Entry]:
-        return [self._at(track, depth) for depth in range(len(self.tracks[track]) if self.profile.order.by_job else 1)]
-
-    def _after(self, track: Any, depth: int, wait: Wait | None) -> _Entry | None:
-        """Who of the line, or queue, is tried after this one: the next, unless what stops this one stops them all."""
-        if self.profile.order.by_job:
-            return None
-        if wait is None:
-            return self._next(track, depth)
-        if wait.reason is Reason.RESERVED_FOR_OTHER and not self.by_queue:
-            return self._next(track, self._shorter(track, depth))
-        if wait.reason in FOR_ONE_JOB:
-            return self._next(track, depth + 1)
-        return self._next(track, depth + 1) if self.by_queue and wait.reason in PASSED_BY else None
-
-    def _shorter(self, key: LineKey, depth: int) -> int:
-        """The next in the line that is over before the last of the reservations that this one would outlive."""
-        line, jobs = self.state.lines[key], self.state.jobs
-        ends = [r.at for r in self._outlived(jobs[line[depth][1]])]
-        if not ends:  # it was not tried in this pass, which had tried enough: nor are those behind it
-            return len(line)
-        left = ((i, jobs[line[i][1]].left_s) for i in range(depth + 1, len(line)))
-        return next((i for i, left_s in left if left_s is not None and self.now + left_s <= max(ends)), len(line))
-
-    def _outlived(self, row: JobRow) -> list[Reservation]:
-        return [r for r in self.reservations if r.outlived_by(row, self.now)]
-
-    def _next(self, track: Any, depth: int) -> _Entry | None:
-        return self._at(track, depth) if depth < len(self.tracks.get(track, ())) else None
-
-    def _at(self, track: Any, depth: int) -> _Entry:
-        return self._entry(self.state.jobs[self.tracks[track][depth][-1]], track, depth)
-
-    def _entry(self, row: JobRow, track: Any, depth: int) -> _Entry:
-        return (place_in_order(self.state, self.profile, row, self.now), track, depth, self._starts())
-
     def _starts(self) -> int:
         """Starts and claims so far: ranks stay as they are until there is one more."""
         return self.started + len(self.claims.jobs)
 
-    def _tell(self, row: JobRow, wait: Wait) -> None:
-        if row.wait is None or row.wait.reason is not wait.reason:
-            self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
-            self.state.put(self.txn, replace(row, wait=wait))
+    def _tell(self, row: JobRow, wait: Wait | Known) -> None:
+        """Say it if it is another reason than the last one, with the numbers of now."""
+        if self.until in (None, row.ask.id) and not _is_told(row, wait.reason):
+            wait = self._because(row) if isinstance(wait, Known) else wait
+            if not _is_told(row, wait.reason):
+                self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
+                self.state.put(self.txn, replace(row, wait=wait))
 
-    def _try(self, key: LineKey, row: JobRow) -> Wait | None:
+    def _because(self, row: JobRow) -> Wait:
+        """The reason behind a "no", and its numbers."""
+        with self._aside(row) as spares:
+            wait = self.profile.division.verdict(self.state, row)
+            wait = wait or waits_because(self.state, row.ask, self.profile.placer)
+        return self._with_spares(wait, spares)
+
+    def _with_spares(self, wait: Wait, spares: list[int]) -> Wait:
+        return with_spares(wait, [self.state.nodes[place].id for place in spares]) if spares else wait
+
+    def _try(self, key: LineKey, row: JobRow) -> Wait | Known | None:
         """Start the job, or say why not: gates, then quota, then place, then preempt."""
         if (known := self.verdicts.get(key)) is not None and known.reason not in FOR_ONE_JOB:
             return known
@@ -220,7 +185,8 @@ class _Pass:
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:
             local = self.profile.local and not row.ask.opportunistic
-            wait = self.state.memory.recall(self.profile.name, key, local=local)
+            known = self.state.memory.recall(self.profile.name, key, local=local)
+            wait = None if known is None else Known(known)
             if wait is None:
                 self.tried += 1
                 wait = self._start(key, row)
@@ -232,38 +198,39 @@ class _Pass:
                     and self.profile.block != "reserve"
                     and not (local and wait.reason in BEYOND_QUEUE)
                 ):
-                    self.state.memory.learn(self.profile.name, key, wait, local=local)
+                    self.state.memory.learn(self.profile.name, key, wait.reason, local=local)
             if wait is not None and self._holds_up(wait):
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
         if wait is not None:
             self.verdicts[key] = wait
         return wait
 
-    def _holds_up(self, wait: Wait) -> bool:
+    def _holds_up(self, wait: Wait | Known) -> bool:
         """Whether those behind a job in its queue wait with it; a claim on what victims give back counts as a start."""
         claimed = self.profile.victims is not None and wait.reason is Reason.AWAITING_PREEMPTION
         return self.profile.block == "queue" and not claimed and wait.reason not in PASSED_BY
 
-    def _start(self, key: LineKey, row: JobRow) -> Wait | None:
-        """Start the job with the nodes that it avoids, and spares, out of the way."""
-        state = self.state
-        spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
-        avoided = [state.node_row[node] for node in row.ask.avoid if node in state.node_row]
-        with self._without([*spares, *avoided]):
-            wait = self._start_anywhere(key, row)
-        return with_spares(wait, [state.nodes[place].id for place in spares]) if wait and spares else wait
+    def _start(self, key: LineKey, row: JobRow) -> Wait | Known | None:
+        """Start the job, or say why not."""
+        with self._aside(row) as spares:
+            wait = self._start_anywhere(place_key(key), row)
+        return self._with_spares(wait, spares) if isinstance(wait, Wait) else wait
 
     @contextmanager
-    def _without(self, places: Sequence[int]) -> Generator[None]:
-        """Nothing is placed on these nodes meanwhile."""
-        healths = {place: int(self.state.node_health[place]) for place in places}
+    def _aside(self, row: JobRow) -> Generator[list[int]]:
+        """Nothing is placed on the nodes that the job avoids, nor on the spares kept from it, meanwhile."""
+        state = self.state
+        spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
+        places = [*spares, *(state.node_row[node] for node in row.ask.avoid if node in state.node_row)]
+        healths = {place: int(state.node_health[place]) for place in places}
         for place in healths:
-            self.txn.set(self.state.node_health, place, LOST)
-        yield
+            self.txn.set(state.node_health, place, LOST)
+        yield spares
         for place, health in healths.items():
-            self.txn.set(self.state.node_health, place, health)
+            self.txn.set(state.node_health, place, health)
 
-    def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | None:
+    def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | Known | None:
+        """Start the job, or say why not; ``key`` is that of its place."""
         if (wait := self.profile.division.verdict(self.state, row)) is not None:
             return wait
         full = self._recall_full(key)
@@ -272,7 +239,7 @@ class _Pass:
             self._reserve()
             if (wait := self._gate_order(row)) is not None:
                 return wait
-        outlived = self._outlived(row)
+        outlived = self.reservations.outlived_by(row)
         held = fits if fits is None or not outlived else self._fit(key, row, outlived)
         held = held or self._pack(row)
         if held is not None:
@@ -288,21 +255,26 @@ class _Pass:
         if wait is None and fits is not None:
             ahead = [r.job for r in outlived]
             text = f"Free devices are kept for {', '.join(ahead[:3])}."
-            return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead})
+            until = max(r.at for r in outlived)
+            return Wait(reason=Reason.RESERVED_FOR_OTHER, text=text, fields={"for": ahead, "until": until})
         if wait is None and self.profile.block == "reserve":
-            self.first.setdefault(row.ask.queue, row)
-        return wait or full or self._learn_full(key, row)
+            self.reservations.owe(row)
+        if wait is None and full is None:
+            return self._learn_full(key, row)
+        return wait or (Known(full) if full else None)
 
-    def _recall_full(self, key: LineKey) -> Wait | None:
+    def _recall_full(self, key: LineKey) -> Reason | None:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
         if self.profile.block != "reserve":
             return None
-        return self.state.memory.recall(f"{self.profile.name} full", place_key(key), local=False)
+        return self.full.get(key) or self.state.memory.recall(f"{self.profile.name} full", key, local=False)
 
     def _learn_full(self, key: LineKey, row: JobRow) -> Wait:
         wait = waits_because(self.state, row.ask, self.profile.placer)
-        if self.profile.block == "reserve" and self.profile.remember and not self.claims:
-            self.state.memory.learn(f"{self.profile.name} full", place_key(key), wait, local=False)
+        if self.profile.block == "reserve":
+            self.full[key] = wait.reason
+            if self.profile.remember and not self.claims:
+                self.state.memory.learn(f"{self.profile.name} full", key, wait.reason, local=False)
         return wait
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:
@@ -357,7 +329,7 @@ class _Pass:
         """
         if self.profile.block != "reserve":
             return self._place(row)
-        asked = (place_key(key), row.ask.data, *(reservation.job for reservation in around))
+        asked = (key, row.ask.data, *(reservation.job for reservation in around))
         known = self.fits.get(asked)
         if known is None or (known[1] is not None and known[0] != self._starts()):
             with self.txn.trial():
@@ -367,34 +339,22 @@ class _Pass:
         return known[1]
 
     def _reserve(self) -> None:
-        """The first blocked job of a queue gets the earliest time at which it fits; others may run until then.
-
-        That takes long to find, so it is put off until somebody fits and might be in the way.
-        """
-        found: dict[LineKey, Reservation | None] = {}
-        for queue, row in self.first.items():
-            if row is not None:
-                self.first[queue] = None
-                key = place_key(line_key(row))
-                if key not in found:
-                    with self._without([] if row.ask.opportunistic or row.ask.failover else self.spares):
-                        found[key] = earliest_start(self.state, self.txn, row, self.profile.placer, self.now)
-                if (reservation := found[key]) is not None:
-                    self.reservations.append(replace(reservation, job=row.ask.id))
-                elif self.now - row.ask.queued_at >= self.profile.starve_s:
-                    self.blocked.setdefault(queue, row.ask.id)
+        """Make the reservations that are owed; who has starved without a known time holds up its queue."""
+        for row in self.reservations.make(self._aside):
+            if self.now - row.ask.queued_at >= self.profile.starve_s:
+                self.blocked.setdefault(row.ask.queue, row.ask.id)
 
     def _preempt(self, key: LineKey, row: JobRow) -> Wait | None:
         """Claim what stopping jobs will free; else ask the cheapest victims to stop. None if neither helps."""
         stopping, profile = sorted(self.state.stopping), self.profile
         victims = profile.victims if self.sets < profile.victim_sets_max else None
-        claims = bool(stopping) and profile.starts and self.claims.given_back(stopping) >= row.ask.shape.gpu_milli
+        tried = (key, "stopping", len(stopping))
+        claims = bool(stopping) and profile.starts and tried not in self.fits
+        claims = claims and self.claims.given_back(stopping) >= row.ask.shape.gpu_milli
         if victims is not profile.victims:
             self.wake.append(self.now)
         if victims is not None and profile.stops is not None and not profile.stops(self.state, row):
             victims = None
-        tried = (place_key(key), "stopping", len(stopping))
-        claims = claims and tried not in self.fits
         if not claims and victims is None:
             return None
         with self.txn.trial():
@@ -490,11 +450,3 @@ class _Pass:
         if first is not None:
             return Wait(reason=Reason.BEHIND_IN_ORDER, text=f"{first} must start first.", fields={"behind": first})
         return None
-
-
-_Entry = tuple[tuple[Any, ...], Any, int, int]
-
-
-def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
-    """Where a waiting job stands: opportunistic ones last, then the rank, queue time, and id (the last element)."""
-    return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)

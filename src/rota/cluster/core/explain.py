@@ -10,12 +10,13 @@ from typing import Any
 from rota.cluster.core.admission import amount
 from rota.cluster.core.asks import JobAsk, Shape
 from rota.cluster.core.binding import Tally, sick_nodes, tally
-from rota.cluster.core.cycle import decide, place_in_order
+from rota.cluster.core.cycle import decide
 from rota.cluster.core.memory import Memory
 from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
 from rota.cluster.core.quota import GPU
 from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.snapshot import State
+from rota.cluster.core.turns import place_in_order
 from rota.cluster.core.variants import smaller
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 from rota.cluster.core.asks import Shape, Slot
 from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.plugins import Placer
-from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.rows import Held, JobRow, LineKey, line_key, place_key
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
@@ -21,10 +22,6 @@ class Reservation:
     job: JobId
     at: float
     held: tuple[Held, ...]
-
-    def outlived_by(self, row: JobRow, now: float) -> bool:
-        """Whether a job started now would still run at the time of the reservation, or might."""
-        return row.left_s is None or now + row.left_s > self.at
 
 
 def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> Reservation | None:
@@ -46,6 +43,43 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
             best, high = (max(now, ends[middle - 1][0]), held), middle - 1
         middle = (low + high) // 2
     return None if best is None else Reservation(job=row.ask.id, at=best[0], held=best[1])
+
+
+class Reservations:
+    """Those of one pass: the first blocked job of a queue gets the earliest time at which it fits.
+
+    That takes long to find, so it is put off until somebody fits and might be in the way; others may run until then.
+    """
+
+    def __init__(self, state: State, txn: Txn, placer: Placer, now: float) -> None:
+        self._state, self._txn, self._placer, self._now = state, txn, placer, now
+        self._first: dict[str, JobRow | None] = {}
+        self._made: list[Reservation] = []
+
+    def owe(self, row: JobRow) -> None:
+        """The job was blocked when its turn came; of its queue only the first one counts."""
+        self._first.setdefault(row.ask.queue, row)
+
+    def make(self, aside: Callable[[JobRow], AbstractContextManager[object]]) -> list[JobRow]:
+        """Find the times that are owed, each with what the job may not use ``aside``; who has none is returned."""
+        found: dict[LineKey, Reservation | None] = {}
+        unknown: list[JobRow] = []
+        for queue, row in self._first.items():
+            if row is not None:
+                self._first[queue] = None
+                key = place_key(line_key(row))
+                if key not in found:
+                    with aside(row):
+                        found[key] = earliest_start(self._state, self._txn, row, self._placer, self._now)
+                if (reservation := found[key]) is not None:
+                    self._made.append(replace(reservation, job=row.ask.id))
+                else:
+                    unknown.append(row)
+        return unknown
+
+    def outlived_by(self, row: JobRow) -> list[Reservation]:
+        """Those in the time of which the job would still run if it started now, or might."""
+        return [one for one in self._made if row.left_s is None or self._now + row.left_s > one.at]
 
 
 class Rooms:

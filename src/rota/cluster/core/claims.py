@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rota.cluster.core.rows import Held
 from rota.cluster.core.snapshot import State
@@ -19,13 +19,20 @@ class Claims:
     def __init__(self, state: State, txn: Txn) -> None:
         self._state, self._txn = state, txn
         self._claims: list[tuple[Held, Held]] = []
+        self._back: tuple[tuple[int, int, int], int] = ((-1, 0, 0), 0)
         self.jobs: list[JobId] = []
 
     def __bool__(self) -> bool:
         return bool(self._claims)
 
-    def given_back(self, stopping: Iterable[JobId]) -> int:
+    def given_back(self, stopping: Sequence[JobId]) -> int:
         """Thousandths of devices at most, free ones and what these jobs give back, that nobody has claimed yet."""
+        as_of = (self._txn.changes, len(stopping), len(self._claims))
+        if self._back[0] != as_of:
+            self._back = (as_of, self._count_back(stopping))
+        return self._back[1]
+
+    def _count_back(self, stopping: Sequence[JobId]) -> int:
         back = sum(_milli(slot) for job in stopping for slot in self._state.jobs[job].held)
         owed = sum(_milli(claim) - _milli(part) for claim, part in self._claims)
         return int(self._state.dev_milli.sum()) + back - owed

@@ -159,7 +159,7 @@ class _Pass:
 
     def _tell(self, row: JobRow, wait: Wait | Known) -> None:
         """Say it if it is another reason than the last one, with the numbers of now."""
-        if self.until in (None, row.ask.id) and not _is_told(row, wait.reason):
+        if not _is_told(row, wait.reason) and self.until in (None, row.ask.id):
             wait = self._because(row) if isinstance(wait, Known) else wait
             if not _is_told(row, wait.reason):
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
@@ -212,6 +212,8 @@ class _Pass:
 
     def _start(self, key: LineKey, row: JobRow) -> Wait | Known | None:
         """Start the job, or say why not."""
+        if not self.spares and not row.ask.avoid:
+            return self._start_anywhere(place_key(key), row)
         with self._aside(row) as spares:
             wait = self._start_anywhere(place_key(key), row)
         return self._with_spares(wait, spares) if isinstance(wait, Wait) else wait
@@ -269,7 +271,10 @@ class _Pass:
             return None
         return self.full.get(key) or self.state.memory.recall(f"{self.profile.name} full", key, local=False)
 
-    def _learn_full(self, key: LineKey, row: JobRow) -> Wait:
+    def _learn_full(self, key: LineKey, row: JobRow) -> Wait | Known:
+        if self.until not in (None, row.ask.id):  # nobody is told, so that it does not fit is enough
+            self.full[key] = Reason.NO_FREE_DEVICES
+            return Known(Reason.NO_FREE_DEVICES)
         wait = waits_because(self.state, row.ask, self.profile.placer)
         if self.profile.block == "reserve":
             self.full[key] = wait.reason

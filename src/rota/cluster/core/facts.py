@@ -161,11 +161,10 @@ def fold(state: State, txn: Txn, fact: Fact, now: float) -> None:
             for one in state.whole(job):
                 state.put(txn, replace(state.jobs[one], phase="stopping"))
         case JobReleased(job=job, back_at=back_at, done_s=done_s) if row is not None and row.held:
-            state.release(txn, job)
             served_s, done_s = row.served_by(now), row.done_s if done_s is None else done_s
             # A time that is over is none: else each of those that let go would wait in a line of its own.
             after = back_at if back_at > now else 0.0
-            state.put(txn, replace(state.jobs[job], back_at=after, left_at=now, served_s=served_s, done_s=done_s))
+            state.release(txn, job, back_at=after, left_at=now, served_s=served_s, done_s=done_s)
         case JobSaved() if row is not None:
             state.put(txn, replace(row, saved_at=now))
         case JobPaused(paused=paused) if row is not None and not row.held:

@@ -169,6 +169,9 @@ def _whole_devices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, .
         free = [i for i in range(end - first) if milli[i] == 1000 and not health[i] and types[i] == kind]
         if len(free) < slot.gpus:
             continue
+        if places[0] == places[-1]:
+            yield tuple(first + i for i in free[: slot.gpus])
+            continue
         sockets: dict[int, list[int]] = {}
         for i in free:
             sockets.setdefault(places[i], []).append(first + i)

@@ -23,7 +23,8 @@ SETS_MAX = 600
 def lost_gpu_s(state: State, job: JobId, now: float, restart_s: float = 0.0) -> float:
     """Device-seconds that stopping a job throws away: work since its last commit, and its restart."""
     row = state.jobs[job]
-    lost = row.ask.shape.gpu_milli / 1000 * (max(0.0, now - row.saved_at) + restart_s)
+    unsaved_s = now - row.saved_at
+    lost = row.ask.shape.gpu_milli / 1000 * ((unsaved_s if unsaved_s > 0.0 else 0.0) + restart_s)
     if job in state.parts:
         lost += sum(lost_gpu_s(state, part, now, restart_s) for part in state.whole(job)[1:])
     return lost

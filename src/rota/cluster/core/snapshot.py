@@ -273,11 +273,11 @@ class State:
         for book in self.books:
             book.hold(txn, self, row)
 
-    def release(self, txn: Txn, job: JobId) -> None:
-        """Take back what a job holds, if anything; it is queued again with its old queue time."""
+    def release(self, txn: Txn, job: JobId, **changes: float) -> None:
+        """Take back what a job holds, if anything; it is queued again with its old queue time, and with ``changes``."""
         row = self.jobs[job]
         self._give_back(txn, row)
-        self.put(txn, replace(row, phase="queued", held=()))
+        self.put(txn, replace(row, phase="queued", held=(), **changes))
 
     def _give_back(self, txn: Txn, row: JobRow) -> None:
         if row.held:

@@ -13,7 +13,7 @@ from rota.cluster.core.reclaim import QueueUse, ReclaimRules, reclaim
 from rota.cluster.core.rows import JobRow
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies.default import guaranteed_gpu, needed_by_first, share_of
+from rota.cluster.policies.default import standing
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.reasons import Reason
 
@@ -27,9 +27,7 @@ class MostUnderServed:
     by_job = False
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        queue = row.ask.queue
-        beyond = needed_by_first(state, row, now) > guaranteed_gpu(state, queue)
-        return (beyond, share_of(state, queue), -row.ask.priority)
+        return (*standing(state, row, now), -row.ask.priority)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,34 +24,28 @@ class PriorityThenShare:
     by_job = False
 
     def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
-        beyond = needed_by_first(state, row, now) > guaranteed_gpu(state, row.ask.queue)
-        return (beyond, -row.ask.priority, share_of(state, row.ask.queue))
+        beyond, share = standing(state, row, now)
+        return (beyond, -row.ask.priority, share)
 
 
-def needed_by_first(state: State, row: JobRow, now: float) -> int:
-    """Thousandths of devices that the queue of a job uses once its first waiting job runs: that one speaks for all.
+def standing(state: State, row: JobRow, now: float) -> tuple[bool, float]:
+    """Whether the queue of a job asks more devices than it is promised, and used over guaranteed devices.
 
-    Jobs whose time has not come do not count, nor does opportunistic work, which no guarantee covers.
+    The first of its waiting jobs whose time has come speaks for all. A queue that is promised nothing has 1 plus used
+    over weight: after the others.
     """
-    queue = row.ask.queue
-    jobs = (state.jobs[job] for _, _, job in state.asking.get(queue, ()))
-    first = next((one for one in jobs if one.begins_at <= now), row)
-    return int(state.used[state.queues.row[queue], GPU]) + first.ask.shape.gpu_milli if queue in state.queues.row else 0
-
-
-def guaranteed_gpu(state: State, queue: str) -> int:
-    """Thousandths of devices that a queue is promised."""
-    return int(state.queues.guaranteed[state.queues.row[queue], GPU]) if queue in state.queues.row else 0
-
-
-def share_of(state: State, queue: str) -> float:
-    """Used over guaranteed devices of a queue; without one, 1 plus used over weight: after the others."""
     tree = state.queues
-    row = tree.row.get(queue)
-    if row is None:
-        return 0.0
-    used, guaranteed = int(state.used[row, GPU]), int(tree.guaranteed[row, GPU])
-    return used / guaranteed if guaranteed else 1.0 + used / 1000 / max(tree.rows[row].weight, 1e-9)
+    queue = tree.row.get(row.ask.queue)
+    if queue is None:
+        return (False, 0.0)
+    used, guaranteed = int(state.used[queue, GPU]), int(tree.guaranteed[queue, GPU])
+    first = row
+    for _, _, job in state.asking.get(row.ask.queue, ()):
+        if (one := state.jobs[job]).begins_at <= now:
+            first = one
+            break
+    share = used / guaranteed if guaranteed else 1.0 + used / 1000 / max(tree.rows[queue].weight, 1e-9)
+    return (used + first.ask.shape.gpu_milli > guaranteed, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +110,16 @@ class LeastCost:
 
     def _able(self, state: State, txn: Txn, group: tuple[str, int], now: float) -> Iterator[_Entry]:
         """Who runs in a queue at a priority and may be stopped, the cheapest first; put in order once for a pass."""
-        known: list[_Entry] | None = txn.notes.get((LeastCost, now, *group))
+        known: list[_Entry] | None = txn.notes.get((self, now, *group))
         if known is None:
             rows = [state.jobs[job] for job in state.running[group]]
-            known = txn.notes[LeastCost, now, *group] = sorted(
+            known = txn.notes[self, now, *group] = sorted(
                 (not row.ask.spare, lost_gpu_s(state, row.ask.id, now, self.restart_s), -row.started_at, row.ask.id)
                 for row in rows
                 if row.ask.may_stop and now - row.started_at >= self.min_runtime_s
             )
-        return (one for one in known if one[-1] in state.running[group])
+        running = state.running[group]
+        return (one for one in known if one[-1] in running)
 
     def _kind(self, row: JobRow, queue: str, priority: int, lends: bool) -> int | None:
         """0 opportunistic, 1 borrowed by another queue, 2 lower priority of this queue, None = safe."""

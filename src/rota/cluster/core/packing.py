@@ -61,7 +61,7 @@ def share_with(
         and pair_of(row, other) not in undone
         and state.cpu[other.held[0].node] >= slot.cpu_milli
         and state.mem[other.held[0].node] >= slot.mem
-        and state.usable[other.held[0].node]
+        and not state.node_health[other.held[0].node]
     ]
     if not able:
         return None

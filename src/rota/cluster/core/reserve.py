@@ -119,7 +119,7 @@ class _Room:
     """How many slots fit on a node while those who hold something there end one after the other."""
 
     def __init__(self, state: State, slot: Slot, node: int) -> None:
-        self._slot, self._able = slot, bool(state.usable[node])
+        self._slot, self._able = slot, not state.node_health[node]
         self._free: list[int] = state.free[node].tolist()
         self._cpu, self._mem = int(state.cpu[node]), int(state.mem[node])
         self._count = self._fit(state)

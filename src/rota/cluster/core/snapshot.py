@@ -304,7 +304,7 @@ class State:
                 more = array.copy()
                 np.add.at(more, at, np.array(what, dtype=array.dtype))
                 txn.set(array, slice(None), more)
-        devices = np.unique(devices)
+        devices = np.array(list(set(devices.tolist())), dtype=np.int32)
         whole = devices[(self.dev_milli[devices] == 1000) & (self.dev_health[devices] == 0)]
         free = self.free.copy()
         np.add.at(free, (self.dev_node[whole], self.dev_type[whole]), 1)

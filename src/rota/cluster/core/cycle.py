@@ -272,7 +272,8 @@ class _Pass:
         return self.full.get(key) or self.state.memory.recall(f"{self.profile.name} full", key, local=False)
 
     def _learn_full(self, key: LineKey, row: JobRow) -> Wait | Known:
-        if self.until not in (None, row.ask.id):  # nobody is told, so that it does not fit is enough
+        if self.until is not None and key != place_key(line_key(self.state.jobs[self.until])):
+            # None of these is told, so that they do not fit is enough.
             self.full[key] = Reason.NO_FREE_DEVICES
             return Known(Reason.NO_FREE_DEVICES)
         wait = waits_because(self.state, row.ask, self.profile.placer)

@@ -29,7 +29,7 @@ def test_an_operation_that_the_workload_does_not_have_is_named_with_the_nearest_
     found = asyncio.run(inspect_workloads(job, str(tmp_path)))
     assert isinstance(found, Refused)
     assert found.reason is Reason.INVALID
-    assert "role 'actor' has no operation 'updat' (did you mean 'update'?)" in found.text
+    assert "role 'actor' has no operation 'updat'; did you mean 'update'?" in found.text
 
 
 def test_a_mesh_without_the_axis_of_an_operation_is_refused_with_the_axes_it_has(tmp_path: Path):

@@ -258,6 +258,11 @@ def test_the_words_of_a_command_are_those_of_its_own_role() -> None:
     assert [role.run for role in spec.roles] == [("sh", "-c", "hi"), ("ho",)]
 
 
+def test_a_problem_of_a_field_is_not_placed_at_the_role_of_that_name() -> None:
+    (found,) = problems(job("a.mesh: {run: ho}", "a: {run: hi, replicas: 3, mesh: {dp: 2}}"))
+    assert found.startswith("job.yaml:4:29: roles.a.mesh: dp 2 = 2, but 3 instances start")
+
+
 def test_problems_of_set_name_the_flag_and_come_last() -> None:
     found = problems(job("a: {runn: hi}"), "roles.a.replicas=x", "nonsense", "name.x=1", "roles.a.replica=2")
     assert found[0].startswith("job.yaml:3:7: roles.a.runn")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.job.core.check import check_graph
-from rota.job.core.paths import Fault, with_default_loop
+from rota.job.core.paths import with_default_loop
 from rota.runtime import environ
 from rota.spec import codec
+from rota.spec.check import Finding, Path
 from rota.spec.ids import RoleName
 from rota.spec.job import Interface, JobSpec
 from rota.spec.reasons import Reason
@@ -29,7 +30,7 @@ class Refused:
     """Workloads could not be imported or declare nonsense; ``role`` is the first of them, ``traceback`` of all."""
 
     reason: Reason
-    faults: tuple[Fault, ...]
+    faults: tuple[Finding, ...]
     role: str = ""
     traceback: str = ""
 
@@ -78,12 +79,12 @@ async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
 
 def _unread(wanted: Mapping[RoleName, str], text: str, output: str = "") -> Refused:
     """Nothing came back: who is to blame is known where there is one workload only."""
-    path = f"roles.{next(iter(wanted))}.workload" if len(wanted) == 1 else "roles"
+    path: Path = ("roles", next(iter(wanted)), "workload") if len(wanted) == 1 else ("roles",)
     return Refused(reason=Reason.IMPORT_ERROR, faults=(_fault(path, text),), traceback=output)
 
 
-def _fault(path: str, text: str) -> Fault:
-    return Fault(path=path, message=text, code=str(Reason.IMPORT_ERROR))
+def _fault(path: Path, text: str) -> Finding:
+    return Finding(path=path, message=text, code=str(Reason.IMPORT_ERROR))
 
 
 def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Refused:
@@ -91,7 +92,7 @@ def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Ref
     if bad:
         return Refused(
             reason=Reason.IMPORT_ERROR,
-            faults=tuple(_fault(f"roles.{role}.workload", answer["error"]) for role, answer in bad.items()),
+            faults=tuple(_fault(("roles", role, "workload"), answer["error"]) for role, answer in bad.items()),
             role=next(iter(bad)),
             traceback="\n".join(dict.fromkeys(text for one in bad.values() if (text := one.get("traceback", "")))),
         )

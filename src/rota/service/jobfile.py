@@ -6,10 +6,10 @@ YAML 1.2 or JSON, strict. The steps are those of ``read_job``; nothing here read
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from rota.service.fieldkinds import BAD
 from rota.service.jobschema import JOB, MODEL
@@ -34,11 +34,7 @@ from rota.spec.job import (
 )
 from rota.spec.resources import Res
 
-if TYPE_CHECKING:
-    from rota.job.core.paths import Fault
-
 ARROW = "->"
-_EDGE = re.compile(r"^edges\[(\d+)\]$")
 
 
 def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> JobSpec:
@@ -54,12 +50,13 @@ def read_job(text: str | bytes, *, filename: str, sets: Sequence[str] = ()) -> J
 
 
 def placed(
-    faults: Iterable[rules.Finding | Fault], text: str, *, filename: str, sets: Sequence[str] = ()
+    faults: Iterable[rules.Finding], text: str, *, filename: str, sets: Sequence[str] = ()
 ) -> tuple[Problem, ...]:
     """What was found out about a job after it was read, at its place in the text; without a text there is no place."""
     if not text:
+        none = Problem(loc="", line=0, col=0, message="", file=filename)
         return tuple(
-            Problem(loc=_loc(one), line=0, col=0, message=one.message, hint=one.hint, code=one.code, file=filename)
+            replace(none, loc=rules.dotted(one.path), message=one.message, hint=one.hint, code=one.code)
             for one in faults
         )
     reader, _ = _read(text, filename, sets)
@@ -91,10 +88,6 @@ def _read(text: str | bytes, filename: str, sets: Sequence[str]) -> tuple[_Build
     return reader, reader.job(fields)
 
 
-def _loc(found: rules.Finding | Fault) -> str:
-    return found.path if isinstance(found.path, str) else rules.dotted(found.path)
-
-
 class _Builder:
     """Makes the values of spec from fields and remembers which node each came from."""
 
@@ -122,10 +115,7 @@ class _Builder:
 
     def _role(self, name: str, fields: Mapping[str, Any]) -> RoleSpec:
         low, high, mesh, elastic = _size(fields)
-        place = self._root
-        for key in ("roles", name, "run"):  # not as a path: another role may have the name "x.run"
-            place = place.get(key) or place
-        run, shell = _command(fields.get("run"), place)
+        run, shell = _command(fields.get("run"), find_place(self._root, ("roles", name, "run")))
         return RoleSpec(
             name=RoleName(name),
             workload=fields.get("workload"),
@@ -150,7 +140,7 @@ class _Builder:
         return StreamSpec(name=name, stale=_bound(fields.get("stale")), **kept)
 
     def _all_edges(self, fields: Sequence[Any], streams: set[str]) -> tuple[Edge, ...]:
-        node = find_place(self._root, "edges")
+        node = find_place(self._root, ("edges",))
         edges: list[Edge] = []
         for index, item in enumerate(fields):
             place, loc = (node.items[index], f"edges[{index}]") if node.kind == "list" else (node, "edges")
@@ -201,16 +191,16 @@ class _Builder:
             case _:
                 return set()
 
-    def place(self, found: rules.Finding | Fault) -> None:
+    def place(self, found: rules.Finding) -> None:
         """One more problem, at the field that it speaks of."""
-        loc, hint = _loc(found), found.hint
-        if edge := _EDGE.match(loc):
-            node, loc = self._edges[int(edge[1])]
-        else:
-            node = find_place(self._root, loc)
-        role, roles = loc.removeprefix("roles."), self._roles()
-        if role in roles and node.file.startswith("--set"):  # only a flag speaks of it
-            hint = did_you_mean(role, {*roles} - {role}) or hint
+        node, loc, hint = find_place(self._root, found.path), rules.dotted(found.path), found.hint
+        match found.path:
+            case ("edges", int(index)):
+                node, loc = self._edges[index]
+            case ("roles", str(role)) if node.file.startswith("--set"):  # only a flag speaks of it
+                hint = did_you_mean(role, {*self._roles()} - {role}) or hint
+            case _:
+                pass
         self.sink.add(node, loc, found.message, hint=hint, code=found.code)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rota.service.yamltree import DEPTH_MAX, Node, Sink, read_value
+from rota.spec.check import Path
 from rota.spec.errors import JobFileError
 
 SETS_MAX = 200
@@ -37,20 +38,19 @@ def apply_sets(root: Node, sets: Sequence[str], sink: Sink) -> None:
             _lay(root, path.strip(), node, Node("scalar", 1, 1, file=file, source=text), sink)
 
 
-def find_place(root: Node, path: str) -> Node:
+def find_place(root: Node, path: Path) -> Node:
     """The node at ``path``, or the nearest one above it; of a mapping its key, which is the name of it."""
     node = best = root
-    while path:
-        name, index, path = _step(node, path)
-        key, below = next(((key, value) for key, value in node.entries if key.text == name), (None, None))
+    for part in path:
+        if isinstance(part, int):
+            if node.kind != "list" or part >= len(node.items):
+                return best  # one value without brackets
+            node = best = node.items[part]
+            continue
+        key, below = next(((key, value) for key, value in node.entries if key.text == part), (None, None))
         if key is None or below is None:
             return best
         node, best = below, key if below.kind == "map" else below
-        if index is None:
-            continue
-        if node.kind != "list" or index >= len(node.items):
-            return best  # one value without brackets
-        node = best = node.items[index]
     return best
 
 

@@ -11,7 +11,7 @@ from tests.makers import loop, mesh, op, service, spec
 
 from rota.job.core.check import check_graph
 from rota.job.core.paths import paths_of, with_default_loop
-from rota.spec.check import ROLES_MAX
+from rota.spec.check import ROLES_MAX, dotted
 from rota.spec.ids import RoleName
 from rota.spec.job import DRAIN, Bound, Edge, Interface, JobSpec, StreamSpec, WeightsEdge
 
@@ -63,7 +63,7 @@ def test_the_loop_that_is_added_is_not_counted_among_the_roles_of_a_job() -> Non
 
 
 def refused(made: JobSpec) -> list[tuple[str, str]]:
-    return [(problem.code, problem.path) for problem in check_graph(made)]
+    return [(problem.code, dotted(problem.path)) for problem in check_graph(made)]
 
 
 GOOD = ("prompts", "rollout.generate", "groups")

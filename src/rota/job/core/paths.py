@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rota.job.core.graph import endpoint
+from rota.spec.check import Finding
 from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.job import DRAIN, LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
@@ -48,19 +49,6 @@ class Path:
     def put(self) -> bool:
         """True when the loop puts the items in; nobody can read them a second time."""
         return self.head.source is None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """Why a graph cannot work: ``path`` is the place in the job file, ``hint`` the next step, ``code`` is stable."""
-
-    path: str
-    message: str
-    hint: str = ""
-    code: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 def paths_of(spec: JobSpec) -> tuple[Path, ...]:
@@ -102,23 +90,23 @@ def _takes_batches(op: OpSpec) -> bool:
     return not isinstance(op.send_rule, EachRule) or op.retry == "commit"
 
 
-def faults_of(spec: JobSpec) -> Iterator[Fault]:
+def faults_of(spec: JobSpec) -> Iterator[Finding]:
     """Everything in the streams of a job that would stall or that nobody could drive; the edges must be known ones."""
     yield from _lines(spec)
     for stream in spec.streams:
-        at = f"streams.{stream.name}"
+        at = ("streams", stream.name)
         if stream.full == "spill":
             hint = "use block or drop_oldest"
-            yield Fault(path=f"{at}.full", message="items are not spilled to disk", hint=hint, code="FULL")
+            yield Finding(path=(*at, "full"), message="items are not spilled to disk", hint=hint, code="FULL")
         if stream.cap < 1:
-            yield Fault(path=f"{at}.cap", message=f"cap {stream.cap} holds nothing", hint="at least 1", code="CAP")
+            yield Finding(path=(*at, "cap"), message=f"cap {stream.cap} holds nothing", hint="at least 1", code="CAP")
         if stream.source is not None and any(edge.target == stream.name for edge in spec.edges):
             edge = next(edge for edge in spec.edges if edge.target == stream.name)
             message = f"{stream.name} has a source, and {edge.source} -> {stream.name} feeds it too"
-            yield Fault(path=f"{at}.source", message=message, hint="take one of them out", code="TWO_FEEDS")
+            yield Finding(path=(*at, "source"), message=message, hint="take one of them out", code="TWO_FEEDS")
 
 
-def _lines(spec: JobSpec) -> Iterator[Fault]:
+def _lines(spec: JobSpec) -> Iterator[Finding]:
     """Forks, joins and chains: what is no line from a stream; then each line by itself."""
     streams = {stream.name for stream in spec.streams}
     driven = driven_ends(spec, streams)
@@ -126,26 +114,26 @@ def _lines(spec: JobSpec) -> Iterator[Fault]:
     seen_to: dict[str, str] = {}
     bad = False
     for index, edge in enumerate(spec.edges):
-        at, text = f"edges[{index}]", f"{edge.source} -> {edge.target}"
+        at, text = ("edges", index), f"{edge.source} -> {edge.target}"
         if edge.source not in driven or edge.kind in ("grad", "handoff"):
             continue
         sides = ((seen_from, edge.source, "leaves", "FORK"), (seen_to, edge.target, "enters", "JOIN"))
         for ends, end, word, code in sides:
             if end in ends:
                 bad, message = True, f"{text} {word} {end}, and so does {ends[end]}: a path of items is a line"
-                yield Fault(path=at, message=message, hint="let the loop take one of the two by a call", code=code)
+                yield Finding(path=at, message=message, hint="let the loop take one of the two by a call", code=code)
             ends[end] = text
         if edge.source in streams and any(other.target == edge.source for other in spec.edges):
             bad, message = True, f"{text} goes on from {edge.source}, which a path feeds"
             hint = f"let the path go on over the operations, or let the loop put() what it takes from {edge.source}"
-            yield Fault(path=at, message=message, hint=hint, code="CHAIN")
+            yield Finding(path=at, message=message, hint=hint, code="CHAIN")
     paths = () if bad else paths_of(spec)
     if len(paths) > 1 and spec.loop is not None and spec.loop.workload == DRAIN:
         message = (
             f"streams {' and '.join(path.head.name for path in paths)} need a loop that says in which order they go"
         )
         hint = "add an async function of one argument as a role"
-        yield Fault(path="streams", message=message, hint=hint, code="NO_LOOP")
+        yield Finding(path=("streams",), message=message, hint=hint, code="NO_LOOP")
     else:
         for path in paths:
             yield from _line(spec, path)
@@ -160,8 +148,8 @@ def driven_ends(spec: JobSpec, streams: set[str]) -> set[str]:
     return found
 
 
-def _line(spec: JobSpec, path: Path) -> Iterator[Fault]:
-    head, where = path.head.name, f"streams.{path.ledger.name}"
+def _line(spec: JobSpec, path: Path) -> Iterator[Finding]:
+    head, where = path.head.name, ("streams", path.ledger.name)
     known = all(role.interface is not None or role.run is not None for role in spec.roles)
     for stop in path.stops:
         end = f"{stop.role.name}.{stop.op.name}"
@@ -170,28 +158,28 @@ def _line(spec: JobSpec, path: Path) -> Iterator[Fault]:
         if stop.role.interface is not None and not isinstance(stop.op.send_rule, EachRule):
             message = f"{text}: items come one by one, but {end} is declared with send={stop.op.send}"
             hint = "declare it with send=Each, or let the loop call it with a batch"
-            yield Fault(path=f"edges[{index}]", message=message, hint=hint, code="DISPATCH")
+            yield Finding(path=("edges", index), message=message, hint=hint, code="DISPATCH")
         elif stop.op.retry != "safe":
             message = f"{text}: an item may be run again elsewhere, but {end} has retry={stop.op.retry!r}"
             hint = "use retry='safe', or let the loop call it with what it takes from the stream"
-            yield Fault(path=f"edges[{index}]", message=message, hint=hint, code="NOT_SAFE")
+            yield Finding(path=("edges", index), message=message, hint=hint, code="NOT_SAFE")
     if path.micro > path.ledger.cap:
         message = (
             f"{head} holds {path.ledger.cap} items, but its consumer waits for {path.micro}: it would wait for ever"
         )
-        yield Fault(path=f"{where}.cap", message=message, hint=f"raise cap to {path.micro}", code="CAP_BELOW_BATCH")
+        yield Finding(path=(*where, "cap"), message=message, hint=f"raise cap to {path.micro}", code="CAP_BELOW_BATCH")
     if path.sink is not None and known and spec.loop is not None and spec.loop.workload != DRAIN:
         sink = f"{path.sink.role.name}.{path.sink.op.name}"
         message = f"{head} ends in {sink}, but the job has a loop, which takes the batches"
-        yield Fault(
+        yield Finding(
             path=where, message=message, hint="end the path in a stream, or take out the loop", code="TWO_SINKS"
         )
     bound = path.ledger.stale
     if bound is not None and spec.weights and not path.weights:
         message = f"{path.ledger.name} bounds staleness, but no weights edge leads to a role that makes its items"
         hint = "add the edge, or take out stale"
-        yield Fault(path=f"{where}.stale", message=message, hint=hint, code="STALE_WITHOUT_WEIGHTS")
+        yield Finding(path=(*where, "stale"), message=message, hint=hint, code="STALE_WITHOUT_WEIGHTS")
     if bound is not None and bound.versions < path.every - 1:
         message = f"items may be {bound.versions} commits old, but weights come every {path.every} commits"
         hint = f"set versions to at least {path.every - 1}, or every to {bound.versions + 1}"
-        yield Fault(path=f"{where}.stale", message=message, hint=hint, code="STALE_BELOW_EVERY")
+        yield Finding(path=(*where, "stale"), message=message, hint=hint, code="STALE_BELOW_EVERY")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from rota.job.core.graph import Graph, Merged, expand
+from rota.spec.check import Path
 from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest, Grant, Together
 from rota.spec.ids import GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, Near, RoleSpec
@@ -26,7 +27,7 @@ class Tie:
     left: InstanceId
     right: InstanceId
     level: CellLevel
-    line: str
+    line: Path
 
 
 def ties(spec: JobSpec, graph: Graph) -> Iterator[Tie]:
@@ -188,7 +189,7 @@ def _indices(members: Sequence[InstanceId], index: Mapping[InstanceId, int]) -> 
     return tuple(dict.fromkeys(index[member] for member in members if member in index))
 
 
-def _lines(spec: JobSpec, name: str) -> Iterator[tuple[RoleSpec, str, Near]]:
+def _lines(spec: JobSpec, name: str) -> Iterator[tuple[RoleSpec, Path, Near]]:
     for role in spec.roles:
         for i, near in enumerate(role.collocate if name == "collocate" else role.apart):
-            yield role, f"roles.{role.name}.{name}[{i}]", near
+            yield role, ("roles", role.name, name, i), near

@@ -12,6 +12,7 @@ from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.rows import JobRow
+from rota.cluster.core.turns import wait_of
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
@@ -108,3 +109,57 @@ def test_a_pass_up_to_a_job_says_of_it_what_the_whole_pass_says(name: str) -> No
         if (held := s.holding()) and at % 3 == 0:
             apply(s, JobGone(job=rng.choice(held).ask.id), float(at))
     assert {"WaitOn"} | ({"Admit"} if name != "private" else set()) <= told  # no node is anybody's own here
+
+
+def test_a_job_behind_an_equal_one_has_the_reason_of_that_one_as_it_is_now() -> None:
+    s, profile = state(node("n", 4), node("sick", 4)), get_profile("default")
+    for at, job in enumerate((ask("r1", slot(4)), ask("r2", slot(4)), ask("one", slot(2)), ask("two", slot(2)))):
+        step(s, JobArrived(ask=job), profile, float(at))
+    assert (wait := wait_of(s, profile, JobId("two"), 4.0)) and wait.reason is Reason.NO_FREE_DEVICES
+    apply(s, JobGone(job=JobId("r2")), 5.0)
+    step(s, NodeChanged(node=NodeId("sick"), health=Health.BAD), profile, 5.0)
+    assert (row := s.jobs[JobId("two")]).wait and row.wait.reason is Reason.NO_FREE_DEVICES, "only the first is told"
+    found = wait_of(s, profile, JobId("two"), 6.0)
+    assert found is not None and (found.reason, found.fields["behind"]) == (Reason.BAD_CELLS, "one")
+    assert found.text == "It is behind one: 2 gpus are asked, 0 are free, 4 are out of order: sick is bad."
+    own = wait_of(s, profile, JobId("one"), 6.0)
+    assert own is not None and own == s.jobs[JobId("one")].wait and "behind" not in own.text
+
+
+def test_behind_whom_a_job_waits_is_who_holds_up_its_queue_now() -> None:
+    s, fifo = state(node("n", 4)), get_profile("fifo")
+    for at, job in enumerate(
+        (ask("run", slot(3)), ask("big", slot(4), at=1), ask("j", at=2), ask("l", not_before=99.0))
+    ):
+        step(s, JobArrived(ask=job), fifo, float(at))
+    assert (wait := wait_of(s, fifo, JobId("j"), 4.0)) and wait.fields["behind"] == "big"
+    apply(s, JobGone(job=JobId("big")), 5.0)
+    apply(s, JobArrived(ask=ask("urgent", slot(4), priority=90, at=5)), 5.0)
+    step(s, Tick(), fifo, 5.0)
+    found = wait_of(s, fifo, JobId("j"), 6.0)
+    assert found is not None and found.reason is Reason.BEHIND_IN_ORDER and found.fields["behind"] == "urgent"
+    assert found.text == "It is behind urgent: 4 gpus are asked, 1 are free."
+    assert (late := wait_of(s, fifo, JobId("l"), 6.0)) and late.reason is Reason.NOT_BEFORE, (
+        "its own reason comes first"
+    )
+
+
+def test_whoever_would_outlive_a_reservation_is_behind_the_first_that_would() -> None:
+    s, profile = state(node("n", 4)), get_profile("default")
+    jobs = (ask("run", slot(3), est_s=9.0), ask("big", slot(4), est_s=9.0))
+    for at, job in enumerate(
+        (*jobs, *(ask(name, at=4, est_s=long_s) for name, long_s in zip("abc", (90.0, 80.0, 3.0))))
+    ):
+        step(s, JobArrived(ask=job), profile, float(at))
+    assert s.jobs[JobId("c")].phase == "running", "it is over before"
+    found = wait_of(s, profile, JobId("b"), 4.0)
+    assert found is not None and (found.reason, found.fields["behind"]) == (Reason.RESERVED_FOR_OTHER, "a")
+
+
+def test_a_no_that_is_remembered_is_told_with_the_numbers_of_now() -> None:
+    s, profile = state(node("n", 4), queues=(Queue(path="a"), Queue(path="b"))), get_profile("default")
+    step(s, JobArrived(ask=ask("run", queue="a")), profile, 0.0)
+    step(s, JobArrived(ask=ask("one", slot(4), queue="a")), profile, 1.0)
+    step(s, JobArrived(ask=ask("small", queue="b")), profile, 2.0)
+    step(s, JobArrived(ask=ask("two", slot(4), queue="b")), profile, 3.0)
+    assert [(wait := s.jobs[JobId(job)].wait) and wait.fields["free_gpus"] for job in ("one", "two")] == [3.0, 2.0]

@@ -14,6 +14,7 @@ from rota.cluster.core.check import check
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.rows import Held, Wait
 from rota.cluster.core.snapshot import State
+from rota.cluster.core.turns import wait_of
 from rota.spec import codec
 from rota.spec.changes import changed_spec
 from rota.spec.events import (
@@ -399,6 +400,10 @@ class Scheduler:
             return None
         with self._at_work():
             return explain.explain(self.state, self.profile, job, now)
+
+    def wait_of(self, job: JobId, now: float) -> Wait | None:
+        """Why a job waits, with what holds for one that is tried before it; None where no pass has told it anything."""
+        return wait_of(self.state, self.profile, job, now)
 
     def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.Explanation:
         """The same for a job that was not submitted: would it start now, and if not, why not."""

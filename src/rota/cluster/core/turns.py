@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import Any, NamedTuple
 
 from rota.cluster.core.plugins import Profile
@@ -130,4 +131,4 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
 
 def _is_shorter(row: JobRow, wait: Wait, now: float) -> bool:
     """Whether a job would be over before what another one has to wait for."""
-    return row.left_s is not None and now + row.left_s <= float(wait.fields["until"])
+    return row.left_s is not None and now + row.left_s <= float(wait.fields.get("until", inf))

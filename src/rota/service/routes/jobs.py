@@ -17,7 +17,7 @@ from rota.service.submission import Submission
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document
-from rota.service.views.jobs import API, JobFilter, edits, job_document, job_list, outlined
+from rota.service.views.jobs import API, JobFilter, Told, edits, job_document, job_list, outlined
 from rota.service.views.story import JobStory
 from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
@@ -152,7 +152,7 @@ async def list_jobs(
         since=0.0 if since_s is None else now - since_s,
     )
     jobs = (one for one in doors.loop.installation.jobs.values() if caller.sees(one))
-    return doors.veiled(caller, job_list(jobs, wanted, now=now, limit=limit, cursor=cursor))
+    return doors.veiled(caller, job_list(jobs, wanted, _told(doors), now=now, limit=limit, cursor=cursor))
 
 
 @router.get("/jobs/{job}")
@@ -346,10 +346,14 @@ def show_document(
 ) -> Document:
     """The Job document with its page address; without commands and tracebacks for who may only see it."""
     output = story.spec.output or str(doors.home.job(story.id).output)
-    document = job_document(story, doors.clock.wall_s(), beats) | {"output": output}
+    document = job_document(story, doors.clock.wall_s(), _told(doors), beats) | {"output": output}
     if not caller.reads(story):
         document = outlined(document)
     return doors.veiled(caller, document | {"url": f"{doors.settings.url}/jobs/{story.id}"})
+
+
+def _told(doors: Doors) -> Told:
+    return lambda job: doors.loop.scheduler.wait_of(job, doors.clock.wall_s())
 
 
 async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rota.cluster.core.rows import Wait
 from rota.job.core.sizing import wanted_size
 from rota.runtime.clock import iso
 from rota.service.views.story import Attempt, Instance, JobStory
 from rota.service.views.streams import stream_rows
 from rota.spec import codec
 from rota.spec.errors import BadInput
+from rota.spec.ids import JobId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import InstanceState, JobState
 
@@ -71,7 +73,11 @@ def _readiness(story: JobStory) -> str:
     return f"{ready}, waits for {names}" if behind else ready
 
 
-def reason_of(story: JobStory) -> tuple[Reason | None, str]:
+Told = Callable[[JobId], Wait | None]
+"""Why a job in a queue waits now, as the scheduler sees it; None where it knows no more than the log."""
+
+
+def reason_of(story: JobStory, told: Told = lambda _: None) -> tuple[Reason | None, str]:
     """The code and the sentence behind the present state."""
     if story.ended is not None:
         return story.ended.reason, story.ended.text or INFO[story.ended.reason].text
@@ -82,7 +88,9 @@ def reason_of(story: JobStory) -> tuple[Reason | None, str]:
     if story.preempt is not None:
         return story.preempt.reason, moved_text(story.preempt.reason, story.preempt.for_job)
     if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
-        return story.waits.reason, story.waits.text or INFO[story.waits.reason].text
+        now = told(story.id) if story.state is JobState.QUEUED else None
+        wait = now or story.waits
+        return wait.reason, wait.text or INFO[wait.reason].text
     if story.state is JobState.RESIZING and story.ctx.failover is not None:
         return story.ctx.failover.cause.reason, story.ctx.failover.cause.text
     if story.state is JobState.RECOVERING and story.failures:
@@ -96,9 +104,9 @@ def moved_text(reason: Reason, for_job: str) -> str:
     return INFO[reason].text + (f" It made room for {for_job}." if for_job else "")
 
 
-def job_summary(story: JobStory, now: float) -> dict[str, Any]:
+def job_summary(story: JobStory, now: float, told: Told) -> dict[str, Any]:
     """One row of a list of jobs."""
-    reason, text = reason_of(story)
+    reason, text = reason_of(story, told)
     gpus = sum(role.res.gpus * role.replicas_min for role in story.spec.roles)
     return {
         "id": story.id,
@@ -129,7 +137,9 @@ def job_summary(story: JobStory, now: float) -> dict[str, Any]:
     }
 
 
-def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+def job_document(
+    story: JobStory, now: float, told: Told, beats: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
     """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error.
 
     ``beats`` is what instances last told their master; it is the one thing that no event tells.
@@ -137,7 +147,7 @@ def job_document(story: JobStory, now: float, beats: Mapping[str, Mapping[str, A
     return {
         "api": API,
         "kind": "Job",
-        **job_summary(story, now),
+        **job_summary(story, now, told),
         "roles": [_role(story, role.name) for role in story.spec.roles],
         "instances": [
             instance_document(story, one, (beats or {}).get(str(one.id)))
@@ -326,7 +336,7 @@ class JobFilter:
 
 
 def job_list(
-    stories: Iterable[JobStory], wanted: JobFilter, *, now: float, limit: int = LIMIT_MAX, cursor: str = ""
+    stories: Iterable[JobStory], wanted: JobFilter, told: Told, *, now: float, limit: int = LIMIT_MAX, cursor: str = ""
 ) -> dict[str, Any]:
     """Newest first. ``next`` is the cursor of the following page; what is submitted meanwhile moves nothing."""
     bad = [state for state in wanted.states if state not in FILTER_STATES]
@@ -341,7 +351,7 @@ def job_list(
     return {
         "api": API,
         "kind": "JobList",
-        "items": [job_summary(one, now) for one in page],
+        "items": [job_summary(one, now, told) for one in page],
         "next": _write_cursor(_key(page[-1])) if len(fits) > limit else None,
     }
 

@@ -236,6 +236,22 @@ class TestFlow:
         seat.courier.update(PeerTable(version=1, peers=peers))
         return self.flow(seat)
 
+    def test_what_the_flow_has_not_is_told_with_its_place_in_the_job_and_the_remedy(self, seat: Any) -> None:
+        seat.spec = spec(seat.role, service("squares", 1))
+        flow = self.flow(seat)
+        for ask, text in (
+            (lambda: flow.squares.square(1), "the flow has no 'squares'; did you mean 'roles.squares'?"),
+            (lambda: flow.comit({}), "the flow has no 'comit'; did you mean 'commit'?"),
+            (lambda: flow.roles.square, "the job has no role 'square'; did you mean 'squares'?"),
+            (lambda: flow.roles["a.b"], "the job has no role 'a.b'; there is squares"),
+            (lambda: flow.roles.squares.go, "role 'squares' has no operation 'go'; there is none"),
+        ):
+            with pytest.raises(AttributeError) as refused:
+                ask()
+            line = ask.__code__.co_firstlineno
+            assert str(refused.value) == f"{__file__}:{line}:22: {text}"
+        assert not hasattr(flow, "__len__") and not hasattr(flow, "other")
+
     def test_a_member_that_does_not_save_in_time_fails_the_commit(self, seat: Any) -> None:
         async def main() -> None:
             with pytest.raises(CallError, match="did not save its state in"):

@@ -22,14 +22,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.calls import Request, in_order
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
-from rota.job.handles import RoleHandle, Roles, StreamHandles
+from rota.job.handles import RoleHandle, Roles, StreamHandles, absent
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
@@ -88,6 +88,16 @@ class Flow:
         self._edges = gradient_edges(seat.spec, self._send, forming.epoch)
         self._turns = Turns(seat.spec, seat.courier, self._send)
         payload.HELD.owner = True
+
+    if not TYPE_CHECKING:  # a type checker knows by itself what there is
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises what it raised
+            kinds = (("roles", self.spec.roles), ("streams", self.spec.streams))
+            named = [f"{kind}.{name}" for kind, ones in kinds if any(one.name == name for one in ones)]
+            known = named or [one for one in dir(self) if not one.startswith("_")]
+            raise absent(f"the flow has no {name!r}", (named or [name])[0], known)
 
     @property
     def weights_version(self) -> int:

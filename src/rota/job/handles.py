@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rota.job.core.ledger import Order
+from rota.job.stacks import place_in_job
 from rota.job.streams import Batch, Pump, Streams
 from rota.spec.dispatch import StreamRule
+from rota.spec.errors import nearest
 from rota.spec.job import RoleSpec
 
 if TYPE_CHECKING:
     from rota.job.flow import Flow
+
+
+def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for a name that the loop asked for and the job has not: where that is written, and the nearest one."""
+    place = place_in_job()
+    return AttributeError(f"{place}{': ' if place else ''}{text}; {nearest(name, known)}")
 
 
 class RoleHandle:
@@ -24,8 +32,8 @@ class RoleHandle:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         found = self._role.interface.op(name) if self._role.interface else None
         if found is None:
-            names = ", ".join(op.name for op in self._role.interface.ops) if self._role.interface else ""
-            raise AttributeError(f"role {self._role.name!r} has no operation {name!r}; it has {names or 'none'}")
+            names = [op.name for op in self._role.interface.ops] if self._role.interface else []
+            raise absent(f"role {self._role.name!r} has no operation {name!r}", name, names)
         if isinstance(found.recv_rule, StreamRule):
             return lambda *args, **kwargs: self._flow.stream(self._role, found, args, kwargs)
         return lambda *args, **kwargs: self._flow.call(self._role, found, args, kwargs)
@@ -45,11 +53,11 @@ class Roles:
         try:
             return self._handles[name]
         except KeyError:
-            raise AttributeError(f"the job has no role {name!r}; it has {', '.join(self._handles)}") from None
+            raise absent(f"the job has no role {name!r}", name, self._handles) from None
 
     def __getitem__(self, name: str) -> RoleHandle:
         """A role whose name is no Python name: ``f.roles["rollout.decode"]``."""
-        return self._handles[name]
+        return getattr(self, name)
 
 
 class StreamHandle:

@@ -10,6 +10,7 @@ import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -31,6 +32,17 @@ def is_of_the_job(path: str) -> bool:
     if path.startswith((_ROTA, "<frozen")) or "/site-packages/ray/" in path:
         return False
     return "/site-packages/" in path or not path.startswith(_LIBRARY)
+
+
+def place_in_job() -> str:
+    """``FILE:LINE:COL`` of the innermost call in code of the job; empty when none is on the stack of this thread."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - inspect.stack reads every file
+    while frame is not None and not is_of_the_job(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    line, _, col, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return f"{frame.f_code.co_filename}:{line}:{(col or 0) + 1}"
 
 
 def own_reason(error: BaseException) -> Reason | None:

@@ -187,8 +187,8 @@ def test_a_registry_killed_while_a_client_joins_or_leaves_is_started_by_that_cli
     own_home: Path, plane: Plane, actors: Crew, cases: Cases, point: str, code: str
 ) -> None:
     stop_housekeeping(plane)
-    plane.put("w", np.arange(4))
     for _ in cases(5, plane, 1, deep=10):
+        plane.put("w", np.arange(4))
         client = actors.stopped(actors.start(code, die_at=f"{point}:1:stop"))
         identity = process.identify(client)
         assert identity is not None

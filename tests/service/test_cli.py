@@ -584,7 +584,7 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
         assert (await ask("queues", "apply", "cores.yaml")).status == 0
         table = re.sub(" +", " ", (await ask("queues")).out)
-        for row in ("both open 0 2, 1 cpus - - 0", "cores open 0 - 8 cpus 2 cpus 0", "default open 0 - - - 0"):
+        for row in ("both open 0 2, 1 cpu - - 0", "cores open 0 - 8 cpus 2 cpus 0", "default open 0 - - - 0"):
             assert row in table
         (tmp_path / "job.yaml").write_text(HELLO)
         assert (await ask("run", "job.yaml", "-q", "cores", "-d")).status == 0

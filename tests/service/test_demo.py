@@ -103,7 +103,7 @@ class Starting:
     """Answers as a client whose job does not come up."""
 
     def job(self, job: str) -> dict[str, Any]:
-        phase = "1 of 8 instances are ready, waits for actor/0"
+        phase = "1 of 8 instances ready, waits for actor/0"
         return {"state": "RECOVERING", "phase": phase, "progress": None, "error": None}
 
 
@@ -114,7 +114,7 @@ def test_a_play_without_time_left_says_what_the_job_waits_for_and_how_busy_the_m
     with pytest.raises(TimedOut, match="did not reach commit 140: commit 0: RECOVERING, 1 of 8") as caught:
         watch.strike(STROKES[0])
     assert "the load is" in (caught.value.hint or "")
-    assert told == ["commit 0: RECOVERING, 1 of 8 instances are ready, waits for actor/0"]
+    assert told == ["commit 0: RECOVERING, 1 of 8 instances ready, waits for actor/0"]
 
 
 def test_what_the_instances_wrote_is_kept_when_the_home_goes(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
         ("  a: {run: hi, resources: {gpus: 1.5}}", "job.yaml:2:34: roles.a.resources.gpus: 1.5 is neither a whole number of devices nor a fraction of one"),
         ("  a: {run: hi, fail: {progress: 90}}", "job.yaml:2:33: roles.a.fail.progress: '90' is not a duration with a unit; write 90s or 90m"),
         ("  a: {run: hi, fail: {restart: rol}}", "job.yaml:2:32: roles.a.fail.restart: expected one of process, role, node, job, got 'rol'; did you mean 'role'?"),
-        ("  a: {run: hi, fail: {degrade: 2}}", "job.yaml:2:32: roles.a.fail.degrade: 2 is not between 1 and the 1 instances that start"),
+        ("  a: {run: hi, fail: {degrade: 2}}", "job.yaml:2:32: roles.a.fail.degrade: 2 is not between 1 and 1, the instances that start"),
         ("  a: {run: hi, workload: m:C}", "job.yaml:2:3: roles.a: has both 'workload' and 'run'; keep one"),
         ("  a: {}", "job.yaml:2:3: roles.a: needs 'workload' or 'run'; for example workload: module:Class, or run: python train.py"),
         ("  a: {workload: m.C}", "job.yaml:2:17: roles.a.workload: 'm.C' is not an import path; write module:Class or module:function"),

@@ -119,7 +119,7 @@ def test_a_failure_is_told_as_seen_decided_and_healed_with_its_traceback(tmp_pat
         await service.seen(service.as_master("hello-1", gone))
         starting = await service.get("/jobs/hello-1")
         assert (starting["instances"][0]["state"], starting["instances"][0]["pid"]) == ("STARTING", None), "no dead pid"
-        assert starting["phase"] == "restarts main/0 (level process), 0 of 1 instances are ready, waits for main/0"
+        assert starting["phase"] == "restarts main/0 (level process), 0 of 1 instance ready, waits for main/0"
         healed = (
             InstanceStarted(role=MAIN, rank=0, epoch=Epoch(2), node=NodeId("r0n0"), pid=1001),
             InstanceReady(role=MAIN, rank=0, epoch=Epoch(2)),

@@ -182,4 +182,4 @@ def test_instances_that_were_scaled_away_are_not_among_those_that_a_start_waits_
         state=JobState.STARTING,
         instances={one.id: SimpleNamespace(id=one.id, now=one) for one in (ready, coming, away)},
     )
-    assert phase(story) == "1 of 2 instances are ready, waits for main/1"
+    assert phase(story) == "1 of 2 instances ready, waits for main/1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rota.spec.ids import InstanceId, RoleName
-from rota.spec.resources import Res, format_size, parse_duration, parse_size, pretend_nodes
+from rota.spec.resources import Res, counted, format_size, parse_duration, parse_size, pretend_nodes
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,12 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
 
 def test_sizes_are_shown_in_the_largest_unit_that_fits() -> None:
     assert [format_size(n) for n in (0, 1023, 1536, 2**31)] == ["0B", "1023B", "1.5KiB", "2GiB"]
+
+
+def test_one_of_a_thing_is_told_in_the_singular() -> None:
+    told = [counted(1, "job"), counted(2, "job"), counted(0, "job"), counted(1.0, "core"), counted(0.5, "core")]
+    assert told == ["1 job", "2 jobs", "0 jobs", "1 core", "0.5 cores"]
+    assert [counted("1..4", "instance"), counted(2, "process", "processes")] == ["1..4 instances", "2 processes"]
 
 
 def test_pretend_nodes_have_racks_nodes_and_devices_on_one_host() -> None:

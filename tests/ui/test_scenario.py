@@ -99,7 +99,7 @@ def test_a_job_is_submitted_watched_killed_healed_and_its_neighbours_explained(
         page.get_by_role("link", name="Nodes").click()
         page.get_by_role("link", name=re.compile(f"^{node}, healthy; 2 of 4 devices held; by pair-1")).click()
         press(page, "Drain")
-        expect(page.get_by_text("touches 1 jobs")).to_be_visible()
+        expect(page.get_by_text("touches 1 job")).to_be_visible()
         press(page, "Drain it now")
         expect(page.locator(".head .state")).to_contain_text("drained")
 

@@ -11,6 +11,7 @@ from rota.job.core.sizing import is_world, world_of
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.resources import counted
 
 PRIORITY_MIN, PRIORITY_MAX = -1, 100
 RETRY_MAX = 1000
@@ -78,7 +79,9 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
         raise unknown(f"{spec.name} has no role {name!r}", name, [one.name for one in spec.roles], "roles")
     if n > role.replicas_max > role.replicas_min:
         hint = f"submit it with replicas: {{min: {role.replicas_min}, max: {n}}}"
-        raise BadInput(f"{name}={n}: {name} has at most {role.replicas_max} instances (replicas.max)", hint=hint)
+        raise BadInput(
+            f"{name}={n}: {name} has at most {counted(role.replicas_max, 'instance')} (replicas.max)", hint=hint
+        )
     if is_world(role):
         if n < role.replicas_min or world_of(replace(role, replicas_max=max(n, role.replicas_max)), n) != n:
             rule = "a multiple of its fixed axes that divides the global batch"

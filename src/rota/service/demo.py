@@ -21,6 +21,7 @@ from rota.service.client import Client
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import BadInput, RotaError, TimedOut
 from rota.spec.ids import JobId
+from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 PRETEND = "3x4x8"
@@ -176,8 +177,8 @@ def _fill_queue(client: Client, say: Say) -> tuple[str, list[Document]]:
     for name, instances, gpus in (("pretrain", 12, 8), ("sweep", 89, 1)):
         other: str = client.run(_sleeper(name, instances, gpus)).id
         found = _explained(client, other)
-        waiting.append({"job": other, "asks": f"{instances} x {gpus} devices", "why": found})
-        say(f"{other} waits ({instances} x {gpus} devices): {found}")
+        waiting.append({"job": other, "asks": f"{instances} x {counted(gpus, 'device')}", "why": found})
+        say(f"{other} waits ({instances} x {counted(gpus, 'device')}): {found}")
     return holder, waiting
 
 

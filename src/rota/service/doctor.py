@@ -23,7 +23,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import RunFolder
 from rota.service.config import Settings
 from rota.service.daemon import find_service, holder_of
-from rota.spec.resources import CORES_LABEL
+from rota.spec.resources import CORES_LABEL, counted
 
 PYTHON_MIN = (3, 11)
 RAY_TESTED = "2.60"
@@ -108,9 +108,9 @@ def _registry(settings: Settings) -> Iterator[Finding]:
 def _machine(settings: Settings) -> Iterator[Finding]:
     node = local_node()
     kinds = sorted({device.type for device in node.devices})
-    devices = f"{len(node.devices)} devices ({', '.join(kinds)})" if node.devices else "no devices"
+    devices = f"{counted(len(node.devices), 'device')} ({', '.join(kinds)})" if node.devices else "no devices"
     own = dict(node.labels).get(CORES_LABEL, "")
-    cores = f"{own} cores, shared in time by up to {node.cpus:g}" if own else f"{node.cpus:g} cores"
+    cores = f"{counted(own, 'core')}, shared in time by up to {node.cpus:g}" if own else counted(node.cpus, "core")
     yield _ok("machine", f"{cores}, {node.memory_bytes / 2**30:.1f} GiB, {devices}")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN:

@@ -13,6 +13,7 @@ from rota.runtime.devices import local_node
 from rota.service.plans import find_hardware, load_plan
 from rota.spec.errors import BadInput, Infeasible, TimedOut
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
+from rota.spec.resources import counted
 from rota.train.plan.exchange import model_from_json
 from rota.train.plan.explain import summary
 from rota.train.plan.hardware import A100_80G_DGX, SHIPPED, Hardware, cpu_ranks
@@ -70,10 +71,10 @@ def _read(role: RoleSpec, workdir: str) -> SizedPlan:
     given = (role.replicas_min, role.replicas_max)
     if world % local or (given != (1, 1) and not given[0] <= size <= given[1]):
         raise BadInput(
-            f"{role.plan} is for {world} ranks, the role has {given[0]} to {given[1]} instances of {local}",
+            f"{role.plan} is for {counted(world, 'rank')}, the role has {given[0]} to {given[1]} instances of {local}",
             hint="leave replicas out, or search a plan for that many ranks",
         )
-    return SizedPlan(replicas=size, plan=plan.to_json(), why=f"{role.plan}, for {world} ranks")
+    return SizedPlan(replicas=size, plan=plan.to_json(), why=f"{role.plan}, for {counted(world, 'rank')}")
 
 
 def _searched(role: RoleSpec, workdir: str, limit: _Limit) -> tuple[SizedPlan, ...]:

@@ -23,7 +23,7 @@ from rota.service.fieldkinds import (
 from rota.service.yamltree import Node, Sink
 from rota.spec.gang import CellLevel, Share
 from rota.spec.job import EdgeKind, Fail, Restart, StaleBy, StreamSpec
-from rota.spec.resources import parse_duration
+from rota.spec.resources import counted, parse_duration
 
 
 class Limit:
@@ -37,8 +37,8 @@ class Limit:
         if node.kind != "scalar" or not re.fullmatch(r"\s*\d{1,9}\s*", count):
             return refuse(node, loc, sink, "failures/window, for example 3/10m")
         if not slash:
-            hint = f"{count}/10m heals {count} failures within 10 minutes there; the next one goes to `then`"
-            sink.add(node, loc, f"{count} failures within which time?", hint=hint, code="BAD_UNIT")
+            hint = f"{count}/10m heals {counted(count, 'failure')} within 10 minutes there; the next one goes to `then`"
+            sink.add(node, loc, f"{counted(count, 'failure')} within which time?", hint=hint, code="BAD_UNIT")
             return BAD
         try:
             seconds = parse_duration(window)

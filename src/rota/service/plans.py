@@ -15,6 +15,7 @@ from rota.runtime.clock import SystemClock
 from rota.runtime.process import output_of
 from rota.spec import codec
 from rota.spec.errors import BadInput, RotaError
+from rota.spec.resources import counted
 from rota.train.plan.exchange import model_from_json
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
@@ -123,7 +124,7 @@ def _closest(question: Question) -> dict[str, Any]:
             return {
                 "closest": closest,
                 "smallest_gpus": gpus,
-                "helps": [f"{gpus} devices", "a device with more memory"],
+                "helps": [counted(gpus, "device"), "a device with more memory"],
             }
         gpus *= 2
     return {"closest": closest, "smallest_gpus": None, "helps": ["a device with more memory"]}
@@ -132,7 +133,9 @@ def _closest(question: Question) -> dict[str, Any]:
 def _no_setting(question: Question) -> dict[str, Any]:
     """Why there is no setting at all, whatever the memory: the nearest batches, or the pins, that would make one."""
     pinned = ",".join(f"{name}={value}" for name, value in question.pins.items())
-    cause = f"no plan takes {question.batch} sequences on {question.gpus} devices" + (pinned and f" with {pinned}")
+    cause = f"no plan takes {counted(question.batch, 'sequence')} on {counted(question.gpus, 'device')}" + (
+        pinned and f" with {pinned}"
+    )
     near = (range(question.batch + way, question.batch + way * BATCHES_TRIED_MAX, way) for way in (1, -1))
     batches = [next((one for one in side if _has_setting(replace(question, batch=one))), None) for side in near]
     others = {name: {key: value for key, value in question.pins.items() if key != name} for name in question.pins}

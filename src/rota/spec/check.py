@@ -129,7 +129,7 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
     yield from _check_plan(at, role)
     degrade = role.fail.degrade
     if degrade is not None and not 1 <= degrade <= low:
-        message = f"{degrade} is not between 1 and the {low} instances that start"
+        message = f"{degrade} is not between 1 and {low}, the instances that start"
         yield Finding(path=(*at, "fail", "degrade"), message=message, code="OUT_OF_RANGE")
     if "none" in role.fail.state and len(role.fail.state) > 1:
         message = "'none' stands alone: state comes back from nowhere or from somewhere"

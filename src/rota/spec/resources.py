@@ -44,6 +44,12 @@ def parse_duration(text: str) -> float:
     return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
 
 
+def counted(count: float | str, noun: str, many: str = "") -> str:
+    """``1 job``, ``2 jobs``, ``1..4 instances``: how many of a thing; ``many`` where its plural has more than an s."""
+    text = f"{count:g}" if isinstance(count, float) else str(count)
+    return f"{text} {noun if text == '1' else many or f'{noun}s'}"
+
+
 def format_size(size_bytes: int) -> str:
     """The largest binary unit that keeps at most three digits before the point: ``1.5GiB``."""
     value = float(size_bytes)

@@ -80,7 +80,8 @@ function Use({ node }: { node: NodeDocument }) {
       {plan && (
         <div role="status" className="plan">
           <p>
-            {plan.action === "drain" ? "Draining" : "Cordoning"} {plan.node} touches {plan.jobs.length} jobs.
+            {plan.action === "drain" ? "Draining" : "Cordoning"} {plan.node} touches {plan.jobs.length}{" "}
+            {plan.jobs.length === 1 ? "job" : "jobs"}.
           </p>
           <ul>
             {plan.jobs.map((one) => (

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.spec.resources import counted
 
 
 def demo(
@@ -31,6 +32,6 @@ def demo(
     outcome = play(out, terminal.note if terminal.json else terminal.line, keep=keep)
     for problem in outcome.problems:
         terminal.note(f"problem: {problem}")
-    verdict = "all kills healed" if not outcome.problems else f"{len(outcome.problems)} problems"
+    verdict = "all kills healed" if not outcome.problems else counted(len(outcome.problems), "problem")
     terminal.show(document(outcome), lambda term: term.line(f"{verdict}; the whole demo took {outcome.seconds} s"))
     return 0 if not outcome.problems else 1

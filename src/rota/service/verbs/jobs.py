@@ -11,6 +11,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
+from rota.spec.resources import counted
 
 SORTS = ("submitted", "name", "state", "priority", "queue")
 
@@ -209,7 +210,7 @@ def stop(
             if not fits:
                 raise UnknownName(f"no live job has {', '.join(label)}", hint="see: rota ps -l K=V")
             ids += fits
-            confirm(f"stop {len(ids)} jobs ({shortened(ids)})?", yes=yes)
+            confirm(f"stop {counted(len(ids), 'job')} ({shortened(ids)})?", yes=yes)
         if not ids:
             raise BadInput("which job?", hint="rota stop JOB, or -l K=V; 'rota ps' lists them")
         for one in ids:

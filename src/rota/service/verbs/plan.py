@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.spec.resources import counted
 
 NOTHING_FITS = 4
 BAR_WIDTH = 30
@@ -209,7 +210,7 @@ def show(file: Path, *, flags: Flags = DEFAULT_FLAGS) -> int:
         )
     for layer in raw["layers"]:
         terminal.line(
-            f"  {layer['count']} layers: tp {layer['tp']}, sp {layer['sp']}, zero {layer['zero']}, "
+            f"  {counted(layer['count'], 'layer')}: tp {layer['tp']}, sp {layer['sp']}, zero {layer['zero']}, "
             f"recompute {layer['recompute']}, offload {layer['offload']}"
         )
     return 0

@@ -11,8 +11,9 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.jobs import state_text, stream_table
-from rota.service.verbs.words import age, amount, clock_time, lasting, promise, replicas, shortened
+from rota.service.verbs.words import age, clock_time, lasting, promise, replicas, shortened
 from rota.spec.errors import BadInput
+from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 OBSERVED = ("source", "target", "kind", "what", "n", "failed", "waited_s", "bytes")
@@ -38,7 +39,7 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("job", f"{doc['job']}  {state_text(doc)}"),
             ("why", f"{why['code']}: {why['text']}" if why else ""),
             ("queue", f"{queue['path']}: {_used(queue)} used{_limits(queue)}"),
-            ("ahead", f"{ahead['jobs']} jobs, {amount(ahead['gpus'])} devices" if doc["waiting"] else ""),
+            ("ahead", f"{counted(ahead['jobs'], 'job')}, {counted(ahead['gpus'], 'device')}" if doc["waiting"] else ""),
             ("estimate", estimate_text(doc.get("estimate"))),
             ("placed on", shortened(placement.get("nodes", []), 8)),
         ]
@@ -58,8 +59,8 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def _used(queue: Mapping[str, Any]) -> str:
-    cores = f"{amount(queue['used_cpus'])} cpus"
-    return f"{amount(queue['used'])} devices, {cores}" if queue["used"] or not queue["used_cpus"] else cores
+    cores = counted(queue["used_cpus"], "cpu")
+    return f"{counted(queue['used'], 'device')}, {cores}" if queue["used"] or not queue["used_cpus"] else cores
 
 
 def _limits(queue: Mapping[str, Any]) -> str:
@@ -78,7 +79,7 @@ def estimate_text(estimate: Mapping[str, Any] | None) -> str:
 
 def _blocker(row: Mapping[str, Any]) -> str:
     ends = f", ends {clock_time(row['ends'])}" if row.get("ends") else ""
-    return f"{row['job']}: {amount(row['gpus'])} devices, {amount(row.get('cpus'))} cores{ends}"
+    return f"{row['job']}: {counted(row['gpus'], 'device')}, {counted(row.get('cpus') or 0, 'core')}{ends}"
 
 
 def _change(row: Mapping[str, Any]) -> str:

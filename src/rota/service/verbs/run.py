@@ -16,6 +16,7 @@ from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s, amount, replicas, resources, shortened
 from rota.spec.check import SIZES_HINT
 from rota.spec.errors import BadInput, JobFileError, NotReachable
+from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def _check(terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
     most = {"replicas": counts["instances"], "replicas_max": sum(role.replicas_max for role in spec.roles)}
-    words = f"{counts['roles']} roles, {replicas(most)} instances"
+    words = f"{counted(counts['roles'], 'role')}, {counted(replicas(most), 'instance')}"
     terminal.show(document, lambda term: term.line(f"{body['filename']}: {spec.name} is valid, {words}"))
     return 0
 
@@ -240,7 +241,7 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
             term.line(f"{role['name']} stays at {less}, never {most}: {role['fixed_size']}; {SIZES_HINT}")
         for plan in role["plans"]:
             term.line(f"plan of {plan['replicas']} {role['name']}: {plan['why']}")
-    gangs = [f"{gang['gang']} ({len(gang['bundles'])} slots)" for gang in report["gangs"]]
+    gangs = [f"{gang['gang']} ({counted(len(gang['bundles']), 'slot')})" for gang in report["gangs"]]
     term.line(f"gangs: {', '.join(gangs)}")
 
 
@@ -281,7 +282,7 @@ def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) ->
         return
     healed = document.get("failovers") or 0
     ran = f" after {amount(round(document.get('run_s') or 0, 1))} s"
-    extra = f", {healed} failures healed" if healed and document["state"] == JobState.SUCCEEDED else ""
+    extra = f", {counted(healed, 'failure')} healed" if healed and document["state"] == JobState.SUCCEEDED else ""
     terminal.note(f"{document['id']} {document['state']}{ran}{extra}: {document.get('text') or ''}")
     if document.get("output"):
         terminal.note(f"output: {document['output']}")

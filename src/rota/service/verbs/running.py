@@ -11,6 +11,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import ago_s
 from rota.spec.errors import BadInput, RotaError
+from rota.spec.resources import counted
 
 EXEC_FAILED = 125
 """As of other tools that run a command for somebody: it is theirs, not of the command."""
@@ -69,9 +70,8 @@ def scale(
     with flags.client() as client:
         document = client.scale(job, name, n)
     now = next(one for one in document["roles"] if one["name"] == name)
-    told = (
-        f"{document['id']} {document['state']}: {name} shall have {now['replicas']} instances, {now['ready']} are ready"
-    )
+    shall = f"{name} shall have {counted(now['replicas'], 'instance')}, {now['ready']} ready"
+    told = f"{document['id']} {document['state']}: {shall}"
     terminal.show(document, lambda term: term.line(told))
     return 0
 

@@ -12,6 +12,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import age
 from rota.spec.errors import BadInput, Conflict, NotReachable
+from rota.spec.resources import counted
 
 if TYPE_CHECKING:
     from rota.service.config import Settings
@@ -196,9 +197,13 @@ def backup(
     from rota.service.backup import back_up
 
     document = back_up(flags.settings(), out, jobs=not no_jobs)
-    text = f"{document['file']}: {document['records']} records, {document['files']} files"
+    text = f"{document['file']}: {_kept(document)}"
     flags.terminal().show(document, lambda term: term.line(text))
     return 0
+
+
+def _kept(document: Mapping[str, Any]) -> str:
+    return f"{counted(document['records'], 'record')}, {counted(document['files'], 'file')}"
 
 
 def restore(
@@ -216,7 +221,7 @@ def restore(
     from rota.service.backup import restore as fill
 
     document = fill(flags.settings(db_url=db), source)
-    text = f"{document['home']}: {document['records']} records, {document['files']} files; start it: rota up"
+    text = f"{document['home']}: {_kept(document)}; start it: rota up"
     flags.terminal().show(document, lambda term: term.line(text))
     return 0
 

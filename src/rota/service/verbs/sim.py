@@ -12,6 +12,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import amount, lasting
 from rota.spec.errors import BadInput
+from rota.spec.resources import counted
 
 TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_s, gpus, vc.")]
 VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
@@ -162,7 +163,7 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.pairs(
         [
             ("trace", f"{doc['trace']} under {doc['profile']}, scale {amount(doc['scale'])}, seed {doc['seed']}"),
-            ("cluster", f"{doc['cluster']['nodes']} nodes, {doc['cluster']['gpus']} devices"),
+            ("cluster", f"{counted(doc['cluster']['nodes'], 'node')}, {counted(doc['cluster']['gpus'], 'device')}"),
             ("jobs", f"{summary['finished']} of {summary['jobs']} finished"),
             ("  left out", f"{summary['skipped']} of tenants without nodes" if summary["skipped"] else ""),
             ("makespan", lasting(summary["makespan_s"])),
@@ -202,7 +203,9 @@ def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.line(f"{doc['same']} of {doc['decisions']} decisions in {doc['records']} records are the same")
+    term.line(
+        f"{doc['same']} of {counted(doc['decisions'], 'decision')} the same, in {counted(doc['records'], 'record')}"
+    )
     for one in doc["different"]:
         term.line(f"{one['number']} {one['job']}: {one['recorded']['kind']}, here {[e['kind'] for e in one['here']]}")
 
@@ -242,7 +245,7 @@ def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:
 
 
 def _fill(term: Terminal, doc: Mapping[str, Any]) -> None:
-    term.line(f"{doc['policy']}, seed {doc['seed']}: {doc['nodes']} nodes, {doc['gpus']} devices")
+    term.line(f"{doc['policy']}, seed {doc['seed']}: {counted(doc['nodes'], 'node')}, {counted(doc['gpus'], 'device')}")
     term.line(f"{doc['arrived']} tasks, {doc['dropped']} dropped, {doc['tasks_per_s'] or 0:.0f} a second")
     shown = doc["allocation_percent"]
     term.table(["ASKED %", "GIVEN %"], [(asked, f"{given:.2f}") for asked, given in shown.items()])

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import amount, lasting, size
+from rota.spec.resources import counted
 
 NAMESPACE = Annotated[str, Parameter(name=["-n", "--namespace"], help="Namespace; default: the one of all jobs.")]
 
@@ -79,9 +80,8 @@ def stat(
 def _one(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.pairs((name, value) for name, value in doc.items() if name not in ("api", "kind", "versions"))
     for version in doc["versions"]:
-        term.line(
-            f"version {version['version']} {version['state']}: {size(version['bytes'])}, {version['leases']} leases"
-        )
+        leases = counted(version["leases"], "lease")
+        term.line(f"version {version['version']} {version['state']}: {size(version['bytes'])}, {leases}")
         for holder in version["holders"]:
             term.line(
                 "  held by " + ", ".join(f"{name} {value}" for name, value in holder.items() if value is not None)
@@ -154,7 +154,8 @@ def gc(
     terminal = flags.terminal()
     document = tensor_gc(namespace=namespace, dry_run=dry_run)
     would = "would give" if dry_run else "gave"
-    text = f"swept {document['swept']} dead clients, {would} {size(document['trimmed_bytes']) or 'nothing'} back"
+    given = size(document["trimmed_bytes"]) or "nothing"
+    text = f"swept {counted(document['swept'], 'dead client')}, {would} {given} back"
     terminal.show(document, lambda term: term.line(text))
     return 0
 
@@ -185,7 +186,7 @@ def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
         term.line(f"{one['rule']} {one['object']}: {one['detail']}{' (mended)' if one['repaired'] else ''}")
     if text := doc.get("text"):
         term.line(text)
-    term.line(f"{amount(doc['checked'])} checked, {len(doc['violations'])} violations")
+    term.line(f"{amount(doc['checked'])} checked, {counted(len(doc['violations']), 'violation')}")
 
 
 def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
@@ -199,7 +200,7 @@ def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
 
     terminal = flags.terminal()
     document = tensor_recover(namespace=namespace)
-    text = f"{document['names']} names, {document['leases']} leases in {document['seconds']} s"
+    text = f"{counted(document['names'], 'name')}, {counted(document['leases'], 'lease')} in {document['seconds']} s"
     terminal.show(document, lambda term: term.line(text))
     return 0
 
@@ -221,5 +222,5 @@ def door(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
         served.run()
     except KeyboardInterrupt:
         if not terminal.json:
-            terminal.line(f"{served.done} commands done, {served.refused} refused")
+            terminal.line(f"{counted(served.done, 'command')} done, {served.refused} refused")
     return 0

@@ -14,6 +14,7 @@ from rota.service.client import Client
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import ago_s, amount, lasting
+from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 JOBS_MAX = 50
@@ -140,7 +141,9 @@ def _summary(term: Terminal, doc: Mapping[str, Any]) -> None:
             ("idle", ", ".join(idle)),
             (
                 "written",
-                f"{doc['file']}: {doc['events']} events, open it at https://ui.perfetto.dev" if doc["file"] else "",
+                f"{doc['file']}: {counted(doc['events'], 'event')}, open it at https://ui.perfetto.dev"
+                if doc["file"]
+                else "",
             ),
         ]
     )

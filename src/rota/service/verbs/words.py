@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from rota.spec.errors import BadInput
-from rota.spec.resources import format_size, parse_duration
+from rota.spec.resources import counted, format_size, parse_duration
 
 
 def now() -> datetime:
@@ -58,7 +58,7 @@ def amount(value: float | None) -> str:
 
 def promise(gpus: float | None, cpus: float | None) -> str:
     """A guarantee or limit: devices, and cores by name; nothing where neither is stated."""
-    return ", ".join([amount(gpus)] * bool(gpus) + [f"{amount(cpus)} cpus"] * bool(cpus))
+    return ", ".join([amount(gpus)] * bool(gpus) + [counted(cpus or 0, "cpu")] * bool(cpus))
 
 
 def size(size_bytes: int | None) -> str:

@@ -12,7 +12,7 @@ from rota.service.views.jobs import API, when
 from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.ids import NodeId
-from rota.spec.resources import CORES_LABEL, Health, Node
+from rota.spec.resources import CORES_LABEL, Health, Node, counted
 from rota.spec.states import JobState
 
 
@@ -73,7 +73,7 @@ def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> d
 def _time_shared(node: Node) -> str:
     """Why there are more cores to ask for than the machine has, if so."""
     cores = dict(node.labels).get(CORES_LABEL, "")
-    return f"{cores} cores, shared in time by up to {node.cpus:g} that are asked" if cores else ""
+    return f"{counted(cores, 'core')}, shared in time by up to {node.cpus:g} that are asked" if cores else ""
 
 
 def heat_document(installation: Installation) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.spec.ids import JobId
 from rota.spec.reasons import INFO, Reason
+from rota.spec.resources import counted
 from rota.spec.states import InstanceState, JobState
 
 API = "rota/v1"
@@ -46,7 +47,8 @@ def phase(story: JobStory) -> str:
             return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(story)}"
         case JobState.STOPPING | JobState.PREEMPTING:
             left = sum(bool(one.now.doomed) for one in story.instances.values())
-            what = f"{left} processes are being stopped" if left else "its devices are being given back"
+            stopping = f"{counted(left, 'process', 'processes')} yet to stop"
+            what = stopping if left else "its devices are being given back"
             room_for = story.preempt.for_job if story.preempt is not None else ""
             return f"makes room for {room_for}: {what}" if room_for else what
         case JobState.RUNNING if story.commit is not None:
@@ -68,7 +70,7 @@ def _readiness(story: JobStory) -> str:
     """How many are ready, and the first of those that the rest waits for."""
     members = [one for one in story.instances.values() if one.now.active]
     behind = [one for one in members if not one.now.settled]
-    ready = f"{len(members) - len(behind)} of {len(members)} instances are ready"
+    ready = f"{len(members) - len(behind)} of {counted(len(members), 'instance')} ready"
     names = ", ".join(str(one.id) for one in behind[:3]) + (" ..." if len(behind) > 3 else "")
     return f"{ready}, waits for {names}" if behind else ready
 

@@ -1,4 +1,5 @@
 /** Times, durations, sizes and numbers as people read them; the exact value belongs in a title. */
+import type { Stated } from "./api/types";
 
 export function seconds(value: number | null | undefined): string {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -24,6 +25,13 @@ export function bytes(value: number): string {
 /** Four significant digits, no trailing zeros. */
 export function number(value: unknown): string {
   return typeof value === "number" ? String(Number(value.toPrecision(4))) : String(value);
+}
+
+/** A guarantee or limit: devices, and cores and memory by name. */
+export function stated(of: Stated | null): string {
+  if (of === null) return "–";
+  const cores = of.cpus && `${number(of.cpus)} ${of.cpus === 1 ? "cpu" : "cpus"}`;
+  return [of.gpus && number(of.gpus), cores, of.memory_bytes && bytes(of.memory_bytes)].filter(Boolean).join(", ") || "–";
 }
 
 /** Unix seconds or an ISO text as a date; null for what is neither. */

@@ -1,7 +1,7 @@
 /** The parts that compute: formats, differences, timelines, layouts, what is kept of a stream. */
 import { describe, expect, it } from "vitest";
 import type { EventRecord, FailureList, Graph, Job, LogLine, Queue } from "../src/api/types";
-import { bytes, hue, moment, number, seconds } from "../src/format";
+import { bytes, hue, moment, number, seconds, stated } from "../src/format";
 import { asLines, diffLines, hunks } from "../src/parts/diff";
 import { patchOf } from "../src/parts/ExplainCard";
 import { holdersOf, racksOf, sentenceOf } from "../src/parts/HeatMap";
@@ -18,6 +18,9 @@ describe("formats", () => {
   });
   it("shows sizes, numbers and moments", () => {
     expect([0, 1023, 1536, 80 * 2 ** 30].map(bytes)).toEqual(["0 B", "1023 B", "1.5 KiB", "80.0 GiB"]);
+    const nothing = { gpus: 0, cpus: 0, memory_bytes: 0 };
+    const asked = [null, nothing, { ...nothing, gpus: 2, cpus: 8 }, { ...nothing, cpus: 1, memory_bytes: 2 ** 32 }];
+    expect(asked.map(stated)).toEqual(["–", "–", "2, 8 cpus", "1 cpu, 4.0 GiB"]);
     expect([1 / 3, 2, "x"].map(number)).toEqual(["0.3333", "2", "x"]);
     expect(moment(0)?.toISOString()).toBe("1970-01-01T00:00:00.000Z");
     expect([moment("never"), moment(null)]).toEqual([null, null]);

@@ -232,12 +232,22 @@ export interface Heat {
   items: HeatNode[];
 }
 
+/** What a queue promises or allows; 0 is not stated. */
+export interface Stated {
+  gpus: number;
+  cpus: number;
+  memory_bytes: number;
+}
+
 export interface Queue {
   path: string;
   parent: string | null;
   state: string;
   weight: number;
   used_gpus: number;
+  guaranteed: Stated | null;
+  limit: Stated | null;
+  user_limit: Stated | null;
   guaranteed_gpus: number | null;
   limit_gpus: number | null;
   borrowed_gpus: number;

@@ -1,7 +1,7 @@
 /** The tree of queues: bar of what is used, hatched where borrowed, mark at the guarantee, end at the limit. */
 import type { CSSProperties } from "react";
 import type { Queue } from "../api/types";
-import { number } from "../format";
+import { number, stated } from "../format";
 import { Link } from "../router";
 import { State, When } from "./basics";
 
@@ -65,7 +65,7 @@ export function QueueTree({ queues, gpus }: { queues: Queue[]; gpus: number }) {
             <tr>
               <th scope="col">Queue</th>
               <th scope="col">Devices</th>
-              {["Used", "Guaranteed", "Limit", "Borrowed", "Weight", "Running", "Waiting", "Wanted"].map((name) => (
+              {["Used", "Guaranteed", "Limit", "A user", "Borrowed", "Weight", "Running", "Waiting", "Wanted"].map((name) => (
                 <th key={name} scope="col" className="number">
                   {name}
                 </th>
@@ -86,8 +86,8 @@ export function QueueTree({ queues, gpus }: { queues: Queue[]; gpus: number }) {
                     <QueueBar branch={branch} />
                   </td>
                   {[
-                    number(queue.used_gpus), queue.guaranteed_gpus ?? "–", queue.limit_gpus ?? "–", number(queue.borrowed_gpus), queue.weight,
-                    queue.running_jobs, queue.pending_jobs, number(queue.pending_gpus),
+                    number(queue.used_gpus), stated(queue.guaranteed), stated(queue.limit), stated(queue.user_limit),
+                    number(queue.borrowed_gpus), queue.weight, queue.running_jobs, queue.pending_jobs, number(queue.pending_gpus),
                   ].map((value, i) => (
                     <td key={i} className="number">
                       {value}

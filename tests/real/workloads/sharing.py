@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Sharer(rota.Workload):
 
     def _say(self, what: str) -> None:
         with self.path.open("a") as file:
-            file.write(f"{self.role} {what}\n")
+            file.write(f"{self.role} {os.getpid()} {what}\n")
 
     @rota.op
     def sleep(self) -> None:

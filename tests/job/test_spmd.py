@@ -179,7 +179,7 @@ def test_a_setup_command_that_is_cancelled_ends_with_all_it_started(tmp_path: Pa
         await asyncio.to_thread(gate.write_text, "go\ngo\n")
         await again
 
-    asyncio.run(asyncio.wait_for(main(), 20.0))
+    asyncio.run(asyncio.wait_for(main(), 60))
     assert ended.read_text() == "x\n"
 
 

@@ -29,7 +29,7 @@ BEAT = Beat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await work
 
     asyncio.run(limited())

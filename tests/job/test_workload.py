@@ -78,7 +78,7 @@ def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) 
         input=json.dumps(request),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     found = json.loads(shown.stdout)
     assert found["loop"]["interface"]["kind"] == "loop"
@@ -89,7 +89,7 @@ def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) 
 
 def test_importing_rota_loads_neither_torch_nor_ray() -> None:
     code = "import sys, rota; rota.op, rota.Job, rota.Shard, rota.Res; print({'torch', 'ray'} & set(sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert shown.stdout.strip() == "set()"
 
 

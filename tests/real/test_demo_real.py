@@ -25,7 +25,7 @@ def test_a_demonstration_that_is_stopped_leaves_nothing(how: signal.Signals, tmp
     home = re.search(r"home (\S+);", up)
     assert home is not None, up
     demo.send_signal(how)
-    told = demo.communicate(timeout=60)[0]
+    told = demo.communicate(timeout=200)[0]
     assert demo.returncode == (130 if how is signal.SIGINT else 128 + how), told
     lines = [one.info["cmdline"] or [] for one in psutil.process_iter(["cmdline"])]
     assert [words for words in lines if home[1] in " ".join(words)] == []

@@ -95,7 +95,7 @@ def left_in_plane(site: Installation) -> dict[str, Any]:
     found = {
         verb: json.loads(
             subprocess.run(
-                [*words, verb, "--json"], env=environment, capture_output=True, text=True, timeout=60, check=False
+                [*words, verb, "--json"], env=environment, capture_output=True, text=True, timeout=180, check=False
             ).stdout
         )
         for verb in ("ls", "gc", "fsck")

@@ -115,7 +115,7 @@ class Installation:
         identity = process.identify(pid)
         assert identity is not None
         os.kill(pid, signal.SIGKILL)
-        process.wait_gone([identity], 10)
+        process.wait_gone([identity], 60)
 
     def events(self, job: str) -> list[str]:
         return [event["kind"] for event in self.ask(f"/jobs/{job}/events")["items"]]
@@ -249,7 +249,7 @@ def test_a_running_job_that_is_stopped_ends_cancelled_and_its_processes_are_gone
     site.ask(f"/jobs/{job}:stop", {"grace_s": 2})
     ended = site.wait(job, lambda one: one["state"] == "CANCELLED", "cancelled")
     assert ended["reason"] == "STOPPED_BY_USER"
-    assert process.wait_gone(alive, 10) == ()
+    assert process.wait_gone(alive, 60) == ()
 
 
 def test_service_gateway_and_engine_killed_at_once_the_job_still_ends(site: Installation) -> None:
@@ -334,7 +334,7 @@ def test_the_service_runs_where_ray_and_torch_cannot_be_imported() -> None:
         assert site.ask("/status")["parts"]["engine"]["state"] == "off"
         assert site.ask(f"/jobs/{job}/explain")["placement"]["nodes"] == ["r0n0"]
         child.terminate()
-        assert child.wait(timeout=10) == 0
+        assert child.wait(timeout=60) == 0
     finally:
         child.kill()
         child.wait()

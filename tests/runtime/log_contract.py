@@ -130,7 +130,7 @@ class LogContract:
         start = threading.Barrier(8)
 
         def attempt(i: int) -> bool:
-            start.wait(timeout=10)
+            start.wait(timeout=60)
             try:
                 log.append([tick(str(i))], writer=me, job=A, expected_seq=0)
             except SeqConflict:

@@ -166,7 +166,7 @@ def kill_and_drain(writer: subprocess.Popen[str]) -> list[int]:
     writer.send_signal(signal.SIGKILL)
     assert writer.stdout is not None
     rest = writer.stdout.read()  # communicate() would pass over what readline() has read ahead
-    writer.wait(10)
+    writer.wait(60)
     return [int(line) for line in rest.splitlines()]
 
 

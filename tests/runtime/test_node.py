@@ -74,7 +74,7 @@ def test_a_spinning_process_is_seen_to_use_the_processor_and_a_dead_one_is_left_
     assert 0.05 < sample.cpus < 1.5
     assert sample.rss_bytes > 1 << 20
     spinner.kill()
-    process.wait_gone([own], 5.0)
+    process.wait_gone([own], 30.0)
     assert sampler.processes([own]) == ()
 
 
@@ -82,7 +82,7 @@ def test_stacks_name_the_function_a_process_is_in(spinner) -> None:
     assert "a_hot_loop" in stacks_of(identity(spinner))
     gone = identity(spinner)
     spinner.kill()
-    process.wait_gone([gone], 5.0)
+    process.wait_gone([gone], 30.0)
     with pytest.raises(ProcessLookupError):
         stacks_of(gone)
 

@@ -159,7 +159,7 @@ orphan = int(subprocess.check_output(["sh", "-c", "sleep 600 >/dev/null 2>&1 & e
 assert orphan in process.children_of(os.getpid()), "not adopted"
 identity = process.identify(orphan)
 process.send_signal(identity, 9)
-process.wait_gone([identity], 5)
+process.wait_gone([identity], 30)
 assert process.reap_adopted() == [orphan]
 assert process.start_time_of(orphan) is None
 """

@@ -94,7 +94,7 @@ def with_cli(home: Path, test: Test) -> None:
 
 
 async def reached(service: Standing, job: str, state: JobState) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await service.get(f"/jobs/{job}"))["state"] != state:
             await asyncio.sleep(0.02)
 
@@ -359,7 +359,7 @@ def test_waiting_gives_up_with_5_and_a_failed_job_with_1(tmp_path: Path) -> None
             state=JobState.FAILED, reason=Reason.EXIT_NONZERO, text="exit 1", role=RoleName("main"), rank=0
         )
         service.as_master("bad-1", failed)
-        done = await asyncio.wait_for(waiting, 20)
+        done = await asyncio.wait_for(waiting, 60)
         assert done.status == 1
         assert "bad-1 FAILED" in done.err and "first failure: main/0 EXIT_NONZERO: exit 1" in done.err
 
@@ -367,7 +367,7 @@ def test_waiting_gives_up_with_5_and_a_failed_job_with_1(tmp_path: Path) -> None
 
 
 async def reached_when_there(service: Standing, job: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not any(row["id"] == job for row in (await service.get("/jobs", all=True))["items"]):
             await asyncio.sleep(0.02)
     await reached(service, job, JobState.ADMITTED)
@@ -647,7 +647,7 @@ def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -671,7 +671,7 @@ def test_help_loads_nothing_heavy() -> None:
         "heavy={'torch','ray','fastapi','sqlalchemy','httpx','numpy','pydantic','ruamel.yaml'}\n"
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert done.stderr.strip() == "[]"
     assert done.stdout.index("Service") < done.stdout.index("Jobs") < done.stdout.index("Tools")
 

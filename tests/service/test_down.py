@@ -142,7 +142,7 @@ def test_a_second_down_still_says_what_is_left(
         assert (document["state"], document["still_running"]) == ("stuck", [stubborn.pid])
         assert "is left of: kept-1" in document["text"]
     there.remove("kept-1")
-    assert (daemon.down(settings, force=True)["state"], stubborn.wait(5), gateway.wait(5)) == ("down", -9, -9)
+    assert (daemon.down(settings, force=True)["state"], stubborn.wait(30), gateway.wait(30)) == ("down", -9, -9)
     assert daemon.down(settings, force=True)["ended"] == []
 
 

@@ -33,7 +33,7 @@ class Plays:
         self.gate.set()
 
         def counted(forecast: Forecast, clock: Clock, aside: Callable[[], None]) -> Estimates:
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
             made = real(forecast, clock, aside)
             self.n += 1
             return made
@@ -123,7 +123,7 @@ def test_a_change_is_played_before_anybody_asks(tmp_path: Path, monkeypatch: pyt
             await service.submit(JOB)
         await service.until("hello-2", JobState.QUEUED)
         made = service.doors.forecasts
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while made._made_of != made._now_of():
                 await asyncio.sleep(0.01)
         played = plays.n
@@ -175,7 +175,7 @@ def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeyp
 
     async def main() -> None:
         serving = asyncio.create_task(serve.serve(settings, listener))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (parts and parts[0].ready):
                 await asyncio.sleep(0.005)
         parts[0].forecasts._play()

@@ -45,7 +45,7 @@ def on_a_small_disk(folder: Path, *words: str, size: str, **env: str) -> subproc
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", shell, str(folder), *words]
     if subprocess.run([*command[:7], "true"], capture_output=True).returncode:
         pytest.skip("this kernel lets nobody mount a file system of memory")
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, **env})
 
 
 def test_a_log_on_a_full_disk_says_so_keeps_all_it_acknowledged_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

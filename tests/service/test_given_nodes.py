@@ -86,7 +86,7 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
         engine = SlowEngine()
         monkeypatch.setattr(assembly, "make_engine", lambda *_: engine)
         serving = asyncio.create_task(serve.serve(settings, listener))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (parts and parts[0].ready):
                 await asyncio.sleep(0.005)
             loop = parts[0].loop

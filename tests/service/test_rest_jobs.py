@@ -423,7 +423,7 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
         ctx = service.doors.loop.installation.find(job).ctx
         for emit in ask_emits(ctx):
             await service.seen(service.as_master(job, emit.event))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not any(ask.state == "granted" for ask in service.doors.loop.installation.find(job).ctx.asks):
                 await asyncio.sleep(0.01)
         placed = await service.get(f"/jobs/{job}/placement")

@@ -89,7 +89,7 @@ def test_what_an_ended_or_unknown_job_left_in_the_engine_is_swept_and_a_live_job
         await service.submit(HELLO.replace("hello", "other"))
         await service.until_asked("other-1")
         await service.seen(service.as_master("other-1", FAILED))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "other-1" not in service.engine.swept:
                 await asyncio.sleep(0.005)
         assert "hello-1" not in service.engine.swept
@@ -99,7 +99,7 @@ def test_what_an_ended_or_unknown_job_left_in_the_engine_is_swept_and_a_live_job
     leftover = PlayedEngine(alive={JobId("ghost-1"), JobId("hello-1")})
 
     async def again(service: Standing) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while "ghost-1" not in service.engine.swept:
                 await asyncio.sleep(0.005)
         assert service.engine.swept == ["ghost-1"]
@@ -154,13 +154,13 @@ class VolatileEngine(PlayedEngine):
 def test_an_engine_whose_state_is_not_durable_is_told_in_status_and_in_the_log(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await admitted(service)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (await service.get("/status"))["warnings"]:
                 await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
         assert "engine state is not durable" in (await service.get("/status"))["warnings"][0]
         service.engine.generation += 1
         await service.until_asked("hello-1", 2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (await service.get("/events", type="EngineLost"))["items"]:
                 await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
 
@@ -203,7 +203,7 @@ def test_work_that_failed_unforeseen_is_begun_again_and_not_at_once(
 
     async def test(service: Standing) -> None:
         await service.submit()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not is_done(engine):
                 await asyncio.sleep(0.005)
         assert len(engine.failed_at) == 3, "done only after every one of the faults"

@@ -21,7 +21,7 @@ def test_a_reader_that_had_its_fill_ends_a_verb_with_status_0(closed: str, words
     read, write = os.pipe()
     os.close(read)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, closed: write}
-    done = subprocess.run([sys.executable, "-m", "rota", *words], check=False, timeout=60, **streams)
+    done = subprocess.run([sys.executable, "-m", "rota", *words], check=False, timeout=180, **streams)
     os.close(write)
     assert (done.returncode, done.stdout or b"", done.stderr or b"") == (status, b"", b"")
 

@@ -47,7 +47,7 @@ def test_all_bytes_of_tensors_of_any_size_arrive(threads: int) -> None:
 
 
 def test_a_large_copy_is_shared_and_a_small_one_is_not() -> None:
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
     seen: dict[threading.Thread, int] = {}
 
     def first_of_each(thread: threading.Thread) -> None:
@@ -67,7 +67,7 @@ def test_what_a_thread_raises_is_raised_by_the_copy() -> None:
 
     def fail_elsewhere(thread: threading.Thread) -> None:
         if thread is here:
-            assert raised.wait(10)
+            assert raised.wait(60)
         else:
             raised.set()
             raise MemoryError("no slice")
@@ -82,11 +82,11 @@ def test_an_interrupt_waits_for_those_who_still_write() -> None:
 
     def interrupt(thread: threading.Thread) -> None:
         if thread is here:
-            assert begun.wait(10)
+            assert begun.wait(60)
             interrupted.set()
             raise KeyboardInterrupt
         begun.set()
-        assert interrupted.wait(10)
+        assert interrupted.wait(60)
         random_bytes(MIB)
         ended.append(thread)
 

@@ -163,7 +163,7 @@ def test_workers_killed_in_the_middle_of_an_epoch_lose_and_repeat_no_sample(tmp_
             time.sleep(0.01)
         process, epoch = crew[victim]
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         crew[victim] = (start(victim, epoch + 1), epoch + 1)
     for process, _ in crew.values():
         assert process.wait(60) == 0

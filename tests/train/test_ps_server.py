@@ -66,7 +66,7 @@ def gradient(worker: int, clock: int, weights: Any) -> Any:
 def test_sync_servers_equal_one_process_with_the_mean_gradient() -> None:
     torch = pytest.importorskip("torch")
     start = np.linspace(-1, 1, 11).astype(np.float32)
-    joined = threading.Barrier(3, timeout=30)
+    joined = threading.Barrier(3, timeout=90)
 
     def work(worker: int) -> Any:
         client = PsClient(addresses, worker, token="s")

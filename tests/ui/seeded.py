@@ -132,7 +132,7 @@ def seeded(home: Path, *, pretend: str = "2x2x8") -> Iterator[Seeded]:
 
     thread = threading.Thread(target=run, name="seeded")
     thread.start()
-    ready.wait(60)
+    ready.wait(180)
     try:
         if not box:
             raise RuntimeError("the service did not start") from (broken[0] if broken else None)

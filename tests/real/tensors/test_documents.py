@@ -74,7 +74,7 @@ def test_a_watch_tells_every_publish_in_order_and_resumes(plane: Plane) -> None:
             plane.put("a/x", np.zeros(2), step=step)
             plane.put("b/x", np.zeros(2), step=step)
         plane.delete("a/x")
-        assert done.wait(10)
+        assert done.wait(60)
     published = [(event.name, event.step) for event in seen if event.kind == "published"]
     assert published == [("a/x", 0), ("a/x", 1), ("a/x", 2)]
     with plane.watch("a/", after=seen[0].id) as again:

@@ -71,7 +71,7 @@ def test_a_c_program_creates_gets_and_deletes(plane: Plane, door: Door, tmp_path
 
     def run(op: str) -> subprocess.CompletedProcess[str]:
         command = [binary, plane.address.path, op, "c/x"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     assert run("create").returncode == 0
     view = plane.get("c/x", as_="numpy")

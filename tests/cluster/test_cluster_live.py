@@ -263,6 +263,7 @@ def test_a_user_at_the_limit_of_a_queue_holds_up_nobody_else_in_it() -> None:
     assert answer is not None
     offer = next(one["change"] for one in answer.would_start_now_with if "user" in one["text"])
     assert offer == {"set": "queues.team.user_limit.gpus", "value": 4.0}
+    assert not [one for one in answer.would_start_now_with if one["change"]["value"] == 0], "a job needs some of it"
     short = log.scheduler.infeasible(spec("x", 2, 2, queue="team/a"))
     assert (
         short is not None and short.text == "the job asks 4 gpus in all; there is a limit of 3 gpus for a user of team"
@@ -393,6 +394,8 @@ def test_jobs_on_a_drained_node_are_told_once_by_when_to_leave_it_and_that_they_
     home = log.scheduler.state.nodes[log.scheduler.state.jobs[JobId("here")].held[0].node].id
     log.add(NodeMarked(node=home, health=Health.DRAINED), at=2.0)
     assert log.decide(2.0) == [], "a cordon moves nobody"
+    log.add(NodeMarked(node=home, health=Health.CORDONED), at=2.0)
+    assert log.decide(2.0) == []
     log.add(NodeMarked(node=home, health=Health.DRAINED, notice_s=60.0), at=3.0)
     for due_at in (63.0, None):
         assert log.decide(4.0) == [(JobId("here"), MoveAsked(node=home, due_at=due_at))]
@@ -452,3 +455,20 @@ def test_a_job_that_lost_a_node_gets_the_spare_that_nobody_else_gets() -> None:
     log.add(GangAsked(request=replace(request, gang=GangId("more")), avoid=(NodeId("r0n0"),)), "runs", 4.0)
     granted = [event for _, event in log.decide(5.0) if isinstance(event, GangGranted)]
     assert [slot.node for event in granted for slot in event.bundles] == ["r0n1"]
+
+
+def test_who_made_room_for_another_cools_down_and_who_was_paused_may_go_on_at_once() -> None:
+    log = with_nodes()
+    log.scheduler.profile = replace(log.scheduler.profile, cool_down_s=100.0)
+    for at, (name, reason) in enumerate((("paused", Reason.PAUSED), ("moved", Reason.PREEMPTED_PRIORITY))):
+        log.submit(name, 1, 4, at=at)
+        log.decide(10.0)
+        log.add(PreemptAsked(reason=reason, grace_s=1.0), name, 20.0)
+        log.add(JobRequeued(attempt=1, reason=reason), name, 30.0)
+        log.add(JobQueued(), name, 40.0)
+        found = dict(log.decide(50.0))
+        assert isinstance(found[JobId(name)], JobAdmitted if name == "paused" else JobWaits)
+    assert isinstance(wait := found[JobId("moved")], JobWaits) and (wait.reason, wait.fields) == (
+        Reason.COOL_DOWN,
+        {"until": 130.0},
+    )

@@ -22,6 +22,7 @@ from rota.cluster.core.rows import Held, JobRow
 from rota.cluster.core.snapshot import TENANT_LABEL, State
 from rota.cluster.core.turns import place_in_order
 from rota.cluster.core.txn import Txn
+from rota.cluster.policies.default import LeastCost
 from rota.cluster.policies.fifo import Fit
 from rota.cluster.policies.las import ROUND_S, las
 from rota.cluster.policies.profiles import PROFILES, get_profile
@@ -402,3 +403,34 @@ def test_the_room_that_jobs_give_back_is_counted_as_placing_finds_it(seed: int) 
         too_few = Rooms(s, row.ask.shape).too_few(order)
         first = fits.index(True) if True in fits else len(order)
         assert too_few <= first if shares or gpus < 1 else too_few == first
+
+
+def test_what_is_held_beside_a_job_stops_with_it_and_takes_no_place_before_who_asks() -> None:
+    s, profile = state(node("n"), node("m")), get_profile("las")
+    step(s, JobArrived(ask=ask("long", slot(4))), profile, 0.0)
+    step(s, JobArrived(ask=ask("long~more", slot(4), part_of=JobId("long"))), profile, 8000.0)
+    wide = ask("wide", slot(4), slot(4), at=8001)
+    stops = [d for d in step(s, JobArrived(ask=wide), profile, 8001.0) if isinstance(d, Preempt)]
+    assert {d.for_job for d in stops} == {"wide"} and "long" in {d.job for d in stops}
+
+
+def test_a_reservation_is_not_on_a_node_that_its_job_avoids() -> None:
+    s, profile = state(node("n"), node("m")), get_profile("default")
+    for job in (ask("short", slot(3), est_s=5.0), ask("long", slot(4), est_s=50.0)):
+        step(s, JobArrived(ask=job), profile, 0.0)
+    home = s.nodes[s.jobs[JobId("short")].held[0].node].id
+    step(s, JobArrived(ask=ask("big", slot(4), at=1, avoid=(home,))), profile, 1.0)
+    step(s, JobArrived(ask=ask("fits", at=2, est_s=20.0)), profile, 2.0)
+    assert s.jobs[JobId("fits")].phase == "running", "what is free there is not kept for who may not have it"
+
+
+def test_two_rules_of_least_cost_in_one_pass_each_see_whom_they_may_stop() -> None:
+    s, placer = state(node("n")), get_profile("default").placer
+    step(s, JobArrived(ask=ask("low", slot(4), priority=10)), get_profile("default"), 0.0)
+    high = JobRow(ask=ask("high", slot(4), priority=90))
+    with s.txn() as txn:
+        found = [
+            LeastCost(restart_s=restart_s, min_runtime_s=least_s).victims(s, txn, high, placer, 10.0)
+            for restart_s, least_s in ((60.0, 0.0), (60.0, 20.0), (5.0, 0.0))
+        ]
+    assert [one and [victim.lost_gpu_s for victim in one] for one in found] == [[280.0], None, [60.0]]

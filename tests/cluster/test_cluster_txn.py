@@ -8,8 +8,13 @@ from cluster_makers import ask, node, state
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rota.cluster.core.check import violations
+from rota.cluster.core.facts import JobArrived, JobHolds, apply
 from rota.cluster.core.rows import Held, JobRow
 from rota.cluster.core.txn import Txn
+from rota.spec.ids import JobId
+from rota.spec.queue import Queue
+from rota.spec.resources import Res
 
 WRITES = st.recursive(
     st.tuples(st.sampled_from(["set", "slice", "put", "drop"]), st.integers(0, 4), st.integers(-9, 9)),
@@ -81,3 +86,20 @@ def test_jobs_that_come_and_go_on_trial_leave_the_digest_of_the_state(moves: lis
             if leaves:
                 s.drop(txn, job.id)
     assert s.digest() == before
+
+
+def test_use_by_user_and_the_parts_of_jobs_are_in_the_digest_and_are_checked() -> None:
+    s = state(node("a"), queues=(Queue(path="default", user_limit=Res(cpus=0, gpus=4)),))
+    for row, job in enumerate((ask("whole", user="ann"), ask("part", user="ann", part_of=JobId("whole")))):
+        apply(s, JobArrived(ask=job), 0.0)
+        apply(s, JobHolds(job=job.id, held=(Held(0, (row,), 0, 0, 0),)), 1.0)
+    assert violations(s) == []
+    before, used = s.digest(), s.used_by[0, "ann"]
+    with s.txn() as txn:
+        s.drop(txn, JobId("part"))
+    assert s.digest() == before
+    s.used_by[0, "ann"] = used + 1
+    assert violations(s) == ["the use of ann in default is not the sum of the jobs of ann"] and s.digest() != before
+    s.used_by[0, "ann"] = used
+    del s.parts[JobId("whole")]
+    assert violations(s) == ["the parts of a job are not those that say they belong to it"] and s.digest() != before

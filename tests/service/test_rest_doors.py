@@ -213,6 +213,8 @@ def test_a_drained_node_gets_no_new_work_until_it_is_undrained(tmp_path: Path) -
         for action, effect in (("cordon", "new work goes elsewhere"), ("uncordon", "new work may come here again")):
             (row,) = (await service.http.post(f"/api/v1/nodes/r0n0:{action}")).json()["jobs"]
             assert row["job"] == "hello-3" and row["effect"].endswith(effect)
+            state = {one["id"]: one["state"] for one in (await service.get("/nodes"))["items"]}["r0n0"]
+            assert state == {"cordon": "cordoned", "uncordon": "healthy"}[action]
 
     with_service(tmp_path, test)
 
@@ -235,6 +237,23 @@ def test_queues_are_replaced_whole_and_a_queue_with_jobs_stays(tmp_path: Path) -
             assert answer.status_code == 422, wrong
         await service.submit("queue: rl\n" + HELLO)
         await service.until("hello-2", JobState.ADMITTED)
+        assert diff["over"] == []
+        low = [{"path": "default"}, {"path": "rl", "limit": {"gpus": 3}, "user_limit": {"gpus": 1}}]
+        over = (await service.http.put("/api/v1/queues", json={"queues": low})).json()["over"]
+        assert [(one["queue"], one["user"], one["used"], one["limit"]) for one in over] == [
+            ("rl", None, 4000, 3000),
+            ("rl", "local", 4000, 1000),
+        ]
+        told = "queue rl uses 4 gpus, above a limit of 3 gpus: nothing is stopped, and nothing new starts until less is"
+        assert over[0]["text"] == f"{told} in use"
+        assert (await service.get("/jobs/hello-2"))["state"] == "ADMITTED"
+        for _ in range(2):
+            await service.submit("queue: rl\n" + HELLO.replace("gpus: 2", "gpus: 1"))
+        last = await service.until("hello-4", JobState.QUEUED)
+        while not last["text"]:  # until it was told
+            await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+            last = await service.get("/jobs/hello-4")
+        assert (last["reason"], last["text"].partition(":")[0]) == ("QUOTA_LIMIT", "It is behind hello-3")
 
     with_service(tmp_path, test)
 

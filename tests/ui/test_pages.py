@@ -52,7 +52,7 @@ SHOWS = {
     "explain": "QUOTA_LIMIT",
     "spec": "priority: 70",
     "failed": "the batch is empty",
-    "nodes": "r1n1 drained",
+    "nodes": "r1n1 cordoned",
     "node": "80.0 GiB",
     "submit": "multimodal",
     "compare": "Play both",

@@ -187,7 +187,7 @@ class Scheduler:
             case JobRequeued(reason=reason):
                 self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
                 self._forget(job, known, lambda request: True, at)
-                self._let_go(job, at)
+                self._let_go(job, at, cools=reason is not Reason.PAUSED)
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
@@ -265,10 +265,13 @@ class Scheduler:
             self._let_go(job, at)
             self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
 
-    def _let_go(self, job: JobId, at: float) -> None:
-        """All is given back. A time limit counts every second on devices, whether its work was kept or not."""
+    def _let_go(self, job: JobId, at: float, *, cools: bool = False) -> None:
+        """All is given back. A time limit counts every second on devices, whether its work was kept or not.
+
+        Who was asked by others for its devices ``cools`` down; who was paused by its user may go on at once.
+        """
         row = self.state.jobs.get(job)
-        back_at = at + self.profile.cool_down_s if row and row.phase == "stopping" else 0.0
+        back_at = at + self.profile.cool_down_s if cools and row and row.phase == "stopping" else 0.0
         self._fact(facts.JobReleased(job=job, back_at=back_at, done_s=row.served_by(at) if row else 0.0), at)
 
     def _holds(self, row: JobId) -> bool:

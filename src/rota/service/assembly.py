@@ -58,7 +58,10 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
         log=log,
         writer=writer,
         clock=clock,
-        scheduler=Scheduler(replace(get_profile(settings.profile), spares=settings.spares), requests_of),
+        scheduler=Scheduler(
+            replace(get_profile(settings.profile), spares=settings.spares, cool_down_s=settings.cool_down_s),
+            requests_of,
+        ),
         engine=engine,
         poll_s=settings.poll_s,
     )

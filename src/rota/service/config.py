@@ -44,6 +44,7 @@ class Settings:
     pretend: Annotated[str, "Nodes the scheduler sees in place of this machine, `RACKSxNODESxDEVICES`."] = ""
     profile: Annotated[str, "Scheduling profile, as `rota sim compare` names them."] = "default"
     spares: Annotated[int, "Nodes the scheduler keeps free for jobs that lose one."] = 0
+    cool_down_s: Annotated[float, "Seconds before a job that had to make room for another is tried again."] = 0.0
     log_level: Annotated[str, "What the service logs: DEBUG, INFO, WARNING or ERROR."] = "INFO"
     webhook_hosts: Annotated[
         str, "Hosts inside that webhooks may go to, with commas between; others must be outside."
@@ -78,7 +79,7 @@ def _without_password(name: str, value: Any) -> Any:
 
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
-_NUMBERS = {"port": int, "spares": int, "poll_s": float, "logs_kept_days": float}
+_NUMBERS = {"port": int, "spares": int, "cool_down_s": float, "poll_s": float, "logs_kept_days": float}
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -133,7 +134,7 @@ def _checked(settings: Settings) -> Settings:
     if settings.server and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", settings.server):
         given = f"server={settings.server} (from {settings.origins['server']})"
         raise BadInput(f"{given} is no address", hint="write http://HOST:PORT")
-    for name in ("spares", "logs_kept_days"):
+    for name in ("spares", "cool_down_s", "logs_kept_days"):
         if not getattr(settings, name) >= 0:
             raise BadInput(f"{name}={getattr(settings, name)} (from {settings.origins[name]}) is below 0")
     given = f"ray_address={settings.ray_address} (from {settings.origins['ray_address']})"

@@ -58,7 +58,7 @@ def notice_of(record: Record, story: JobStory | None = None) -> str:
             return "preempted"
         case e.JobEnded(state=state):
             return "failed" if state is JobState.FAILED else "finished"
-        case e.NodeMarked(health=Health.DRAINED):
+        case e.NodeMarked(health=Health.DRAINED | Health.CORDONED):
             return "drained"
         case e.NodeLost():
             return "lost"

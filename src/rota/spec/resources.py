@@ -90,6 +90,8 @@ class Health(StrEnum):
     BAD = "bad"
     DRAINED = "drained"
     QUARANTINED = "quarantined"
+    CORDONED = "cordoned"
+    """Nothing new comes; unlike on a drained node, what is there stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

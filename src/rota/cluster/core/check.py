@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from rota.cluster.core.quota import Vector
 from rota.cluster.core.snapshot import State
+from rota.spec.ids import JobId
 
 
 class InvariantBroken(AssertionError):
@@ -16,13 +18,15 @@ def violations(state: State) -> list[str]:
 
     Rules: no device, core or byte is given twice; what is free plus what is held is what there is; free counts equal
     the devices; a job that waits holds nothing, one that runs its whole gang, and no
-    more than it can use; queue use is the sum of its jobs.
+    more than it can use; the use of a queue, and of a user in it, is the sum of the jobs; every part is with its job.
     """
     broken: list[str] = []
     milli = np.full_like(state.dev_milli, 1000)
     cpu = np.array([round(node.cpus * 1000) for node in state.nodes], dtype=np.int64)
     mem = np.array([node.memory_bytes for node in state.nodes], dtype=np.int64)
     used = np.zeros_like(state.used)
+    used_by: dict[tuple[int, str], Vector] = {}
+    parts: dict[JobId, set[JobId]] = {}
     for row in state.jobs.values():
         for held in row.held:
             cpu[held.node] -= held.cpu_milli
@@ -31,7 +35,13 @@ def violations(state: State) -> list[str]:
                 milli[device] -= held.milli or 1000
         if row.held:
             for queue in state.queues.line_of(row.ask.queue):
-                used[queue] += state.queues.need(row.ask.shape)
+                need = state.queues.need(row.ask.shape)
+                used[queue] += need
+                if state.queues.user_limited[queue]:
+                    key = (queue, row.ask.user)
+                    used_by[key] = used_by.get(key, 0) + need
+        if row.ask.part_of is not None:
+            parts.setdefault(row.ask.part_of, set()).add(row.ask.id)
         if row.phase in ("queued", "paused") and row.held:
             broken.append(f"{row.ask.id} is {row.phase} but holds {len(row.held)} slots")
         asked = len(row.ask.shape.slots)
@@ -49,6 +59,12 @@ def violations(state: State) -> list[str]:
         broken += [f"{name} {i}: {int(-found[i])} given twice" for i in np.flatnonzero(found < 0)]
     if (used != state.used).any():
         broken.append("the use of a queue is not the sum of its jobs")
+    for queue, user in sorted(used_by.keys() | state.used_by.keys()):
+        nothing = np.zeros_like(used[queue])
+        if (used_by.get((queue, user), nothing) != state.used_by.get((queue, user), nothing)).any():
+            broken.append(f"the use of {user} in {state.queues.rows[queue].path} is not the sum of the jobs of {user}")
+    if parts != {job: set(known) for job, known in state.parts.items() if known}:
+        broken.append("the parts of a job are not those that say they belong to it")
     whole = (state.dev_milli == 1000) & (state.dev_health == 0)
     free = np.zeros_like(state.free)
     np.add.at(free, (state.dev_node[whole], state.dev_type[whole]), 1)

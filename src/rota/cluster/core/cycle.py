@@ -10,6 +10,7 @@ from rota.cluster.core.binding import awaits, waits_because, with_spares
 from rota.cluster.core.claims import Claims, take_what_is_free
 from rota.cluster.core.facts import (
     Fact,
+    JobGone,
     JobHolds,
     JobReleased,
     JobResized,
@@ -408,10 +409,11 @@ class _Pass:
             return True
         with self.txn.trial():
             for job in (*stopping, *(one for victim in chosen for one in self.state.whole(victim.job))):
-                fold(self.state, self.txn, JobReleased(job=job), self.now)
+                is_part = self.state.jobs[job].ask.part_of is not None  # which is asked for anew, if it is at all
+                fold(self.state, self.txn, JobGone(job=job) if is_part else JobReleased(job=job), self.now)
             self.claims.let_go([])
             for victim in chosen:
-                if victim.to:
+                if victim.to and victim.job in self.state.jobs:
                     self.state.hold(self.txn, victim.job, victim.to, now=self.now)
             for job in self.claims.jobs:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))

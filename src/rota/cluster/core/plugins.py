@@ -137,6 +137,7 @@ class Profile:
     """Nodes kept free for jobs that lose some; opportunistic work may use them meanwhile."""
     grace_max_s: float = 300.0
     cool_down_s: float = 0.0
+    """How long a job that was preempted waits at least before it is tried again."""
     local: bool = False
     """What a guaranteed job may get depends on its own queue alone."""
     starve_s: float = 3600.0

@@ -136,6 +136,23 @@ class QueueTree:
                 )
         return None
 
+    def passed(self, used: Vector, by_user: Mapping[tuple[int, str], Vector]) -> list[OverLimit]:
+        """Limits that are below what is in use, as one that was lowered may be: of queues, then of users in them."""
+        rows = [(row, has, self.limit[row], None) for row, has in enumerate(used)]
+        rows += [(row, by_user[row, user], self.user_limit[row], user) for row, user in sorted(by_user)]
+        return [
+            OverLimit(
+                queue=self.rows[row].path,
+                dim=self.dims[dim],
+                used=int(has[dim]),
+                asked=0,
+                allowed=int(limit[dim]),
+                user=user,
+            )
+            for row, has, limit, user in rows
+            for dim in np.flatnonzero(has > limit).tolist()
+        ]
+
     def leaves_under(self, path: str) -> list[str]:
         """Paths of the leaves below a queue."""
         return [q.path for i, q in enumerate(self.rows) if self.leaf[i] and q.path.startswith(f"{path}/")]

@@ -144,7 +144,10 @@ class State:
             h.update(array.tobytes())
         for job in sorted(self.jobs):
             h.update(repr(self.jobs[job]).encode())
-        h.update(repr(sorted(self.data.items())).encode())
+        parts = {job: sorted(parts) for job, parts in self.parts.items() if parts}
+        by_user = {key: used.tolist() for key, used in self.used_by.items() if used.any()}
+        for mapping in (self.data, parts, by_user):
+            h.update(repr(sorted(mapping.items())).encode())
         return h.hexdigest()[:16]
 
     def _tenant(self, node: Node) -> int:

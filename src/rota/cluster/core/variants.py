@@ -84,10 +84,8 @@ def _smaller_slots(shape: Shape, role: str, slot: Slot, fits: Callable[[Shape], 
 
     for name, unit, key in (("gpus", 1, "gpus"), ("cpu_milli", 1000, "cpus"), ("mem", 2**30, "memory")):
         have: int = getattr(slot, name)
-        count = largest(
-            1 if name == "gpus" else 0, -(-have // unit) - 1, lambda n, a=name, u=unit: fits(attempt(a, n * u))
-        )
-        if have and count is not None:
+        count = largest(1, -(-have // unit) - 1, lambda n, a=name, u=unit: fits(attempt(a, n * u)))
+        if count is not None:
             value = f"{count}GiB" if name == "mem" else count
             was = f"{have / unit:g}GiB" if name == "mem" else f"{have / unit:g}"
             yield Variant(

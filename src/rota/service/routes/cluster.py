@@ -9,12 +9,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.core.queue_rules import broken_rules
+from rota.cluster.core.snapshot import State
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
 from rota.service.queuefile import read_queues
 from rota.service.routes.doors import Asker, Document, Doors, Parts
-from rota.service.views.cluster import cluster_totals, heat_document, node_list, queue_tree
+from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
 from rota.spec import codec
@@ -34,7 +35,7 @@ router = APIRouter(prefix="/api/v1", tags=["cluster"])
 
 _MARKS: dict[str, Health] = {
     "drain": Health.DRAINED,
-    "cordon": Health.DRAINED,
+    "cordon": Health.CORDONED,
     "undrain": Health.HEALTHY,
     "uncordon": Health.HEALTHY,
 }
@@ -189,13 +190,15 @@ async def queues(doors: Parts, caller: Asker) -> Document:
 
 @router.put("/queues")
 async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller: Asker) -> Document:
-    """Replace the queue tree. A queue with live jobs cannot be removed.
+    """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
+
+    ``over`` names those limits: nothing is stopped, and nothing new starts there until less is in use.
 
     A queue-admin may change what is below the own queue, and no more than that.
     """
     if body.dry_run:
         doors.audit.add(request.state.request_id, dry_run=True)
-    given = _given_tree(doors, body)
+    given, then = _given_tree(doors, body)
     paths = {queue.path for queue in given}
     used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)
     if used:
@@ -215,11 +218,12 @@ async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller:
         "added": sorted(paths - set(old)),
         "removed": sorted(set(old) - paths),
         "changed": sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
+        "over": limits_passed(then),
     }
 
 
-def _given_tree(doors: Doors, body: QueuesBody) -> tuple[Queue, ...]:
-    """The tree, if the scheduler can work with it: once in the log it would be there for ever.
+def _given_tree(doors: Doors, body: QueuesBody) -> tuple[tuple[Queue, ...], State]:
+    """The tree, and the state under it, if the scheduler can work with it: once in the log it would be there for ever.
 
     Raises JobFileError with the place of every mistake in a text, BadInput for values.
     """
@@ -238,10 +242,9 @@ def _given_tree(doors: Doors, body: QueuesBody) -> tuple[Queue, ...]:
     if not given:
         raise BadInput("a tree without queues", hint="keep at least 'default'")
     try:
-        doors.loop.scheduler.state.with_cluster(nodes, given)
+        return given, doors.loop.scheduler.state.with_cluster(nodes, given)
     except (KeyError, ValueError, AssertionError) as error:
         raise BadInput(f"queues: the scheduler refuses this tree: {error}") from error
-    return given
 
 
 @router.get("/report")

@@ -111,10 +111,18 @@ def queues(
         from rota.service.wire import read_file
 
         diff = client.apply_queues(read_file(Path(file)), filename=file, dry_run=dry_run)
-    rows = [(name, shortened(diff[name], 20)) for name in ("added", "changed", "removed")]
-    same = not any(text for _, text in rows)
-    terminal.show(diff, lambda term: term.line("nothing changes") if same else term.pairs(rows))
+    terminal.show(diff, lambda term: _diff_table(term, diff))
     return 0
+
+
+def _diff_table(term: Terminal, diff: Mapping[str, Any]) -> None:
+    rows = [(name, shortened(diff[name], 20)) for name in ("added", "changed", "removed")]
+    if any(text for _, text in rows):
+        term.pairs(rows)
+    else:
+        term.line("nothing changes")
+    for one in diff["over"]:
+        term.line(one["text"])
 
 
 def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rota.cluster.core.admission import amount
+from rota.cluster.core.snapshot import State
 from rota.service.views.explain import stated, used_in
 from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when
@@ -100,6 +102,23 @@ def heat_document(installation: Installation) -> dict[str, Any]:
             }
         )
     return {"api": API, "kind": "Heat", "jobs": list(places), "items": items}
+
+
+def limits_passed(state: State) -> list[dict[str, Any]]:
+    """Limits of queues, and of users in them, that are below what is in use, with what that means."""
+    return [
+        {
+            "queue": one.queue,
+            "user": one.user,
+            "dim": one.dim,
+            "used": one.used,
+            "limit": one.allowed,
+            "text": f"{f'user {one.user} in ' if one.user else ''}queue {one.queue} uses {amount(one.dim, one.used)}, "
+            f"above a limit of {amount(one.dim, one.allowed)}: nothing is stopped, and nothing new starts until less "
+            "is in use",
+        }
+        for one in state.queues.passed(state.used, state.used_by)
+    ]
 
 
 def queue_tree(installation: Installation) -> dict[str, Any]:

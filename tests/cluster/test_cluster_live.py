@@ -263,7 +263,6 @@ def test_a_user_at_the_limit_of_a_queue_holds_up_nobody_else_in_it() -> None:
     assert answer is not None
     offer = next(one["change"] for one in answer.would_start_now_with if "user" in one["text"])
     assert offer == {"set": "queues.team.user_limit.gpus", "value": 4.0}
-    assert not [one for one in answer.would_start_now_with if one["change"]["value"] == 0], "a job needs some of it"
     short = log.scheduler.infeasible(spec("x", 2, 2, queue="team/a"))
     assert (
         short is not None and short.text == "the job asks 4 gpus in all; there is a limit of 3 gpus for a user of team"

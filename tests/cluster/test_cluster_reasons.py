@@ -10,6 +10,7 @@ from cluster_makers import ask, node, shape, slot, state
 
 from rota.cluster.core.asks import JobAsk
 from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.explain import explain
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.rows import JobRow
 from rota.cluster.core.turns import wait_of
@@ -163,3 +164,12 @@ def test_a_no_that_is_remembered_is_told_with_the_numbers_of_now() -> None:
     step(s, JobArrived(ask=ask("small", queue="b")), profile, 2.0)
     step(s, JobArrived(ask=ask("two", slot(4), queue="b")), profile, 3.0)
     assert [(wait := s.jobs[JobId(job)].wait) and wait.fields["free_gpus"] for job in ("one", "two")] == [3.0, 2.0]
+
+
+def test_nobody_is_told_to_ask_for_no_cores() -> None:
+    s, fifo = state(node("n", 0), queues=(Queue(path="default", user_limit=Res(cpus=2)),)), get_profile("fifo")
+    for job in (ask("run", slot(0, cpus=2)), ask("j", slot(0, cpus=1))):
+        step(s, JobArrived(ask=job), fifo, 0.0)
+    assert [one["text"] for one in explain(s, fifo, JobId("j"), 1.0).would_start_now_with] == [
+        "a user limit of 3 cpus for queue default instead of 2 cpus"
+    ]

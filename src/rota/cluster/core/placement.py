@@ -126,7 +126,7 @@ def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
         room = np.minimum(room, state.cpu // slot.cpu_milli)
     if slot.mem:
         room = np.minimum(room, state.mem // slot.mem)
-    return room * mask
+    return (room * mask).astype(np.int64)
 
 
 def enough(room: Rows, count: int) -> bool:
@@ -149,7 +149,7 @@ def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, roo
     found: list[Held] = []
     with txn.trial():
         while len(found) < count:
-            nodes = room.nonzero()[0]
+            nodes = room.nonzero()[0].astype(np.int32)
             node = int(nodes[prefer(state, nodes).argmin()])
             held = asked(slot, node, next(_whole_devices(state, slot, node)))
             found.append(held)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ABSENT: Any = object()
-_INDEXED = (np.ndarray, list)
+_INDEXED: Any = (np.ndarray, list)
 
 
 class _Scope:
@@ -51,7 +51,7 @@ class Txn:
         """``array[index] = value``; ``index`` may be anything numpy accepts."""
         old: Any = array[index]
         # A slice or index list gives an array (a view for a slice), so it is copied; one element gives a scalar.
-        self._undo.append((array, index, old.copy() if isinstance(old, np.ndarray) else old))
+        self._undo.append((array, index, old.copy() if isinstance(old, _INDEXED) else old))
         array[index] = value
 
     def set_item(self, items: list[Any], index: int, value: Any) -> None:

@@ -93,7 +93,7 @@ class CellBook:
             return None
         if found is None and row.ask.opportunistic and not self.cluster.reserver:
             # Whose it is does not matter for work that runs on what is left.
-            state.memory.learn("cells", key, Wait(reason=Reason.NO_FREE_DEVICES), local=False)
+            state.memory.learn("cells", key, Reason.NO_FREE_DEVICES, local=False)
         return found
 
 

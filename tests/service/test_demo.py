@@ -6,13 +6,14 @@ import base64
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from rota.runtime.environ import Home
 from rota.service import demo, demo_report
+from rota.service.config import load_settings
 from rota.service.demo import STROKES, Kill, Outcome, judge
-from rota.spec.errors import TimedOut
+from rota.spec.errors import EngineUnavailable, TimedOut
 
 
 def kill(victim: str, **fields: Any) -> Kill:
@@ -117,11 +118,19 @@ def test_a_play_without_time_left_says_what_the_job_waits_for_and_how_busy_the_m
     assert told == ["commit 0: RECOVERING, 1 of 8 instances ready, waits for actor/0"]
 
 
-def test_what_the_instances_wrote_is_kept_when_the_home_goes(tmp_path: Path) -> None:
-    logs = tmp_path / "home" / "jobs" / "grpo-sums-1" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "actor-0.log").write_text("why\n")
-    told: list[str] = []
-    demo._keep_logs(Home.of(str(tmp_path / "home")), tmp_path / "report", told.append)
-    kept = tmp_path / "report" / "logs" / "grpo-sums-1"
-    assert (kept / "actor-0.log").read_text() == "why\n" and str(kept) in told[0]
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_demo_that_failed_keeps_its_events_and_logs_and_says_where(failed: bool, tmp_path: Path) -> None:
+    settings, told = load_settings({"home": str(tmp_path / "home")}), list[str]()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "rota.db").write_text("events")
+    assert demo._end(settings, told.append, failed=failed) == []
+    assert (tmp_path / "home" / "rota.db").exists() == failed
+    assert any(str(tmp_path / "home") in line for line in told) == failed
+
+
+def test_a_demo_that_does_not_start_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(demo.daemon, "up", Mock(side_effect=EngineUnavailable("no engine")))
+    with pytest.raises(EngineUnavailable):
+        demo.play(tmp_path / "report", lambda _: None)
+    assert [one.name[:10] for one in tmp_path.iterdir()] == ["rota-demo-"]

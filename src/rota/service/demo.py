@@ -99,6 +99,7 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
     clock = SystemClock()
     began_s = clock.monotonic_s()
     left: list[str] = []
+    failed = True
     try:
         started = daemon.up(settings)
         say(f"service up with a pretend cluster {PRETEND}; home {home}; page {started['login']}")
@@ -106,30 +107,27 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
             outcome = _scenario(client, example, say, began_s)
         outcome.seconds = round(clock.monotonic_s() - began_s, 1)
         page = demo_report.write(report, outcome, Home.of(str(home)).job(JobId(outcome.job)).output)
-    except BaseException:
-        _keep_logs(Home.of(str(home)), report, say)
-        raise
+        failed = bool(outcome.problems)
     finally:
-        if not keep:
-            left = _end(settings, say)
-    if keep:
-        say(f"kept: ROTA_HOME={home} rota status; end it with ROTA_HOME={home} rota down")
+        if keep:
+            say(f"kept: ROTA_HOME={home} rota status; end it with ROTA_HOME={home} rota down")
+        else:
+            left = _end(settings, say, failed=failed)
     outcome.problems += [f"left behind: {each}" for each in left]
     say(f"report {page}  {page.as_uri()}")
     return outcome
 
 
-def _keep_logs(home: Home, report: Path, say: Say) -> None:
-    """What the instances wrote, out of a home that is taken away."""
-    for logs in home.jobs.glob("*/logs"):
-        shutil.copytree(logs, report / "logs" / logs.parent.name, dirs_exist_ok=True)
-        say(f"logs of {logs.parent.name} are kept in {report / 'logs' / logs.parent.name}")
-
-
-def _end(settings: Settings, say: Say) -> list[str]:
-    """End the service with all it started and take its folder away; what could not be ended."""
+def _end(settings: Settings, say: Say, *, failed: bool) -> list[str]:
+    """End the service with all it started and take its folder away, unless it failed; what could not be ended."""
     document = daemon.down(settings, force=True)
-    shutil.rmtree(settings.root, ignore_errors=True)
+    if failed:
+        say(f"what happened is kept in {settings.root}: events in rota.db, output in jobs/*/logs")
+        say(
+            f"look at it with ROTA_HOME={settings.root} rota up --pretend {PRETEND}; a job that has not ended goes on then"
+        )
+    else:
+        shutil.rmtree(settings.root, ignore_errors=True)
     say(f"service {document['state']}: {', '.join(document['ended'])}")
     return [] if document["state"] == "down" else [str(each) for each in document["still_running"]]
 

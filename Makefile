@@ -9,8 +9,11 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export PYTHONDONTWRITEBYTECODE :=
 RUN_EXTRAS := .[engine,examples]
 DEV_EXTRAS := .[engine,examples,dev]
-INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) uv pip install -q -c constraints.txt $(1); \
-	else $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(1); fi
+INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) uv pip install $$([ -t 2 ] || echo -q) -c constraints.txt $(1); \
+	else set -o pipefail; $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(1) | $(PROGRESS); fi
+# Of all that pip says: downloads of 10 MB and more, and the long step at the end.
+PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[0-9.]* M|[0-9.]+ G)B[)]).*,  \1 \3,p; \
+	s,^Installing collected packages.*,  installing what is here now,p'
 
 .PHONY: setup demo check lint test real deep sim bench ui docs clean
 

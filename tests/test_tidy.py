@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,28 @@ def test_no_machine_path_is_written_down() -> None:
                     if pattern.search(line):
                         hits.append(f"{_name(path)}:{number}")
     assert not hits
+
+
+def test_a_setup_shows_large_downloads_alone_and_fails_when_the_installation_does(tmp_path: Path) -> None:
+    said = [
+        "Collecting a",
+        "  Downloading a-1.whl (192.3 MB)",
+        "  Downloading b-1.whl (9.9 MB)",
+        "Requirement already: c",
+    ]
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    make, sed = shutil.which("make"), shutil.which("sed")
+    assert make and sed
+    (tmp_path / "bin" / "sed").symlink_to(sed)  # alone on the path, which has no uv then
+    for status, shown in ((0, ["  Downloading a-1.whl (192.3 MB)"]), (3, [])):
+        python.write_text(
+            "#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in said[: 4 - status]) + f"exit {status}\n"
+        )
+        python.chmod(0o755)
+        (tmp_path / "mk").write_text("include Makefile\ninstalled: ; @$(call INSTALL,a)\n")
+        command = [make, "-s", "-f", str(tmp_path / "mk"), "installed", f"VENV={tmp_path}"]
+        done = subprocess.run(
+            command, cwd=ROOT, env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, check=False
+        )
+        assert (done.stdout.splitlines(), done.returncode != 0) == (shown, status != 0), done.stderr

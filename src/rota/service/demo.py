@@ -123,9 +123,7 @@ def _end(settings: Settings, say: Say, *, failed: bool) -> list[str]:
     document = daemon.down(settings, force=True)
     if failed:
         say(f"what happened is kept in {settings.root}: events in rota.db, output in jobs/*/logs")
-        say(
-            f"look at it with ROTA_HOME={settings.root} rota up --pretend {PRETEND}; a job that has not ended goes on then"
-        )
+        say(f"look at it with ROTA_HOME={settings.root} rota up --pretend {PRETEND}; a job that has not ended goes on")
     else:
         shutil.rmtree(settings.root, ignore_errors=True)
     say(f"service {document['state']}: {', '.join(document['ended'])}")

@@ -176,6 +176,21 @@ def test_a_lost_node_keeps_what_runs_there_in_the_books_and_takes_no_new_work() 
     }
 
 
+def test_a_node_that_comes_back_smaller_than_its_jobs_takes_no_more_of_what_is_short_and_others_go_on() -> None:
+    log = Log("default")
+    log.add(NodeJoined(node=node("n", 8, cpus=8)))
+    for name in ("one", "two", "three"):
+        log.submit(name, 1, 1)
+    log.decide(1.0)
+    log.add(NodeJoined(node=node("n", 8, cpus=2)), at=2.0)
+    log.submit("beside", 1, 1, at=3.0)
+    assert [event.reason for _, event in log.decide(3.0) if isinstance(event, JobWaits)] == [Reason.CPU_OR_MEMORY]
+    log.add(NodeJoined(node=node("m", 8, cpus=1)), at=4.0)
+    assert [e.placement.bundles[0].node for _, e in log.decide(4.0) if isinstance(e, JobAdmitted)] == ["m"]
+    log.add(NodeJoined(node=node("n", 8, cpus=8)), at=5.0)
+    assert not log.decide(5.0) and not log.scheduler.state.shrunk, "it is whole again"
+
+
 def test_what_can_never_run_is_refused_with_numbers_and_the_nearest_request() -> None:
     log = with_nodes()
     short = log.scheduler.infeasible(spec("x", 3, 4))

@@ -173,3 +173,17 @@ def test_nobody_is_told_to_ask_for_no_cores() -> None:
     assert [one["text"] for one in explain(s, fifo, JobId("j"), 1.0).would_start_now_with] == [
         "a user limit of 3 cpus for queue default instead of 2 cpus"
     ]
+
+
+def test_what_a_question_tried_says_nothing_of_other_jobs_to_the_next_pass() -> None:
+    profile = replace(get_profile("fifo"), local=True)
+    s = state(node("n", 4), node("m", 4), queues=(Queue(path="a"), Queue(path="b")))
+    for name in ("r1", "r2"):
+        step(s, JobArrived(ask=ask(name, slot(1, cpus=16), queue="b")), profile, 0.0)
+    apply(s, JobArrived(ask=ask("small", slot(1, cpus=1), queue="a")), 1.0)
+    apply(s, JobArrived(ask=ask("big", slot(4), queue="b", at=1.0)), 1.0)
+    assert explain(s, profile, JobId("big"), 2.0).would_start_now_with, "it tried changes"
+    step(s, Tick(), profile, 3.0)
+    assert (wait := s.jobs[JobId("small")].wait) and wait.reason is Reason.CPU_OR_MEMORY
+    step(s, JobGone(job=JobId("r1")), profile, 4.0)
+    assert s.jobs[JobId("small")].phase == "running", "cores came back, though of another queue"

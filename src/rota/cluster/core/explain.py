@@ -75,9 +75,10 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanati
 
 def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Explanation:
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
-    memory, state.memory = state.memory, Memory()  # what is remembered of a verdict has the numbers of its time
+    memory, state.memory = state.memory, Memory()  # of others a trial knows that they do not fit, not why
     try:
         wait, preempts = _tried(state, profile, ask, now)
+        changes = () if wait is None else _changes(state, profile, ask, wait, now)
     finally:
         state.memory = memory
     ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)
@@ -89,7 +90,7 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
         tally=tuple(tally(state, ask.shape)),
         ahead_jobs=ahead_jobs,
         ahead_gpus=ahead_gpus,
-        would_start_now_with=() if wait is None else _changes(state, profile, ask, wait, now),
+        would_start_now_with=changes,
         victims_if_preempted=preempts,
         since=ask.queued_at,
     )

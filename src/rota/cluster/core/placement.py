@@ -126,6 +126,8 @@ def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
         room = np.minimum(room, state.cpu // slot.cpu_milli)
     if slot.mem:
         room = np.minimum(room, state.mem // slot.mem)
+    if slot.cpu_milli or slot.mem:  # a node that came back smaller has less than nothing left
+        room = np.maximum(room, 0)
     return (room * mask).astype(np.int64)
 
 

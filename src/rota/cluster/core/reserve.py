@@ -138,4 +138,4 @@ class _Room:
         room = sum(n // slot.gpus for n, kind in zip(self._free, state.types) if slot.type in (None, kind))
         room = min(room, self._cpu // slot.cpu_milli) if slot.cpu_milli else room
         room = min(room, self._mem // slot.mem) if slot.mem else room
-        return room if self._able else 0
+        return max(room, 0) if self._able else 0

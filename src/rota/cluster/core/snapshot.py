@@ -77,7 +77,8 @@ class State:
     ``running`` has who runs by queue and priority, ``ends`` the expected ends of who holds devices, soonest first,
     ``parts`` what jobs hold or ask for beside their admission,
     ``undone`` the kinds of jobs that did not gain by sharing devices, ``data`` the data sets that jobs of a node read,
-    ``used_by`` what users hold in queues that limit them.
+    ``used_by`` what users hold in queues that limit them, ``shrunk`` the nodes that came back with fewer cores or less
+    memory than their jobs hold.
 
     Per node: wholly free healthy devices by type ``free[node, type]``, free cores in thousandths, free memory in bytes,
     health, enclosing cell. Per device: free thousandths, type, node, health, socket. Per queue: use by dimension.
@@ -105,6 +106,7 @@ class State:
         self.version = 0
         self.marks = 0
         self.open_txn: Txn | None = None
+        self.shrunk: frozenset[int] = frozenset()
         type_row = {name: i for i, name in enumerate(self.types)}
         devices = [(i, device) for i, node in enumerate(self.nodes) for device in node.devices]
         self.dev0 = np.cumsum([0, *(len(node.devices) for node in self.nodes)]).astype(np.int32)
@@ -427,6 +429,7 @@ class State:
             for job in sorted(self.jobs):
                 new.adopt(txn, self, self.jobs[job])
             txn.keep()
+        new.shrunk = frozenset(np.flatnonzero((new.cpu < 0) | (new.mem < 0)).tolist())
         return new
 
     def adopt(self, txn: Txn, old: State, row: JobRow) -> None:

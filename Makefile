@@ -15,7 +15,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) 
 PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[0-9.]* M|[0-9.]+ G)B[)]).*,  \1 \3,p; \
 	s,^Installing collected packages.*,  installing what is here now,p'
 
-.PHONY: setup demo check lint test real deep sim bench ui docs clean
+.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep sim bench ui docs clean
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
@@ -35,18 +35,30 @@ demo: setup ## the main job: learns, loses three processes on purpose, heals
 # Whose types are checked: by a quick check those of the strict parts (pyproject.toml), by make test all.
 TYPES = $(shell sed -n 's/^strict = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 
-# Side by side: what lint has to say comes after the tests, and either of them fails the check. Some tests wait for sockets
-# and processes: a third worker keeps two cores busy.
-check: $(VENV)/.setup-dev ## lint, types of the strict parts, imports, fast tests: before every commit
-	@$(MAKE) --no-print-directory lint TYPES="$(TYPES)" > $(VENV)/lint.txt 2>&1 & lint=$$!; \
-	$(BIN)/pytest -q -n 3 -m "not real and not slow and not gpu"; tests=$$?; \
-	wait $$lint; linted=$$?; cat $(VENV)/lint.txt; [ $$tests = 0 ] && [ $$linted = 0 ]
+# The fast tests in three parts side by side with lint: torch and the web stack are imported by one process each, and
+# nobody imports what is wholly real. Some tests wait for sockets and processes: the other parts fill two cores.
+FAST = $(BIN)/pytest -q -m "not real and not slow and not gpu"
+TORCH := tests/examples tests/job tests/train
+WEB := tests/service tests/ui
 
-lint: $(VENV)/.setup-dev ## lint, imports, types of the strict parts; TYPES=src/rota for all
+check: $(VENV)/.setup-dev ## lint, types of the strict parts, imports, fast tests: before every commit
+	@$(MAKE) -kj4 -Otarget --no-print-directory types fast-rest fast-web fast-torch style contracts TYPES="$(TYPES)"
+fast-torch:
+	@$(FAST) $(TORCH)
+fast-web:
+	@$(FAST) $(WEB)
+fast-rest:
+	@$(FAST) $(addprefix --ignore=,$(TORCH) $(WEB) tests/real)
+
+lint: style contracts types ## lint, imports, types of the strict parts; TYPES=src/rota for all
+style: $(VENV)/.setup-dev
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check -q src tests benchmarks examples
-	@set -e; $(BIN)/lint-imports --no-logo & first=$$!; $(BIN)/pyright --outputjson $(TYPES) > $(VENV)/pyright.json || \
-	  { $(BIN)/python tests/show_pyright.py $(VENV)/pyright.json; kill $$first 2>/dev/null; exit 1; }; wait $$first
+contracts: $(VENV)/.setup-dev
+	$(BIN)/lint-imports --no-logo
+types: $(VENV)/.setup-dev
+	@$(BIN)/pyright --outputjson $(TYPES) > $(VENV)/pyright.json || \
+	  { $(BIN)/python tests/show_pyright.py $(VENV)/pyright.json; exit 1; }
 
 test: TYPES = src/rota
 test: check real ## every check there is

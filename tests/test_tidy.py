@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,14 @@ def test_test_files_stay_readable() -> None:
         if (lines := path.read_text(encoding="utf-8").count("\n")) > TEST_LINES_MAX
     ]
     assert not long
+
+
+def test_no_two_test_files_outside_packages_share_a_name() -> None:
+    """Pytest imports them by that name alone, and refuses the second one when both are collected."""
+    found = Counter(
+        path.name for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()
+    )
+    assert [name for name, times in found.items() if times > 1] == []
 
 
 def test_importing_rota_and_asking_for_help_loads_nothing_heavy() -> None:

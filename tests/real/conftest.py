@@ -36,6 +36,13 @@ OWN = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 """Helpers of Python's own that end with the tests' process, not before."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever lies in this folder is real: the quick check does not even collect it."""
+    for item in items:
+        if Path(item.path).is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.real)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """A running engine and how to reach it."""

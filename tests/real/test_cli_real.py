@@ -19,7 +19,7 @@ import psutil
 import pytest
 from tests.real.jobs import deep
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_S = 240.0
 JOB = """\

@@ -17,7 +17,7 @@ from tests.real.test_service import Installation, made_settings
 from rota.service import daemon
 from rota.service.offline import sim_replay
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
 WORKER = """

@@ -12,8 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.real
-
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_demonstration_that_is_stopped_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rota.runtime.gateway_client import GatewayClient, GatewayFiles, UnknownResu
 from rota.runtime.process import ProcessId
 from rota.spec.errors import EngineUnavailable
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SETTINGS = EngineSettings(host="here", cpus=32)
 TARGETS = str(Path(__file__).resolve().parent.parent / "runtime")
 LIMIT_S = 180.0

@@ -12,7 +12,7 @@ import pytest
 
 from rota.runtime.engine import EngineSettings, client_environment, start_engine
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KILLS = 3
 
 # The driver is a child: Ray may abort a process whose GCS dies.

@@ -24,7 +24,7 @@ from rota.runtime.gateway_client import GatewayClient
 from rota.service import daemon
 from rota.service.config import load_settings
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600), deep]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), deep]
 
 LIMIT_S = 180.0
 

@@ -16,7 +16,7 @@ from rota.spec.reasons import Reason
 from rota.spec.resources import Res
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_S = 5.0
 TOLD_MAX_S = 2 * LIMIT_S if os.environ.get("ROTA_DEEP") else 4 * LIMIT_S

@@ -28,7 +28,7 @@ from rota.spec.job import Fail, JobSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_role_and_its_loop_run_to_success(engine) -> None:

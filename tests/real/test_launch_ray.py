@@ -30,7 +30,7 @@ from rota.spec.ids import JobId
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "runtime"))
 from conformance import WAIT_S, LauncherConformance, bundles, instance, reservation, used
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 TARGETS = Path(__file__).resolve().parent.parent / "runtime"
 
 

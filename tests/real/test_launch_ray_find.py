@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.usefixtures("engine")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("engine")]
 NAME = "job-1/actor/0/3"
 
 

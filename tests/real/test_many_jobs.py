@@ -19,7 +19,7 @@ from tests.real.test_service import Installation, made_settings
 from rota.runtime.engine import EngineFiles, client_environment
 from rota.service import daemon
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STATELESS: dict[str, Any] = {
     "roles": {

@@ -37,7 +37,7 @@ from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Res
 from rota.spec.states import JobState, Level
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 THREE = {"a": 2.0, "b": 2.0, "c": 2.0}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 APART = (Near(role="self", level="node"),)

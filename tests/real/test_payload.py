@@ -21,7 +21,7 @@ from rota.spec.dispatch import Concat, Shard
 from rota.spec.ids import JobId
 from rota.tensors.plane import Plane
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.timeout(300)]
 ROWS = np.arange(40_000, dtype=np.float64).reshape(100, 400)
 MESH = (("dp", 3),)
 

@@ -15,7 +15,7 @@ from tests.real.jobs import Run, job, role, run_job
 from rota.spec.job import Fail
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.slow, pytest.mark.timeout(600)]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "ps_embedding"
 
 

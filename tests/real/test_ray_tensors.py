@@ -14,7 +14,7 @@ import pytest
 import rota.tensors
 from rota.tensors.plane import Plane
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ELEMENTS = 1 << 20
 
 

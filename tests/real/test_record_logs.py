@@ -18,7 +18,6 @@ from rota.spec.states import JobState
 
 FOLDER = os.environ.get("ROTA_RECORD", "")
 pytestmark = [
-    pytest.mark.real,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not FOLDER, reason="ROTA_RECORD is not set"),

@@ -22,7 +22,7 @@ from rota.spec.events import Committed
 from rota.spec.job import JobSpec
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 shares_tensors = pytest.mark.usefixtures("registry")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SFT = 2

@@ -24,7 +24,7 @@ from rota.service import daemon
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import NotReachable
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LIMIT_S = 180.0
 DONE = ("SUCCEEDED", "FAILED", "CANCELLED")

@@ -11,7 +11,7 @@ from rota.spec.events import Committed, InstanceLost
 from rota.spec.job import Edge, JobSpec, Near, StreamSpec
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def separated() -> JobSpec:

@@ -22,7 +22,7 @@ from rota.spec.reasons import Reason
 from rota.spec.resources import Res
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def command(text: str, n: int = 1, **fields: Any) -> RoleSpec:

@@ -14,7 +14,7 @@ from rota.spec.ids import RoleName
 from rota.spec.job import Checkpoint, Fail, JobSpec, WeightsEdge
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 6
 TOTAL = sum(n * sum((0 + 2 + 4 + 6 + 1 + 3 + 5 + 7) * 2 / 4 for _ in (0,)) for n in range(1, STEPS + 1))
 """The mean row of each batch, summed over its columns, times the number of the commit."""

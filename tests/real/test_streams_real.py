@@ -16,7 +16,7 @@ from rota.spec.job import Bound, Edge, Fail, JobSpec, StreamSpec, WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
-pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("registry"), pytest.mark.slow, pytest.mark.timeout(600)]
 SIZE = 4
 
 

@@ -15,8 +15,6 @@ import pytest
 import rota.tensors
 from rota.service import cli
 
-pytestmark = pytest.mark.real
-
 
 @pytest.fixture
 def plane(engine_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.real.jobs import deep
 
-pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(700), deep]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700), deep]
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
 LIMIT_S = 600

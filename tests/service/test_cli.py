@@ -242,7 +242,7 @@ def test_templates_are_valid_jobs_and_are_not_written_over(tmp_path: Path) -> No
     for name in names:
         made = rota("init", name, "--json")
         assert made.status == 0 and all(Path(item).is_file() for item in made.document["items"])
-        assert read_job((tmp_path / name / "job.yaml").read_text()).roles
+        assert read_job((tmp_path / name / "job.yaml").read_text(), filename=name).roles
         script = next(Path(item) for item in made.document["items"] if item.endswith(".py"))
         compile(script.read_text(), str(script), "exec")
     (tmp_path / "ddp" / "train.py").write_text("mine")

@@ -16,12 +16,6 @@ import rota.tensors
 from rota.tensors.plane import Plane
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(item.path).is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.real)
-
-
 @pytest.fixture(scope="session")
 def tensor_home() -> Iterator[Path]:
     """A home with its own registry server and its own shared memory; afterwards nothing of either is left."""

@@ -12,13 +12,6 @@ import pytest
 import rota.tensors
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(item.path).is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.real)
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope="session")
 def train_home() -> Iterator[Path]:
     home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))

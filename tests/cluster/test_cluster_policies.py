@@ -231,7 +231,7 @@ def test_shortest_remaining_first_counts_what_ran_before_a_preemption() -> None:
 def test_an_unknown_profile_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(UnknownName) as caught:
         get_profile("hivd")
-    assert "hived" in caught.value.hint
+    assert caught.value.hint == "did you mean 'hived'?"
 
 
 @pytest.mark.parametrize("name", ["default", "yarn", "kueue"])

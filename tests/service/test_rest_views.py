@@ -120,7 +120,7 @@ def test_the_jobs_of_now_are_played_under_two_policies_and_stay_as_they_are(tmp_
         assert "3 of 3 jobs" in played["basis"]
         assert (await service.get("/jobs/short-1"))["state"] == "QUEUED"
         unknown = await service.http.post("/api/v1/sim/outlook", json={"profiles": ["fifi"]})
-        assert (unknown.status_code, unknown.json()["hint"]) == (404, "did you mean fifo?")
+        assert (unknown.status_code, unknown.json()["hint"]) == (404, "did you mean 'fifo'?")
 
     with_service(tmp_path, test, pretend="1x1x4")
 

@@ -67,7 +67,7 @@ def test_profiles_are_compared_with_the_first() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("run", *GIVEN, "--profile", "fifoo"), "did you mean fifo"),
+        (("run", *GIVEN, "--profile", "fifoo"), "did you mean 'fifo'"),
         (("run", *GIVEN, "--scale", "0"), "--scale 0: above 0"),
         (("compare", *GIVEN, "--profiles", ","), "--profiles names none"),
         (("run", "--trace", "vcs.csv", "--vcs", "vcs.csv"), "vcs.csv"),

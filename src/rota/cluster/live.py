@@ -17,6 +17,7 @@ from rota.cluster.core.snapshot import State
 from rota.cluster.core.turns import wait_of
 from rota.spec import codec
 from rota.spec.changes import changed_spec
+from rota.spec.errors import nearest
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
@@ -392,7 +393,7 @@ class Scheduler:
         """None if jobs may be submitted to this queue; else a sentence that says why not and what to use."""
         tree = self.state.queues
         if path not in tree.row:
-            return f"there is no queue {path!r}; did you mean {tree.nearest(path)!r}?"
+            return f"there is no queue {path!r}; {nearest(path, tree.row, 'queues')}"
         if not tree.leaf[tree.row[path]]:
             return f"{path!r} is not a leaf of the queue tree; jobs go to {', '.join(tree.leaves_under(path))}"
         return None

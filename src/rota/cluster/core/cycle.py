@@ -28,6 +28,7 @@ from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key, place_
 from rota.cluster.core.snapshot import LOST, State
 from rota.cluster.core.turns import FOR_ONE_JOB, PASSED_BY, Known, Turns
 from rota.cluster.core.txn import Txn
+from rota.spec.errors import nearest
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
@@ -447,7 +448,9 @@ class _Pass:
     def _gate_queue(self, row: JobRow) -> Wait | None:
         tree, path = self.state.queues, row.ask.queue
         if path not in tree.row:
-            return Wait(reason=Reason.QUEUE_CLOSED, text=f"There is no queue {path}; nearest is {tree.nearest(path)}.")
+            return Wait(
+                reason=Reason.QUEUE_CLOSED, text=f"There is no queue {path}; {nearest(path, tree.row, 'queues')}"
+            )
         for queue in tree.line_of(path):
             if tree.rows[queue].state != "open":
                 return Wait(reason=Reason.QUEUE_CLOSED, fields={"queue": tree.rows[queue].path})

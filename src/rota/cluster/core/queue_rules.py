@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
+from rota.spec.errors import nearest
 from rota.spec.ids import NAME_PATTERN
 from rota.spec.queue import Queue
 from rota.spec.resources import Node, Res
@@ -54,8 +54,7 @@ def _alone(queue: Queue, types: set[str]) -> Iterator[tuple[str, dict[str, str]]
         yield "guaranteed", {"message": text, "hint": "raise the limit or lower the guarantee"}
     for field, res in (("guaranteed", queue.guaranteed), ("limit", queue.limit), ("user_limit", queue.user_limit)):
         if types and res is not None and res.gpu_type is not None and res.gpu_type not in types:
-            near = get_close_matches(res.gpu_type, types, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"types: {', '.join(sorted(types))}"
+            hint = nearest(res.gpu_type, sorted(types), "types")
             yield field, {"message": f"no node has devices of type {res.gpu_type!r}", "hint": hint}
 
 

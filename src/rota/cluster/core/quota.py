@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -156,7 +155,3 @@ class QueueTree:
     def leaves_under(self, path: str) -> list[str]:
         """Paths of the leaves below a queue."""
         return [q.path for i, q in enumerate(self.rows) if self.leaf[i] and q.path.startswith(f"{path}/")]
-
-    def nearest(self, path: str) -> str:
-        """The most alike path that exists, for "did you mean"."""
-        return next(iter(difflib.get_close_matches(path, list(self.row), n=1, cutoff=0.0)), DEFAULT_QUEUE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from rota.cluster.core.plugins import Profile
@@ -18,7 +17,7 @@ from rota.cluster.policies.kai import kai
 from rota.cluster.policies.las import las
 from rota.cluster.policies.pools import pool, pool_spread, private
 from rota.cluster.policies.srtf import srtf
-from rota.spec.errors import UnknownName
+from rota.spec.errors import unknown
 
 PROFILES: dict[str, Callable[[], Profile]] = {
     "default": default,
@@ -40,11 +39,7 @@ PROFILES: dict[str, Callable[[], Profile]] = {
 
 
 def get_profile(name: str) -> Profile:
-    """The profile of that name. Raises UnknownName with the nearest ones."""
+    """The profile of that name. Raises UnknownName with the nearest one."""
     if name not in PROFILES:
-        near = difflib.get_close_matches(name, PROFILES, n=3, cutoff=0.4)
-        raise UnknownName(
-            f"there is no scheduling profile {name!r}",
-            hint=f"did you mean {' or '.join(near)}?" if near else f"profiles: {', '.join(PROFILES)}",
-        )
+        raise unknown(f"there is no scheduling profile {name!r}", name, PROFILES, "profiles")
     return PROFILES[name]()

@@ -193,7 +193,7 @@ class _Pass:
                 self.tried += 1
                 wait = self._start(key, row)
                 if (
-                    wait is not None
+                    isinstance(wait, Wait)
                     and wait.reason not in FOR_ONE_JOB
                     and not self.claims
                     and self.profile.remember

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
         room = np.minimum(room, state.mem // slot.mem)
     if slot.cpu_milli or slot.mem:  # a node that came back smaller has less than nothing left
         room = np.maximum(room, 0)
-    return (room * mask).astype(np.int64)
+    return cast("Rows", room * mask)
 
 
 def enough(room: Rows, count: int) -> bool:

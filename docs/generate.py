@@ -1,9 +1,8 @@
-"""Write what the code already knows into README.md and docs/reference; ``--check`` only compares."""
+"""Write what the code already knows into README.md and docs/reference."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,8 @@ PACKAGES = ("spec", "runtime", "tensors", "cluster", "job", "train", "service")
 
 def sentence(path: Path) -> str:
     """The first paragraph of a file's docstring on one line."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return docstring.split("\n\n")[0].replace("\n", " ")
+    docstring = path.read_text(encoding="utf-8").partition('"""')[2].partition('"""')[0]
+    return docstring.strip().split("\n\n")[0].replace("\n", " ")
 
 
 def tree_of_packages() -> str:
@@ -143,20 +142,15 @@ def readme_with_tree(text: str) -> str:
     return f"{head}{begin}\n{tree_of_packages()}\n{end}{tail}"
 
 
-def main() -> int:
-    """Write or, with ``--check``, name the pages that are out of step; returns the exit status."""
-    wanted = {ROOT / name: page() for name, page in PAGES.items()}
+def main() -> None:
+    """Write the pages that are out of step."""
     readme = ROOT / "README.md"
+    wanted = {ROOT / name: page() for name, page in PAGES.items()}
     wanted[readme] = readme_with_tree(readme.read_text(encoding="utf-8"))
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    for path in stale:
-        if "--check" in sys.argv:
-            print(f"out of step: {path.relative_to(ROOT)}")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wanted[path], encoding="utf-8")
-    return 1 if stale and "--check" in sys.argv else 0
+    for path, text in wanted.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,12 +1,13 @@
-"""The generated pages know every verb, flag, field and exit status."""
+"""The generated pages are in step with the code and know every verb, flag, field and exit status."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from generate import PAGES, readme_with_tree
 
-from doors import EXITS, PAGES, page_of_commands, page_of_exits, page_of_job_file
+from doors import EXITS, page_of_commands, page_of_exits, page_of_job_file
 from rota.service.calls import BY_CODE
 from rota.service.cli import VERBS, verb_function
 from rota.service.completion import flags_of
@@ -41,3 +42,8 @@ def test_every_exit_status_has_a_line() -> None:
 @pytest.mark.parametrize("path", PAGES)
 def test_the_pages_in_the_tree_are_those_of_the_code(path: str) -> None:
     assert (ROOT / path).read_text() == PAGES[path](), "run 'make docs'"
+
+
+def test_the_readme_shows_the_packages_as_they_are() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert readme_with_tree(text) == text, "run 'make docs'"

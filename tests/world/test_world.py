@@ -11,12 +11,12 @@ from tests.real.jobs import deep
 from tests.world.bugs import BUGS, Bug
 from tests.world.world import Swarm, play
 
-SEEDS = range(12)
-SLOW_SEEDS = range(12, 30)
+SEEDS = (0, 2, 4, 6, 7, 8, 9, 11)
+SLOW_SEEDS = (1, 3, 5, 10, *range(12, 30))
 BUG_SEEDS_MAX = 40
-KEPT = (65, 79, 80, 188, 192, 1039, 2041, 2072)
+KEPT = (65, 80, 188, 2072)
 """Seeds that once found something."""
-KEPT_SLOW = (821, 1006, 1408, 1979)
+KEPT_SLOW = (79, 192, 821, 1006, 1039, 1408, 1979, 2041)
 
 
 @pytest.mark.parametrize(

@@ -424,6 +424,22 @@ def test_a_reservation_is_not_on_a_node_that_its_job_avoids() -> None:
     assert s.jobs[JobId("fits")].phase == "running", "what is free there is not kept for who may not have it"
 
 
+def test_a_reservation_may_be_on_a_node_that_the_job_before_which_it_is_made_avoids() -> None:
+    s, profile = state(node("n"), node("m"), node("o", 1)), get_profile("default")
+    for job in (ask("long", slot(4), est_s=50.0), ask("short", slot(3), est_s=5.0)):
+        step(s, JobArrived(ask=job), profile, 0.0)
+    home = s.nodes[s.jobs[JobId("short")].held[0].node].id
+    for job in (
+        ask("big", slot(4), at=1),
+        ask("fits", at=2, est_s=20.0, avoid=(home,)),
+        ask("small", at=3, est_s=20.0),
+    ):
+        apply(s, JobArrived(ask=job), 3.0)
+    step(s, Tick(), profile, 3.0)
+    assert (s.jobs[JobId("fits")].phase, s.jobs[JobId("small")].phase) == ("running", "queued")
+    assert (wait := s.jobs[JobId("small")].wait) and wait.fields["until"] == 5.0, "when the short one ends"
+
+
 def test_two_rules_of_least_cost_in_one_pass_each_see_whom_they_may_stop() -> None:
     s, placer = state(node("n")), get_profile("default").placer
     step(s, JobArrived(ask=ask("low", slot(4), priority=10)), get_profile("default"), 0.0)

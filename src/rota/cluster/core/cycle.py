@@ -94,6 +94,7 @@ class _Pass:
     def __init__(self, state: State, txn: Txn, profile: Profile, now: float, until: JobId | None = None) -> None:
         self.state, self.txn, self.profile, self.now, self.until = state, txn, profile, now, until
         self.spares = state.spares(profile.spares)
+        self.aside: dict[int, int] = {}
         self.decisions: list[Decision] = []
         self.blocked: dict[str, JobId] = {}
         self.verdicts: dict[LineKey, Wait | Known] = {}
@@ -222,16 +223,25 @@ class _Pass:
 
     @contextmanager
     def _aside(self, row: JobRow) -> Generator[list[int]]:
-        """Nothing is placed on the nodes that the job avoids, nor on the spares kept from it, meanwhile."""
-        state = self.state
+        """Nothing is placed on the nodes that the job avoids, nor on the spares kept from it, meanwhile.
+
+        Asked for another job in between, it is that one's nodes alone.
+        """
+        state, outer = self.state, self.aside
+        for place, health in outer.items():
+            self.txn.set(state.node_health, place, health)
         spares = [] if row.ask.opportunistic or row.ask.failover else self.spares
         places = [*spares, *(state.node_row[node] for node in row.ask.avoid if node in state.node_row)]
         healths = {place: int(state.node_health[place]) for place in places}
         for place in healths:
             self.txn.set(state.node_health, place, LOST)
+        self.aside = healths
         yield spares
+        self.aside = outer
         for place, health in healths.items():
             self.txn.set(state.node_health, place, health)
+        for place in outer:
+            self.txn.set(state.node_health, place, LOST)
 
     def _start_anywhere(self, key: LineKey, row: JobRow) -> Wait | Known | None:
         """Start the job, or say why not; ``key`` is that of its place."""

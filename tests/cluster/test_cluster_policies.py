@@ -440,6 +440,15 @@ def test_a_reservation_may_be_on_a_node_that_the_job_before_which_it_is_made_avo
     assert (wait := s.jobs[JobId("small")].wait) and wait.fields["until"] == 5.0, "when the short one ends"
 
 
+@pytest.mark.parametrize("name", ["default", "fifo", "drf"])
+def test_what_a_spare_has_left_once_it_is_used_goes_to_whoever_waits(name: str) -> None:
+    s, profile = state(node("n"), node("m")), replace(get_profile(name), spares=1)
+    for at, job in enumerate((ask("run", slot(4)), ask("waits", slot(2)), ask("lost", failover=True, priority=60))):
+        step(s, JobArrived(ask=replace(job, queued_at=at)), profile, float(at))
+    step(s, Tick(), profile, 3.0)
+    assert [s.jobs[JobId(job)].phase for job in ("lost", "waits")] == ["running", "running"]
+
+
 def test_two_rules_of_least_cost_in_one_pass_each_see_whom_they_may_stop() -> None:
     s, placer = state(node("n")), get_profile("default").placer
     step(s, JobArrived(ask=ask("low", slot(4), priority=10)), get_profile("default"), 0.0)

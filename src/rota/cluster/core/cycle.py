@@ -188,7 +188,7 @@ class _Pass:
             return row.wait or Wait(reason=Reason.BEHIND_IN_ORDER)
         if wait is None:
             local = self.profile.local and not row.ask.opportunistic
-            known = self.state.memory.recall(self.profile.name, key, local=local)
+            known = self.state.memory.recall(self._beside_spares(), key, local=local)
             wait = None if known is None else Known(known)
             if wait is None:
                 self.tried += 1
@@ -201,12 +201,16 @@ class _Pass:
                     and self.profile.block != "reserve"
                     and not (local and wait.reason in BEYOND_QUEUE)
                 ):
-                    self.state.memory.learn(self.profile.name, key, wait.reason, local=local)
+                    self.state.memory.learn(self._beside_spares(), key, wait.reason, local=local)
             if wait is not None and self._holds_up(wait):
                 self.blocked.setdefault(row.ask.queue, row.ask.id)
         if wait is not None:
             self.verdicts[key] = wait
         return wait
+
+    def _beside_spares(self) -> str:
+        """Under what a "no" is remembered: it may not hold any more once other nodes are kept back."""
+        return f"{self.profile.name} beside {self.spares}"
 
     def _holds_up(self, wait: Wait | Known) -> bool:
         """Whether those behind a job in its queue wait with it; a claim on what victims give back counts as a start."""
@@ -281,7 +285,7 @@ class _Pass:
         """Why the job did not fit when it was last tried, if nothing was given back since."""
         if self.profile.block != "reserve":
             return None
-        return self.full.get(key) or self.state.memory.recall(f"{self.profile.name} full", key, local=False)
+        return self.full.get(key) or self.state.memory.recall(f"full {self._beside_spares()}", key, local=False)
 
     def _learn_full(self, key: LineKey, row: JobRow) -> Wait | Known:
         if self.until is not None and key != place_key(line_key(self.state.jobs[self.until])):
@@ -292,7 +296,7 @@ class _Pass:
         if self.profile.block == "reserve":
             self.full[key] = wait.reason
             if self.profile.remember and not self.claims:
-                self.state.memory.learn(f"{self.profile.name} full", key, wait.reason, local=False)
+                self.state.memory.learn(f"full {self._beside_spares()}", key, wait.reason, local=False)
         return wait
 
     def _place(self, row: JobRow) -> tuple[Held, ...] | None:

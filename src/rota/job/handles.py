@@ -50,14 +50,14 @@ class Roles:
         self._handles = dict(handles)
 
     def __getattr__(self, name: str) -> RoleHandle:
+        return self[name]
+
+    def __getitem__(self, name: str) -> RoleHandle:
+        """A role whose name is no Python name: ``f.roles["rollout.decode"]``."""
         try:
             return self._handles[name]
         except KeyError:
             raise absent(f"the job has no role {name!r}", name, self._handles) from None
-
-    def __getitem__(self, name: str) -> RoleHandle:
-        """A role whose name is no Python name: ``f.roles["rollout.decode"]``."""
-        return getattr(self, name)
 
 
 class StreamHandle:

@@ -7,6 +7,10 @@ from rota.cluster.core.txn import Txn
 from rota.spec.reasons import Reason
 
 
+VERDICTS_MAX = 50_000
+"""Forgotten then, all at once: each is reached again when its line is tried."""
+
+
 class Memory:
     """Verdicts of "no" that hold as long as nothing was given back since they were reached.
 
@@ -40,6 +44,8 @@ class Memory:
 
     def learn(self, profile: str, key: LineKey, reason: Reason, *, local: bool) -> None:
         """Remember why a line could not start."""
+        if len(self._verdicts) >= VERDICTS_MAX:
+            self._verdicts.clear()
         epoch, steps = self._of(key.queue if local else "")
         self._verdicts[profile, key] = (epoch, len(steps), steps[-1] if steps else 0, reason)
 

@@ -6,7 +6,6 @@ from rota.cluster.core.rows import JobRow, LineKey
 from rota.cluster.core.txn import Txn
 from rota.spec.reasons import Reason
 
-
 VERDICTS_MAX = 50_000
 """Forgotten then, all at once: each is reached again when its line is tried."""
 

@@ -77,9 +77,9 @@ def _hints(function: Any) -> Mapping[str, Any]:
 
 
 def _extra(hint: Any) -> Any:
-    """The ``Parameter`` of an annotation, or None."""
-    extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return next((one for one in extras if hasattr(one, "help")), None)
+    """The ``Parameter`` of an annotation or of a part of it (``TRACE | None``), or None."""
+    annotated = [one for one in (hint, *get_args(hint)) if get_origin(one) is Annotated]
+    return next((extra for one in annotated for extra in get_args(one)[1:] if hasattr(extra, "help")), None)
 
 
 def _arguments(function: Callable[..., int]) -> Iterator[tuple[str, str]]:

@@ -166,12 +166,16 @@ def test_a_no_that_is_remembered_is_told_with_the_numbers_of_now() -> None:
     assert [(wait := s.jobs[JobId(job)].wait) and wait.fields["free_gpus"] for job in ("one", "two")] == [3.0, 2.0]
 
 
-def test_nobody_is_told_to_ask_for_no_cores() -> None:
+@pytest.mark.parametrize(
+    ("used", "asked", "less"), [(2, 1, []), (1.5, 1.5, ["cpus 0.5 instead of 1.5 for each instance of bundle 0"])]
+)
+def test_nobody_is_told_to_ask_for_no_cores(used: float, asked: float, less: list[str]) -> None:
     s, fifo = state(node("n", 0), queues=(Queue(path="default", user_limit=Res(cpus=2)),)), get_profile("fifo")
-    for job in (ask("run", slot(0, cpus=2)), ask("j", slot(0, cpus=1))):
+    for job in (ask("run", slot(0, cpus=used)), ask("j", slot(0, cpus=asked))):
         step(s, JobArrived(ask=job), fifo, 0.0)
     assert [one["text"] for one in explain(s, fifo, JobId("j"), 1.0).would_start_now_with] == [
-        "a user limit of 3 cpus for queue default instead of 2 cpus"
+        "a user limit of 3 cpus for queue default instead of 2 cpus",
+        *less,
     ]
 
 

@@ -68,6 +68,7 @@ def test_a_back_up_restores_jobs_users_secrets_and_logs(tmp_path: Path, store: s
     assert (home / "jobs" / "hello-1" / "logs" / "main-0.log").read_text() == "said\n"
     assert (home / "run" / "webhooks" / "w1").read_text() == "3"
     assert oct((home / "secret.key").stat().st_mode & 0o777) == "0o600"
+    assert {oct(one.stat().st_mode & 0o777) for one in (home / "secrets").rglob("")} == {"0o700"}
     with pytest.raises(Conflict, match="is not empty"):
         restore(new, out)
 

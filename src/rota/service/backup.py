@@ -104,9 +104,11 @@ def _fill(tar: tarfile.TarFile, settings: Settings, home: Home, laid: list[Path]
             raise Conflict(f"the store of {home.root} is not empty", hint="set ROTA_HOME or ROTA_DB_URL to another")
         _unpack(tar, home.restoring)
         for path in sorted(path for path in home.restoring.rglob("*") if path.is_file()):
-            target = home.root / path.relative_to(home.restoring)
+            place = path.relative_to(home.restoring)
+            target = home.root / place
             if target.name != OWN or not target.exists():
-                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for folder in reversed(place.parents):  # mkdir(parents=True) would leave those above open to all
+                    (home.root / folder).mkdir(mode=0o700, exist_ok=True)
                 laid.append(path.replace(target))
         return last or log.load(map(json.loads, _open(tar, EVENTS)), json.load(_open(tar, FENCES)))
     finally:

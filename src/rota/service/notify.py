@@ -91,7 +91,8 @@ def addresses_of(url: str, allowed: frozenset[str]) -> tuple[str, ...]:
     inside = [] if parts.hostname in allowed else [one for one in found if not _is_outside(one)]
     if inside:
         hint = f"allow it: webhook_hosts = '{parts.hostname}' in config.toml"
-        raise NotAllowed(f"{parts.hostname} is {inside[0]}, an address inside", hint=hint)
+        where = "" if parts.hostname == inside[0] else f" {inside[0]},"
+        raise NotAllowed(f"{parts.hostname} is{where} an address inside", hint=hint)
     return found
 
 

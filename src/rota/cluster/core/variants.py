@@ -82,12 +82,13 @@ def _smaller_slots(shape: Shape, role: str, slot: Slot, fits: Callable[[Shape], 
     def attempt(name: str, n: int) -> Shape:
         return with_slots(shape, role, lambda s: replace(s, **{name: min(n, getattr(s, name))}))
 
-    for name, unit, key in (("gpus", 1, "gpus"), ("cpu_milli", 1000, "cpus"), ("mem", 2**30, "memory")):
+    core = 1000 if fits(attempt("cpu_milli", 1000)) else 100  # below one core a tenth counts
+    for name, unit, key in (("gpus", 1, "gpus"), ("cpu_milli", core, "cpus"), ("mem", 2**30, "memory")):
         have: int = getattr(slot, name)
         count = largest(1, -(-have // unit) - 1, lambda n, a=name, u=unit: fits(attempt(a, n * u)))
         if count is not None:
-            value = f"{count}GiB" if name == "mem" else count
-            was = f"{have / unit:g}GiB" if name == "mem" else f"{have / unit:g}"
+            value = f"{count}GiB" if name == "mem" else count if unit != 100 else count / 10
+            was = {"mem": f"{have / 2**30:g}GiB", "cpu_milli": f"{have / 1000:g}"}.get(name, have)
             yield Variant(
                 change={"set": f"roles.{role}.resources.{key}", "value": value},
                 text=f"{key} {value} instead of {was} for each instance of {role}",

@@ -81,7 +81,8 @@ def _why_nothing(document: Mapping[str, Any], filtered: bool) -> str:
     if filtered and document["attempt"]:
         return f"{job}: no line passes these filters; rota logs {job} shows all"
     if state.terminal:
-        return f"{job} {state} without output: {document['text'] or document['reason']}; see: rota failures {job}"
+        see = "" if state is JobState.SUCCEEDED else f"; see: rota failures {job}"
+        return f"{job} {state} without output: {document['text'] or document['reason']}{see}"
     if not document["attempt"]:
         return f"{job} is {state} and has not started: rota explain {job}"
     return f"{job} is {state} and has written nothing yet; rota logs -f {job} waits for it"

@@ -220,10 +220,11 @@ def _percent(ratio: float | None) -> str:
 
 def _compare(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.table(
-        ["PROFILE", "WAIT MEAN", "WAIT P99", "JCT MEAN", "UTILISATION", "LATER", "LATER GUARANTEED", "EARLIER"],
+        ["PROFILE", "DONE", "WAIT MEAN", "WAIT P99", "JCT MEAN", "UTILISATION", "LATER", "LATER GUARANTEED", "EARLIER"],
         [
             (
                 f"{name} (baseline)" if name == doc["baseline"] else name,
+                f"{one['summary']['finished']} of {one['summary']['jobs']}",
                 _seconds(one["summary"]["wait_s"], "mean"),
                 _seconds(one["summary"]["wait_s"], "p99"),
                 _seconds(one["summary"]["jct_s"], "mean"),

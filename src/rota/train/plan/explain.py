@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rota.spec.errors import BadInput
+from rota.spec.resources import counted
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Found, Scored, binds, predicted, score, search
@@ -53,9 +54,10 @@ def summary(scored: Scored, question: Question) -> list[str]:
     part = max(step.breakdown_s, key=lambda name: step.breakdown_s[name])
     held = max(scored.memory_by_class_gib, key=lambda name: scored.memory_by_class_gib[name])
     share = 100 * step.breakdown_s[part] / step.total_s
+    micro = counted(plan.micro_batches, "micro-batch", "micro-batches")
     return [
-        f"{mesh.world} devices: {axes}; schedule {plan.schedule}, {plan.micro_batches} micro-batches of "
-        f"{plan.micro_batch}, ZeRO stage {plan.layers[0].zero}.",
+        f"{counted(mesh.world, 'device')}: {axes}; schedule {plan.schedule}, {micro} of {plan.micro_batch}, "
+        f"ZeRO stage {plan.layers[0].zero}.",
         f"One step takes {step.total_s:.3g} s ({question.batch / step.total_s:.3g} sequences a second); "
         f"{part} is {share:.0f} % of it.",
         f"The fullest device needs {scored.memory_bytes / GIB:.3g} of {question.memory_gib:.3g} GiB, most of it "

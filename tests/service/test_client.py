@@ -136,6 +136,8 @@ def test_a_refusal_is_the_exception_that_the_service_raised(
         with pytest.raises(error, match=words.replace("(", r"\(")) as caught:
             await asked(service, question)
         assert type(caught.value) is error
+        noted = getattr(caught.value, "__notes__", [""])
+        assert error is TimedOut or noted == [caught.value.hint], "a traceback ends with it; the client alone times out"
 
     with_service(tmp_path, test)
 

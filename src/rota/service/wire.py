@@ -169,8 +169,11 @@ class Wire:
 
 
 def refused(answer: httpx.Response) -> RotaError:
-    """The exception behind an answer that was read."""
-    return calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
+    """The exception behind an answer that was read; its traceback, too, ends with the hint."""
+    error = calls.error_of(answer.status_code, answer.text, url=str(answer.request.url))
+    if error.hint:
+        error.add_note(error.hint)
+    return error
 
 
 def timed_out(document: Mapping[str, Any], timeout_s: float) -> TimedOut:

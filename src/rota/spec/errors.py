@@ -47,7 +47,7 @@ class RotaError(Exception):
     """Root of everything Rota raises on purpose.
 
     ``code`` is stable and documented, ``http`` the status of the REST answer, ``exit`` the exit status of the command
-    line. ``hint`` says the next step, also below a traceback; ``fields`` are the numbers and names behind the message.
+    line. ``hint`` says the next step; ``fields`` are the numbers and names behind the message.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -58,8 +58,6 @@ class RotaError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
-        if hint:
-            self.add_note(hint)
         self.fields: dict[str, Any] = fields
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rota.cluster.core.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key
-from rota.cluster.core.intra import View, place_members, view_nodes
+from rota.cluster.core.intra import Leaves, View, can_hold, place_members, view_nodes
 from rota.cluster.core.mapping import map_leaves
 from rota.cluster.core.txn import Txn
 from rota.cluster.core.vcells import VirtualCells
@@ -42,8 +42,8 @@ class GangPlan:
     """A placement that was found: leaves of each member, virtual ones (none: opportunistic), whom it displaces."""
 
     ask: GangAsk
-    leaves: tuple[tuple[int, ...], ...]
-    vleaves: tuple[tuple[int, ...], ...] = ()
+    leaves: Leaves
+    vleaves: Leaves = ()
     victims: tuple[str, ...] = ()
     preemptors: tuple[str, ...] = ()
     lazy: tuple[str, ...] = ()
@@ -128,13 +128,16 @@ class HivedCluster:
     def _is_mine(self, vcell: int, tenant: str) -> bool:
         return self.cells.tenants[self.cells.tenant[vcell]].name == tenant
 
-    def find(self, txn: Txn, ask: GangAsk, allowed: Allowed) -> GangPlan | None:
-        """A placement for the whole gang inside the allowed nodes, or None. Changes nothing. Raises BadInput."""
+    def find(self, txn: Txn, ask: GangAsk, allowed: Allowed, kept: Leaves = ()) -> GangPlan | None:
+        """A placement for the whole gang inside the allowed nodes, or None. Changes nothing. Raises BadInput.
+
+        ``kept`` are virtual leaves of its members that were found before: they are taken again if they can be.
+        """
         self.check(ask)
         for chain in self._chains(ask) if ask.pinned is None else [""]:
             with txn.trial():
                 if ask.priority >= 0:
-                    plan = self._guaranteed(txn, ask, chain, allowed)
+                    plan = self._guaranteed(txn, ask, chain, allowed, kept)
                 else:
                     plan = self._opportunistic(ask, chain, allowed)
             if plan is not None:
@@ -154,7 +157,7 @@ class HivedCluster:
         placed = place_members(view, ask.members, OPPORTUNISTIC)
         return None if placed is None else GangPlan(ask=ask, leaves=tuple(tuple(member) for member in placed))
 
-    def _guaranteed(self, txn: Txn, ask: GangAsk, chain: str, allowed: Allowed) -> GangPlan | None:
+    def _guaranteed(self, txn: Txn, ask: GangAsk, chain: str, allowed: Allowed, kept: Leaves) -> GangPlan | None:
         buddy = self.buddy
 
         def fit(vcell: int) -> bool:
@@ -169,7 +172,8 @@ class HivedCluster:
             fit=fit,
             across=True,
         )
-        placed = place_members(view, ask.members, ask.priority)
+        again = [list(member) for member in kept] if can_hold(view, kept, ask.members, ask.priority) else None
+        placed = again or place_members(view, ask.members, ask.priority)
         if placed is None:
             return None
         vleaves = [v for member in placed for v in member]

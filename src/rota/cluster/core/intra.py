@@ -26,6 +26,8 @@ class View:
     across: bool
 
 
+Leaves = tuple[tuple[int, ...], ...]
+"""Leaves of each member of a gang."""
 _Node = tuple[int, int, int, int, int]
 """Most own work first, then least higher work; position, cell, room."""
 
@@ -41,6 +43,19 @@ def place_members(view: View, members: Sequence[int], prio: int) -> list[list[in
         if chosen is not None:
             return _leaves_for(view, chosen, members, at)
     return None
+
+
+def can_hold(view: View, leaves: Leaves, members: Sequence[int], prio: int) -> bool:
+    """Whether these leaves of nodes of the view are fit and free, or held by lower work, for members of these sizes."""
+    if not leaves or [len(member) for member in leaves] != list(members):
+        return False
+    tops = {leaf: node for node in view.nodes for leaf in _leaves_under(view.cells, node)}
+    flat = [leaf for member in leaves for leaf in member]
+    return all(leaf in tops and view.prio[leaf] < prio and view.fit(tops[leaf]) for leaf in flat)
+
+
+def _leaves_under(cells: Cells, cell: int) -> Sequence[int]:
+    return cells.leaf_cells[int(cells.leaf0[cell]) : int(cells.leaf1[cell])]
 
 
 def _nodes(view: View, prio: int, members: Sequence[int]) -> list[_Node]:
@@ -84,7 +99,7 @@ def _leaves_for(view: View, nodes: Sequence[int], members: Sequence[int], prio: 
     placed: list[list[int]] = []
     for node, size in zip(nodes, members):
         if node not in left:
-            leaves = view.cells.leaf_cells[int(view.cells.leaf0[node]) : int(view.cells.leaf1[node])]
+            leaves = _leaves_under(view.cells, node)
             free = [leaf for leaf in leaves if view.prio[leaf] == FREE]
             left[node] = free + [leaf for leaf in leaves if FREE < view.prio[leaf] < prio]
         picked = _closest(view.cells, node, left[node], size)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from rota.cluster.core.asks import Shape
 from rota.cluster.core.cells import CellSpec
 from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
+from rota.cluster.core.intra import Leaves
 from rota.cluster.core.placement import place
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.quota import GPU
@@ -38,9 +39,15 @@ class CellBook:
         leaves_of = Counter(self.cluster.cells.tenant[leaf] for leaf in self.cluster.cells.virtual.leaf_cells)
         self.owned = {tenant.name: leaves_of[i] for i, tenant in enumerate(self.cluster.cells.tenants)}
         self.tried: tuple[Txn, int, JobRow, GangPlan | None] | None = None
+        self.claimed: dict[JobId, Leaves] = {}
         self.follow_health(txn, state)
         for row in sorted(state.holding(), key=lambda row: (-row.ask.priority, row.started_at, row.ask.id)):
             self.hold(txn, state, row)
+
+    def forget_gone(self, state: State) -> None:
+        """Drop what was claimed for jobs that are no more."""
+        for job in [job for job in self.claimed if job not in state.jobs]:
+            del self.claimed[job]
 
     def follow_health(self, txn: Txn, state: State) -> None:
         """Take over which devices are in order."""
@@ -53,6 +60,8 @@ class CellBook:
     def hold(self, txn: Txn, state: State, row: JobRow) -> None:
         """A job runs: find its virtual cells, or let it run as opportunistic if its tenant has none for it."""
         members = [[self.leaf[d] for d in held.devices] for held in row.held if held.devices]
+        if row.ask.id in self.claimed:
+            txn.drop(self.claimed, row.ask.id)
         if members:
             physical = self.cluster.cells.physical
             level = [int(physical.level[physical.node_cells[int(state.dev_node[self.row[m[0]]])]]) for m in members]
@@ -65,9 +74,14 @@ class CellBook:
             self.cluster.release(txn, row.ask.id)
 
     def claim(self, txn: Txn, state: State, row: JobRow) -> None:
-        """A job waits for its victims to leave: its cells are reserved, those that are free as well."""
+        """A job waits for its victims to leave: its cells are reserved, those that are free as well.
+
+        Later passes, which undo claims and make them anew, keep its virtual cells: in a cluster of its tenant's own it
+        would hold them by now, and whoever comes later must not move it.
+        """
         plan = self._find(txn, state, row)
         if plan is not None:
+            self.claimed[row.ask.id] = plan.vleaves
             self.cluster.reserve(txn, plan)
 
     def find(self, txn: Txn, state: State, row: JobRow) -> GangPlan | None:
@@ -88,7 +102,8 @@ class CellBook:
             return bool(usable[node])
 
         try:
-            found = self.cluster.find(txn, gang_ask(row), None if usable.all() else allowed)
+            kept = self.claimed.get(row.ask.id, ())
+            found = self.cluster.find(txn, gang_ask(row), None if usable.all() else allowed, kept)
         except BadInput:
             return None
         if found is None and row.ask.opportunistic and not self.cluster.reserver:
@@ -108,7 +123,9 @@ def book_of(state: State) -> CellBook:
 
 
 def _prepare(state: State) -> None:
-    book_of(state).follow_health(Txn(), state)
+    book = book_of(state)
+    book.follow_health(Txn(), state)
+    book.forget_gone(state)
 
 
 def gang_ask(row: JobRow) -> GangAsk:

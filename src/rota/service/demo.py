@@ -99,7 +99,7 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
     clock = SystemClock()
     began_s = clock.monotonic_s()
     left: list[str] = []
-    failed = True
+    failed = False
     try:
         started = daemon.up(settings)
         say(f"service up with a pretend cluster {PRETEND}; home {home}; page {started['login']}")
@@ -108,6 +108,9 @@ def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
         outcome.seconds = round(clock.monotonic_s() - began_s, 1)
         page = demo_report.write(report, outcome, Home.of(str(home)).job(JobId(outcome.job)).output)
         failed = bool(outcome.problems)
+    except Exception:  # whoever stops it has seen enough, and wants nothing left
+        failed = True
+        raise
     finally:
         if keep:
             say(f"kept: ROTA_HOME={home} rota status; end it with ROTA_HOME={home} rota down")

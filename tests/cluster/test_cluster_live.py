@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 from cluster_makers import ask, node, slot, state
 
+from rota.cluster.core.check import InvariantBroken
 from rota.cluster.core.cycle import step
 from rota.cluster.core.explain import explain
-from rota.cluster.core.facts import JobArrived
+from rota.cluster.core.facts import JobArrived, Tick
+from rota.cluster.core.rows import Held, JobRow, asked
+from rota.cluster.core.snapshot import State
+from rota.cluster.core.txn import Txn
 from rota.cluster.live import Scheduler, queue_from_json
+from rota.cluster.policies.fifo import Fit
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.replay import replayed
 from rota.service.offline import sim_replay
@@ -83,7 +88,9 @@ class Log:
         self.add(JobQueued(), name, at)
 
     def decide(self, now: float) -> list[tuple[JobId, Event]]:
-        found = list(self.scheduler.decide(now).events)
+        outcome = self.scheduler.decide(now)
+        assert outcome.broken == ()
+        found = list(outcome.events)
         for job, event in found:
             self.add(event, job, now)
         return found
@@ -488,3 +495,80 @@ def test_who_made_room_for_another_cools_down_and_who_was_paused_may_go_on_at_on
         Reason.COOL_DOWN,
         {"until": 130.0},
     )
+
+
+# -- bugs of the scheduler itself --
+
+
+class _Slips(Fit):
+    """A placer that fails for jobs called "fails", and gives those called "takes" the first device of the cluster."""
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        if row.ask.id == "fails":
+            raise KeyError("no such cell")
+        if row.ask.id == "takes":
+            return (asked(row.ask.shape.slots[0], 0, (0,)),)
+        return super().place(state, txn, row)
+
+
+def test_a_job_at_which_a_policy_slips_is_left_out_and_the_others_go_on() -> None:
+    log = with_nodes()
+    log.submit("whole", 1, 4, at=1.0)
+    log.decide(1.0)
+    log.scheduler.profile = replace(log.scheduler.profile, placer=_Slips(), block="none")
+    for at, name in enumerate(("fails", "takes", "good"), 2):
+        log.submit(name, 1, 1, at=float(at))
+    before = log.scheduler.state.digest()
+    outcome = log.scheduler.decide(5.0)
+    assert log.scheduler.state.digest() == before and log.scheduler.decide(5.0) == outcome
+    taken = "what it would get of r0n0 is not free"
+    failed = "trying it failed with KeyError('no such cell')"
+    assert outcome.broken == (f"fails: {failed}", f"takes: {taken}")
+    told = {job: (event.reason, event.text) for job, event in outcome.events if isinstance(event, JobWaits)}
+    told_text = "A bug of the scheduler keeps it from starting: {}.".format
+    assert told == {"fails": (Reason.INTERNAL, told_text(failed)), "takes": (Reason.INTERNAL, told_text(taken))}
+    assert [job for job, event in outcome.events if isinstance(event, JobAdmitted)] == ["good"]
+    for job, event in outcome.events:
+        log.add(event, job, 5.0)
+    again = log.scheduler.decide(6.0)
+    assert again.events == () and again.broken == outcome.broken, "it is told once, and known as long as it is so"
+    with pytest.raises(InvariantBroken, match="KeyError"):
+        step(log.scheduler.state, Tick(), log.scheduler.profile, 7.0)
+
+
+def test_counts_that_are_not_those_of_the_jobs_are_told_and_counted_anew() -> None:
+    log = with_nodes()
+    log.submit("runs", 1, 3, at=1.0)
+    log.decide(1.0)
+    log.scheduler.state.dev_milli[0], log.scheduler.state.used[0, 0] = 700, 0
+    log.submit("next", 1, 1, at=2.0)
+    outcome = log.scheduler.decide(2.0)
+    assert outcome.broken[0] == "device 0: 700 free, by its holders 0" and len(outcome.broken) == 2
+    assert [job for job, event in outcome.events if isinstance(event, JobAdmitted)] == ["next"] and not outcome.marks
+    assert log.scheduler.decide(2.0).broken == ()
+
+
+def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_others_do() -> None:
+    log = with_nodes()
+    log.submit("one", 1, 1, at=1.0)
+    log.submit("two", 1, 1, at=2.0)
+    (_, first), *_ = log.scheduler.decide(2.0).events
+    assert isinstance(first, JobAdmitted)
+    node = first.placement.bundles[0].node
+    log.add(first, "one", 2.0)
+    log.add(first, "two", 2.0)
+    log.submit("three", 1, 1, at=3.0)
+    for _ in range(2):
+        outcome = log.scheduler.decide(3.0)
+        assert outcome.broken == ("device 0: 1000 given twice",)
+        (job, admitted), *_ = outcome.events
+        assert job == "three" and isinstance(admitted, JobAdmitted) and admitted.placement.bundles[0].node != node
+    (mark,) = outcome.marks
+    assert (mark.node, mark.health, mark.by) == (node, Health.SUSPECT, "scheduler")
+    for event, job in (
+        (mark, None),
+        (admitted, "three"),
+        (JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "two"),
+    ):
+        log.add(event, job, 4.0)
+    assert log.scheduler.decide(4.0).broken == ()

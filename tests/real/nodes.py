@@ -119,6 +119,7 @@ class NodesRun(Run):
                 if record.job is not None:
                     seqs[record.job] = record.seq
             outcome = self.scheduler.decide(time.time()) if records else None
+            assert not (outcome and outcome.broken), outcome
             for job, event in outcome.events if outcome else ():
                 with contextlib.suppress(SeqConflict):
                     self._append_at(job, event, seqs[job])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -211,3 +212,22 @@ def test_work_that_failed_unforeseen_is_begun_again_and_not_at_once(
     with_service(tmp_path, test, engine=engine)
     gaps = [later - sooner for sooner, later in zip(engine.failed_at, engine.failed_at[1:], strict=False)]
     assert min(gaps) >= 0.05
+
+
+def test_a_scheduler_that_fails_is_told_and_what_runs_is_served_and_ended(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await admitted(service)
+        scheduler = service.doors.loop.scheduler
+        scheduler.profile = replace(scheduler.profile, prepare=lambda state: 1 // 0)
+        await service.submit(HELLO.replace("hello", "other"))
+        await service.until("other-1", JobState.QUEUED)
+        await service.seen(service.as_master("hello-1", FAILED))
+        warnings = (await service.get("/status"))["warnings"]
+        text = "nothing new starts: ZeroDivisionError('integer division or modulo by zero')"
+        assert f"the scheduler contradicts itself: {text}" in warnings
+        scheduler.profile = replace(scheduler.profile, prepare=None)
+        await service.submit(HELLO.replace("hello", "third"))
+        await service.until_asked("other-1")
+        assert not any("scheduler" in one for one in (await service.get("/status"))["warnings"])
+
+    with_service(tmp_path, test)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rota.cluster.live import Scheduler
+from rota.cluster.live import Outcome, Scheduler
 from rota.cluster.policies.fifo import fifo
 from rota.job import master as master_module
 from rota.job.core.context import JobContext
@@ -427,7 +427,10 @@ class World:
             now_s = self.clock.wall_s()
             due = news or now_s >= look_at_s
             look_at_s = now_s + DECIDE_S if due else look_at_s
-            for job, event in scheduler.decide(now_s).events if due else ():
+            outcome = scheduler.decide(now_s) if due else Outcome(events=())
+            if outcome.broken:
+                raise Violation("; ".join(outcome.broken))
+            for job, event in outcome.events:
                 try:
                     self._append(job, event, seqs[job])
                 except SeqConflict:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rota.cluster.core import admission, cycle, explain, facts
+from rota.cluster.core import admission, explain, facts
 from rota.cluster.core.asks import JobAsk, Shape, compile_shape
-from rota.cluster.core.check import check
+from rota.cluster.core.check import violations
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.rows import Held, Wait
 from rota.cluster.core.snapshot import State
+from rota.cluster.core.sound import overdrawn, sound
 from rota.cluster.core.turns import wait_of
 from rota.spec import codec
 from rota.spec.changes import changed_spec
@@ -77,11 +78,15 @@ class _Known:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What ``decide`` wants: events to append, in order, and when to ask again if nothing happens until then."""
+    """What ``decide`` wants: events to append, in order, and when to ask again if nothing happens until then.
+
+    ``broken`` tells bugs of the scheduler that were met; what they touch is left alone, and the rest goes on.
+    """
 
     events: tuple[tuple[JobId, Event], ...]
     wake_at: float | None = None
     marks: tuple[NodeMarked, ...] = ()
+    broken: tuple[str, ...] = ()
 
 
 class Scheduler:
@@ -233,11 +238,11 @@ class Scheduler:
         self._jobs[job] = replace(known, beside=(*known.beside, place))
         self._fact(facts.JobHolds(job=row, held=self._held((place,))), at)
 
-    def _suspect(self, node: NodeId, text: str) -> None:
-        """A node that a job had to leave takes no new work until somebody has looked at it."""
+    def _suspect(self, node: NodeId, text: str, by: str = "failover") -> None:
+        """A node that a job had to leave, or that is overdrawn, takes no new work until somebody has looked at it."""
         known = self._nodes.get(node)
         if known is not None and known.health is Health.HEALTHY:
-            self._suspects[node] = NodeMarked(node=node, health=Health.SUSPECT, by="failover", text=text)
+            self._suspects[node] = NodeMarked(node=node, health=Health.SUSPECT, by=by, text=text)
 
     def _forget(self, job: JobId, known: _Known | None, which: Callable[[GangRequest], bool], at: float) -> None:
         gone = [request for request in known.asks if which(request)] if known else []
@@ -326,10 +331,14 @@ class Scheduler:
             return self._decide(now)
 
     def _decide(self, now: float) -> Outcome:
-        check(self.state)
+        broken = violations(self.state)
+        if broken:  # counts that are not those of the jobs are mended by counting anew
+            self._rebuild(now)
+        for row in overdrawn(self.state):
+            self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
         events: list[tuple[JobId, Event]] = []
         wake: list[float] = []
-        decisions = cycle.decide(self.state, self.profile, now)
+        decisions, refused = sound(self.state, self.profile, now)
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
         for decision in decisions:
             match decision:
@@ -348,17 +357,9 @@ class Scheduler:
                         events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other, gang=only)))
                 case Admit(job=job, held=held, why=why):
                     known = self._jobs[job]
-                    events.append(
-                        (
-                            job,
-                            JobAdmitted(
-                                attempt=known.attempts + 1,
-                                epoch=Epoch(known.epoch + 1),
-                                placement=self._placement(known.requests, held),
-                                why=why,
-                            ),
-                        )
-                    )
+                    placement = self._placement(known.requests, held)
+                    attempt, epoch = known.attempts + 1, Epoch(known.epoch + 1)
+                    events.append((job, JobAdmitted(attempt=attempt, epoch=epoch, placement=placement, why=why)))
                 case WaitOn(job=job, wait=wait):
                     events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
                 case Resize(job=job):
@@ -366,7 +367,12 @@ class Scheduler:
                 case WakeAt(at=at):
                     wake.append(at)
         events += self._moves()
-        return Outcome(events=tuple(events), wake_at=min(wake, default=None), marks=tuple(self._suspects.values()))
+        return Outcome(
+            events=tuple(events),
+            wake_at=min(wake, default=None),
+            marks=tuple(self._suspects.values()),
+            broken=(*broken, *(f"{job}: {text}" for job, text in refused.items())),
+        )
 
     def _can_spare(self, job: JobId, gang: GangId) -> bool:
         """Whether a gang is beyond what the job needs: none of its members is of the admission."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from rota.cluster.core.check import InvariantBroken
 from rota.cluster.core.plugins import Profile
 from rota.cluster.live import RequestsOf, Scheduler
 from rota.spec.events import (
@@ -39,7 +40,10 @@ def replayed(records: Iterable[Record], profile: Profile, requests_of: RequestsO
         if record.job is not None and _decided(record.event):
             recorded = (record.job, _decision(record.event))
             if recorded not in open_ones:
-                open_ones = [(job, _decision(event)) for job, event in scheduler.decide(record.at).events]
+                outcome = scheduler.decide(record.at)
+                if outcome.broken:
+                    raise InvariantBroken("; ".join(outcome.broken))
+                open_ones = [(job, _decision(event)) for job, event in outcome.events]
             compared += 1
             if recorded in open_ones:
                 open_ones.remove(recorded)

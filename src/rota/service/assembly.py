@@ -101,6 +101,7 @@ def assemble(settings: Settings, log: EventLog, *, engine: Engine | None = None)
     loop.timed = metrics.timed
     metrics.sse_clients.set_function(lambda: doors.streams)
     metrics.loop_age.set_function(lambda: clock.monotonic_s() - loop.turned_s)
+    metrics.slips.set_function(lambda: len(loop.broken))
     metrics.store_stale.set_function(lambda: _stale_s(doors))
     return doors
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from rota.cluster.live import Scheduler
+from rota.cluster.live import Outcome, Scheduler
 from rota.runtime.clock import Clock
 from rota.runtime.log import EventLog, Writer
 from rota.service.engine import Engine
@@ -57,6 +57,8 @@ class ServiceLoop:
         """When the last round was over; it grows old when the loop is stuck."""
         self.timed: Callable[[str, float], None] = lambda what, seconds: None
         """Told how long each ``read`` and ``append`` of the log and each ``decide`` took."""
+        self.broken: tuple[str, ...] = ()
+        """Bugs of the scheduler that its last round met."""
         self._listeners: list[Listener] = []
         self._poll_s = poll_s
         self._wake = asyncio.Event()
@@ -171,9 +173,7 @@ class ServiceLoop:
         # 3. decide, when something changed or a time has come
         now = self.clock.wall_s()
         if not self.undecided and (moved or (self._due_at is not None and now >= self._due_at)):
-            began_s = self.clock.monotonic_s()
-            outcome = self.scheduler.decide(now)
-            self.timed("decide", self.clock.monotonic_s() - began_s)
+            outcome = self._decide(now)
             self._due_at = outcome.wake_at
             # 4. append what was decided; what conflicts is decided anew on the newer state
             wrote = await self._append_all(outcome.events) or wrote
@@ -184,6 +184,20 @@ class ServiceLoop:
         for story in tuple(self.installation.live.values()):
             self._act(story)
         return wrote
+
+    def _decide(self, now: float) -> Outcome:
+        """Ask the scheduler. A bug in it is told, and costs what it touches; what runs goes on in any case."""
+        began_s = self.clock.monotonic_s()
+        try:
+            outcome = self.scheduler.decide(now)
+        except Exception as error:  # noqa: BLE001 - whatever a policy raises, jobs that run must be watched and ended
+            _log.exception("the scheduler failed: nothing new starts")
+            outcome = Outcome(events=(), wake_at=now + SWEEP_PERIOD_S, broken=(f"nothing new starts: {error!r}",))
+        self.timed("decide", self.clock.monotonic_s() - began_s)
+        for text in set(outcome.broken) - set(self.broken):
+            _log.critical("the scheduler contradicts itself: %s", text)
+        self.broken = outcome.broken
+        return outcome
 
     async def _read(self) -> bool:
         began_s = self.clock.monotonic_s()

@@ -81,12 +81,13 @@ class Metrics(Collector):
         self._decide = Histogram(
             "rota_decision_seconds", "Time of one round of the scheduler.", registry=self._registry
         )
-        self.sse_clients, self.loop_age, self.store_stale = (
+        self.sse_clients, self.loop_age, self.store_stale, self.slips = (
             Gauge(name, text, registry=self._registry)
             for name, text in (
                 ("rota_sse_clients", "Streams of events and logs that are open."),
                 ("rota_loop_age_seconds", "Since the last round of the service's loop."),
                 ("rota_store_stale_seconds", "So long the store does not answer; 0 when it does."),
+                ("rota_scheduler_slips", "Bugs of the scheduler that its last round met: rota status tells them."),
             )
         )
 

@@ -10,7 +10,11 @@ from rota.spec.ids import JobId
 
 
 class InvariantBroken(AssertionError):
-    """The state contradicts itself: a bug of the scheduler; the message names the rule and the numbers."""
+    """A bug of the scheduler: the message names the rule and the numbers; ``job`` is that at which it was met."""
+
+    def __init__(self, text: str, job: JobId | None = None) -> None:
+        super().__init__(text)
+        self.job = job
 
 
 def violations(state: State) -> list[str]:

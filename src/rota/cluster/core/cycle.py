@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rota.cluster.core.binding import awaits, waits_because, with_spares
+from rota.cluster.core.check import InvariantBroken
 from rota.cluster.core.claims import Claims, take_what_is_free
 from rota.cluster.core.facts import (
     Fact,
@@ -119,7 +120,10 @@ class _Pass:
             turn, row, key = one
             if row.ask.queue in self.blocked and row.wait is not None:
                 continue
-            wait = self._try(key, row)
+            try:
+                wait = self._try(key, row)
+            except Exception as error:
+                raise InvariantBroken(f"trying it failed with {error!r}", row.ask.id) from error
             if wait is not None:
                 self._tell(row, wait)
             if self.until is not None and (row.ask.id == self.until or self._is_settled(self.until)):

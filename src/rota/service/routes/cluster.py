@@ -104,6 +104,7 @@ async def status_document(doors: Doors) -> Document:
 
 def _warnings(doors: Doors) -> list[str]:
     found = [f"no job starts: {doors.loop.undecided}"] if doors.loop.undecided else []
+    found += [f"the scheduler contradicts itself: {text}" for text in doors.loop.broken]
     if doors.loop.installation.engine_volatile is not None:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if doors.settings.host not in ("127.0.0.1", "localhost", "::1"):

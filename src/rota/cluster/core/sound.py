@@ -1,0 +1,83 @@
+"""Decide around what is broken: a bug of the scheduler costs what it touches, and the rest goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rota.cluster.core.check import InvariantBroken
+from rota.cluster.core.cycle import decide
+from rota.cluster.core.plugins import Admit, Decision, Profile, WaitOn
+from rota.cluster.core.rows import Held, Wait
+from rota.cluster.core.snapshot import State
+from rota.cluster.core.txn import Txn
+from rota.spec.ids import JobId
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health
+
+REFUSED = "A bug of the scheduler keeps it from starting"
+
+
+def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
+    """What should happen now, and the jobs that are left out of it, with why.
+
+    Nothing new goes to nodes that are overdrawn. Left out are jobs at which the pass fails, or which it would start on
+    what is not free; the pass is made again without them. Raises what fails at no job.
+    """
+    refused: dict[JobId, str] = {}
+    with state.txn() as txn:
+        for row in overdrawn(state):
+            state.mark(txn, state.nodes[row].id, Health.SUSPECT)
+        while True:
+            try:
+                decisions = decide(state, profile, now)
+                wrong = unsound(state, decisions)
+            except InvariantBroken as error:
+                if error.job is None:
+                    raise
+                decisions, wrong = [], {error.job: str(error)}
+            if not wrong:
+                waits = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {refused[job]}.") for job in refused}
+                told = (WaitOn(job=job, wait=wait) for job, wait in waits.items() if state.jobs[job].wait != wait)
+                return [*decisions, *told], refused
+            refused |= wrong
+            for job in wrong:
+                state.put(txn, replace(state.jobs[job], phase="paused"))
+
+
+def overdrawn(state: State) -> list[int]:
+    """Nodes of which more is given than there is, those that shrank under their jobs aside."""
+    short = np.flatnonzero((state.cpu < 0) | (state.mem < 0)).tolist()
+    return sorted({*state.dev_node[state.dev_milli < 0].tolist(), *short} - state.shrunk)
+
+
+def unsound(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
+    """Jobs that these decisions would start on what is not free, after the starts before them, and why that is wrong.
+
+    This looks at the devices alone: it shares nothing with the policies, which may be what is wrong.
+    """
+    found: dict[JobId, str] = {}
+    with state.txn() as txn:
+        for one in decisions:
+            if isinstance(one, Admit):
+                broken = [text for slot in one.held if (text := _not_free(state, txn, slot))]
+                if len(one.held) < (asked := len(state.jobs[one.job].ask.shape.slots)):
+                    broken.append(f"it would start with {len(one.held)} of {asked} slots")
+                if broken:
+                    found[one.job] = broken[0]
+    return found
+
+
+def _not_free(state: State, txn: Txn, slot: Held) -> str:
+    """Take a slot; what of it was not there to be given."""
+    node = state.nodes[slot.node].id
+    sick = [d for d in slot.devices if state.dev_health[d] or int(state.dev_node[d]) != slot.node]
+    state.take(txn, slot, 1)
+    if sick or state.node_health[slot.node]:
+        return f"{node}, or a device of it, takes no work"
+    short = [d for d in slot.devices if int(state.dev_milli[d]) < 0]
+    if short or int(state.cpu[slot.node]) < 0 or int(state.mem[slot.node]) < 0:
+        return f"what it would get of {node} is not free"
+    return ""

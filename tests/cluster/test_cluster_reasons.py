@@ -127,6 +127,19 @@ def test_a_job_behind_an_equal_one_has_the_reason_of_that_one_as_it_is_now() -> 
     assert own is not None and own == s.jobs[JobId("one")].wait and "behind" not in own.text
 
 
+def test_a_job_that_finds_no_place_has_the_reason_of_now_though_no_pass_tells_it_again() -> None:
+    s, profile = state(node("n", 4), node("m", 4)), replace(get_profile("fifo"), block="none")
+    for at, (name, gpus) in enumerate((("a", 3), ("b", 2), ("whole", 3), ("again", 3), ("c", 1))):
+        step(s, JobArrived(ask=ask(name, slot(gpus), at=at)), profile, float(at))
+    assert (row := s.jobs[JobId("whole")]).wait and row.wait.reason is Reason.FRAGMENTED
+    for job, behind in (("whole", ""), ("again", "It is behind whole: ")):
+        now = wait_of(s, profile, JobId(job), 6.0)
+        assert now is not None and now.reason is Reason.NO_FREE_DEVICES
+        assert now.text == f"{behind}3 gpus are asked, 2 are free."
+        why = explain(s, profile, JobId(job), 6.0).why
+        assert why is not None and why.reason is now.reason
+
+
 def test_behind_whom_a_job_waits_is_who_holds_up_its_queue_now() -> None:
     s, fifo = state(node("n", 4)), get_profile("fifo")
     for at, job in enumerate(

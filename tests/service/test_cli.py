@@ -555,7 +555,7 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
     (tmp_path / "queues.yaml").write_text("[{path: default},{path: prod, guaranteed: {gpus: 2},user_limit: {gpus: 1}}]")
     (tmp_path / "lower.yaml").write_text("[{path: default},{path: both},{path: cores, limit: {gpus: 1}}]")
     (tmp_path / "cores.yaml").write_text(
-        "- {path: cores, limit: {cpus: 8}, user_limit: {cpus: 2}}\n"
+        "- {path: cores, limit: {cpus: 8, memory: 1.5GiB}, user_limit: {cpus: 2}}\n"
         "- {path: both, guaranteed: {gpus: 2, cpus: 1}}\n- {path: default}\n"
     )
     (tmp_path / "bad.yaml").write_text("queues:\n- {pth: a}\n")
@@ -585,7 +585,7 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         assert [one["guaranteed_gpus"] for one in (await ask("queues", "--json")).document["items"]] == [None, 2.0]
         assert (await ask("queues", "apply", "cores.yaml")).status == 0
         table = re.sub(" +", " ", (await ask("queues")).out)
-        for row in ("both open 0 2, 1 cpu - - 0", "cores open 0 - 8 cpus 2 cpus 0", "default open 0 - - - 0"):
+        for row in ("both open 0 2, 1 cpu - - 0", "cores open 0 - 8 cpus, 1.5GiB 2 cpus 0", "default open 0 - - - 0"):
             assert row in table
         (tmp_path / "job.yaml").write_text(HELLO)
         assert (await ask("run", "job.yaml", "-q", "cores", "-d")).status == 0

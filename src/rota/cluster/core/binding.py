@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -92,23 +92,34 @@ def waits_because(state: State, ask: JobAsk, placer: Placer) -> Wait:
     whose relaxation lets the whole gang be placed binds. If none does, the free devices are not together.
     """
     shape = ask.shape
-    free = _free_of_types(state, shape)
-    fields: dict[str, object] = {"asked_gpus": shape.gpu_milli / 1000, "free_gpus": free / 1000}
-    if free < shape.gpu_milli:
-        bad = _out_of_order(state)
-        if free + bad * 1000 >= shape.gpu_milli:
-            text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free, {bad} are out of order"
-            return _out_of_use(state, text, {**fields, "bad_gpus": bad})
-        text = f"{shape.gpu_milli / 1000:g} gpus are asked, {free / 1000:g} are free."
-        return Wait(reason=Reason.NO_FREE_DEVICES, text=text, fields=fields)
+    if (wait := too_few_free(state, shape)) is not None:
+        return wait
+    fields = _gpu_fields(state, shape)
     if sick_nodes(state) and _fits_with_all_nodes(state, ask, placer):
         return _out_of_use(state, "It would fit on nodes that take no new work", fields)
     for reason, relaxed in _relaxations(shape):
         if _fits(state, replace(ask, shape=relaxed), placer):
-            return Wait(reason=reason, text=_TEXTS[reason], fields=fields)
+            return Wait(reason=reason, text=_TEXTS[reason], fields={**fields})
     if not shape.gpu_milli:
         return _cores_and_memory(state, shape)
-    return Wait(reason=Reason.FRAGMENTED, text=_TEXTS[Reason.FRAGMENTED], fields=fields)
+    return Wait(reason=Reason.FRAGMENTED, text=_TEXTS[Reason.FRAGMENTED], fields={**fields})
+
+
+def too_few_free(state: State, shape: Shape) -> Wait | None:
+    """The verdict on a shape that asks more devices than are free in all; None if that many are."""
+    fields = _gpu_fields(state, shape)
+    free = fields["free_gpus"]
+    if fields["asked_gpus"] <= free:
+        return None
+    text = f"{fields['asked_gpus']:g} gpus are asked, {free:g} are free"
+    bad = _out_of_order(state)
+    if free + bad >= fields["asked_gpus"]:
+        return _out_of_use(state, f"{text}, {bad} are out of order", {**fields, "bad_gpus": bad})
+    return Wait(reason=Reason.NO_FREE_DEVICES, text=f"{text}.", fields={**fields})
+
+
+def _gpu_fields(state: State, shape: Shape) -> dict[str, float]:
+    return {"asked_gpus": shape.gpu_milli / 1000, "free_gpus": _free_of_types(state, shape) / 1000}
 
 
 def _cores_and_memory(state: State, shape: Shape) -> Wait:
@@ -135,7 +146,7 @@ def sick_nodes(state: State) -> dict[str, str]:
     return {state.nodes[row].id: HEALTHS[int(state.node_health[row])] for row in rows.tolist()}
 
 
-def _out_of_use(state: State, text: str, fields: dict[str, object]) -> Wait:
+def _out_of_use(state: State, text: str, fields: Mapping[str, object]) -> Wait:
     nodes = sick_nodes(state)
     named = ", ".join(f"{node} is {health}" for node, health in list(nodes.items())[:NAMED_MAX])
     return Wait(

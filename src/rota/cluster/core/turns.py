@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any, NamedTuple
 
+from rota.cluster.core.binding import too_few_free
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.reserve import Reservations
 from rota.cluster.core.rows import JobRow, LineKey, Wait, line_key
@@ -20,6 +21,12 @@ PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.USER_LIMIT})
 
 FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
 """Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
+
+
+BY_PLACE = frozenset(
+    {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason.CPU_OR_MEMORY, Reason.TOPOLOGY}
+)
+"""Reasons of jobs whose queue might start them, and that find no place."""
 
 
 class Turn(NamedTuple):
@@ -112,8 +119,10 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
     A pass tries no more of a line, or of a queue that is held up, than it must, and tells nobody else anything new.
     """
     row = state.jobs.get(job)
-    if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now or profile.order.by_job:
+    if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now:
         return None if row is None else row.wait
+    if profile.order.by_job:
+        return _as_of_now(state, profile, row, row.wait)
     by_queue = profile.block == "queue"
     for *_, other in state.asking[row.ask.queue] if by_queue else state.lines[line_key(row)]:
         if other == job:
@@ -123,10 +132,18 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
             continue
         if wait.reason is Reason.RESERVED_FOR_OTHER and _is_shorter(row, wait, now):
             continue
+        wait = _as_of_now(state, profile, state.jobs[other], wait)
         text = f"It is behind {other}: {wait.text or INFO[wait.reason].text}"
         reason = Reason.BEHIND_IN_ORDER if by_queue else wait.reason
         return replace(wait, reason=reason, text=text, fields={**wait.fields, "behind": other})
-    return row.wait
+    return _as_of_now(state, profile, row, row.wait)
+
+
+def _as_of_now(state: State, profile: Profile, row: JobRow, told: Wait) -> Wait:
+    """What a job that finds no place waits for by now: more may be taken since it was told, and that tells nobody."""
+    if told.reason not in BY_PLACE:
+        return told
+    return profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or told
 
 
 def _is_shorter(row: JobRow, wait: Wait, now: float) -> bool:

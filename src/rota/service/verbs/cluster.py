@@ -146,7 +146,7 @@ def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
                 queue["state"],
                 amount(queue["used_gpus"]),
                 *(
-                    promise(stated.get("gpus"), stated.get("cpus"))
+                    promise(stated.get("gpus"), stated.get("cpus"), stated.get("memory_bytes"))
                     for stated in (queue[name] or {} for name in ("guaranteed", "limit", "user_limit"))
                 ),
                 amount(queue["borrowed_gpus"]),

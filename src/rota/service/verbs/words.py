@@ -56,9 +56,13 @@ def amount(value: float | None) -> str:
     return "" if value is None else f"{value:g}"
 
 
-def promise(gpus: float | None, cpus: float | None) -> str:
-    """A guarantee or limit: devices, and cores by name; nothing where neither is stated."""
-    return ", ".join([amount(gpus)] * bool(gpus) + [counted(cpus or 0, "cpu")] * bool(cpus))
+def promise(gpus: float | None, cpus: float | None, memory_bytes: int | None = None) -> str:
+    """A guarantee or limit: devices, cores by name, and memory; nothing where none is stated."""
+    return ", ".join(
+        [amount(gpus)] * bool(gpus)
+        + [counted(cpus or 0, "cpu")] * bool(cpus)
+        + [size(memory_bytes)] * bool(memory_bytes)
+    )
 
 
 def size(size_bytes: int | None) -> str:

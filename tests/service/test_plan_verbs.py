@@ -43,8 +43,36 @@ def test_a_search_prints_one_document_and_show_and_explain_read_it(
     assert call(["plan", "explain", str(path), "--why-not", "pp=4", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
     assert sum(explained["breakdown_s"].values()) == pytest.approx(found["predicted"]["iteration_s"])
+    assert explained["why_not"]["degrees"] == {"pp": 4}
     assert explained["why_not"]["verdict"] == "slower"
     assert explained["why_not"]["iteration_s"] > found["predicted"]["iteration_s"]
+
+
+def test_an_explanation_keeps_the_pins_of_the_search_and_repeats_its_question(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call([*search_words(model), "--pin", "pp=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    assert call(["plan", "explain", str(tmp_path / "found.json"), "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["certificate"] == found["certificate"]
+    assert all(one["slower_pct"] >= 0 for one in explained["runner_ups"])
+    assert call(["plan", "explain", str(tmp_path / "found.json"), "--why-not", "pp=1,tp=2"]) == 0
+    assert "why not pp=1, tp=2: faster: " in capsys.readouterr().out
+
+
+def test_offload_that_nobody_asked_for_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = search_words(model, gpus=1, memory=10)
+    assert call(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    kind = found["plan"]["layers"][0]["offload"]
+    assert kind != "none"
+    assert found["notes"] == [f"nothing fits without offload, so this plan has offload {kind}"]
+    assert call(words[:-1]) == 0
+    assert found["notes"][0] in capsys.readouterr().out.splitlines()
+    assert call([*words, "--allow", "offload"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"] == []
 
 
 def test_plans_that_were_found_are_told_apart_by_what_they_choose(

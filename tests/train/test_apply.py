@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -59,7 +61,9 @@ def test_a_plan_too_large_for_the_machine_is_refused_with_both_numbers() -> None
 
 def test_a_model_without_the_named_parts_is_refused() -> None:
     with pytest.raises(BadInput, match="Linear has no module 'embed'"):
-        parallelize(nn.Linear(2, 2), ALONE, optimizer=SGD)
+        parallelize(nn.Linear(2, 2), replace(ALONE, mesh=Mesh(tp=2)), optimizer=SGD)
+    with pytest.raises(BadInput, match="Linear has no module 'layers'"):
+        parallelize(nn.Linear(2, 2), replace(ALONE, layers=(Layer(count=4, recompute="full"),)), optimizer=SGD)
 
 
 def test_a_way_of_synchronising_that_nobody_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +132,13 @@ def test_state_on_the_host_is_there_before_a_step_and_a_checkpoint_does_not_move
     layer = nn.Linear(4, 2)
     optimizer = OnHost(partial(torch.optim.AdamW, lr=0.1), list(layer.parameters()))
     fill_state(optimizer)
-    assert set(optimizer_tensors([layer], optimizer)) >= {"optim.weight.exp_avg", "optim.bias.exp_avg_sq"}
+    assert set(optimizer_tensors([layer], optimizer, {})) >= {"optim.weight.exp_avg", "optim.bias.exp_avg_sq"}
     layer(torch.ones(4)).sum().backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # as under DDP: the gradients stay, as zeros
-    before = {name: kept.clone() for name, kept in optimizer_tensors([layer], optimizer).items()}
+    before = {name: kept.clone() for name, kept in optimizer_tensors([layer], optimizer, {}).items()}
     fill_state(optimizer)
-    assert all(torch.equal(kept, before[name]) for name, kept in optimizer_tensors([layer], optimizer).items())
+    assert all(torch.equal(kept, before[name]) for name, kept in optimizer_tensors([layer], optimizer, {}).items())
     assert before["optim.weight.step"] == 1 and before["optim.weight.exp_avg"].abs().sum() > 0
 
 
@@ -169,3 +173,16 @@ def test_a_step_whose_loss_is_not_finite_changes_no_weight() -> None:
     assert result.skipped
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert dist.get_world_size() == 1
+
+
+@pytest.mark.parametrize("schedule", ["zb", "zbv"])
+def test_a_frozen_first_stage_is_refused_where_torch_loses_gradients(schedule: Literal["zb", "zbv"]) -> None:
+    chunks = 2 if schedule == "zbv" else 1
+    bounds = [round(4 * i / (2 * chunks)) for i in range(2 * chunks + 1)]
+    stages = tuple(Stage(layers=span, embed=not i) for i, span in enumerate(pairwise(bounds)))
+    model = Gpt(SHAPE)
+    for part in (model.embed, model.layers[: bounds[1]]):
+        part.requires_grad_(False)
+    plan = replace(ALONE, mesh=Mesh(pp=2), stages=stages, schedule=schedule, micro_batches=2)
+    with pytest.raises(BadInput, match=f"schedule = {schedule}: the first stage is frozen"):
+        parallelize(model, plan, optimizer=SGD)

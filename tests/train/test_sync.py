@@ -58,6 +58,14 @@ def test_weights_in_half_precision_are_trained() -> None:
     agree.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_half_precision_are_factored(dtype: torch.dtype) -> None:
+    state = make_compressor(Compression(kind="powersgd", rank=1), nn.Identity())
+    buffer = torch.outer(torch.arange(1.0, 9.0), torch.arange(1.0, 9.0)).to(dtype).reshape(-1)
+    out = average(state, ["w"], buffer.clone(), [buffer.view(8, 8)])
+    torch.testing.assert_close(out, buffer, atol=0, rtol=0.02)
+
+
 def test_servers_want_their_token_and_end_with_the_plan() -> None:
     agree, _ = stepped(nn.Linear(2, 1))
     assert agree._server is not None and agree._server._tcp is not None

@@ -107,7 +107,7 @@ def search_document(
     if not found.best and found.certificate.complete:
         document |= _closest(question) if found.certificate.enumerated else _no_setting(question)
     asked = {"model": codec.to_json_value(shape), "hardware": codec.to_json_value(question.hardware)}
-    asked |= {"gpus": gpus, "memory_gib": memory_gib, "batch": batch}
+    asked |= {"gpus": gpus, "memory_gib": memory_gib, "batch": batch, "pins": question.pins, "allow": question.allow}
     return {**document, "question": asked, "elapsed_s": round(clock.monotonic_s() - began_s, 3)}, warnings
 
 
@@ -202,7 +202,8 @@ def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: 
     document = explain(plan, question, found=found)
     if degrees:
         best: Scored = score(plan, question)
-        document["why_not"] = why_not(parse_degrees(degrees), best, question)
+        pins = parse_degrees(degrees)
+        document["why_not"] = {"degrees": pins, **why_not(pins, best, question)}
     return codec.to_json_value(document)
 
 
@@ -222,4 +223,6 @@ def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str)
         memory_gib=known.get("memory_gib", described.device.memory_gib),
         batch=known.get("batch", plan.global_batch),
         dtype=plan.dtype,
+        pins=dict(known.get("pins", {})),
+        allow=tuple(known.get("allow", ())),
     )

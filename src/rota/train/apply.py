@@ -32,6 +32,7 @@ from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.rules import check
 from rota.train.tensor_parallel import Rules, split_layers
+from rota.train.ties import Ties, holders, tie_again, tied_names
 
 IGNORED = -100
 """Targets with this value count neither for the loss nor as tokens, as in torch's cross entropy."""
@@ -75,7 +76,7 @@ def parallelize(
     parts = parts or Parts()
     check_model(model, plan, parts)  # 1. the plan fits the model and the world
     mesh = plan_mesh(plan.mesh, device, dist.group.WORLD)
-    pieces = [model]
+    pieces, ties = [model], [(names, holders(model, names, parts, plan)) for names in tied_names(model)]
     if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
     for piece in pieces:
@@ -85,6 +86,7 @@ def parallelize(
             spread_experts(piece, parts, mesh)
         if plan.mesh.tp > 1:  # 4. tensor and sequence parallel
             split_layers(piece, parts, plan, mesh, rules)
+            tie_again(piece, [names for names, _ in ties])
         for index, layer in parts.layers(piece):  # 5. recompute, layer by layer
             recompute(layer, parts.kind(plan, index))
     if DTYPES[plan.dtype.master] != torch.float32:
@@ -92,7 +94,8 @@ def parallelize(
     agree = hooks.synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
     made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder)  # 8. optimizer
-    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device)
+    tied = Ties(ties, pieces, mesh)
+    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device, tied)
 
 
 def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
@@ -100,14 +103,19 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
 
     A model without a ``shape`` is only checked for what can be seen: its layers.
     """
-    parts.check(model)
+    parts.check(model, plan)
     shape = getattr(model, "shape", None)
     known = isinstance(shape, ModelShape)
     if not known:
         width = 2 * plan.mesh.tp * plan.mesh.cp
-        shape = ModelShape(layers=parts.count(model), hidden=width, heads=width, seq=width, vocab=2)
+        layers = parts.count(model) or sum(run.count for run in plan.layers)
+        shape = ModelShape(layers=layers, hidden=width, heads=width, seq=width, vocab=2)
     if faults := check(plan, shape):
         raise BadInput("plan: " + "; ".join(map(str, faults)))
+    if plan.schedule in ("zb", "zbv") and not any(
+        one.requires_grad for one in parts.cut(model, plan.stages[0]).parameters()
+    ):  # torch 2.13 then loses gradients of the second stage
+        raise BadInput(f"schedule = {plan.schedule}: the first stage is frozen", hint="use 1f1b or interleaved")
     if known:
         check_memory(plan, shape, this_machine())
 
@@ -150,12 +158,14 @@ class Parallel:
         agree: hooks.Synchroniser | None,
         clip_norm: float | None,
         device: torch.device,
+        tied: Ties,
     ) -> None:
         self.plan, self.mesh, self.pieces, self.optimizer = plan, mesh, pieces, optimizer
         self.agree, self.device, self._parts = agree, device, parts
         self._columns: torch.Tensor | None = None
         self._wrapped, self._loss, self._clip_norm = wrapped, loss, clip_norm
-        self._parameters = [parameter for piece in pieces for parameter in piece.parameters()]
+        self._parameters = list(dict.fromkeys(one for piece in pieces for one in piece.parameters()))
+        self._tied = tied
         self._replicas = mesh.axis("data").size()
         self._scale = 1.0
         self._loss_sum = torch.zeros((), device=device)
@@ -195,6 +205,7 @@ class Parallel:
         else:
             self._run_pipeline(inputs, targets)
         settle(self._parameters)
+        self._tied.sum_gradients()
         loss, norm = self._finish()
         skipped = not _finite(loss) or (norm is not None and not _finite(norm))
         if not skipped:
@@ -205,7 +216,10 @@ class Parallel:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state on this rank by global name; to be saved, or filled in place."""
         fill_state(self.optimizer)
-        return {**state.model_tensors(self.pieces), **state.optimizer_tensors(self.pieces, self.optimizer)}
+        return {
+            **state.model_tensors(self.pieces),
+            **state.optimizer_tensors(self.pieces, self.optimizer, self._tied.first),
+        }
 
     def close(self) -> None:
         """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
@@ -277,7 +291,7 @@ class Parallel:
             dist.all_reduce(self._loss_sum, group=self.mesh.group("pp"))
         norm = None
         if self._clip_norm is not None:
-            norm = clip_global_norm(self._parameters, self._clip_norm, self.mesh)
+            norm = clip_global_norm(self._parameters, self._tied.elsewhere, self._clip_norm, self.mesh)
             if self.agree is not None and not self.agree.reduces:  # each replica has its own: all skip, or none
                 norms = torch.tensor(norm, device=self.device)
                 dist.all_reduce(norms, group=self.mesh.group("data"))

@@ -223,7 +223,7 @@ def _powersgd(state: Compressor, flat: torch.Tensor, wide: Named) -> Sent:
             continue
         seed = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
         right = state.warm.get(name, torch.randn(columns, rank, generator=seed, device="cpu")).to(matrix)
-        left = torch.linalg.qr(state.mean(matrix @ right)).Q
+        left = torch.linalg.qr(state.mean((matrix @ right).float())).Q.to(matrix)  # no qr in half precision
         own = matrix.t() @ left
         right = state.warm[name] = state.mean(own.clone())
         means.append((left @ right.t()).view(-1))

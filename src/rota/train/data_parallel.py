@@ -50,7 +50,8 @@ def shard_model(model: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMe
         for experts in find_experts(layer) if plan.mesh.ep > 1 else ():
             _wrap(experts, kind, plan, mesh.axis("expert_data"))
         _wrap(layer, kind, plan, data_axes(kind, mesh))
-    _wrap(model, plan.embed, plan, data_axes(plan.embed, mesh))
+    rest = parts.rest(model, plan)
+    _wrap(model, rest, plan, data_axes(rest, mesh))
     return model
 
 
@@ -85,7 +86,7 @@ def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: 
     model.set_is_last_backward(last)
     wrapped = [(layer, parts.kind(plan, index)) for index, layer in parts.layers(model)]
     wrapped += [(experts, kind) for layer, kind in wrapped for experts in find_experts(layer)]
-    for module, kind in (*wrapped, (model, plan.embed)):
+    for module, kind in (*wrapped, (model, parts.rest(model, plan))):
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(last or kind.zero >= 2, recurse=False)
             module.set_reshard_after_backward(last or kind.zero != 2, recurse=False)

@@ -57,13 +57,19 @@ def _by_kind(
     for piece in pieces:
         for index, layer in parts.layers(piece):
             kinds.update(dict.fromkeys(layer.parameters(), parts.kind(plan, index)))
-    found: dict[tuple[bool, Offload], list[torch.Tensor]] = {}
+    found: dict[tuple[bool, Offload], dict[torch.Tensor, None]] = {}
     for piece in pieces:
         for parameter in piece.parameters():
             if parameter.requires_grad:
-                kind = kinds.get(parameter, plan.embed)
-                found.setdefault((kind.zero == 1, kind.offload), []).append(parameter)
-    return found
+                kind = kinds.get(parameter, parts.rest(piece, plan))
+                same = found.setdefault((kind.zero == 1, kind.offload), {})
+                same[parameter] = None  # a tied one may be in two pieces
+    return {kind: list(same) for kind, same in found.items()} or {(False, "none"): [stand_in()]}
+
+
+def stand_in() -> torch.Tensor:
+    """What an optimizer has that would have nothing: a stage may be frozen, and parameters fewer than ranks."""
+    return nn.Parameter(torch.empty(0))
 
 
 def _placed(
@@ -142,21 +148,17 @@ class Shared(Composed):
     """
 
     def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Raises BadInput when there are fewer parameters than ranks."""
         self.group, self.shares = group, deal(parameters, group.size())
-        if not all(self.shares):
-            raise BadInput(
-                f"zero = 1: {len(parameters)} parameters do not give each of {group.size()} ranks one",
-                hint="use zero 0 or 3",
-            )
         self.all = list(parameters)
-        super().__init__([make(self.shares[group.rank()])])
+        super().__init__([make(self.shares[group.rank()] or [stand_in()])])
 
     def step(self, closure: Any = None) -> None:
         """Step the own share, then send it to the others and receive theirs."""
         super().step(closure)
         with torch.no_grad():
             for owner, share in enumerate(self.shares):
+                if not share:
+                    continue
                 flat = torch.cat([local(parameter).flatten() for parameter in share])
                 dist.broadcast(flat, group=self.group, group_src=owner)
                 if owner != self.group.rank():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,32 +22,45 @@ class Absent(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Names of the attributes of a model: ``layers`` is a ModuleList, and forward is head(layers(embed(x)))."""
+    """Names of the attributes of a model: ``stack`` is a ModuleList or a Sequential, and forward is
+    head(layers(embed(x))). A plan that treats none of them unlike the rest does not need them."""
 
     embed: str = "embed"
     stack: str = "layers"
     head: str = "head"
 
-    def check(self, model: nn.Module) -> None:
-        """Raises BadInput when the model lacks a part."""
-        for name in (self.embed, self.stack, self.head):
+    def check(self, model: nn.Module, plan: ParallelPlan) -> None:
+        """Raises BadInput when the model lacks a part that the plan treats unlike the rest."""
+        mesh, kinds = plan.mesh, {replace(run, count=1) for run in plan.layers}
+        apart = mesh.ep > 1 or len(kinds) > 1 or any(kind.recompute != "none" for kind in kinds)
+        cut = max(mesh.pp, mesh.tp, mesh.cp) > 1
+        for name in (self.embed, self.stack, self.head) if cut else (self.stack,) if apart else ():
             if not isinstance(getattr(model, name, None), nn.Module):
                 raise BadInput(
                     f"model: {type(model).__name__} has no module {name!r}",
                     hint="name its parts: parallelize(..., parts=Parts(embed=..., stack=..., head=...))",
                 )
-        if not isinstance(getattr(model, self.stack), nn.ModuleList):
-            raise BadInput(f"model.{self.stack} is no ModuleList", hint="hold the layers in one ModuleList")
+        if (cut or apart) and not self._stack(model):
+            text = f"model.{self.stack} is no ModuleList or Sequential with layers"
+            raise BadInput(text, hint="hold the layers in one ModuleList")
+
+    def _stack(self, model: nn.Module) -> nn.ModuleList | nn.Sequential | tuple[()]:
+        stack = getattr(model, self.stack, None)
+        return stack if isinstance(stack, nn.ModuleList | nn.Sequential) else ()
 
     def count(self, model: nn.Module) -> int:
-        """Number of layers, absent ones included."""
-        return len(getattr(model, self.stack))
+        """Number of layers, absent ones included; 0 for a model that is one whole."""
+        return len(self._stack(model))
 
     def layers(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         """The layers that are present, with their global index."""
-        for index, layer in enumerate(getattr(model, self.stack)):
+        for index, layer in enumerate(self._stack(model)):
             if not isinstance(layer, Absent):
                 yield index, layer
+
+    def rest(self, model: nn.Module, plan: ParallelPlan) -> Layer:
+        """What the plan says of everything outside the layers."""
+        return plan.embed if self.count(model) else plan.layers[0]
 
     def kind(self, plan: ParallelPlan, index: int) -> Layer:
         """What the plan says of layer ``index``."""
@@ -62,9 +75,9 @@ class Parts:
         piece = copy.copy(model)
         piece._modules = dict(model._modules)
         first, last = stage.layers
-        stack = getattr(model, self.stack)
+        stack = self._stack(model)
         kept = [layer if first <= index < last else Absent() for index, layer in enumerate(stack)]
-        setattr(piece, self.stack, nn.ModuleList(kept))
+        setattr(piece, self.stack, nn.Sequential(*kept) if isinstance(stack, nn.Sequential) else nn.ModuleList(kept))
         if not stage.embed:
             setattr(piece, self.embed, Absent())
         if not stage.head:

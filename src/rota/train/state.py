@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,21 @@ def model_tensors(pieces: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
-def optimizer_tensors(pieces: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """``optim.<parameter>.<key>`` of every tensor that the optimizer keeps for the parameters of this rank."""
+def optimizer_tensors(
+    pieces: Sequence[nn.Module], optimizer: torch.optim.Optimizer, first: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """``optim.<parameter>.<key>`` of every tensor that the optimizer keeps for the parameters of this rank.
+
+    ``first`` gives each name of a parameter with several its first one: the same whatever of them are on this rank.
+    """
     names: dict[torch.Tensor, str] = {
-        parameter: name for piece in pieces for name, parameter in piece.named_parameters()
+        parameter: first.get(name, name) for piece in pieces for name, parameter in piece.named_parameters()
     }
     return {
         f"optim.{names[parameter]}.{key}": value
         for parameter, kept in optimizer.state.items()
         for key, value in kept.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and parameter in names
     }
 
 
@@ -46,8 +51,10 @@ def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
     """Inverse of ``settings``; ``foreach`` and ``fused`` stay as this plan needs them.
 
-    Raises BadInput for another number of groups.
+    Groups that were all alike are those of any number of groups. Raises BadInput for another number of different ones.
     """
+    if groups and all(group == groups[0] for group in groups):
+        groups = [groups[0]] * len(optimizer.param_groups)
     if len(groups) != len(optimizer.param_groups):
         raise BadInput(f"checkpoint: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}")
     for group, given in zip(optimizer.param_groups, groups, strict=True):

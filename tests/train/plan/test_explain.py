@@ -38,6 +38,12 @@ def test_a_slower_choice_is_explained_by_the_parts_that_grew() -> None:
     assert any("bubble" in sentence for sentence in answer["because"])
 
 
+def test_a_plan_that_is_not_the_best_is_told_so() -> None:
+    answer = why_not({"pp": 1}, search(replace(QUESTION, pins={"pp": 4})).best[0], QUESTION)
+    assert answer["verdict"] == "faster"
+    assert "shorter" in answer["because"][0]
+
+
 def test_a_choice_that_does_not_fit_says_what_it_would_need() -> None:
     tight = replace(QUESTION, memory_gib=6)
     answer = why_not({"dp": 4, "zero": 0}, search(tight).best[0], tight)

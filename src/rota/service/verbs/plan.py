@@ -75,6 +75,8 @@ def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
         [*differ, "step s", "why slower"],
         [(*(choices[name] for name in differ), f"{step_s:.4g}", why) for choices, step_s, why in rows],
     )
+    for note in doc["notes"]:
+        term.line(note)
     used = predicted["memory_gib"]
     filled = min(BAR_WIDTH, round(BAR_WIDTH * used / memory_gib))
     term.line(f"memory  [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {used:.3g} of {memory_gib:.3g} GiB")
@@ -247,4 +249,5 @@ def _explained(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.table(["memory", "GiB"], [(name, f"{gib:.4g}") for name, gib in doc["memory_gib_by_class"].items()])
     if "why_not" in doc:
         answer = doc["why_not"]
-        term.line(f"why not: {answer['verdict'].replace('_', ' ')}: {'; '.join(answer['because'])}")
+        asked = ", ".join(f"{name}={value}" for name, value in answer["degrees"].items())
+        term.line(f"why not {asked}: {answer['verdict'].replace('_', ' ')}: {'; '.join(answer['because'])}")

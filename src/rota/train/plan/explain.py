@@ -57,7 +57,7 @@ def summary(scored: Scored, question: Question) -> list[str]:
     micro = counted(plan.micro_batches, "micro-batch", "micro-batches")
     return [
         f"{counted(mesh.world, 'device')}: {axes}; schedule {plan.schedule}, {micro} of {plan.micro_batch}, "
-        f"ZeRO stage {plan.layers[0].zero}.",
+        f"ZeRO stage {plan.layers[0].zero}, offload {plan.layers[0].offload}.",
         f"One step takes {step.total_s:.3g} s ({question.batch / step.total_s:.3g} sequences a second); "
         f"{part} is {share:.0f} % of it.",
         f"The fullest device needs {scored.memory_bytes / GIB:.3g} of {question.memory_gib:.3g} GiB, most of it "
@@ -103,14 +103,14 @@ def _runner_up(other: Scored, best: Scored) -> dict[str, Any]:
 def why_not(pins: Mapping[str, int], best: Scored, question: Question) -> dict[str, Any]:
     """What the named degrees would give when everything else is chosen best for them.
 
-    ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is told), or ``illegal`` (no plan of
-    the space has these degrees).
+    ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is told), ``illegal`` (no plan of
+    the space has these degrees), or ``faster`` when ``best`` was not the best of the space.
     """
     pinned = replace(question, pins=dict(pins))
     found = search(pinned, top=1)
     if found.best:
         other = found.best[0]
-        return _verdict(other, "slower", because(other, best))
+        return _verdict(other, "faster" if other.step.total_s < best.step.total_s else "slower", because(other, best))
     roomy = search(replace(pinned, memory_gib=1e9), top=1)
     if not roomy.best:
         degrees = ", ".join(f"{name}={value}" for name, value in pins.items())
@@ -163,4 +163,6 @@ def because(other: Scored, best: Scored) -> list[str]:
         f"{name} takes {other.step.breakdown_s[name]:.3g} s instead of {best.step.breakdown_s[name]:.3g} s"
         for name in worse[:3]
     ]
-    return [f"a step is {difference_s:.3g} s longer", *sentences] if difference_s > 0 else ["it is equally fast"]
+    if difference_s < 0:
+        return [f"a step is {-difference_s:.3g} s shorter: the plan that is explained is not the best of the space"]
+    return [f"a step is {difference_s:.3g} s longer", *sentences] if difference_s else ["it is equally fast"]

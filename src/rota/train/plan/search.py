@@ -295,6 +295,7 @@ def found_to_json(found: Found, question: Question) -> dict[str, Any]:
         "predicted": predicted(first, question),
         "certificate": certificate,
         "binds": binds(first, question),
+        "notes": notes(first.plan, question),
         "runner_ups": [
             {
                 "plan": one.plan,
@@ -324,6 +325,13 @@ def predicted(scored: Scored, question: Question) -> dict[str, Any]:
         "memory_gib_by_class": dict(scored.memory_by_class_gib),
         "bytes_by_collective": bytes_by_collective(scored.plan, model),
     }
+
+
+def notes(plan: ParallelPlan, question: Question) -> list[str]:
+    """What the search did without being asked to."""
+    if "offload" in question.allow or plan.layers[0].offload == "none":
+        return []
+    return [f"nothing fits without offload, so this plan has offload {plan.layers[0].offload}"]
 
 
 def binds(scored: Scored, question: Question) -> str:

@@ -1,0 +1,175 @@
+"""Models that are not the built-in ones train under a plan like one process: two real processes over Gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from rota.spec.errors import BadInput
+from rota.train.apply import Parallel, cross_entropy_sum, parallelize
+from rota.train.checkpoint import Checkpoints
+from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, data_parallel
+from rota.train.tensor_parallel import Rules
+from tests.train.test_plans_real import free_ports
+
+WORLD, STEPS, BATCH, CLIP = 2, 6, 12, 0.5
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+RULES: Rules = {"mlp": "enter", "mlp.up": "column", "mlp.down": "row"}
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = Mlp(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+class Words(nn.Module):
+    """Of 13 words; ``tied``: one table is embedding and head."""
+
+    def __init__(self, *, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(13, 6), nn.Sequential(*(Block(6) for _ in range(4)))
+        self.head = nn.Linear(6, 13, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:  # all of the second stage
+            for part in (*self.layers[2:], self.head):
+                part.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(ids)))
+
+
+class Whole(nn.Module):
+    """Has nothing that a plan knows by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.net = nn.Embedding(13, 5), nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 13))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.net(self.table(ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    build: Callable[[], nn.Module]
+    plan: ParallelPlan
+    then: ParallelPlan | None = None
+    """The plan under which the second half is trained, from a checkpoint."""
+
+
+def data(zero: int) -> ParallelPlan:
+    return data_parallel(layers=4, dp=2, micro_batch=3, micro_batches=2, zero=zero)
+
+
+HALVES = (Stage(layers=(0, 2), embed=True), Stage(layers=(2, 4), head=True))
+STAGES = replace(data(0), mesh=Mesh(pp=2), stages=HALVES, schedule="1f1b", micro_batches=3, micro_batch=4)
+SPLIT = Layer(tp=2)
+TENSOR = replace(data(0), mesh=Mesh(tp=2), layers=(replace(SPLIT, count=4),), embed=SPLIT, head=SPLIT, micro_batch=6)
+TIED, FROZEN = partial(Words, tied=True), partial(Words, frozen=True)
+CASES = {
+    "a whole, ddp": Case(build=Whole, plan=data(0)),
+    "a whole, zero 1": Case(build=Whole, plan=data(1)),
+    "a whole, zero 3": Case(build=Whole, plan=replace(data(3), embed=Layer())),
+    "layers in a Sequential, stages": Case(build=Words, plan=STAGES),
+    "tied, stages": Case(build=TIED, plan=STAGES),
+    "tied, tp": Case(build=TIED, plan=TENSOR),
+    "tied, stages -> zero 3": Case(build=TIED, plan=STAGES, then=data(3)),
+    "tied, zero 1 -> stages": Case(build=TIED, plan=data(1), then=STAGES),
+    "tied, tp -> stages": Case(build=TIED, plan=TENSOR, then=STAGES),
+    "a frozen stage": Case(build=FROZEN, plan=STAGES),
+    "a frozen stage -> zero 1": Case(build=FROZEN, plan=STAGES, then=data(1)),
+}  # fmt: skip
+
+
+def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        ids = torch.randint(0, 13, (BATCH, 9), generator=draw)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def reference(build: Callable[[], nn.Module]) -> list[float]:
+    torch.manual_seed(0)
+    model = build()
+    optimizer, losses = ADAMW([one for one in model.parameters() if one.requires_grad]), list[float]()
+    for inputs, targets in batches(STEPS):
+        loss = cross_entropy_sum(model(inputs), targets) / targets.numel()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def begin(case: Case, plan: ParallelPlan, seed: int) -> Parallel:
+    torch.manual_seed(seed)
+    return parallelize(case.build(), plan, optimizer=ADAMW, clip_norm=CLIP, rules=RULES)
+
+
+def losses_of(case: Case, folder: Path) -> list[float]:
+    losses, trained = list[float](), begin(case, case.plan, 0)
+    for step, (inputs, targets) in enumerate(batches(STEPS)):
+        if case.then and step == STEPS // 2:
+            with Checkpoints(folder) as saves:
+                saves.save(trained.tensors(), step=step, extra={}, wait=True)
+                found, trained = saves.find(), begin(case, case.then, 7)
+                assert found is not None
+                saves.load(found, trained.tensors())
+        losses.append(trained.step(trained.share(inputs), trained.share(targets)).loss)
+    return losses
+
+
+def refuse_what_is_split_apart() -> None:
+    with pytest.raises(BadInput, match=r"embed\.weight and head\.weight are one parameter, this plan splits them"):
+        parallelize(TIED(), replace(TENSOR, head=Layer()), optimizer=ADAMW, rules=RULES)
+
+
+def _rank(rank: int, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo")
+    refuse_what_is_split_apart()
+    found = {name: losses_of(case, Path(folder, name)) for name, case in CASES.items()}
+    if rank == 0:
+        Path(folder, "losses.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("models")
+    spawn(_rank, args=(str(folder), next(free_ports())), nprocs=WORLD)
+    return json.loads((folder / "losses.json").read_text())
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_of_ones_own_trains_like_one_process(name: str, losses: dict[str, list[float]]) -> None:
+    expected = reference(CASES[name].build)
+    assert losses[name] == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] != expected[0]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 import rota
+from rota.job import builder
 from rota.job.builder import Group
-from rota.spec.errors import BadInput
+from rota.job.inspect import import_target
+from rota.service.jobfile import read_job
+from rota.spec.check import check
+from rota.spec.errors import BadInput, JobFileError
 from rota.spec.job import JobSpec, Near
 
 
@@ -71,8 +75,110 @@ def test_spmd_is_one_role_of_ranks_that_fail_together() -> None:
     spec = rota.spmd("train.py", "--lr", "1e-3", nproc=2, elastic=(1, 4), check="none").spec()
     (role,) = spec.roles
     assert role.run == ("python", "train.py", "--lr", "1e-3")
-    assert (role.mesh, role.replicas_min, role.replicas_max, role.elastic_axis) == ((("dp", 2),), 1, 2, "dp")
+    assert (role.mesh, role.replicas_min, role.replicas_max, role.elastic_axis) == ((("dp", 1),), 1, 4, "dp")
     assert role.fail.check == "none"
+
+
+@pytest.mark.parametrize("sizes", [{}, {"nproc": 3}, {"nproc": 4, "elastic": (2, 4)}, {"elastic": (2, 4)}])
+def test_an_spmd_job_breaks_no_rule(sizes: dict[str, object]) -> None:
+    assert check(rota.spmd("train.py", **sizes).spec()) == ()  # pyright: ignore[reportArgumentType] - of one test each
+
+
+def test_one_axis_of_a_mesh_may_change_as_in_a_job_file() -> None:
+    job = rota.Job("j")
+    job.role("a", run="python t.py", n=(4, 8), mesh={"tp": 2, "dp": "*"})
+    (built,) = job.spec().roles
+    text = "name: j\nroles: {a: {run: python t.py, replicas: {min: 4, max: 8}, mesh: {tp: 2, dp: '*'}}}\n"
+    assert (built,) == read_job(text, filename="j.yaml").roles
+    assert built.mesh == (("tp", 2), ("dp", 2))
+
+
+def test_a_role_that_takes_turns_has_the_size_of_the_other() -> None:
+    job = rota.Job("j")
+    actor = job.role("actor", Policy, mesh={"dp": 2})
+    job.role("ref", Policy, share=actor)
+    assert job.spec().role("ref").replicas_max == 2
+
+
+NUMBERS = [1, 2, 3]
+
+
+def made() -> list[int]:
+    return NUMBERS
+
+
+def test_a_source_is_an_import_path_or_what_a_module_has_under_a_name() -> None:
+    job = rota.Job("j")
+    for name, source in (("a", "data:prompts"), ("b", NUMBERS), ("c", made)):
+        assert job.source(name, source) == name
+    here = __name__
+    assert [one.source for one in job._spec.streams] == ["data:prompts", f"{here}:NUMBERS", f"{here}:made"]
+    with pytest.raises(BadInput, match="no import path leads to this list"):
+        job.source("d", [4])
+
+
+class Told:
+    """What the loop of a running job finds: notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[object] = []
+        self.roles = {"rollout": self}
+        self.streams = {"groups": self}
+
+    def generate(self, *args: object) -> None:
+        self.asked.append(("generate", args))
+
+    def batches(self, size: int) -> None:
+        self.asked.append(("batches", size))
+
+
+def test_in_the_loop_the_handles_of_a_job_are_those_of_its_flow() -> None:
+    job = rota.Job("j")
+    rollout, groups = job.role("rollout", Rollout), job.stream("groups")
+    for use in (lambda: rollout.generate([1]), lambda: groups.batches(2)):
+        with pytest.raises(AttributeError, match="is for the loop of a job that runs; here it is only declared"):
+            use()
+    told = Told()
+    token = builder.FLOW.set(told)
+    try:
+        rollout.generate([1])
+        groups.batches(2)
+    finally:
+        builder.FLOW.reset(token)
+    assert told.asked == [("generate", ([1],)), ("batches", 2)]
+
+
+def test_a_plan_tells_what_a_job_would_become_and_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    job = rota.Job("j")
+    job.role("rollout", Rollout, n=2)
+    plan = job.plan()
+    assert (plan["kind"], [role["name"] for role in plan["roles"]]) == ("PlanReport", ["rollout"])
+    plan.show()
+    assert "LOSING ONE" in capsys.readouterr().out
+    job.role("actor", Policy, mesh={"dp": 2}, apart=rota.Job("other").role("x", "m:A"))
+    with pytest.raises(JobFileError, match=r"roles\.actor\.apart\[0\]: no role 'x'"):
+        job.plan()
+
+
+def test_a_module_that_submits_its_job_at_its_top_is_imported_as_far_as_that(tmp_path, monkeypatch) -> None:
+    code = "import rota\njob = rota.Job('j')\nclass A(rota.Workload): ...\njob.submit()\nafter = 1\n"
+    (tmp_path / "submits_at_its_top.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert import_target("submits_at_its_top:A").__name__ == "A"  # pyright: ignore[reportAttributeAccessIssue] - a class
+    with pytest.raises(BadInput, match="has no 'after'"):
+        import_target("submits_at_its_top:after")
+
+
+def test_a_job_is_submitted_as_the_client_does() -> None:
+    job = grpo()
+    seen: list[object] = []
+
+    class Client:
+        def run(self, given: object) -> str:
+            seen.append(given)
+            return "handle"
+
+    assert (job.submit(Client()), seen) == ("handle", [job])
 
 
 def test_a_group_names_the_parts_of_a_role() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from standing import with_service as with_parts
 
 from rota.service import calls, wire
 from rota.service.client import AsyncClient, Client
-from rota.service.wire import source_of
+from rota.service.wire import body_of, source_of
 from rota.spec import errors
 from rota.spec.errors import (
     BadInput,
@@ -88,6 +89,10 @@ def test_a_job_runs_through_the_client_from_submit_to_its_end(tmp_path: Path) ->
         assert (await asked(service, lambda client: client.placement("hello-1")))["items"][0]["devices"] == [0]
         await service.seen(end(service, "hello-1"))
         ended = await asked(service, lambda client: client.attach("hello-1").wait(60))
+        assert (await asked(service, lambda client: client.attach("hello-1").why()))["kind"] == "WaitGraph"
+        path = tmp_path / "trace.json"
+        trace = await asked(service, lambda client: client.attach("hello-1").trace(path))
+        assert json.loads(path.read_text()) == trace and trace["kind"] == "Trace"
         assert (ended.state, ended.reason) == (JobState.SUCCEEDED, "COMPLETED")
 
     with_service(tmp_path, test)
@@ -326,6 +331,10 @@ def test_a_body_is_made_of_a_path_a_text_and_a_spec(tmp_path: Path) -> None:
     for wrong in (tmp_path / "none.yaml", tmp_path, 5):
         with pytest.raises(BadInput):
             source_of(wrong)
+    for given in ({"job": path}, {"job": None, "command": ["true"]}):
+        with pytest.raises(BadInput, match=r"run\(\) takes no 'labels'") as refused:
+            body_of(**given, res={"labels": {"a": "b"}})
+        assert refused.value.hint == "a field of the job: set={'labels': ...}, or Job(..., labels=...) of a built one"
 
 
 def test_a_command_becomes_a_job_of_one_role_and_a_job_can_be_changed(tmp_path: Path) -> None:

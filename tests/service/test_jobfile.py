@@ -71,6 +71,8 @@ def test_a_full_job_becomes_the_same_values_as_written_in_python() -> None:
     [
         ("  a: {runn: hi}", "job.yaml:2:7: roles.a.runn: unknown field; did you mean 'run'?"),
         ("  a: {Run: hi}", "job.yaml:2:7: roles.a.Run: unknown field; did you mean 'run'?"),
+        ("  a: {run: hi, cpus: 3}", "job.yaml:2:16: roles.a.cpus: unknown field; did you mean 'resources.cpus'?"),
+        ("  a: {run: hi, cpu: 3}", "job.yaml:2:16: roles.a.cpu: unknown field; did you mean 'resources.cpus'?"),
         ("  a: {run: hi, replicas: two}", "job.yaml:2:26: roles.a.replicas: expected a whole number from 1 to 100000, got 'two'"),
         ("  a: {run: hi, replicas: -1}", "job.yaml:2:26: roles.a.replicas: expected a whole number from 1 to 100000, got '-1'"),
         ("  a: {run: hi, replicas: 1e3}", "job.yaml:2:26: roles.a.replicas: expected a whole number from 1 to 100000, got '1e3'; write 1000"),

@@ -13,6 +13,7 @@ from rota.job.core.sizing import ask_emits
 from rota.service import intake, submission
 from rota.service import loop as service_loop
 from rota.service.calls import error_of
+from rota.service.routes import jobs
 from rota.spec.errors import Fenced, JobFileError
 from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch
@@ -399,13 +400,17 @@ def test_a_running_job_gives_everything_back_before_it_is_paused(tmp_path: Path)
         await service.seen(service.as_master(job, Reattached(master_epoch=Epoch(1))))
         asked = (await service.http.post(f"/api/v1/jobs/{job}:pause", json={"grace_s": 3})).json()
         assert (asked["state"], asked["reason"]) == ("PREEMPTING", "PAUSED")
-        refused = await service.http.post(f"/api/v1/jobs/{job}:resume")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jobs, "RESUME_WAIT_S", 0.1)
+            refused = await service.http.post(f"/api/v1/jobs/{job}:resume")
         assert (refused.status_code, refused.json()["code"]) == (409, "CONFLICT")
+        resumed = asyncio.create_task(service.http.post(f"/api/v1/jobs/{job}:resume"))
+        await asyncio.sleep(0.1)
+        assert not resumed.done(), "it waits for the devices"
         gang = service.doors.loop.installation.find(job).ctx.gangs[0]
         service.as_master(job, GangReleased(gang=gang.id, epoch=gang.epoch))
         service.as_master(job, JobRequeued(attempt=1, reason=Reason.PAUSED, counts=False))
-        await service.until(job, JobState.PAUSED)
-        await service.http.post(f"/api/v1/jobs/{job}:resume")
+        assert (await resumed).status_code == 202
         again = await service.until(job, JobState.ADMITTED)
         assert [one["reason"] for one in again["attempts"]] == ["PAUSED", None]
 

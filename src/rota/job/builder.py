@@ -19,10 +19,12 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rota.job.inspect import not_while_imported
 from rota.job.workload import interface_of
 from rota.spec import job as model
 from rota.spec.errors import BadInput
@@ -31,6 +33,8 @@ from rota.spec.resources import Res as SpecRes
 from rota.spec.resources import parse_duration, parse_size
 
 Replicas = int | tuple[int, int]
+FLOW: ContextVar[Any] = ContextVar("flow")
+"""The flow of the loop that runs here: what the handles of a built job act on."""
 
 
 def Res(*, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B") -> SpecRes:
@@ -69,7 +73,7 @@ def Fail(
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One operation of a role as the end of an edge: ``role.op``."""
+    """One operation of a role: the end of an edge, ``role.op``; in the loop a call to the role."""
 
     role: str
     op: str
@@ -77,9 +81,30 @@ class Port:
     def __str__(self) -> str:
         return f"{self.role}.{self.op}"
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_flow(str(self)).roles[self.role], self.op)(*args, **kwargs)
+
+
+class StreamName(str):
+    """Name of a declared stream; in the loop also its handle: ``batches``, ``put``, ``close``."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(_flow(f"{self}.{name}").streams[self], name)
+
+
+def _flow(what: str) -> Any:
+    flow = FLOW.get(None)
+    if flow is None:
+        raise AttributeError(f"{what} is for the loop of a job that runs; here it is only declared")
+    return flow
+
 
 class Role:
-    """Handle of a declared role; an attribute is one of its operations, for edges."""
+    """Handle of a declared role; an attribute is one of its operations, for edges and, in the loop, for calls."""
 
     def __init__(self, spec: model.RoleSpec) -> None:
         self.spec = spec
@@ -132,7 +157,7 @@ class Job:
         *,
         run: str | Sequence[str] | None = None,
         n: Replicas | None = None,
-        mesh: Mapping[str, int] | None = None,
+        mesh: Mapping[str, int | str] | None = None,
         res: SpecRes | None = None,
         fail: model.Fail | None = None,
         env: Mapping[str, str] | None = None,
@@ -142,12 +167,15 @@ class Job:
     ) -> Role:
         """Declare a role of a class, function or import path, or of a command (``run``).
 
-        ``n`` is the number of instances or (min, max); ``mesh`` gives it by its product. ``share`` is a device lease
-        with another role, ``apart`` other devices than those of another role. Raises BadInput for a contradiction.
+        ``n`` is the number of instances or (min, max); ``mesh`` gives it by its product, but for the one axis of size
+        ``"*"``, which changes with it. ``share`` is a device lease with another role, ``apart`` other devices than
+        those of another role. Raises BadInput for a contradiction.
         """
         if any(each.name == name for each in self._spec.roles):
             raise BadInput(f"role {name!r} is declared twice")
-        least, most = _replicas(name, n, mesh)
+        if share is not None and n is None and not mesh:  # as many as the devices they take turns on
+            n = (share.spec.replicas_min, share.spec.replicas_max)
+        least, most, sizes, elastic = _sizes(name, n, mesh or {})
         path, interface = self._workload(workload)
         if (path is None) is (run is None):
             raise BadInput(f"role {name!r}: give exactly one of workload and run")
@@ -159,7 +187,8 @@ class Job:
             shell=isinstance(run, str),
             replicas_min=least,
             replicas_max=most,
-            mesh=tuple((mesh or {}).items()),
+            mesh=sizes,
+            elastic_axis=elastic,
             res=res or SpecRes(),
             fail=fail or model.Fail(),
             env=tuple(sorted((env or {}).items())),
@@ -180,11 +209,14 @@ class Job:
         self.role(model.LOOP_ROLE, function)
         return function
 
-    def source(self, name: str, source: str, *, key: str = "uid") -> str:
-        """A stream that a data set (import path) feeds; returns its name for ``flow``."""
+    def source(self, name: str, source: object, *, key: str = "uid") -> StreamName:
+        """A stream that a data set feeds: an import path, or what a module has under a name; returns the handle."""
+        if not isinstance(source, str):
+            frame = inspect.currentframe()
+            source = self._path_of(source, frame.f_back.f_globals if frame and frame.f_back else {})
         return self._stream(model.StreamSpec(name=name, source=source, key=key))
 
-    def stream(self, name: str, schema: object = None, **fields: Any) -> str:
+    def stream(self, name: str, schema: object = None, **fields: Any) -> StreamName:
         """A bounded queue of leased items; fields are those of ``StreamSpec``. ``schema`` documents the item."""
         del schema
         return self._stream(model.StreamSpec(name=name, **fields))
@@ -217,41 +249,64 @@ class Job:
             raise BadInput(f"job {self._spec.name!r} has {len(loops)} loops: {', '.join(loops)}; one is allowed")
         return self._spec
 
-    def submit(self, client: Any = None) -> Any:
-        """Hand the job to the service; returns what ``Client.submit`` returns."""
-        if client is None:
-            # The client lies above this package; it is looked up by name because only this door needs it.
-            client = importlib.import_module("rota.service.client").Client()
-        return client.submit(self.spec())
+    # The service lies above this package; its doors are looked up by name because only these two need them.
 
-    def _stream(self, stream: model.StreamSpec) -> str:
+    def plan(self) -> Any:
+        """What it would become on this machine: ``PlanReport`` as a dict; its ``show()`` prints it. Starts nothing.
+
+        Raises what ``submit`` raises for the job itself.
+        """
+        not_while_imported()
+        return importlib.import_module("rota.service.offline").plan_built(self)
+
+    def submit(self, client: Any = None) -> Any:
+        """Hand the job to the service; returns the handle that ``Client.run`` returns.
+
+        A module that an instance imports ends here: what follows the submission at its top is not for instances.
+        """
+        not_while_imported()
+        return (client or importlib.import_module("rota.service.client").Client()).run(self)
+
+    def _stream(self, stream: model.StreamSpec) -> StreamName:
         self._spec = replace(self._spec, streams=(*self._spec.streams, stream))
-        return stream.name
+        return StreamName(stream.name)
 
     def _workload(self, workload: object) -> tuple[str | None, model.Interface | None]:
-        """Import path and interface; the folder of a workload's file becomes the job's workdir if it has none."""
         if workload is None or isinstance(workload, str):
             return workload, None
         if not callable(workload):
             raise BadInput(f"{workload!r} is no class, function or import path")
-        module: str = workload.__module__
+        return self._path_of(workload, {}), interface_of(workload)
+
+    def _path_of(self, target: object, names: Mapping[str, Any]) -> str:
+        """Import path of ``target``; the folder of its file becomes the job's workdir if it has none.
+
+        A value that does not know its name is looked for in ``names``, those of a module.
+        """
+        module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
+        if not name:
+            module = names.get("__name__", "")
+            name = next((key for key, value in names.items() if value is target), "")
+        if not name:
+            hint = "instances import it: give it a name at the top of a module, or give an import path"
+            raise BadInput(f"no import path leads to this {type(target).__name__}", hint=hint)
         file = getattr(sys.modules.get(module), "__file__", None)
         if file is not None and self._spec.workdir is None:
             depth = 0 if module == "__main__" else module.count(".")
             self._spec = replace(self._spec, workdir=str(Path(file).absolute().parents[depth]))
         if module == "__main__" and file is not None:
             module = Path(file).stem
-        return f"{module}:{workload.__qualname__}", interface_of(workload)
+        return f"{module}:{name}"
 
 
-def _replicas(name: str, n: Replicas | None, mesh: Mapping[str, int] | None) -> tuple[int, int]:
-    size = math.prod(mesh.values()) if mesh else None
-    least, most = (n if isinstance(n, tuple) else (n, n)) if n is not None else (size or 1, size or 1)
-    if size is not None and n is not None and size != most:
-        raise BadInput(f"role {name!r}: mesh {dict(mesh or {})} has {size} members but n is {n}")
+def _sizes(name: str, n: Replicas | None, mesh: Mapping[str, int | str]) -> model.Sizes:
+    least, most, sizes, elastic = found = model.sizes_of(mesh, n)
+    size = math.prod(size for _, size in sizes)
+    if mesh and n is not None and elastic is None and size != most:
+        raise BadInput(f"role {name!r}: mesh {dict(mesh)} has {size} members but n is {n}")
     if not 1 <= least <= most:
         raise BadInput(f"role {name!r}: n must be at least 1, and (min, max) in order, not {n}")
-    return least, most
+    return found
 
 
 def spmd(
@@ -267,20 +322,20 @@ def spmd(
 ) -> Job:
     """A job of one unmodified training script in ``nproc`` ranks, each an instance with torchrun's environment.
 
-    ``elastic`` = (fewest, most) ranks the job may go on with; ``check`` is the node check before the start.
+    ``elastic`` = (fewest, most) ranks, ``nproc`` or what it stands for among them: the world begins with what is free,
+    shrinks and grows. ``check`` is the node check before the start.
     """
     job = Job(name or Path(script).stem.replace("_", "-"), **fields)
     least, most = elastic or (nproc, nproc)
-    if not least <= nproc <= most:
+    if not least <= nproc <= most and nproc != 1:
         raise BadInput(f"nproc {nproc} lies outside elastic {elastic}")
     contract = replace(fail or model.Fail(), check=check)  # pyright: ignore[reportArgumentType] - checked by the service
     job.role(
         "main",
         run=("python", script, *args),
-        n=(least, nproc) if elastic else None,
-        mesh={"dp": nproc},
+        n=(least, most),
+        mesh={"dp": "*" if elastic else nproc},
         res=res,
         fail=contract,
-        elastic_axis="dp" if elastic else None,
     )
     return job

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
+from rota.job.builder import FLOW
 from rota.job.calls import Request, in_order
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
@@ -410,6 +411,7 @@ class LoopBody:
         """In the user lane: run the function, and say when it has really let go."""
         if not first.acquire(blocking=False):
             return
+        FLOW.set(flow)
         try:
             await function(flow)
             await flow.settle()

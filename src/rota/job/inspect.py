@@ -12,6 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from threading import local
+from types import ModuleType
 from typing import Any
 
 from rota.job.stacks import told
@@ -27,7 +29,7 @@ def import_target(path: str) -> object:
     module, sep, name = path.partition(":")
     if not sep or not module or not name:
         raise BadInput(f"{path!r} is not MODULE:NAME, for example train:Policy")
-    found: object = importlib.import_module(module)
+    found: object = _imported(module)
     for part in name.split("."):
         if not hasattr(found, part):
             raise BadInput(
@@ -35,6 +37,30 @@ def import_target(path: str) -> object:
             )
         found = getattr(found, part)
     return found
+
+
+class _Begun(BaseException):
+    """A module that is imported for what it defines has come to where it submits its job."""
+
+
+_IMPORTING = local()
+
+
+def _imported(name: str) -> ModuleType:
+    """The module; one that submits its job at its top has what it defined before that."""
+    before, _IMPORTING.name = getattr(_IMPORTING, "name", ""), name
+    try:
+        return importlib.import_module(name)
+    except _Begun as end:
+        return sys.modules.setdefault(name, end.args[0])
+    finally:
+        _IMPORTING.name = before
+
+
+def not_while_imported() -> None:
+    """End the import of a module that is imported for what it defines: an instance submits no second job."""
+    if name := getattr(_IMPORTING, "name", ""):
+        raise _Begun(sys.modules[name])
 
 
 def use_workdir(workdir: str) -> None:

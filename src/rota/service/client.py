@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from time import sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
 from typing import Any, Self, TypeVar
 
@@ -193,6 +195,17 @@ class JobHandle:
     def explain(self) -> Document:
         """Why it is where it is."""
         return self._client.explain(self.id)
+
+    def why(self) -> Document:
+        """Who waits for whom in it."""
+        return self._client.why(self.id)
+
+    def trace(self, path: str | Path = "") -> Document:
+        """What every instance ran and waited for; written to ``path``, if given, for Perfetto."""
+        found = self._client.trace(self.id)
+        if path:
+            Path(path).write_text(json.dumps(found), encoding="utf-8")
+        return found
 
     def failures(self) -> Document:
         """What failed, and what was done."""

@@ -157,7 +157,7 @@ def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
     # what may hold a password goes by the environment: arguments stand in the list of processes
     private: dict[str, str | None] = {f"ROTA_{name.upper()}": flags.pop(name) for name in PRIVATE if name in flags}
     command = (sys.executable, "-m", SERVE_MODULE, json.dumps(flags | {"home": str(home.root)}))
-    child = process.spawn(Spawn(command=command, env=private, log=home.service_log), name="service")
+    child = process.spawn(Spawn(command=command, env=private, log=home.service_log, cwd=home.root), name="service")
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + timeout_s
     while clock.monotonic_s() < until_s:

@@ -297,7 +297,13 @@ class Record:
         for key, value in node.entries:
             known = self.fields.get(key.text)
             if known is None:
-                hint = nearest(key.text, [*self.fields], "fields")
+                inner = {
+                    sub: f"{name}.{sub}"
+                    for name, item in self.fields.items()
+                    for sub in getattr(item.kind, "fields", ())
+                }
+                names = inner | {name: name for name in self.fields}
+                hint = did_you_mean(key.text, names) or nearest(key.text, [*self.fields], "fields")
                 sink.add(key, child(loc, key.text), "unknown field", hint=hint, code="UNKNOWN_FIELD")
             elif key.text not in found:
                 found[key.text] = known.kind.read(value, child(loc, key.text), sink)

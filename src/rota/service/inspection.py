@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.job.core.check import check_graph
-from rota.job.core.paths import with_default_loop
+from rota.job.core.paths import with_default_loop, with_shared_meshes
 from rota.runtime import environ
 from rota.spec import codec
 from rota.spec.check import Finding, Path
@@ -49,7 +49,7 @@ async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
     """The spec with the interface of every role, or why it can never run. The child is gone when this returns."""
     wanted = {role.name: role.workload for role in spec.roles if role.workload and role.interface is None}
     if not wanted:
-        return _checked(with_default_loop(spec))
+        return _checked(spec)
     env = environ.snapshot() | dict(spec.env)
     child = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -98,10 +98,11 @@ def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Ref
         )
     interfaces = {role: codec.from_json_value(Interface, answer["interface"]) for role, answer in found.items()}
     roles = tuple(replace(role, interface=interfaces.get(role.name, role.interface)) for role in spec.roles)
-    return _checked(with_default_loop(replace(spec, roles=roles)))
+    return _checked(replace(spec, roles=roles))
 
 
 def _checked(spec: JobSpec) -> JobSpec | Refused:
     """Refuse a graph that cannot work: now that the interfaces are known, operations, axes and state can be checked."""
+    spec = with_shared_meshes(with_default_loop(spec))
     faults = check_graph(spec)
     return Refused(reason=Reason.INVALID, faults=faults) if faults else spec

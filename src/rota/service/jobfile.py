@@ -28,9 +28,11 @@ from rota.spec.job import (
     JobSpec,
     Near,
     RoleSpec,
+    Sizes,
     StreamSpec,
     TrainedModel,
     WeightsEdge,
+    sizes_of,
 )
 from rota.spec.resources import Res
 
@@ -226,17 +228,10 @@ def _pairs(raw: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in raw.items() if value is not BAD)
 
 
-def _size(fields: Mapping[str, Any]) -> tuple[int, int, tuple[tuple[str, int], ...], str | None]:
-    """Fewest and most instances, mesh and elastic axis; the mesh is that of the fewest."""
-    sizes = {axis: size for axis, size in fields.get("mesh", {}).items() if size is not BAD}
-    elastic = next((axis for axis, size in sizes.items() if size == "*"), None)
-    rest = 1
-    for size in sizes.values():
-        rest *= 1 if size == "*" else size
-    given = fields.get("replicas", rest)
-    low, high = (given.get("min", 1), given.get("max", 1)) if isinstance(given, dict) else (given, given)
-    mesh = tuple((axis, max(1, low // rest) if size == "*" else size) for axis, size in sizes.items())
-    return low, high, mesh, elastic
+def _size(fields: Mapping[str, Any]) -> Sizes:
+    mesh = {axis: size for axis, size in fields.get("mesh", {}).items() if size is not BAD}
+    given = fields.get("replicas")
+    return sizes_of(mesh, (given.get("min", 1), given.get("max", 1)) if isinstance(given, dict) else given)
 
 
 def _command(run: Any, node: Node) -> tuple[tuple[str, ...] | None, bool]:

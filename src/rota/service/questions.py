@@ -76,7 +76,7 @@ class Questions(Generic[T]):
         return self._tell(job, "pause", None if grace_s is None else {"grace_s": grace_s})
 
     def resume(self, job: str) -> T:
-        """Put a paused job into the queue again. Raises Conflict while it still gives its devices back."""
+        """Put a paused job into the queue again. Raises Conflict if it takes 20 s to give its devices back."""
         return self._tell(job, "resume", None)
 
     def execute(self, job: str, instance: str, argv: Sequence[str], *, timeout_s: float = 60.0) -> T:

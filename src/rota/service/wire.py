@@ -25,6 +25,8 @@ RETRY_MAX_S = 3.0
 RECONNECTS_MAX = 12
 """A follower outlives a restart of the service: about half a minute of trying in a row."""
 PAGE_MAX = 200
+RESOURCES = {"cpus", "gpus", "gpu_type", "memory"}
+"""What a command without a job file may ask for."""
 
 Document = dict[str, Any]
 
@@ -38,6 +40,9 @@ def body_of(
     res: Mapping[str, Any] | None = None,
 ) -> Document:
     """The body of a submission: ``command_of`` when there is a command, else ``source_of``."""
+    for name in (res or {}).keys() - RESOURCES:
+        hint = f"a field of the job: set={{{name!r}: ...}}, or Job(..., {name}=...) of a built one"
+        raise BadInput(f"run() takes no {name!r}", hint=hint)
     if command:
         changes = [f"{path}={value}" for path, value in sets.items()] if isinstance(sets, Mapping) else sets
         return command_of(command, sets=changes, res=res, workdir=workdir)

@@ -36,7 +36,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 NAMED_MAX = 20
@@ -253,8 +253,11 @@ class TensorError(RotaError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'?`` for the nearest of ``known``, case aside; empty when none is near."""
-    by_fold = {name.casefold(): name for name in known}
+    """``did you mean 'x'?`` for the nearest of ``known``, case aside; empty when none is near.
+
+    A mapping tells of each word how it is shown.
+    """
+    by_fold = {name.casefold(): known[name] if isinstance(known, Mapping) else name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_fold, n=1)
     return f"did you mean '{by_fold[near[0]]}'?" if near else ""
 

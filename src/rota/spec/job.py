@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from rota.spec import codec
@@ -107,6 +109,18 @@ class SizedPlan:
     replicas: int
     plan: str
     why: str
+
+
+Sizes = tuple[int, int, tuple[tuple[str, int], ...], str | None]
+
+
+def sizes_of(mesh: Mapping[str, int | str], replicas: int | tuple[int, int] | None) -> Sizes:
+    """Fewest and most instances, mesh and elastic axis (``"*"``); the mesh is that of the fewest."""
+    elastic = next((axis for axis, size in mesh.items() if size == "*"), None)
+    rest = prod(int(size) for size in mesh.values() if size != "*")
+    least, most = replicas if isinstance(replicas, tuple) else (rest if replicas is None else replicas,) * 2
+    sizes = tuple((axis, max(1, least // max(1, rest)) if size == "*" else int(size)) for axis, size in mesh.items())
+    return least, most, sizes, elastic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ import pytest
 from tests.makers import loop, mesh, op, service, spec
 
 from rota.job.core.check import check_graph
-from rota.job.core.paths import paths_of, with_default_loop
+from rota.job.core.paths import paths_of, with_default_loop, with_shared_meshes
 from rota.spec.check import ROLES_MAX, dotted
 from rota.spec.ids import RoleName
-from rota.spec.job import DRAIN, Bound, Edge, Interface, JobSpec, StreamSpec, WeightsEdge
+from rota.spec.job import DRAIN, Bound, Edge, Interface, JobSpec, Near, StreamSpec, WeightsEdge
 
 PROMPTS, GROUPS = StreamSpec(name="prompts", source="m:prompts"), StreamSpec(name="groups", cap=8)
 ROLES = (
@@ -52,6 +52,22 @@ def test_a_path_that_ends_in_a_batch_operation_drives_itself() -> None:
     assert made.loop is not None and made.loop.workload == DRAIN
     assert check_graph(made) == ()
     assert with_default_loop(made) == made
+
+
+def test_a_role_that_takes_turns_with_a_mesh_of_its_size_has_that_mesh_if_it_splits_over_its_axes() -> None:
+    actor = mesh("actor", 2)
+    axis = actor.mesh[0][0]
+    split, whole = op("ask", send=f"Shard({axis},none)", recv=f"Concat({axis})"), op("ask")
+    turns = (Near(role="actor", share="lease"),)
+    cases = [
+        (service("ref", 2, split, collocate=turns), actor.mesh),
+        (service("ref", 2, whole, collocate=turns), ()),
+        (service("ref", 3, split, collocate=turns), ()),
+        (service("ref", 2, split), ()),
+    ]
+    for ref, expected in cases:
+        made = with_shared_meshes(spec(actor, ref, loop()))
+        assert (made.role("ref").mesh, made.role("actor")) == (expected, actor)
 
 
 def test_the_loop_that_is_added_is_not_counted_among_the_roles_of_a_job() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rota.job.core.graph import endpoint
 from rota.spec.check import Finding
-from rota.spec.dispatch import EachRule, OpSpec
+from rota.spec.dispatch import Concat, EachRule, OpSpec, Shard
 from rota.spec.job import DRAIN, LOOP_ROLE, Interface, JobSpec, RoleSpec, StreamSpec, WeightsEdge
 from rota.spec.resources import Res
 
@@ -65,6 +65,22 @@ def with_default_loop(spec: JobSpec) -> JobSpec:
         return spec
     loop = RoleSpec(name=LOOP_ROLE, workload=DRAIN, res=Res(cpus=0.1), interface=Interface(kind="loop"))
     return replace(spec, roles=(*spec.roles, loop))
+
+
+def with_shared_meshes(spec: JobSpec) -> JobSpec:
+    """The job in which a role that takes turns with a mesh of its size has that mesh, if it splits over its axes."""
+    return replace(spec, roles=tuple(_with_shared_mesh(role, spec) for role in spec.roles))
+
+
+def _with_shared_mesh(role: RoleSpec, spec: JobSpec) -> RoleSpec:
+    rules = [rule for op in (role.interface.ops if role.interface else ()) for rule in (op.send_rule, op.recv_rule)]
+    axes = {rule.axis for rule in rules if isinstance(rule, Shard | Concat)} - {None}
+    partners = {near.role for near in role.collocate if near.share == "lease"}
+    for other in spec.roles if axes and not role.mesh else ():
+        same = (role.replicas_min, role.replicas_max) == (other.replicas_min, other.replicas_max)
+        if other.name in partners and same and axes <= dict(other.mesh).keys():
+            return replace(role, mesh=other.mesh)
+    return role
 
 
 def _walk(spec: JobSpec, head: StreamSpec, after: dict[str, tuple[int, str]], streams: dict[str, StreamSpec]) -> Path:

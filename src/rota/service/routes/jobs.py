@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 from typing import Annotated, Any
 
@@ -31,6 +32,8 @@ from rota.spec.states import JobState
 SOURCE_BYTES_MAX = 2**20
 STOP_TRIES_MAX = 20
 TRACE_RECORDS_MAX = 100_000
+RESUME_WAIT_S = 20.0
+"""How long a request to resume waits for a job that is being paused; clients wait for an answer for 30 s."""
 EXEC_TIMEOUT_MAX_S = 600.0
 EXEC_AUDITED_MAX = 1000
 """Characters of a command that the audit keeps."""
@@ -211,8 +214,15 @@ async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = N
 
 @router.post("/jobs/{job}:resume", status_code=202)
 async def resume(job: str, doors: Parts, caller: Asker) -> Document:
-    """Put a paused job into the queue again, with its old queue time; it goes on from its last commit."""
+    """Put a paused job into the queue again, with its old queue time; it goes on from its last commit.
+
+    One that still gives its devices back is waited for; after 20 s that is a conflict.
+    """
     story = doors.steered(caller, job)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RESUME_WAIT_S):
+            while story.state is JobState.PREEMPTING and not doors.loop.stopping:
+                await doors.loop.wait_for(doors.loop.installation.number + 1)
     if story.ended is not None or story.state is JobState.PREEMPTING:
         hint = "" if story.ended else "ask again when it is PAUSED"
         raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)

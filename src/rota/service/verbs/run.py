@@ -210,11 +210,12 @@ def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: st
 
         report = plan_job(body, pretend=pretend)
     shown = report
-    terminal.show(shown, lambda term: _plan_table(term, shown))
+    terminal.show(shown, lambda term: plan_table(term, shown))
     return 0
 
 
-def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
+def plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
+    """A ``PlanReport`` for people."""
     from rota.service.verbs.reasons import estimate_text
 
     starts = "starts now" if report.get("starts_now") else f"waits: {(report.get('why') or {}).get('text', '')}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import rota
-from rota.job import builder
 from rota.job.builder import Group
 from rota.job.inspect import import_target
+from rota.job.workload import FLOW
 from rota.service.jobfile import read_job
 from rota.spec.check import check
 from rota.spec.errors import BadInput, JobFileError
@@ -139,12 +139,12 @@ def test_in_the_loop_the_handles_of_a_job_are_those_of_its_flow() -> None:
         with pytest.raises(AttributeError, match="is for the loop of a job that runs; here it is only declared"):
             use()
     told = Told()
-    token = builder.FLOW.set(told)
+    token = FLOW.set(told)
     try:
         rollout.generate([1])
         groups.batches(2)
     finally:
-        builder.FLOW.reset(token)
+        FLOW.reset(token)
     assert told.asked == [("generate", ([1],)), ("batches", 2)]
 
 

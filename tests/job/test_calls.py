@@ -202,6 +202,21 @@ def test_commit_and_never_operations_are_sent_once(retry: Any, reply: Refusal | 
     asyncio.run(main())
 
 
+def test_who_raised_in_a_never_operation_takes_the_next_call() -> None:
+    async def main() -> None:
+        async def answer(instance: str, request: Request) -> Any:
+            return Refusal(kind="failed", text="ValueError: x", traceback="tb") if request.args[0] else "well"
+
+        role = service("w", 1)
+        made, _ = courier(role, answer, table(1))
+        with pytest.raises(CallFailed):
+            await made.call(role, op(Same, retry="never"), (True,), {})
+        async with asyncio.timeout(5):
+            assert await made.call(role, op(Same), (False,), {}) == "well"
+
+    asyncio.run(main())
+
+
 def test_a_refused_commit_call_ran_nowhere_and_is_sent_again() -> None:
     async def main() -> None:
         async def answer(instance: str, request: Request) -> Any:

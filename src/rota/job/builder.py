@@ -19,13 +19,12 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rota.job.inspect import not_while_imported
-from rota.job.workload import interface_of
+from rota.job.workload import FLOW, interface_of
 from rota.spec import job as model
 from rota.spec.errors import BadInput
 from rota.spec.ids import NAME_PATTERN, RoleName
@@ -33,8 +32,6 @@ from rota.spec.resources import Res as SpecRes
 from rota.spec.resources import parse_duration, parse_size
 
 Replicas = int | tuple[int, int]
-FLOW: ContextVar[Any] = ContextVar("flow")
-"""The flow of the loop that runs here: what the handles of a built job act on."""
 
 
 def Res(*, cpus: float = 1.0, gpus: float = 0.0, gpu_type: str | None = None, memory: str = "0B") -> SpecRes:
@@ -257,7 +254,7 @@ class Job:
         Raises what ``submit`` raises for the job itself.
         """
         not_while_imported()
-        return importlib.import_module("rota.service.offline").plan_built(self)
+        return importlib.import_module("rota.service.verbs.run").PlanReport.of(self)
 
     def submit(self, client: Any = None) -> Any:
         """Hand the job to the service; returns the handle that ``Client.run`` returns.

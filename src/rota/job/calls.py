@@ -370,7 +370,8 @@ class Courier:
     async def _after_loss(self, peer: Peer, sending: _Sending, lost: Lost) -> None:
         """Return when the call may be sent again, a refused one always; else raise, or wait for the rollback."""
         op, refused = sending.op, not lost.text
-        self._set_aside(peer, refused=refused)
+        if op.retry != "never" or not lost.traceback:  # code that raised there has ended the call alone
+            self._set_aside(peer, refused=refused)
         if refused or op.retry == "safe":
             return
         fields = {"role": peer.role, "rank": peer.rank, "op": op.name}

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from rota.job import checkpoint, payload, shadow
 from rota.job.bodies import Forming, Seat, StillRunning, make_context
-from rota.job.builder import FLOW
 from rota.job.calls import Request, in_order
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
@@ -37,6 +36,7 @@ from rota.job.probes import QUIET_MAX_S
 from rota.job.streams import Streams
 from rota.job.turns import Turns
 from rota.job.weights import SYNC, gradient_edges
+from rota.job.workload import FLOW
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack

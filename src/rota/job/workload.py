@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -50,6 +51,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 OP_MARK = "__rota_op__"
 ROLE_MARK = "__rota_mark__"
+FLOW: ContextVar[Any] = ContextVar("flow")
+"""The flow of the loop that runs here: what the handles of a built job act on."""
 STATE, PUBLISH, WEIGHTS = "state", "publish", "weights"
 
 

@@ -302,8 +302,7 @@ class Record:
                     for name, item in self.fields.items()
                     for sub in getattr(item.kind, "fields", ())
                 }
-                names = inner | {name: name for name in self.fields}
-                hint = did_you_mean(key.text, names) or nearest(key.text, [*self.fields], "fields")
+                hint = did_you_mean(key.text, self.fields, inner) or nearest(key.text, [*self.fields], "fields")
                 sink.add(key, child(loc, key.text), "unknown field", hint=hint, code="UNKNOWN_FIELD")
             elif key.text not in found:
                 found[key.text] = known.kind.read(value, child(loc, key.text), sink)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,24 +37,6 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
     intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
     return {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))}
-
-
-class PlanReport(dict[str, Any]):
-    """The document of a plan."""
-
-    def show(self) -> None:
-        """Print it as ``rota run --dry-run`` does."""
-        from rota.service.terminal import Terminal
-        from rota.service.verbs.run import plan_table
-
-        plan_table(Terminal(out=sys.stdout), self)
-
-
-def plan_built(job: Any) -> PlanReport:
-    """``plan_job`` of a job built in Python."""
-    from rota.service.wire import source_of
-
-    return PlanReport(plan_job(source_of(job)))
 
 
 def check_job(spec: JobSpec, body: Mapping[str, Any]) -> None:

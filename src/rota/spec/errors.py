@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 NAMED_MAX = 20
@@ -252,12 +253,12 @@ class TensorError(RotaError):
 # -- hints ------------------------------------------------------------------------------------------------------------
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], parts: Mapping[str, str] = MappingProxyType({})) -> str:
     """``did you mean 'x'?`` for the nearest of ``known``, case aside; empty when none is near.
 
-    A mapping tells of each word how it is shown.
+    ``parts`` are other names that are near, and how each is written.
     """
-    by_fold = {name.casefold(): known[name] if isinstance(known, Mapping) else name for name in known}
+    by_fold = {name.casefold(): text for name, text in parts.items()} | {name.casefold(): name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_fold, n=1)
     return f"did you mean '{by_fold[near[0]]}'?" if near else ""
 

@@ -210,12 +210,27 @@ def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: st
 
         report = plan_job(body, pretend=pretend)
     shown = report
-    terminal.show(shown, lambda term: plan_table(term, shown))
+    terminal.show(shown, lambda term: _plan_table(term, shown))
     return 0
 
 
-def plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
-    """A ``PlanReport`` for people."""
+class PlanReport(dict[str, Any]):
+    """The document of a plan; of a job built in Python, on this machine alone."""
+
+    @staticmethod
+    def of(job: Any) -> PlanReport:
+        """What ``job`` would become. Raises what submitting would raise."""
+        from rota.service.offline import plan_job
+        from rota.service.wire import source_of
+
+        return PlanReport(plan_job(source_of(job)))
+
+    def show(self) -> None:
+        """Print it as ``rota run --dry-run`` does."""
+        _plan_table(Terminal(out=sys.stdout), self)
+
+
+def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
     from rota.service.verbs.reasons import estimate_text
 
     starts = "starts now" if report.get("starts_now") else f"waits: {(report.get('why') or {}).get('text', '')}"

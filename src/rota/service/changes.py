@@ -11,6 +11,7 @@ from rota.job.core.sizing import is_world, world_of
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.reasons import Reason
 from rota.spec.resources import counted
 
 PRIORITY_MIN, PRIORITY_MAX = -1, 100
@@ -60,12 +61,13 @@ def checked_changes(changes: Mapping[str, Any], spec: JobSpec, scheduler: Schedu
             checked[path] = _PLAIN[path](value)
         elif path == "queue":
             if (problem := scheduler.find_queue(str(value))) is not None:
-                raise UnknownName(problem)
+                raise UnknownName(problem, code=str(Reason.UNKNOWN_QUEUE))
             checked[path] = str(value)
         elif path.startswith("labels."):
-            if not isinstance(value, str) or len(value) > LABEL_CHARS_MAX:
-                raise BadInput(f"{path}={value!r}: a text of at most {LABEL_CHARS_MAX} characters")
-            labels[path.removeprefix("labels.")] = value
+            name = path.removeprefix("labels.")
+            if not name or not isinstance(value, str) or len(value) > LABEL_CHARS_MAX:
+                raise BadInput(f"{path}={value!r}: labels.NAME and a text of at most {LABEL_CHARS_MAX} characters")
+            labels[name] = value
             checked["labels"] = [list(pair) for pair in sorted(labels.items())]
         else:
             raise BadInput(f"{path!r} cannot change after submit", hint=f"these can: {', '.join(CHANGEABLE)}")

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -195,6 +196,11 @@ def call(words: Sequence[str]) -> int:
     from rota.service.terminal import terminal_for
 
     terminal = terminal_for(as_json=wants_json(words), quiet=False, no_color="--no-color" in words)
+    try:
+        " ".join(words).encode()
+    except UnicodeEncodeError as exc:
+        terminal.error(BadInput(f"not UTF-8: {exc.object[max(0, exc.start - 20) : exc.end]!r}"))
+        return BadInput.exit
     given = ordered(words)
     if given and not given[0].startswith("-") and given[0] not in VERBS and given[0] not in FAMILIES:
         near = did_you_mean(given[0], {*VERBS, *FAMILIES, *SYNONYMS})
@@ -269,6 +275,9 @@ def _had_its_fill(*_: Any) -> None:
 
 def main() -> None:
     """Entry point of the command ``rota``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale of 7 bits shows what it can
+            stream.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGPIPE, _had_its_fill)  # 'rota logs -f JOB | head'
     for one in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(one) is signal.SIG_DFL:  # nohup stays nohup

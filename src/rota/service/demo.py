@@ -14,7 +14,7 @@ from typing import Any
 
 import rota
 from rota.runtime import process
-from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.clock import SystemClock, blocking_sleep, iso
 from rota.runtime.environ import Home
 from rota.service import daemon, demo_report
 from rota.service.client import Client
@@ -300,9 +300,17 @@ def judge(outcome: Outcome) -> list[str]:
 
 
 def _tell(outcome: Outcome, say: Say) -> None:
+    told: list[tuple[str, str]] = []
     for one in outcome.failures:
         scope = ", ".join(each["instance"] for each in one["scope"])
-        say(f"{one['seen_at']}  {one['instance']} {one['reason']} -> {one['level']} ({scope}), {one['seconds']} s")
+        text = f"{one['instance']} {one['reason']} -> {one['level']} ({scope}), {one['seconds']} s"
+        told.append((one["seen_at"], text))
+    seen = {one["instance"] for one in outcome.failures}
+    for kill in (one for one in outcome.kills if one.victim not in seen):  # no instance was lost with the master
+        text = f"{kill.victim} killed -> pid {kill.new_pid} in its place, no instance restarted, {kill.healed_s} s"
+        told.append((iso(kill.wall_s), text))
+    for at, text in sorted(told):
+        say(f"{at}  {text}")
     if outcome.figures:
         say(f"reward {outcome.figures['reward_before']:.3f} -> {outcome.figures['reward_after']:.3f}")
     say(f"commits 1..{len(outcome.commits)}: {'each once' if not outcome.problems else 'see the problems below'}")

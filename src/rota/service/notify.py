@@ -78,13 +78,14 @@ def addresses_of(url: str, allowed: frozenset[str]) -> tuple[str, ...]:
     """
     try:
         parts = urlsplit(url)
+        port = parts.port or 80
         httpx.URL(url)
     except (ValueError, httpx.InvalidURL) as error:
         raise BadInput(f"{url!r} is not an http address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadInput(f"{url!r} is not an http address")
     try:
-        answers = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise BadInput(f"{parts.hostname} has no address: {error}") from error
     found = tuple(dict.fromkeys(str(info[4][0]) for info in answers))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
+    from rota.service.problems import Problem
     from rota.service.submission import Submission
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
@@ -39,11 +40,27 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
     return {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))}
 
 
-def check_job(spec: JobSpec, body: Mapping[str, Any]) -> None:
-    """Look at the workloads of a job that was read, in a child process. Raises JobFileError with every mistake."""
+def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | None = None) -> None:
+    """Look at the queue of a job that was read, where the ``queues`` that take jobs are known, and in a child process
+    at its workloads. Raises JobFileError with every mistake.
+    """
+    from rota.service.jobfile import placed
     from rota.service.submission import with_interfaces
+    from rota.spec.check import Finding
+    from rota.spec.errors import JobFileError, nearest
 
-    asyncio.run(with_interfaces(spec, _submission(body)))
+    wrong: tuple[Problem, ...] = ()
+    given = _submission(body)
+    if queues is not None and spec.queue not in queues:
+        hint = nearest(spec.queue, sorted(queues), "queues")
+        one = Finding(path=("queue",), message=f"no queue {spec.queue!r} takes jobs", hint=hint, code="UNKNOWN_QUEUE")
+        wrong = placed([one], given.source, filename=given.filename, sets=given.sets)
+    try:
+        asyncio.run(with_interfaces(spec, given))
+    except JobFileError as error:
+        raise JobFileError((*wrong, *error.problems), hint=error.hint, **error.fields) from None
+    if wrong:
+        raise JobFileError(wrong)
 
 
 def _submission(body: Mapping[str, Any]) -> Submission:
@@ -92,37 +109,16 @@ def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
     return scheduler
 
 
-def sim_run(
-    trace: Path,
-    vcs: Path,
-    profile: str,
-    *,
-    scale: float,
-    seed: int,
-    out_jobs: Path | None,
-    all_jobs: bool,
-    checkpoint_s: float = 0.0,
-    restore_s: float = 0.0,
-    sharing_speed: float = 0.5,
-    plots: Path | None = None,
-) -> dict[str, Any]:
-    """``SimRun``: a trace played under a profile. Raises TraceError and UnknownName."""
+def _head(kind: str) -> dict[str, Any]:
+    return {"api": "rota/v1", "kind": kind}
+
+
+def sim_run(trace: Path, vcs: Path, profile: str, *, costs: Mapping[str, float], **given: Any) -> dict[str, Any]:
+    """``SimRun``: a trace played under a profile, as ``run_sim`` takes it. Raises TraceError and UnknownName."""
     from rota.cluster.runs import run_sim
     from rota.cluster.sim import Overheads
 
-    costs = Overheads(checkpoint_s=checkpoint_s, restore_s=restore_s, sharing_speed=sharing_speed)
-    given = run_sim(
-        trace,
-        vcs,
-        profile,
-        scale=scale,
-        seed=seed,
-        out_jobs=out_jobs,
-        all_jobs=all_jobs,
-        plots=plots,
-        overheads=costs,
-    )
-    return {"api": "rota/v1", "kind": "SimRun", **given}
+    return {**_head("SimRun"), **run_sim(trace, vcs, profile, overheads=Overheads(**costs), **given)}
 
 
 def sim_replay(log: Path, profile: str) -> dict[str, Any]:
@@ -135,7 +131,7 @@ def sim_replay(log: Path, profile: str) -> dict[str, Any]:
     from rota.job.core.placement import requests_of
 
     given = replayed(_records(log), get_profile(profile), requests_of)
-    return {"api": "rota/v1", "kind": "SimReplay", "log": log.name, **given}
+    return {**_head("SimReplay"), "log": log.name, **given}
 
 
 def _records(log: Path) -> Iterator[Record]:
@@ -169,28 +165,18 @@ def _records(log: Path) -> Iterator[Record]:
         raise BadInput(f"--log {log}: not a recorded log: {error!r}") from error
 
 
-def sim_compare(
-    trace: Path,
-    vcs: Path,
-    profiles: list[str],
-    *,
-    scale: float,
-    seed: int,
-    tolerance_s: float,
-    plots: Path | None = None,
-) -> dict[str, Any]:
+def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Any) -> dict[str, Any]:
     """``SimCompare``: the same trace under several profiles, the first being the baseline."""
     from rota.cluster.runs import compare
 
-    given = compare(trace, vcs, profiles, scale=scale, seed=seed, tolerance_s=tolerance_s, plots=plots)
-    return {"api": "rota/v1", "kind": "SimCompare", **given}
+    return {**_head("SimCompare"), **compare(trace, vcs, profiles, **given)}
 
 
 def sim_cases(file: Path, profile: str) -> dict[str, Any]:
     """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form."""
     from rota.cluster.cases import run_cases
 
-    return {"api": "rota/v1", "kind": "SimCases", **run_cases(file, profile)}
+    return {**_head("SimCases"), **run_cases(file, profile)}
 
 
 def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> dict[str, Any]:
@@ -198,4 +184,4 @@ def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> dict[str, Any
     from rota.cluster.fill import fill
     from rota.runtime.clock import SystemClock
 
-    return {"api": "rota/v1", "kind": "SimFill", **fill(nodes, pods, policy, seed, SystemClock())}
+    return {**_head("SimFill"), **fill(nodes, pods, policy, seed, SystemClock())}

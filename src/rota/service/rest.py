@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import cache
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rota.service.auth import SAFE_METHODS
@@ -83,6 +85,9 @@ class Guard:
             return
         request_id = self._doors.chance.fresh(60)
         scope.setdefault("state", {}).update(request_id=request_id, doors=self._doors)
+        method = scope["method"] if scope["method"] in METHODS else "other"
+        if method == "HEAD":  # what GET answers, without its body
+            scope = {**scope, "method": "GET"}
         started_s = self._doors.clock.monotonic_s()
         status = [500]
         read = [0]
@@ -104,14 +109,17 @@ class Guard:
                     age = str(int(self._doors.clock.monotonic_s() - stale)).encode()
                     headers.append((b"rota-stale", age))
                 message = {**message, "headers": headers}
+            elif method == "HEAD":
+                return
             await send(message)
+            if method == "HEAD":  # also of a stream, which ends where its reader is gone
+                await send({"type": "http.response.body"})
 
         try:
             await self._app(scope, limited, marked)
         finally:
             route = getattr(scope.get("route"), "path", "")
             took_s = self._doors.clock.monotonic_s() - started_s
-            method = scope["method"] if scope["method"] in METHODS else "other"
             self._doors.metrics.http.labels(method, route, str(status[0])).observe(took_s)
 
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
@@ -129,7 +137,7 @@ class Guard:
 
 def problem(
     request: Request, *, status: int, code: str, detail: str, hint: str = "", exit: int = 1, **more: Any
-) -> JSONResponse:
+) -> Response:
     """An error as RFC 9457 asks for it."""
     body = {
         "type": f"/reference/errors#{code}",
@@ -145,28 +153,19 @@ def problem(
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body, status_code=status, media_type=PROBLEM, headers=headers)
+    return Response(json.dumps(body), status_code=status, media_type=PROBLEM, headers=headers)
 
 
 def _rota_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RotaError)
-    errors: list[dict[str, Any]] = []
-    if isinstance(error, JobFileError):
-        errors = [one.to_json() for one in error.problems]
+    errors = [one.to_json() for one in error.problems] if isinstance(error, JobFileError) else []
     fields = dict(error.fields)
+    more = {"errors": errors, "fields": fields}
     code = str(fields.pop("code", error.code))
     if error.http >= 500 and not isinstance(error, NotReachable | LimitExceeded):
         _log.error("%s %s: %s", request.method, request.url.path, error, exc_info=error)
-    return problem(
-        request,
-        status=error.http,
-        code=code,
-        detail=error.message,
-        hint=error.hint,
-        exit=error.exit,
-        errors=errors,
-        fields=fields,
-    )
+    text, hint = error.message, error.hint
+    return problem(request, status=error.http, code=code, detail=text, hint=hint, exit=error.exit, **more)
 
 
 def _validation_error(request: Request, error: Exception) -> Response:
@@ -209,7 +208,20 @@ def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         detail, hint = f"no {request.method} of {path}", did_you_mean(path, request.app.openapi()["paths"])
         hint = (hint if error.status_code == 404 else "") or "what there is: /openapi.json"
-    return problem(request, status=error.status_code, code=code, detail=detail, hint=hint, exit=2)
+    answer = problem(request, status=error.status_code, code=code, detail=detail, hint=hint, exit=2)
+    if error.status_code == 405:
+        answer.headers["Allow"] = ", ".join(_methods_of(request))
+    return answer
+
+
+def _methods_of(request: Request) -> list[str]:
+    """What may be asked of this path."""
+
+    def fits(method: str) -> bool:
+        scope = {**request.scope, "method": "GET" if method == "HEAD" else method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in sorted(METHODS) if fits(method)]
 
 
 def _bug(request: Request, error: Exception) -> Response:

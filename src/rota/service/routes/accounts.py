@@ -97,11 +97,9 @@ async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> D
     if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
         taken = f"{LOCAL} and {OWNER} are taken"
         raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {taken}")
-    paths = {queue.path for queue in doors.loop.installation.queues}
     grants = {one.queue: Role.of(one.role) for one in body.grants}
     for queue, role in grants.items():
-        if queue and not any(is_below(path, queue) for path in paths):
-            raise unknown(f"no queue {queue!r}", queue, sorted(paths), "queues")
+        _check_queue(doors, queue)
         if role is Role.ADMIN and queue:
             raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
     if name not in doors.auth.accounts.users:
@@ -144,6 +142,7 @@ async def make_token(body: TokenBody, doors: Parts, caller: Asker) -> Document:
         raise UnknownName(f"no user {user!r}", hint=f"make it first: rota user create {user} --role user --queue PATH")
     if sum(one.made.user == user for one in _valid(doors)) >= TOKENS_MAX:
         raise BadInput(f"{user} has {TOKENS_MAX} tokens", hint="revoke some: rota token rm ID")
+    _check_queue(doors, body.queue)
     made, whole = doors.auth.make_token(
         caller, user=user, name=body.name, role=Role.of(body.role), queue=body.queue, ttl_s=body.ttl_s
     )
@@ -199,6 +198,7 @@ async def webhooks(doors: Parts, caller: Asker) -> Document:
 async def make_webhook(body: WebhookBody, doors: Parts, caller: Asker) -> Document:
     """Tell an address what happens from now on; this answer alone holds the secret that notices are signed with."""
     caller.need(Role.ADMIN)
+    _check_queue(doors, body.queue)
     made, secret = await asyncio.to_thread(doors.notifier.make, body.url, body.on, body.queue, caller.user)
     await doors.loop.append([made])
     return {"api": API, "kind": "Webhook", **_webhook(made), "secret": secret}
@@ -224,6 +224,13 @@ async def audit(
     caller.need(Role.ADMIN)
     items = await asyncio.to_thread(doors.audit.newest, limit, user=user)
     return {"api": API, "kind": "AuditList", "items": items, "next": None}
+
+
+def _check_queue(doors: Doors, queue: str) -> None:
+    """Raises UnknownName for a path that is neither a queue nor above one; ``""`` is the root."""
+    paths = sorted(one.path for one in doors.loop.installation.queues)
+    if not any(is_below(path, queue) for path in paths):
+        raise unknown(f"no queue {queue!r}", queue, paths, "queues")
 
 
 def _owner(caller: Caller) -> str:

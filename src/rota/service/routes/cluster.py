@@ -14,7 +14,7 @@ from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
 from rota.service.queuefile import read_queues
-from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts
 from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
@@ -56,7 +56,7 @@ class QueuesBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    queues: list[dict[str, Any]] = []
+    queues: Annotated[list[dict[str, Any]], KEPT] = []
     source: str = ""
     filename: str = "queues.yaml"
     dry_run: bool = False
@@ -127,6 +127,12 @@ async def nodes(
     return found | {"items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
 
 
+@router.get("/cluster")
+async def cluster(doors: Parts, caller: Asker) -> Document:
+    """How many nodes, devices and jobs there are, by state."""
+    return {"api": API, "kind": "Cluster", **cluster_totals(doors.loop.installation)}
+
+
 @router.get("/cluster/heat")
 async def heat(doors: Parts, caller: Asker) -> Document:
     """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
@@ -149,10 +155,10 @@ async def mark_node(
     body: MarkBody | None = None,
 ) -> Document:
     """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
+    caller.need(Role.ADMIN)
     given = body or MarkBody()
     if given.dry_run:
         doors.audit.add(request.state.request_id, dry_run=True)
-    caller.need(Role.ADMIN)
     before = _one_node(doors, node)
     effect, notice_s = "goes on; new work goes elsewhere", None
     if action in ("undrain", "uncordon"):
@@ -189,6 +195,14 @@ async def queues(doors: Parts, caller: Asker) -> Document:
     return queue_tree(doors.loop.installation)
 
 
+@router.get("/queues/{path:path}")
+async def queue(path: str, doors: Parts, caller: Asker) -> Document:
+    """One queue."""
+    known = doors.loop.installation.queue(path)
+    items = queue_tree(doors.loop.installation)["items"]
+    return {"api": API, "kind": "Queue", **next(one for one in items if one["path"] == known.path)}
+
+
 @router.put("/queues")
 async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller: Asker) -> Document:
     """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
@@ -197,18 +211,18 @@ async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller:
 
     A queue-admin may change what is below the own queue, and no more than that.
     """
-    if body.dry_run:
-        doors.audit.add(request.state.request_id, dry_run=True)
     given, then = _given_tree(doors, body)
     paths = {queue.path for queue in given}
-    used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)
-    if used:
-        raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
     old = {queue.path: queue for queue in doors.loop.installation.queues}
     for path in paths | set(old):
         if old.get(path) != next((queue for queue in given if queue.path == path), None):
             parent = path.rpartition("/")[0]
             caller.need(Role.QUEUE_ADMIN if parent else Role.ADMIN, parent)
+    if body.dry_run:
+        doors.audit.add(request.state.request_id, dry_run=True)
+    used = sorted({story.queue for story in doors.loop.installation.live.values()} - paths)
+    if used:
+        raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
     if not body.dry_run:
         event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
         await doors.loop.append([event])

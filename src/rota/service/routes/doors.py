@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from pydantic import AfterValidator
 from starlette.types import Scope
 
 from rota.runtime.chance import Chance
@@ -37,6 +40,24 @@ AUDITED_PATH_MAX = 200
 """Characters of a path that the audit keeps: a stranger may send any."""
 
 Document = dict[str, Any]
+
+_ZERO = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+T = TypeVar("T")
+
+
+def _kept(value: T) -> T:
+    """Refuse what JSON may say and no store takes: half a character, a zero byte, a number without an end."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text holds half a character (U+D800 to U+DFFF)") from None
+    if _ZERO.search(text):
+        raise ValueError("a text holds a zero byte")
+    return value
+
+
+KEPT = AfterValidator(_kept)
+"""For fields of a body that hold anything, and for paths."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.changes import checked_changes, checked_size
-from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
+from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, member_of
 from rota.service.submission import Submission
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
@@ -47,22 +47,16 @@ class SubmitBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     source: Annotated[str, Field(max_length=SOURCE_BYTES_MAX)] = ""
-    filename: Annotated[str, Field(max_length=4096)] = "job.yaml"
+    filename: Annotated[str, Field(max_length=4096), KEPT] = "job.yaml"
     sets: list[str] = []
-    workdir: Annotated[str, Field(max_length=4096)] = ""
-    spec: dict[str, Any] | None = None
+    workdir: Annotated[str, Field(max_length=4096), KEPT] = ""
+    spec: Annotated[dict[str, Any] | None, KEPT] = None
 
     def submission(self) -> Submission:
         """The same as a value. Raises BadInput when there is neither text nor spec."""
         if not self.source and self.spec is None:
             raise BadInput("there is neither 'source' nor 'spec'", hint="send the text of a job file as 'source'")
-        return Submission(
-            source=self.source,
-            filename=self.filename,
-            sets=tuple(self.sets),
-            workdir=self.workdir,
-            spec=self.spec,
-        )
+        return Submission(**{**vars(self), "sets": tuple(self.sets)})
 
 
 class StopBody(BaseModel):
@@ -98,7 +92,7 @@ class ChangeBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    changes: dict[str, Any]
+    changes: Annotated[dict[str, Any], KEPT]
 
 
 @router.post("/jobs", status_code=201)
@@ -135,7 +129,7 @@ async def list_jobs(
     name: str = "",
     text: Annotated[str, Query(max_length=200)] = "",
     label: Annotated[list[str] | None, Query()] = None,
-    since_s: float | None = None,
+    since_s: Annotated[float | None, Query(ge=0)] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 200,
     cursor: str = "",
 ) -> Document:

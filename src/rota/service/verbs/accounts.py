@@ -30,12 +30,10 @@ def user(
 
     rota user ls
     """
+    if not action or action == "ls":
+        return flags.answer(lambda client: client.accounts.users() if action else client.accounts.whoami(), _user_table)
     terminal = flags.terminal()
     with flags.client() as client:
-        if not action or action == "ls":
-            document = client.accounts.users() if action else client.accounts.whoami()
-            terminal.show(document, lambda term: _user_table(term, document.get("items", [document])))
-            return 0
         if not name or action not in ("create", "rm"):
             raise BadInput(f"rota user {action} {name}".rstrip() + ": not understood", hint="rota user create NAME")
         if action == "rm":
@@ -45,16 +43,16 @@ def user(
             grants = {one["queue"]: one["role"] for one in (known or {"grants": []})["grants"]} | {queue: role}
             kept = [(path, word) for path, word in grants.items() if word != "none"]
             done = client.accounts.put_user(name, kept) if kept else client.accounts.remove_user(name)
-    terminal.show(done, lambda term: _user_table(term, [done]))
+    terminal.show(done, lambda term: _user_table(term, done))
     for job in done.get("jobs", ()):
         terminal.note(f"{job} names secrets that are gone now: it cannot start again")
     return 0
 
 
-def _user_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+def _user_table(term: Terminal, document: Mapping[str, Any]) -> None:
     rows = [
         (one["name"], ", ".join(f"{grant['role']} of {grant['queue'] or 'all queues'}" for grant in one["grants"]))
-        for one in items
+        for one in document.get("items", [document])
     ]
     term.table(["USER", "MAY"], rows)
 
@@ -78,11 +76,9 @@ def token(
 
     curl -H "Authorization: Bearer $(rota token)" http://127.0.0.1:7700/api/v1/jobs
     """
-    terminal = flags.terminal()
     if not action:
-        document = _in_use(flags)
-        terminal.show(document, lambda term: term.line(document["token"]))
-        return 0
+        return flags.tell(lambda: _in_use(flags), lambda term, document: term.line(document["token"]))
+    terminal = flags.terminal()
     if action not in ("create", "ls", "rm") or (action == "rm" and not id_):
         raise BadInput(f"rota token {action} {id_}".rstrip() + ": not understood", hint="rota token create, ls, rm ID")
     with flags.client() as client:
@@ -135,21 +131,22 @@ def secret(
     --------
     rota secret set API_KEY < key.txt
     """
-    terminal = flags.terminal()
     if action not in ("set", "ls", "rm") or (action != "ls" and not name):
         raise BadInput(f"rota secret {action} {name}".rstrip() + ": not understood", hint="rota secret set NAME")
-    with flags.client() as client:
-        if action == "ls":
-            found = client.accounts.secrets()
-            rows = [(one["name"],) for one in found["items"]]
-            terminal.show(found, lambda term: term.table(["SECRET"], rows, empty="no secrets"))
-            return 0
-        if action == "set":
-            done = client.accounts.set_secret(name, _asked(f"value of {name}"))
-        else:
-            done = client.accounts.remove_secret(name)
-    terminal.show(done, lambda term: term.line(f"{name}: {'removed' if done['removed'] else 'set'}"))
-    return 0
+    if action == "ls":
+        return flags.answer(lambda client: client.accounts.secrets(), _secret_table)
+    if action == "rm":
+        return flags.answer(lambda client: client.accounts.remove_secret(name), _secret_told)
+    value = _asked(f"value of {name}")
+    return flags.answer(lambda client: client.accounts.set_secret(name, value), _secret_told)
+
+
+def _secret_table(term: Terminal, document: Mapping[str, Any]) -> None:
+    term.table(["SECRET"], [(one["name"],) for one in document["items"]], empty="no secrets")
+
+
+def _secret_told(term: Terminal, document: Mapping[str, Any]) -> None:
+    term.line(f"{document['name']}: {'removed' if document['removed'] else 'set'}")
 
 
 def _asked(what: str) -> str:
@@ -181,7 +178,7 @@ def login(
     path = keep_login(url, given)
     document = {"kind": "Login", "url": url, "user": me["name"], "grants": me["grants"], "file": str(path)}
     terminal = flags.terminal()
-    terminal.show(document, lambda term: _user_table(term, [me]))
+    terminal.show(document, lambda term: _user_table(term, me))
     terminal.note(f"kept in {path}; 'rota logout' forgets it")
     return 0
 
@@ -195,10 +192,10 @@ def logout(*, flags: Flags = DEFAULT_FLAGS) -> int:
     """
     from rota.service.connect import forget_login
 
-    url = forget_login()
-    terminal = flags.terminal()
-    terminal.show({"kind": "Login", "url": url}, lambda term: term.line(f"logged out of {url}" if url else "no login"))
-    return 0
+    def show(term: Terminal, document: Mapping[str, Any]) -> None:
+        term.line(f"logged out of {document['url']}" if document["url"] else "no login")
+
+    return flags.tell(lambda: {"kind": "Login", "url": forget_login()}, show)
 
 
 def webhook(

@@ -42,11 +42,9 @@ def nodes(
     terminal = flags.terminal()
     if action and (action not in ACTIONS or not node):
         raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
+    if not action:
+        return flags.answer(lambda client: client.nodes(), _node_table)
     with flags.client() as client:
-        if not action:
-            document = client.nodes()
-            terminal.show(document, lambda term: _node_table(term, document["items"]))
-            return 0
         notice_s = ago_s(notice) if action == "drain" else None
         if action == "drain" and not yes and not dry_run:
             jobs = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)["jobs"]
@@ -57,7 +55,7 @@ def nodes(
     return 0
 
 
-def _node_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+def _node_table(term: Terminal, document: Mapping[str, Any]) -> None:
     term.table(
         ["NODE", "STATE", "CELL", "GPUS", "TYPE", "CPUS", "MEMORY", "JOBS", "NOTE"],
         [
@@ -72,7 +70,7 @@ def _node_table(term: Terminal, items: list[dict[str, Any]]) -> None:
                 shortened(node["jobs"]),
                 node["text"],
             )
-            for node in items
+            for node in document["items"]
         ],
         empty="no nodes yet",
     )
@@ -100,19 +98,14 @@ def queues(
 
     rota queues apply queues.yaml --dry-run
     """
-    terminal = flags.terminal()
     if action and (action != "apply" or not file):
         raise BadInput(f"rota queues {action}".rstrip() + ": not understood", hint="rota queues apply FILE")
-    with flags.client() as client:
-        if not action:
-            document = client.queues()
-            terminal.show(document, lambda term: _queue_table(term, document["items"]))
-            return 0
-        from rota.service.wire import read_file
+    if not action:
+        return flags.answer(lambda client: client.queues(), _queue_table)
+    from rota.service.wire import read_file
 
-        diff = client.apply_queues(read_file(Path(file)), filename=file, dry_run=dry_run)
-    terminal.show(diff, lambda term: _diff_table(term, diff))
-    return 0
+    text = read_file(Path(file))
+    return flags.answer(lambda client: client.apply_queues(text, filename=file, dry_run=dry_run), _diff_table)
 
 
 def _diff_table(term: Terminal, diff: Mapping[str, Any]) -> None:
@@ -125,21 +118,10 @@ def _diff_table(term: Terminal, diff: Mapping[str, Any]) -> None:
         term.line(one["text"])
 
 
-def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+def _queue_table(term: Terminal, document: Mapping[str, Any]) -> None:
+    counts = ("BORROWED", "RUNNING", "WAITING", "WANTED", "OLDEST")
     term.table(
-        [
-            "QUEUE",
-            "STATE",
-            "GPUS",
-            "GUARANTEED",
-            "LIMIT",
-            "A USER",
-            "BORROWED",
-            "RUNNING",
-            "WAITING",
-            "WANTED",
-            "OLDEST",
-        ],
+        ["QUEUE", "STATE", "GPUS", "GUARANTEED", "LIMIT", "A USER", *counts],
         [
             (
                 "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
@@ -155,7 +137,7 @@ def _queue_table(term: Terminal, items: list[dict[str, Any]]) -> None:
                 amount(queue["pending_gpus"]),
                 age(queue["oldest_wait_since"]),
             )
-            for queue in items
+            for queue in document["items"]
         ],
         empty="no queues",
     )
@@ -178,18 +160,7 @@ def report(
 
     with flags.client() as client:
         document = client.ask(get("/report", by=by, since_s=ago_s(since)))
-    columns = [
-        by,
-        "jobs",
-        "succeeded",
-        "failed",
-        "cancelled",
-        "gpu_hours",
-        "cpu_hours",
-        "wait_s p50",
-        "wait_s p95",
-        "restarts",
-    ]
+    columns = f"{by},jobs,succeeded,failed,cancelled,gpu_hours,cpu_hours,wait_s p50,wait_s p95,restarts".split(",")
     rows = [
         (*(one[name] for name in columns[:7]), one["wait_s"]["p50"], one["wait_s"]["p95"], one["restarts"])
         for one in document["items"]

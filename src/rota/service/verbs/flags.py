@@ -52,11 +52,24 @@ class Flags:
 
     def answer(self, ask: Callable[[Client], Document], show: Callable[[Terminal, Document], None]) -> int:
         """Print the document that the service gives; the exit status. ``show`` draws it for people."""
+
+        def asked() -> Document:
+            with self.client() as client:
+                return ask(client)
+
+        return self.tell(asked, show)
+
+    def tell(
+        self,
+        make: Callable[[], Document],
+        show: Callable[[Terminal, Document], None],
+        failed: Callable[[Document], object] = lambda _: False,
+    ) -> int:
+        """Print the document that ``make`` gives, drawn by ``show`` for people; exit status 1 if it ``failed``."""
         terminal = self.terminal()
-        with self.client() as client:
-            document = ask(client)
+        document = make()
         terminal.show(document, lambda term: show(term, document))
-        return 0
+        return 1 if failed(document) else 0
 
     def settings(self, **more: Any) -> Settings:
         """The settings of this process, flags first. Raises BadInput for one that cannot be."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -15,7 +15,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s, amount, replicas, resources, shortened
 from rota.spec.check import SIZES_HINT
-from rota.spec.errors import BadInput, JobFileError, NotReachable
+from rota.spec.errors import BadInput, JobFileError, NoToken, NotReachable
 from rota.spec.resources import counted
 from rota.spec.states import JobState
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rota.service.client import Client
     from rota.spec.job import JobSpec
 
+T = TypeVar("T")
 INTERRUPTED = 130
 SCRIPTS = (".sh", ".sbatch", ".slurm")
 
@@ -41,7 +42,9 @@ def run(
     memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = "",
     env: Annotated[list[str] | None, Parameter(name=["-e", "--env"], help="K=V; repeatable.")] = None,
     workdir: Annotated[str, Parameter(help="Where relative paths and imports start; default: the file's folder.")] = "",
-    check: Annotated[bool, Parameter(help="Only report every mistake of the file and of its workloads.")] = False,
+    check: Annotated[
+        bool, Parameter(help="Only report every mistake of the file, its queue and its workloads.")
+    ] = False,
     dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
     pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
@@ -69,9 +72,9 @@ def run(
     timeout_s = ago_s(timeout)  # every mistake is told before anything is started
     if timeout and not (follow or wait):
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
-    spec = _read(body, changes)
+    spec = _as_given(changes, lambda: _read(body))
     if check:
-        return _check(terminal, body, spec)
+        return _as_given(changes, lambda: _check(flags, terminal, body, spec))
     if dry_run:
         return _plan(flags, terminal, body, pretend)
     if pretend:
@@ -146,14 +149,19 @@ def _only_role(source: str, name: str) -> str:
     return roles[0].name
 
 
-def _read(body: Mapping[str, Any], changes: Mapping[str, str]) -> Any:
-    """The job; what is wrong with a flag is told of the flag as it was given."""
+def _read(body: Mapping[str, Any]) -> JobSpec:
     from rota.service.jobfile import read_job
 
+    return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+
+
+def _as_given(changes: Mapping[str, str], ask: Callable[[], T]) -> T:
+    """What ``ask`` gives; what is wrong with a flag is told of the flag as it was given."""
     try:
-        return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+        return ask()
     except JobFileError as exc:
-        raise JobFileError(tuple(_told_of_flag(one, changes) for one in exc.problems)) from None
+        told = tuple(_told_of_flag(one, changes) for one in exc.problems)
+        raise JobFileError(told, hint=exc.hint, **exc.fields) from None
 
 
 def _told_of_flag(problem: Problem, changes: Mapping[str, str]) -> Problem:
@@ -183,16 +191,28 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
     return client
 
 
-def _check(terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
+def _check(flags: Flags, terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
     from rota.service.offline import check_job
 
-    check_job(spec, body)
+    check_job(spec, body, _leaves(flags))
     counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
     document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
     most = {"replicas": counts["instances"], "replicas_max": sum(role.replicas_max for role in spec.roles)}
     words = f"{counted(counts['roles'], 'role')}, {counted(replicas(most), 'instance')}"
     terminal.show(document, lambda term: term.line(f"{body['filename']}: {spec.name} is valid, {words}"))
     return 0
+
+
+def _leaves(flags: Flags) -> set[str] | None:
+    """The queues that take jobs; None where no service of this home tells them."""
+    try:
+        with flags.client() as client:
+            items = client.queues()["items"]
+    except (NotReachable, NoToken):
+        if flags.server:
+            raise
+        return None
+    return {one["path"] for one in items} - {one["parent"] for one in items}
 
 
 def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> int:

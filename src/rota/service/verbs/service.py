@@ -239,10 +239,7 @@ def doctor(
     """
     from rota.service.doctor import examine
 
-    terminal = flags.terminal()
-    report = examine(flags.settings(), fix=fix)
-    terminal.show(report, lambda term: _report(term, report))
-    return 1 if report["mark"] == "fail" else 0
+    return flags.tell(lambda: examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail")
 
 
 def _report(term: Terminal, report: Mapping[str, Any]) -> None:

@@ -50,36 +50,22 @@ def run(
     """
     from rota.service.offline import sim_replay, sim_run
 
-    terminal = flags.terminal()
     if log is not None:
         if trace is not None or vcs is not None:
             raise BadInput("--log takes the place of --trace and --vcs")
-        document = sim_replay(log, profile)
-        terminal.show(document, lambda term: _replay(term, document))
-        return 1 if document["different"] else 0
+        return flags.tell(lambda: sim_replay(log, profile), _replay, lambda document: document["different"])
     if trace is None or vcs is None:
         raise BadInput("a run needs --trace and --vcs, or --log")
     _positive(scale)
-    for flag, seconds in (("--checkpoint-s", checkpoint_s), ("--restore-s", restore_s)):
+    costs = {"checkpoint_s": checkpoint_s, "restore_s": restore_s}
+    for name, seconds in costs.items():
         if not 0 <= seconds < float("inf"):
-            raise BadInput(f"{flag} {seconds:g}: a number of seconds, 0 or more")
+            raise BadInput(f"--{name.replace('_', '-')} {seconds:g}: a number of seconds, 0 or more")
     if not 0 < sharing_speed <= 1:
         raise BadInput(f"--sharing-speed {sharing_speed:g}: above 0, at most 1")
-    document = sim_run(
-        trace,
-        vcs,
-        profile,
-        scale=scale,
-        seed=seed,
-        out_jobs=out_jobs,
-        all_jobs=jobs,
-        checkpoint_s=checkpoint_s,
-        restore_s=restore_s,
-        sharing_speed=sharing_speed,
-        plots=plots,
-    )
-    terminal.show(document, lambda term: _run(term, document))
-    return 0
+    costs |= {"sharing_speed": sharing_speed}
+    given = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots, "costs": costs}
+    return flags.tell(lambda: sim_run(trace, vcs, profile, **given), _run)
 
 
 def compare(
@@ -105,10 +91,8 @@ def compare(
     if not names:
         raise BadInput("--profiles names none", hint="for example private,pool")
     _positive(scale)
-    terminal = flags.terminal()
-    document = sim_compare(trace, vcs, names, scale=scale, seed=seed, tolerance_s=tolerance, plots=plots)
-    terminal.show(document, lambda term: _compare(term, document))
-    return 0
+    given = {"scale": scale, "seed": seed, "tolerance_s": tolerance, "plots": plots}
+    return flags.tell(lambda: sim_compare(trace, vcs, names, **given), _compare)
 
 
 def fgd(
@@ -127,10 +111,7 @@ def fgd(
     """
     from rota.service.offline import sim_fgd
 
-    terminal = flags.terminal()
-    document = sim_fgd(nodes, pods, policy, seed=seed)
-    terminal.show(document, lambda term: _fill(term, document))
-    return 0
+    return flags.tell(lambda: sim_fgd(nodes, pods, policy, seed=seed), _fill)
 
 
 def cases(
@@ -147,10 +128,7 @@ def cases(
     """
     from rota.service.offline import sim_cases
 
-    terminal = flags.terminal()
-    document = sim_cases(file, profile)
-    terminal.show(document, lambda term: _cases(term, document))
-    return 1 if document["failed"] else 0
+    return flags.tell(lambda: sim_cases(file, profile), _cases, lambda document: document["failed"])
 
 
 def _positive(scale: float) -> None:

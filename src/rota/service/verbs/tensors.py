@@ -29,13 +29,10 @@ def ls(
     """
     from rota.service.planeview import tensor_list
 
-    terminal = flags.terminal()
-    document = tensor_list(prefix, namespace=namespace)
-    terminal.show(document, lambda term: _rows(term, document["items"]))
-    return 0
+    return flags.tell(lambda: tensor_list(prefix, namespace=namespace), _rows)
 
 
-def _rows(term: Terminal, items: list[dict[str, Any]]) -> None:
+def _rows(term: Terminal, document: Mapping[str, Any]) -> None:
     term.table(
         ["NAME", "VERSION", "STEP", "DTYPE", "SHAPE", "BYTES", "LEASES", "OWNER", "STATE", "AGE"],
         [
@@ -51,7 +48,7 @@ def _rows(term: Terminal, items: list[dict[str, Any]]) -> None:
                 one["state"],
                 lasting(one["age_s"]),
             )
-            for one in items
+            for one in document["items"]
         ],
         empty="no tensors",
     )
@@ -71,10 +68,7 @@ def stat(
     """
     from rota.service.planeview import tensor
 
-    terminal = flags.terminal()
-    document = tensor(name, namespace=namespace)
-    terminal.show(document, lambda term: _one(term, document))
-    return 0
+    return flags.tell(lambda: tensor(name, namespace=namespace), _one)
 
 
 def _one(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -102,15 +96,15 @@ def top(
     """
     from rota.service.planeview import tensor_top
 
-    terminal = flags.terminal()
-    document = tensor_top(max(1, count), namespace=namespace)
+    return flags.tell(lambda: tensor_top(max(1, count), namespace=namespace), _largest)
+
+
+def _largest(term: Terminal, document: Mapping[str, Any]) -> None:
     rows = [
         (one["name"], size(one["bytes"]), size(one["doomed_bytes"]), one["versions"], one["leases"])
         for one in document["items"]
     ]
-    columns = ["NAME", "BYTES", "ONLY HELD BY OLD READERS", "VERSIONS", "LEASES"]
-    terminal.show(document, lambda term: term.table(columns, rows, empty="no tensors"))
-    return 0
+    term.table(["NAME", "BYTES", "ONLY HELD BY OLD READERS", "VERSIONS", "LEASES"], rows, empty="no tensors")
 
 
 def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
@@ -122,13 +116,15 @@ def doctor(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     """
     from rota.service.planeview import tensor_doctor
 
-    terminal = flags.terminal()
-    document = tensor_doctor(namespace=namespace)
-    terminal.show(document, lambda term: _checks(term, document["checks"]))
-    return 1 if any(one["level"] == "fail" for one in document["checks"]) else 0
+    return flags.tell(lambda: tensor_doctor(namespace=namespace), _checks, _fails)
 
 
-def _checks(term: Terminal, checks: list[dict[str, Any]]) -> None:
+def _fails(document: Mapping[str, Any]) -> bool:
+    return any(one["level"] == "fail" for one in document["checks"])
+
+
+def _checks(term: Terminal, document: Mapping[str, Any]) -> None:
+    checks = document["checks"]
     width = max((len(one["name"]) for one in checks), default=0)
     for one in checks:
         mark = one["level"] if one["level"] == "ok" else one["level"].upper()
@@ -174,11 +170,11 @@ def fsck(
     """
     from rota.service.planeview import tensor_fsck
 
-    terminal = flags.terminal()
-    document = tensor_fsck(namespace=namespace, repair=repair)
-    broken = [one for one in document["violations"] if not one["repaired"]]
-    terminal.show(document, lambda term: _fsck(term, document))
-    return 1 if broken else 0
+    return flags.tell(lambda: tensor_fsck(namespace=namespace, repair=repair), _fsck, _broken)
+
+
+def _broken(document: Mapping[str, Any]) -> bool:
+    return not all(one["repaired"] for one in document["violations"])
 
 
 def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
@@ -198,11 +194,10 @@ def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     """
     from rota.service.planeview import tensor_recover
 
-    terminal = flags.terminal()
-    document = tensor_recover(namespace=namespace)
-    text = f"{counted(document['names'], 'name')}, {counted(document['leases'], 'lease')} in {document['seconds']} s"
-    terminal.show(document, lambda term: term.line(text))
-    return 0
+    def show(term: Terminal, doc: Mapping[str, Any]) -> None:
+        term.line(f"{counted(doc['names'], 'name')}, {counted(doc['leases'], 'lease')} in {doc['seconds']} s")
+
+    return flags.tell(lambda: tensor_recover(namespace=namespace), show)
 
 
 def door(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:

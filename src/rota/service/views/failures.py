@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rota.service.views.jobs import API, when
+from rota.service.views.jobs import API, end_document, loss_document, when
 from rota.service.views.story import Failure, JobStory
 from rota.spec.events import InstanceLost
 from rota.spec.reasons import INFO
-from rota.spec.states import JobState
 
 
 def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, An
         "state": story.state.value,
         "first": losses[0] if losses else None,
         "items": items,
-        "end": _end(story),
+        "end": None if (end := end_document(story)) is None else {"at": when(story.ended_at), **end},
         "open_losses": open_losses,
         "next": None,
     }
@@ -63,28 +62,4 @@ def _item(n: int, one: Failure) -> dict[str, Any]:
 
 
 def _loss(at: float, loss: InstanceLost) -> dict[str, Any]:
-    return {
-        "at": when(at),
-        "instance": f"{loss.role}/{loss.rank}",
-        "epoch": loss.epoch,
-        "reason": loss.reason,
-        "text": loss.text,
-        "traceback": loss.traceback,
-        "exit_code": loss.exit_code,
-        "signal": loss.signal,
-        "process_alive": loss.alive,
-    }
-
-
-def _end(story: JobStory) -> dict[str, Any] | None:
-    ended = story.ended
-    if ended is None or ended.state is not JobState.FAILED:
-        return None
-    return {
-        "at": when(story.ended_at),
-        "reason": ended.reason,
-        "text": ended.text or INFO[ended.reason].text,
-        "role": ended.role,
-        "rank": ended.rank,
-        "traceback": ended.traceback,
-    }
+    return {"instance": f"{loss.role}/{loss.rank}", **loss_document(at, loss), "process_alive": loss.alive}

@@ -16,6 +16,7 @@ from rota.service.views.story import Attempt, Instance, JobStory
 from rota.service.views.streams import stream_rows
 from rota.spec import codec
 from rota.spec.errors import BadInput
+from rota.spec.events import InstanceLost
 from rota.spec.ids import JobId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import counted
@@ -159,7 +160,7 @@ def job_document(
         "streams": stream_rows(story.commit),
         "master": _master(story),
         "attempts": [_attempt(one) for one in story.attempts],
-        "error": _error(story),
+        "error": end_document(story),
         "changes": [{"at": when(one.at), "by": one.by, "changes": one.changes} for one in story.edits],
         "workdir": story.submitted.workdir,
         "filename": story.submitted.filename,
@@ -188,7 +189,6 @@ def outlined(document: dict[str, Any]) -> dict[str, Any]:
 
 def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """One instance; a beat of another epoch says nothing of it."""
-    loss = one.error
     return {
         "instance": str(one.id),
         "role": one.id.role,
@@ -203,18 +203,14 @@ def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | 
         "devices": _devices(story, one),
         "restored": one.now.restored,
         "progress": _beat(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
-        "error": None
-        if loss is None
-        else {
-            "at": when(one.error_at),
-            "reason": loss.reason,
-            "text": loss.text,
-            "traceback": loss.traceback,
-            "exit_code": loss.exit_code,
-            "signal": loss.signal,
-            "epoch": loss.epoch,
-        },
+        "error": None if one.error is None else loss_document(one.error_at, one.error),
     }
+
+
+def loss_document(at: float | None, loss: InstanceLost) -> dict[str, Any]:
+    """How an instance was lost."""
+    kept = ("reason", "text", "traceback", "exit_code", "signal", "epoch")
+    return {"at": when(at), **{name: getattr(loss, name) for name in kept}}
 
 
 def _devices(story: JobStory, one: Instance) -> list[int]:
@@ -293,14 +289,15 @@ def _attempt(one: Attempt) -> dict[str, Any]:
     }
 
 
-def _error(story: JobStory) -> dict[str, Any] | None:
+def end_document(story: JobStory) -> dict[str, Any] | None:
+    """Why the job failed, and whose failure ended it; None for one that did not fail."""
     ended = story.ended
     if ended is None or ended.state is not JobState.FAILED:
         return None
     return {
         "reason": ended.reason,
         "fault": INFO[ended.reason].fault,
-        "text": ended.text,
+        "text": ended.text or INFO[ended.reason].text,
         "role": ended.role,
         "rank": ended.rank,
         "traceback": ended.traceback,

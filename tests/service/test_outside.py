@@ -1,0 +1,218 @@
+"""What a stranger with the documents alone tries: other methods, other characters, other numbers, names of nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from standing import HELLO, Standing, listening, with_service
+from test_cli import NO_SERVICE, Done, own_home, rota, with_cli
+from test_demo import kill, outcome
+
+from rota.service import demo
+from rota.service.demo import STROKES
+from rota.spec.states import JobState
+
+__all__ = ["own_home"]  # a fixture of every test here
+
+
+async def sent(service: Standing, method: str, path: str, text: str) -> httpx.Response:
+    """A body as it is written: a client would not write these."""
+    return await service.http.request(
+        method, f"/api/v1{path}", content=text, headers={"Content-Type": "application/json"}
+    )
+
+
+def test_head_answers_what_get_does_without_its_body(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        async with listening(service) as http, asyncio.timeout(20):
+            for path in ("/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/api/v1/jobs/hello-1"):
+                whole, head = await http.get(path), await http.head(path)
+                assert (head.status_code, head.content) == (200, b""), path
+                assert head.headers["content-type"] == whole.headers["content-type"]
+            assert head.headers["etag"] == whole.headers["etag"]
+            assert (await http.head("/api/v1/jobs/nope")).status_code == 404
+            endless = await http.head("/api/v1/events", params={"follow": True})
+            assert endless.headers["content-type"].startswith("text/event-stream")
+            assert (await http.head("/api/v1/jobs", headers={"Authorization": ""})).status_code == 401
+        assert service.doors.streams == 0
+
+    with_service(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/api/v1/jobs/hello-1", "GET, HEAD, PATCH"),
+        ("OPTIONS", "/api/v1/jobs", "GET, HEAD, POST"),
+        ("GET", "/api/v1/jobs:plan", "POST"),
+        ("POST", "/", "GET, HEAD"),
+        ("POST", "/api/v1/queues", "GET, HEAD, PUT"),
+    ],
+)
+def test_a_method_that_a_path_has_not_is_told_which_it_has(
+    tmp_path: Path, method: str, path: str, allowed: str
+) -> None:
+    async def test(service: Standing) -> None:
+        answer = await service.http.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        assert answer.json()["code"] == "INVALID"
+
+    with_service(tmp_path, test)
+
+
+def test_what_no_store_takes_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        spec = (await service.get("/jobs/hello-1/spec"))["spec"]
+
+        def changed(old: str, new: str) -> str:
+            text = json.dumps({"spec": spec})
+            assert old in text
+            return text.replace(old, new, 1)
+
+        gpus = '"gpus": 2.0' if '"gpus": 2.0' in json.dumps(spec) else '"gpus": 2'
+        wrong = [
+            ("POST", "/jobs", changed(gpus, '"gpus": Infinity')),
+            ("POST", "/jobs:plan", changed(gpus, '"gpus": NaN')),
+            ("POST", "/jobs", changed('"hi"', '"\\ud800"')),
+            ("POST", "/jobs", changed('"hi"', '"\\u0000"')),
+            ("POST", "/jobs", '{"source": "name: x", "\\ud800": 1}'),
+            ("POST", "/jobs", json.dumps({"source": HELLO, "workdir": "/tmp/\0"})),
+            ("PATCH", "/jobs/hello-1", '{"changes": {"labels.a": "\\ud800"}}'),
+            ("PATCH", "/jobs/hello-1", '{"changes": {"\\ud800": 1}}'),
+            ("PATCH", "/jobs/hello-1", '{"changes": {"labels.": "x"}}'),
+            ("PUT", "/queues", '{"queues": [{"path": "default", "weight": Infinity}]}'),
+        ]
+        for method, path, text in wrong:
+            answer = await sent(service, method, path, text)
+            assert (answer.status_code, answer.json()["code"]) == (422, "INVALID"), (text, answer.text)
+        kept = changed('"hi"', '"\\\\u0000"')  # six characters that a shell may print
+        assert (await sent(service, "POST", "/jobs", kept)).status_code == 201
+        assert (await service.http.get("/api/v1/jobs", params={"since_s": "nan"})).status_code == 422
+
+    with_service(tmp_path, test)
+
+
+def test_a_queue_that_is_not_there_is_refused_at_every_door_that_names_one(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        asked: list[tuple[str, str, dict[str, Any]]] = [
+            ("POST", "/tokens", {"queue": "nope"}),
+            ("POST", "/webhooks", {"url": "https://192.0.2.1/", "queue": "nope"}),
+            ("PUT", "/users/ann", {"grants": [{"queue": "nope", "role": "user"}]}),
+            ("PATCH", "/jobs/hello-1", {"changes": {"queue": "nope"}}),
+            ("POST", "/jobs", {"source": HELLO + "queue: nope\n"}),
+        ]
+        for method, path, body in asked:
+            answer = await service.http.request(method, f"/api/v1{path}", json=body)
+            assert (answer.status_code, "'nope'" in answer.json()["detail"]) == (404, True), (path, answer.text)
+            jobs = path.startswith("/jobs")
+            assert answer.json()["code"] == ("UNKNOWN_QUEUE" if jobs else "UNKNOWN_NAME")
+        port = await service.http.post("/api/v1/webhooks", json={"url": "http://example.com:99999/"})
+        assert port.status_code == 422 and "99999" in port.json()["detail"]
+
+    with_service(tmp_path, test)
+
+
+def test_a_dry_run_that_is_refused_is_no_dry_run_in_the_audit(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        token = (await service.http.post("/api/v1/tokens", json={"role": "viewer"})).json()["token"]
+        viewer = {"Authorization": f"Bearer {token}"}
+        tree = {"queues": [{"path": "default", "weight": 2.0}], "dry_run": True}
+        drain = await service.http.post("/api/v1/nodes/r0n0:drain", json={"dry_run": True}, headers=viewer)
+        apply = await service.http.put("/api/v1/queues", json=tree, headers=viewer)
+        assert (drain.status_code, apply.status_code) == (403, 403)
+        found = [(one["status"], "dry_run" in one) for one in service.doors.audit.newest(2)]
+        assert found == [(403, False), (403, False)]
+
+    with_service(tmp_path, test)
+
+
+def test_one_queue_and_the_totals_of_the_cluster_have_addresses_of_their_own(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        tree = [{"path": "default"}, {"path": "lab"}, {"path": "lab/rl", "weight": 3.0}]
+        assert (await service.http.put("/api/v1/queues", json={"queues": tree})).status_code == 200
+        await service.submit(HELLO + "queue: lab/rl\n")
+        await service.until("hello-1", JobState.ADMITTED)
+        one = await service.get("/queues/lab/rl")
+        assert (one["kind"], one["path"], one["weight"], one["used_gpus"]) == ("Queue", "lab/rl", 3.0, 2.0)
+        assert one in [{"api": "rota/v1", "kind": "Queue", **row} for row in (await service.get("/queues"))["items"]]
+        missing = await service.http.get("/api/v1/queues/lab/lr")
+        assert (missing.status_code, missing.json()["hint"]) == (404, "did you mean 'lab/rl'?")
+        totals = await service.get("/cluster")
+        assert totals.pop("kind") == "Cluster" and totals.pop("api") == "rota/v1"
+        assert totals == (await service.get("/status"))["cluster"] and totals["gpus_used"] == 2
+
+    with_service(tmp_path, test)
+
+
+def test_words_that_are_no_text_are_refused_as_input() -> None:
+    done = rota("show", "job-\udcff")  # as Python reads the byte 0xff of a command line
+    assert (done.status, done.err) == (2, "rota: not UTF-8: 'show job-\\udcff'\n")
+    told = rota("show", "\udcff", "--json")
+    assert (told.status, told.document["code"]) == (2, "INVALID")
+
+
+def test_an_output_of_seven_bits_shows_what_it_can(tmp_path: Path) -> None:
+    (tmp_path / "\u00e9.yaml").write_text(HELLO)
+    words = [sys.executable, "-m", "rota", "run", "\u00e9.yaml", "--check"]
+    done = subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"\\xe9.yaml: hello is valid, 1 role, 1 instance\n")
+
+
+# -- rota run --check --------------------------------------------------------------------------------------------------
+
+
+def test_check_names_a_queue_that_takes_no_jobs_beside_every_other_mistake(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text('name: x\nqueue: defalt\nroles:\n  main: {workload: "no_such_module:X"}\n')
+    (tmp_path / "good.yaml").write_text(HELLO)
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        done: Done = await ask("run", str(tmp_path / "job.yaml"), "--check")
+        assert done.status == 2 and "job.yaml:2:8: queue: no queue 'defalt' takes jobs; did you mean" in done.err
+        assert "job.yaml:4:20: roles.main.workload: ModuleNotFoundError" in done.err
+        flag = await ask("run", str(tmp_path / "good.yaml"), "--check", "-q", "nope")
+        assert flag.status == 2 and "-q nope: queue: no queue 'nope' takes jobs; queues: default" in flag.err
+        assert (await ask("run", str(tmp_path / "good.yaml"), "--check", "--json")).document["valid"]
+
+    with_cli(tmp_path, test)
+
+
+def test_check_without_a_service_of_this_home_knows_no_queues(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+    assert rota("run", "job.yaml", "--check", "-q", "prod").status == 0
+    assert rota("run", "job.yaml", "--check", "--server", NO_SERVICE).status == 3
+
+
+# -- rota demo ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_the_demo_has_a_line_for_each_kill_in_order() -> None:
+    kills = [kill(stroke.victim, wall_s=10.0 * n) for n, stroke in enumerate(STROKES)]
+    failures = [
+        {
+            "seen_at": f"1970-01-01T00:00:{10 * n:02}.100Z",
+            "instance": stroke.victim,
+            "reason": "SIGNALLED",
+            "level": "process",
+            "scope": [{"instance": stroke.victim}],
+            "seconds": 3.0,
+        }
+        for n, stroke in enumerate(STROKES)
+        if stroke.victim != "master"
+    ]
+    told: list[str] = []
+    demo._tell(outcome(kills=kills, failures=failures), told.append)
+    lines = told[: len(STROKES)]
+    assert [stroke.victim in line for stroke, line in zip(STROKES, lines, strict=True)] == [True] * len(STROKES)
+    assert lines[-1] == "1970-01-01T00:00:20.000Z  master killed -> pid 8 in its place, no instance restarted, 2.0 s"

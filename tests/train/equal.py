@@ -165,13 +165,13 @@ def losses_over_change(before: ParallelPlan, after: ParallelPlan, shape: ModelSh
     first = begin(before, shape, folder)
     losses = [first.step(first.share(inputs), first.share(targets)).loss for inputs, targets in given[: STEPS // 2]]
     saved = Checkpoints(folder / "checkpoints")
-    saved.save(first.tensors(), step=STEPS // 2, extra={}, wait=True)
+    saved.save(first.state_dict(), step=STEPS // 2, extra={}, wait=True)
     first.close()
     second = begin(after, shape, folder)
     second.step(second.share(given[0][0]), second.share(given[0][1]))
     found = saved.find()
     assert found is not None
-    saved.load(found, second.tensors())
+    saved.load(found, second.state_dict())
     losses += [second.step(second.share(x), second.share(y)).loss for x, y in given[STEPS // 2 :]]
     saved.close()
     second.close()

@@ -179,10 +179,26 @@ def test_a_step_whose_loss_is_not_finite_changes_no_weight() -> None:
 def test_a_frozen_first_stage_is_refused_where_torch_loses_gradients(schedule: Literal["zb", "zbv"]) -> None:
     chunks = 2 if schedule == "zbv" else 1
     bounds = [round(4 * i / (2 * chunks)) for i in range(2 * chunks + 1)]
-    stages = tuple(Stage(layers=span, embed=not i) for i, span in enumerate(pairwise(bounds)))
+    stages = tuple(Stage(layers=span, embed=not i, head=span[1] == 4) for i, span in enumerate(pairwise(bounds)))
     model = Gpt(SHAPE)
     for part in (model.embed, model.layers[: bounds[1]]):
         part.requires_grad_(False)
     plan = replace(ALONE, mesh=Mesh(pp=2), stages=stages, schedule=schedule, micro_batches=2)
     with pytest.raises(BadInput, match=f"schedule = {schedule}: the first stage is frozen"):
         parallelize(model, plan, optimizer=SGD)
+
+
+def test_a_step_takes_a_pair_and_tells_its_time_and_its_state_can_be_taken_back() -> None:
+    torch.manual_seed(0)
+    trained = parallelize(Gpt(SHAPE), ALONE, optimizer=partial(torch.optim.AdamW, lr=0.1))
+    batch = (torch.zeros(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long))
+    kept = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    first = trained.step(batch)
+    assert first.compute_s > 0 and first.wait_s > 0
+    second = trained.step(*batch)
+    assert second.loss < first.loss
+    trained.load(kept)
+    assert [trained.step(batch).loss, trained.step(batch).loss] == [first.loss, second.loss]
+    del kept["model.head.out.weight"]
+    with pytest.raises(BadInput, match=r"model\.head\.out\.weight and 0 more are not in it"):
+        trained.load(kept)

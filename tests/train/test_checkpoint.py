@@ -63,7 +63,9 @@ def test_training_may_change_the_tensors_while_a_save_is_written(tmp_path: Path)
     assert loaded(made) == (5, 5.0)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "cut", "remove", "manifest", "manifest step", "manifest list", "manifest empty"]
+)
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
     made = save(tmp_path, 1, 2)
     newest = candidates(tmp_path)[0]
@@ -77,6 +79,14 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Pa
             data.write_bytes(raw[:-1])
         case "remove":
             data.unlink()
+        case "manifest step":
+            text = (newest / MANIFEST).read_text()
+            assert '"step": 2' in text
+            (newest / MANIFEST).write_text(text.replace('"step": 2', '"step": 3'))
+        case "manifest list":
+            (newest / MANIFEST).write_text("[]")
+        case "manifest empty":
+            (newest / MANIFEST).write_text('{"files": {}}')
         case _:
             (newest / MANIFEST).write_text("{")
     assert loaded(made) == (1, 1.0)

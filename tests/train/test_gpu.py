@@ -51,14 +51,14 @@ def test_a_checkpoint_moves_from_the_gpu_to_the_cpu(tmp_path: Path) -> None:
     with world():
         trained = begin(ONE)
         got = losses(trained, 0, half)
-        Checkpoints(tmp_path).save(trained.tensors(), step=half, extra={}, wait=True)
+        Checkpoints(tmp_path).save(trained.state_dict(), step=half, extra={}, wait=True)
     torch.cuda.empty_cache()
     with world(replace(ONE, backend="gloo")):
         trained = parallelize(equal.fresh_model(), ONE, optimizer=equal.ADAMW, clip_norm=1.0)
         saves = Checkpoints(tmp_path)
         found = saves.find()
         assert found is not None
-        saves.load(found, trained.tensors())
+        saves.load(found, trained.state_dict())
         rest = [trained.step(inputs, targets).loss for inputs, targets in list(equal.batches(equal.STEPS))[half:]]
     expected = equal.reference(equal.SHAPE)
     assert max(abs(one - other) for one, other in zip(got + rest, expected, strict=True)) <= 1e-4

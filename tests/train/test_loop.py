@@ -49,6 +49,15 @@ def test_fit_outside_the_main_thread_trains(alone: None) -> None:
     assert done == [2]
 
 
+def test_a_folder_may_be_named_by_a_text_and_must_be_empty_when_nothing_may_be_resumed(
+    alone: None, tmp_path: Path
+) -> None:
+    assert train(plan="auto", checkpoint=str(tmp_path), resume="never") == 2
+    assert train(checkpoint=str(tmp_path), resume="auto", steps=3) == 3
+    with pytest.raises(BadInput, match=r"step-00000003\.1 is there, resume is never"):
+        train(checkpoint=tmp_path, resume="never")
+
+
 def test_an_error_in_training_is_told_after_the_save_that_runs(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

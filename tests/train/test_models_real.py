@@ -55,7 +55,7 @@ class Words(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
         if frozen:  # all of the second stage
-            for part in (*self.layers[2:], self.head):
+            for part in (*list(self.layers)[2:], self.head):
                 part.requires_grad_(False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -136,10 +136,10 @@ def losses_of(case: Case, folder: Path) -> list[float]:
     for step, (inputs, targets) in enumerate(batches(STEPS)):
         if case.then and step == STEPS // 2:
             with Checkpoints(folder) as saves:
-                saves.save(trained.tensors(), step=step, extra={}, wait=True)
+                saves.save(trained.state_dict(), step=step, extra={}, wait=True)
                 found, trained = saves.find(), begin(case, case.then, 7)
                 assert found is not None
-                saves.load(found, trained.tensors())
+                saves.load(found, trained.state_dict())
         losses.append(trained.step(trained.share(inputs), trained.share(targets)).loss)
     return losses
 
@@ -147,6 +147,10 @@ def losses_of(case: Case, folder: Path) -> list[float]:
 def refuse_what_is_split_apart() -> None:
     with pytest.raises(BadInput, match=r"embed\.weight and head\.weight are one parameter, this plan splits them"):
         parallelize(TIED(), replace(TENSOR, head=Layer()), optimizer=ADAMW, rules=RULES)
+    split = replace(TENSOR, layers=(replace(SPLIT, count=4, sp=True),))
+    trained = parallelize(Words(), split, optimizer=ADAMW, rules=RULES)
+    with pytest.raises(BadInput, match="9 tokens a sequence do not divide by tp 2"):
+        trained.step((torch.zeros(BATCH, 9, dtype=torch.long),) * 2)
 
 
 def _rank(rank: int, folder: str, port: int) -> None:

@@ -1,1 +1,18 @@
 """How many workers train one model, and with which plan: the plan language, its cost model and its search."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rota.train.apply import parallelize as parallelize
+    from rota.train.loop import fit as fit
+
+_HOMES = {"parallelize": "rota.train.apply", "fit": "rota.train.loop"}
+
+
+def __getattr__(name: str) -> Any:  # planning needs no torch, so nothing here loads it before it is asked for
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rota.train' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

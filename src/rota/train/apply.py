@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rota.train.sync  # noqa: F401 - registers what plans name
+from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
 from rota.train import hooks, state
 from rota.train.clip import clip_global_norm
@@ -30,7 +31,6 @@ from rota.train.parts import Absent, Parts
 from rota.train.pipeline import Loss, schedule, stages_of
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
-from rota.train.plan.rules import check
 from rota.train.tensor_parallel import Rules, split_layers
 from rota.train.ties import Ties, holders, tie_again, tied_names
 
@@ -47,12 +47,15 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 class StepResult:
     """One optimizer step, equal on all ranks: mean loss of the global batch, its real tokens, the norm before clipping
     (None without ``clip_norm``; the mean of the replicas' norms where ``sync`` does not reduce gradients); ``skipped``
-    when loss or norm was not finite and no weight changed."""
+    when loss or norm was not finite and no weight changed. Of this rank are ``wait_s``, for others before and after the
+    passes, and ``compute_s``, the rest of the step: collectives inside the passes are in it."""
 
     loss: float
     tokens: int
     grad_norm: float | None
     skipped: bool
+    compute_s: float = 0.0
+    wait_s: float = 0.0
 
 
 def parallelize(
@@ -109,8 +112,8 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
     if not known:
         width = 2 * plan.mesh.tp * plan.mesh.cp
         layers = parts.count(model) or sum(run.count for run in plan.layers)
-        shape = ModelShape(layers=layers, hidden=width, heads=width, seq=width, vocab=2)
-    if faults := check(plan, shape):
+        shape = ModelShape(layers=layers, hidden=width, heads=width, seq=width, vocab=2, experts=plan.mesh.ep)
+    if faults := plan.check(shape):
         raise BadInput("plan: " + "; ".join(map(str, faults)))
     if plan.schedule in ("zb", "zbv") and not any(
         one.requires_grad for one in parts.cut(model, plan.stages[0]).parameters()
@@ -167,7 +170,7 @@ class Parallel:
         self._parameters = list(dict.fromkeys(one for piece in pieces for one in piece.parameters()))
         self._tied = tied
         self._replicas = mesh.axis("data").size()
-        self._scale = 1.0
+        self._scale, self._clock, self._wait_s = 1.0, SystemClock(), 0.0
         self._loss_sum = torch.zeros((), device=device)
         self._pipeline = None
         if plan.mesh.pp > 1:
@@ -190,15 +193,21 @@ class Parallel:
         first = self.mesh.data_index * self.local_batch
         return slice(first, first + self.local_batch)
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> StepResult:
-        """Train on this rank's share (``local_batch`` rows, the whole sequence); one optimizer update.
-
-        The gradient is that of the mean over all real tokens of the global batch, however they are spread.
+    def step(self, inputs: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor | None = None) -> StepResult:
+        """Train on this rank's share (``local_batch`` rows, the whole sequence), given as two tensors or as a pair of
+        them; one optimizer update. The gradient is that of the mean over all real tokens of the global batch, however
+        they are spread. Raises BadInput for a length of sequence that this plan cannot split.
         """
+        inputs, targets = inputs if targets is None else (cast("torch.Tensor", inputs), targets)
+        began_s, self._wait_s = self._clock.monotonic_s(), 0.0
+        tp = self.plan.mesh.tp
+        if any(kind.sp for kind in self.plan.layers) and inputs.shape[1] % tp:
+            raise BadInput(f"batch: {inputs.shape[1]} tokens a sequence do not divide by tp {tp}, as sp needs")
         if self.plan.mesh.cp > 1:
             here = self._held_columns(inputs.shape[1])
             inputs, targets = inputs[:, here], targets[:, here]
-        tokens = self._count(targets)
+        with self._waiting():
+            tokens = self._count(targets)
         self._loss_sum = torch.zeros((), device=self.device)
         if self._pipeline is None:
             self._accumulate(inputs, targets)
@@ -206,20 +215,39 @@ class Parallel:
             self._run_pipeline(inputs, targets)
         settle(self._parameters)
         self._tied.sum_gradients()
-        loss, norm = self._finish()
+        with self._waiting():
+            loss, norm = self._finish()
         skipped = not _finite(loss) or (norm is not None and not _finite(norm))
         if not skipped:
             self.optimizer.step() if self.agree is None else self.agree.update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=self._set_to_none)
-        return StepResult(loss=loss, tokens=tokens, grad_norm=norm, skipped=skipped)
+        compute_s = self._clock.monotonic_s() - began_s - self._wait_s
+        return StepResult(
+            loss=loss, tokens=tokens, grad_norm=norm, skipped=skipped, compute_s=compute_s, wait_s=self._wait_s
+        )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began_s = self._clock.monotonic_s()
+        yield
+        self._wait_s += self._clock.monotonic_s() - began_s
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state on this rank by global name; to be saved, or filled in place."""
         fill_state(self.optimizer)
         return {
             **state.model_tensors(self.pieces),
             **state.optimizer_tensors(self.pieces, self.optimizer, self._tied.first),
         }
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take over copies of a ``state_dict`` of the same plan. Raises BadInput for a tensor that it lacks."""
+        own = self.state_dict()
+        if missing := [name for name in own if name not in tensors]:
+            raise BadInput(f"load: {missing[0]} and {len(missing) - 1} more are not in it")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                state.local(tensor).copy_(state.local(tensors[name]))
 
     def close(self) -> None:
         """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
@@ -279,9 +307,7 @@ class Parallel:
         losses: list[torch.Tensor] = []
         wanted = {"target": targets, "losses": losses} if len(self.plan.stages) - 1 in mine else {}
         self._pipeline.step(*given, return_outputs=False, **wanted)
-        for (
-            loss
-        ) in losses:  # of the micro-batches; the loss function itself also sees empty data when shapes are probed
+        for loss in losses:  # of the micro-batches; the function also sees empty data when shapes are probed
             self._loss_sum += loss.detach()
 
     def _finish(self) -> tuple[float, float | None]:

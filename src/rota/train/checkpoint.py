@@ -133,7 +133,7 @@ class Checkpoints:
             shares = self._gather(functools.partial(verify, path, self._rank, self._size))
             faults = [fault for share in shares for fault in share]
             if not faults:
-                manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+                manifest = _manifest(path)
                 return Found(path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused))
             refused.append(f"{path.name}: {faults[0]}")
         return None
@@ -240,8 +240,8 @@ def candidates(folder: Path) -> list[Path]:
 def verify(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     """Faults of a checkpoint; each rank reads its share of the files."""
     try:
-        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files: dict[str, dict[str, Any]] = _manifest(path)["files"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
     faults: list[str] = []
     for name, entry in sorted(files.items())[rank::ranks]:
@@ -258,12 +258,26 @@ def verify(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     return faults
 
 
+def _manifest(path: Path) -> dict[str, Any]:
+    """Raises ValueError for one that is not as it was written, and what json and its shape do."""
+    kept = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if kept.pop("sha256") != _text_sum(kept):
+        raise ValueError("its own SHA-256 is another")
+    return kept
+
+
+def _text_sum(kept: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
 def commit(
     folder: Path, draft: Path, *, step: int, files: Mapping[str, Any], extra: Mapping[str, Any], keep: int
 ) -> Path:
     """Write the manifest of a complete draft, rename it, and remove all but the ``keep`` newest."""
+    kept = {"api": "rota/v1", "kind": "TrainCheckpoint", "step": step, "files": files, "extra": extra}
+    kept = json.loads(json.dumps(kept))
     with (draft / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump({"api": "rota/v1", "kind": "TrainCheckpoint", "step": step, "files": files, "extra": extra}, file)
+        json.dump({**kept, "sha256": _text_sum(kept)}, file)
         file.flush()
         os.fsync(file.fileno())
     _sync(draft)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm_group
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
-from rota.train.checkpoint import Checkpoints, own_group
+from rota.train.checkpoint import Checkpoints, candidates, own_group
 from rota.train.checkpoint_memory import MemoryCheckpoints
 from rota.train.elastic import plan_for_world
 from rota.train.optimizers import MakeOptimizer
@@ -46,13 +46,14 @@ def fit(
     optimizer: MakeOptimizer,
     steps: int,
     batch: int,
-    plan: ParallelPlan | None = None,
+    plan: ParallelPlan | Literal["auto"] = "auto",
     seed: int = 0,
     loss: Loss = cross_entropy_sum,
     parts: Parts | None = None,
     clip_norm: float | None = None,
     rate: Callable[[int], float] | None = None,
-    checkpoint: Path | None = None,
+    checkpoint: Path | str | None = None,
+    resume: Literal["auto", "never"] = "auto",
     keep: int = 2,
     save_every_s: float | None = None,
     memory: str | None = None,
@@ -60,27 +61,31 @@ def fit(
 ) -> int:
     """Train to ``steps`` optimizer steps of ``batch`` sequences each on the ranks that torchrun started, or alone.
 
-    Without ``plan`` it is the one of the job (``plan`` in its file), else the planner finds one for the ranks there
-    are. With ``checkpoint`` it goes on from the newest good
-    one, under whatever plan it was written; SIGTERM saves and ends. ``memory`` names the run in the tensor plane of
-    this machine: state copied there survives the processes and is preferred when it is no older and of the same plan.
+    Plan ``auto`` is the one of the job (``plan`` in its file), else the planner finds one for the ranks there are. With
+    ``checkpoint`` it goes on from the newest good one, under whatever plan it was written (``resume`` never: a folder
+    that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor plane of this machine:
+    state copied there survives the processes and is preferred when it is no older and of the same plan.
     ``rate(step)`` gives the learning rate.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
     number of replicas; RotaError when the loss stays not finite.
     """
-    with world(plan), ExitStack() as ends:
+    given = None if plan == "auto" else plan
+    folder = None if checkpoint is None else Path(checkpoint)
+    if folder and resume == "never" and folder.exists() and (kept := candidates(folder)):
+        raise BadInput(f"checkpoint: {kept[0]} is there, resume is never", hint="give an empty folder, or resume auto")
+    with world(given), ExitStack() as ends:
         torch.manual_seed(seed)
         model = build()
-        plan = plan or plan_of_job() or plan_for_world(model, batch)
+        plan = given or plan_of_job() or plan_for_world(model, batch)
         if plan.global_batch != batch:
             raise BadInput(f"plan: steps over {plan.global_batch} sequences, batch is {batch}")
         trained = parallelize(
-            model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=checkpoint
+            model, plan, optimizer=optimizer, loss=loss, parts=parts, clip_norm=clip_norm, offload_folder=folder
         )
         ends.enter_context(closing(trained))
-        saves = ends.enter_context(Checkpoints(checkpoint, keep=keep)) if checkpoint else None
+        saves = ends.enter_context(Checkpoints(folder, keep=keep)) if folder else None
         copies = in_memory(memory, trained) if memory else None
-        first = resume(saves, copies, trained)
+        first = restore(saves, copies, trained)
         return _run(trained, data, saves, copies, first, steps, rate, save_every_s, on_step)
 
 
@@ -142,7 +147,7 @@ def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
 
 def kept_tensors(trained: Parallel) -> dict[str, torch.Tensor]:
     """Weights and optimizer state, and what this replica alone has."""
-    return {**trained.tensors(), **own_state(trained)}
+    return {**trained.state_dict(), **own_state(trained)}
 
 
 def extra_of(trained: Parallel) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def in_memory(run: str, trained: Parallel) -> MemoryCheckpoints:
     return MemoryCheckpoints(plane, run, plan=trained.plan.id, rank=rank, part=part)
 
 
-def resume(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained: Parallel) -> int:
+def restore(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained: Parallel) -> int:
     """Load the newest good state, resharded for this plan when it comes from disk; returns its step, 0 without one."""
     found = saves.find() if saves else None
     for reason in found.refused if found else ():
@@ -166,7 +171,7 @@ def resume(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained:
     held = copies.find() if copies else None
     newer = held is not None and (found is None or held.step >= found.step)
     if copies is not None and same_everywhere(held.step if held and newer else -1) and held and newer:
-        copies.load(held, trained.tensors())
+        copies.load(held, trained.state_dict())
         restore_own(trained, copies.find_tensor(held, own_name()))
         restore_settings(trained.optimizer, held.extra["optimizer"])
         return held.step
@@ -174,7 +179,7 @@ def resume(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained:
         copies.drop()
     if saves is None or found is None:
         return 0
-    saves.load(found, trained.tensors())
+    saves.load(found, trained.state_dict())
     restore_own(trained, saves.find_bytes(found, own_name()))
     restore_settings(trained.optimizer, found.extra["optimizer"])
     return found.step

@@ -26,7 +26,7 @@ def own_state(trained: Parallel) -> dict[str, torch.Tensor]:
     state = {} if trained.agree is None else trained.agree.state_dict()
     if trained.agree is None or (trained.agree.reduces and not state):
         return {}
-    tensors = {} if trained.agree.reduces else {name: local(one) for name, one in trained.tensors().items()}
+    tensors = {} if trained.agree.reduces else {name: local(one) for name, one in trained.state_dict().items()}
     file = io.BytesIO()
     torch.save({"world": dist.get_world_size(), "state": state, "tensors": tensors}, file)
     return {own_name(): torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)}
@@ -51,5 +51,5 @@ def restore_own(trained: Parallel, found: torch.Tensor | None) -> None:
         )
     trained.agree.load_state_dict(kept["state"])
     with torch.no_grad():
-        for name, tensor in trained.tensors().items() if kept["tensors"] else ():
+        for name, tensor in trained.state_dict().items() if kept["tensors"] else ():
             local(tensor).copy_(kept["tensors"][name])

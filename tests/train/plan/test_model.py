@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.spec.errors import BadInput
+from rota.train.plan.hardware import A100_80G_DGX
 from rota.train.plan.layers import ModelShape, total_params
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage, Sync, data_parallel
-from rota.train.plan.rules import check
 
 MODEL = ModelShape(layers=4, hidden=64, heads=8, seq=128, vocab=1000)
 
@@ -94,7 +94,7 @@ SHARDED = data_parallel(layers=4, dp=2, zero=3)
     ],
 )
 def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
-    assert check(plan, MODEL) == ()
+    assert plan.check(MODEL) == ()
 
 
 @pytest.mark.parametrize(
@@ -127,11 +127,34 @@ def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
         (replace(GOOD, sync=Sync(mode="ps_sync")), "sync.servers", "needs a server"),
         (replace(data_parallel(layers=4, dp=2, zero=3), sync=Sync(compression="int8")), "sync.compression", "got 3"),
         (replace(GOOD, sync=Sync(mode="local_sgd", H=0)), "sync.H", "at least 1"),
+        (replace(GOOD, sync=Sync(mode="local_sgd", compression="topk")), "sync", "mode local_sgd, compression topk"),
+        (replace(GOOD, sync=Sync(hierarchical=True, compression="int8")), "sync", "compression int8, hierarchical"),
+        (replace(GOOD, sync=Sync(mode="ps_sync", servers=1, backup=2)), "sync.backup", "the 2 of"),
+        (replace(GOOD, sync=Sync(backup=1)), "sync.backup", "mode allreduce"),
+        (replace(GOOD, sync=Sync(mode="ps_ssp", servers=1, s=-1)), "sync.s", "no less than 0"),
+        (replace(GOOD, embed=Layer(zero=1), sync=Sync(mode="ps_async", servers=1)), "sync.mode", "zero 1"),
+        (replace(PIPELINED, stages=PIPELINED.stages[::-1]), "stages[0].layers", "begins at 0"),
+        (replace(PIPELINED, stages=(Stage(layers=(0, 2)), PIPELINED.stages[1])), "stages[0]", "the embedding"),
+        (replace(PIPELINED, schedule="zbv"), "stages", "two when zbv"),
+        (replace(GOOD, layers=(Layer(count=5), Layer(count=-1))), "layers[1].count", "at least 1"),
+        (replace(GOOD, embed=Layer(zero=3)), "embed.zero", "dp_shard"),
+        (replace(GOOD, head=Layer(tp=2)), "head.tp", "tp 1"),
+        (replace(GOOD, mesh=Mesh(dp_shard=2, ep=2)), "mesh.ep", "0 experts"),
+        (replace(GOOD, mesh=Mesh(tp=8), layers=(Layer(count=4, tp=8, sp=True),)), "layers[0].sp", "seq 129"),
     ],
 )
 def test_each_broken_rule_names_field_and_number(plan: ParallelPlan, field: str, number: str) -> None:
-    faults = check(plan, MODEL)
+    faults = plan.check(replace(MODEL, seq=129) if "seq 129" in number else MODEL)
     assert any(fault.field == field and number in fault.rule and fault.remedy for fault in faults), faults
+
+
+def test_tensor_ranks_beyond_the_innermost_level_are_a_fault_of_that_hardware() -> None:
+    wide = replace(GOOD, mesh=Mesh(tp=16), layers=(Layer(count=4, tp=16),))
+    large = replace(MODEL, heads=16)
+    assert wide.check(large) == ()
+    assert [fault.rule for fault in wide.check(large, A100_80G_DGX)] == [
+        "tensor ranks talk in every layer, and a node of a100-80g-dgx has 8 devices"
+    ]
 
 
 def test_the_gang_of_a_plan_is_its_world_with_close_tensor_ranks() -> None:

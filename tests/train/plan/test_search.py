@@ -15,7 +15,6 @@ from rota.train.plan.hardware import A100_80G_DGX, HostSpec
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import host_bytes, memory
 from rota.train.plan.model import Offload, ParallelPlan, Recompute
-from rota.train.plan.rules import check
 from rota.train.plan.search import found_to_json, lower_bound_s, search
 from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
 from rota.train.plan.table import Table
@@ -96,7 +95,7 @@ def with_offloads(question: Question, plan: ParallelPlan) -> list[ParallelPlan]:
         for kind in (kinds if "offload" in question.allow else kinds[:1])
     ]
     room = question.hardware.host.memory_gib * 2**30
-    return [one for one in made if check(one, question.model) == () and host_bytes(one, question.model) <= room]
+    return [one for one in made if one.check(question.model) == () and host_bytes(one, question.model) <= room]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -126,7 +125,7 @@ def test_the_plan_found_keeps_every_rule_and_the_memory_limit() -> None:
     found = search(seven_b())
     assert len(found.best) == 5
     for one in found.best:
-        assert check(one.plan, SEVEN_B) == ()
+        assert one.plan.check(SEVEN_B) == ()
         assert one.plan.global_batch == 16
         assert one.memory_bytes <= (36 - 2) * 2**30
     times = [one.step.total_s for one in found.best]
@@ -147,7 +146,7 @@ def test_a_long_sequence_is_split_over_context_ranks_when_that_is_faster_and_a_s
     long = seven_b(model=replace(SEVEN_B, seq=65536, layers=4), batch=1, memory_gib=80)
     best = search(long, top=1).best[0]
     assert best.plan.mesh.cp > 1
-    assert check(best.plan, long.model) == ()
+    assert best.plan.check(long.model) == ()
     without = search(replace(long, pins={"cp": 1}), top=1).best[0]
     assert best.step.total_s < without.step.total_s
     assert all(one.cp == 1 for one in settings(seven_b()))

@@ -152,7 +152,7 @@ class StepTime:
 
 
 def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> StepTime:
-    """Predict one step of a plan that has passed ``rules.check``."""
+    """Predict one step of a plan that has passed ``check``."""
     mesh, dtype, pp = plan.mesh, plan.dtype.param, plan.mesh.pp
     times = {
         run: layer_time(model, run, plan.micro_batch, hardware, dtype, cp=mesh.cp)

@@ -113,7 +113,7 @@ class StageMemory:
 def memory(plan: ParallelPlan, model: ModelShape) -> tuple[StageMemory, ...]:
     """The need of one rank of each pipeline stage, first stage first.
 
-    ``plan`` must have passed ``rules.check``. Chunks of an interleaved stage are summed.
+    ``plan`` must have passed ``check``. Chunks of an interleaved stage are summed.
     """
     per_layer = expand_layers(plan)
     return tuple(

@@ -6,11 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rota.spec import codec
 from rota.spec.check import nearest
 from rota.spec.errors import BadInput
+from rota.train.plan.layers import ModelShape
+from rota.train.plan.rules import Fault, check
+
+if TYPE_CHECKING:
+    from rota.train.plan.hardware import Hardware
 
 FORMAT_VERSION = 1
 
@@ -111,19 +116,6 @@ class GangShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One broken rule: the field, its value, the rule with its numbers, and the next step."""
-
-    field: str
-    value: str
-    rule: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.field} = {self.value}: {self.rule}; {self.remedy}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
     """How one model is parallelised; both the scheduler and the training code read it.
 
@@ -178,6 +170,10 @@ class ParallelPlan:
             return codec.from_json_value(ParallelPlan, raw)
         except (TypeError, ValueError) as error:
             raise BadInput(f"plan: {error}") from error
+
+    def check(self, model: ModelShape, hardware: Hardware | None = None) -> tuple[Fault, ...]:
+        """All faults of this plan for ``model``, on ``hardware`` when it is given; empty when it can be applied."""
+        return check(self, model, hardware)
 
     def gang(self) -> GangShape:
         """The shape of the gang this plan needs."""

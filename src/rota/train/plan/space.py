@@ -125,7 +125,8 @@ def _inner_settings(question: Question, tp: int, pp: int, dp: int, cp: int) -> I
         for interleave in _interleaves(question.model, pp, micro_batches):
             for zero in range(4 if dp * cp > 1 else 1):
                 for sp, offloads in itertools.product(
-                    (False, True) if tp > 1 else (False,), _offloads(question, zero, tp)
+                    (False, True) if tp > 1 and question.model.seq % tp == 0 else (False,),
+                    _offloads(question, zero, tp),
                 ):
                     if _allowed(question, micro_batch=micro_batch, interleave=interleave, zero=zero, sp=int(sp)):
                         yield Setting(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.dispatch import coordinates, merge, split
+from rota.job.dispatch import coordinates, merge, of_items, split
 from rota.spec.dispatch import Concat, Mean, Rank, Same, Shard, Sum
 from rota.spec.errors import BadInput
 
@@ -77,6 +77,16 @@ def test_drop_leaves_the_rest_out() -> None:
 def test_what_cannot_be_split_says_why(batch: object, rule: Shard | Rank, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         split(batch, rule, mesh=DP2, world=2)
+
+
+def test_what_each_item_gave_comes_in_order_or_as_mean_or_sum() -> None:
+    found = [{"r": 1.0, "x": np.ones(2)}, {"r": 3.0, "x": np.zeros(2)}]
+    assert of_items(found, Concat()) == found
+    assert of_items(found, Mean)["r"] == 2.0 and of_items(found, Mean)["x"].tolist() == [0.5, 0.5]
+    assert of_items([1, 2, 4], Sum) == 7
+    assert of_items([], Concat()) == []
+    with pytest.raises(BadInput, match="no mean or sum of no items"):
+        of_items([], Sum)
 
 
 def test_tensors_split_and_join_like_arrays() -> None:

@@ -69,6 +69,23 @@ def test_first_is_only_for_safe_operations() -> None:
         op(recv=rota.First, retry="never")(lambda self: None)
 
 
+@pytest.mark.parametrize("recv", [rota.First, rota.Rank(0)])
+def test_each_item_has_its_answer(recv: object) -> None:
+    with pytest.raises(BadInput, match="send=Each answers each item; recv is Concat, Mean, Sum or Stream"):
+        op(send=rota.Each, recv=recv)(lambda self, item: None)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def test_a_rule_without_its_argument_is_meant_or_refused_in_words() -> None:
+    class Joins:
+        @op(send=rota.Each, recv=rota.Concat)  # pyright: ignore[reportCallIssue, reportArgumentType] - as people write it
+        def work(self, item: object) -> None: ...
+
+    found = interface_of(Joins).op("work")
+    assert found is not None and found.recv == "Concat"
+    with pytest.raises(ValueError, match="Shard needs its argument"):
+        op(send=rota.Shard)(lambda self, item: None)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text("print('noise')\nasync def loop(f): ...\n")
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")

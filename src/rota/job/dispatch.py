@@ -111,6 +111,19 @@ def merge(results: Mapping[int, Any], parts: Mapping[int, Part], rule: Receive, 
             raise BadInput(f"{rule} does not merge the results of several members")
 
 
+def of_items(results: list[Any], rule: Receive) -> Any:
+    """What ``send=Each`` gives: the results in the order of the items, or their mean or sum."""
+    match rule:
+        case MeanRule() | SumRule() if not results:
+            raise BadInput("there is no mean or sum of no items")
+        case MeanRule():
+            return weighted_sum(results, [1 / len(results)] * len(results))
+        case SumRule():
+            return weighted_sum(results, None)
+        case _:
+            return results
+
+
 # -- nested values ----------------------------------------------------------------------------------------------------
 
 

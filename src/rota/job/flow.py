@@ -29,6 +29,7 @@ from rota.job.bodies import Forming, Seat, StillRunning, make_context
 from rota.job.calls import Request, in_order
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
+from rota.job.dispatch import of_items
 from rota.job.handles import RoleHandle, Roles, StreamHandles, absent
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
@@ -130,7 +131,7 @@ class Flow:
             if isinstance(op.send_rule, EachRule):
                 items = _items(op, args)
                 found = courier.stream(role, op, items, args[1:], kwargs, loop_epoch=epoch)
-                return await self.in_control(in_order(found, len(items)))
+                return of_items(await self.in_control(in_order(found, len(items))), op.recv_rule)
             try:
                 return await self._send(role, op, args, kwargs)
             finally:

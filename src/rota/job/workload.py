@@ -165,6 +165,8 @@ def _check(spec: OpSpec) -> None:
         raise BadInput(
             f"operation {spec.name!r}: recv=First cancels the other members, so retry must be safe, not {spec.retry}"
         )
+    if isinstance(recv, FirstRule | Rank) and isinstance(spec.send_rule, EachRule):
+        raise BadInput(f"operation {spec.name!r}: send=Each answers each item; recv is Concat, Mean, Sum or Stream")
     if isinstance(recv, StreamRule) and not isinstance(spec.send_rule, EachRule):
         raise BadInput(f"operation {spec.name!r}: recv=Stream gives items as they finish, so it needs send=Each")
     if isinstance(recv, Concat) and recv.axis is not None and isinstance(spec.send_rule, EachRule):

@@ -91,8 +91,11 @@ _NAMED: dict[str, Send | Receive] = {
 }
 
 
-def rule_to_text(rule: Send | Receive) -> str:
-    """Canonical text of a rule, for JSON and people: ``Shard(dp,repeat)``, ``Concat(dp)``, ``Mean``."""
+def rule_to_text(rule: Send | Receive | type) -> str:
+    """Canonical text of a rule, for JSON and people: ``Shard(dp,repeat)``, ``Concat(dp)``, ``Mean``.
+
+    ``Concat`` without an axis may be the class. Raises ValueError for a class that needs an argument.
+    """
     match rule:
         case Shard(axis=axis, pad=pad):
             return f"Shard({axis},{pad})"
@@ -100,6 +103,10 @@ def rule_to_text(rule: Send | Receive) -> str:
             return f"Concat({axis})" if axis else "Concat"
         case Rank(rank=rank):
             return f"Rank({rank})"
+        case type():
+            if rule is not Concat:
+                raise ValueError(f'{rule.__name__} needs its argument: Shard("dp"), Rank(0)')
+            return rule.__name__
         case _:
             return type(rule).__name__.removesuffix("Rule")
 
@@ -109,7 +116,7 @@ def rule_from_text(text: str) -> Send | Receive:
     """Inverse of ``rule_to_text``. Raises ValueError for an unknown rule."""
     head, _, rest = text.partition("(")
     body = rest.removesuffix(")")
-    if head in _NAMED:
+    if head in _NAMED and not rest:
         return _NAMED[head]
     if head == "Shard":
         axis, _, pad = body.partition(",")

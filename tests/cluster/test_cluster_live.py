@@ -497,6 +497,22 @@ def test_who_made_room_for_another_cools_down_and_who_was_paused_may_go_on_at_on
     )
 
 
+@pytest.mark.parametrize(
+    ("priority", "label", "stopped"),
+    [(99, "true", True), (100, "true", False), (99, "false", False), (-1, "false", True)],
+)
+def test_work_of_priority_100_is_never_stopped_for_others_and_opportunistic_work_always(
+    priority: int, label: str, stopped: bool
+) -> None:
+    log = with_nodes("default")
+    promised = [{"path": path, "guaranteed": {"gpus": gpus}} for path, gpus in (("owed", 8), ("over", 0))]
+    log.add(QueuesChanged(queues=tuple(promised)))
+    log.submit("over", 2, 4, at=1.0, queue="over", priority=priority, labels=(("rota.preemptible", label),))
+    assert [type(event) for _, event in log.decide(1.0)] == [JobAdmitted]
+    log.submit("owed", 1, 4, at=2.0, queue="owed")
+    assert [job for job, event in log.decide(90.0) if isinstance(event, PreemptAsked)] == ["over"] * stopped
+
+
 # -- bugs of the scheduler itself --
 
 

@@ -24,6 +24,7 @@ from rota.cluster.core.turns import place_in_order
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.default import LeastCost
 from rota.cluster.policies.fifo import Fit
+from rota.cluster.policies.hived import book_of
 from rota.cluster.policies.las import ROUND_S, las
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.spec.errors import UnknownName
@@ -264,6 +265,53 @@ def test_spares_are_kept_for_who_loses_a_node_and_lent_to_opportunistic_work_mea
     apply(s, JobReleased(job=JobId("lent")), 4.0)
     (admit,) = (d for d in step(s, Tick(), profile, 4.0) if isinstance(d, Admit))
     assert (admit.job, s.nodes[admit.held[0].node].id) == ("one/again", "n2")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_guaranteed_job_keeps_its_cells_also_where_a_promise_is_no_whole_number_of_nodes(seed: int) -> None:
+    rng = random.Random(seed)
+    size, count = rng.choice((4, 8)), rng.randint(1, 3)
+    cuts = sorted(rng.randint(0, size * count) for _ in range(2))
+    shares = zip("abc", (cuts[0], cuts[1] - cuts[0], size * count - cuts[1]))
+    s = state(*(node(f"n{i}", size) for i in range(count)), queues=tuple(_promised(*one) for one in shares))
+    hived = get_profile("hived")
+    for now in range(40):
+        slots = [slot(rng.choice((1, 1, 2, 4)))] * rng.choice((1, 1, 2))
+        new = JobArrived(ask=ask(f"j{now:02}", *slots, queue=rng.choice("abc"), priority=rng.choice((-1, 50)), at=now))
+        held = s.holding()
+        fact = JobGone(job=rng.choice(held).ask.id) if held and rng.random() < 0.4 else new
+        for decision in step(s, fact, hived, float(now)):
+            if isinstance(decision, Preempt):
+                assert s.jobs[decision.job].ask.opportunistic
+                apply(s, JobReleased(job=decision.job), float(now))
+        step(s, Tick(), hived, float(now))
+        check(s)
+        assert [name for name, gang in book_of(s).cluster.gangs.items() if gang.lazily_preempted] == []
+
+
+def test_a_gang_of_unequal_members_starts_on_cells_of_unequal_size() -> None:
+    s, hived = state(node("n", 4), node("m", 4), queues=(_promised("a", 6), _promised("b", 2))), get_profile("hived")
+    admit, *_ = step(s, JobArrived(ask=ask("mixed", slot(4), slot(2), queue="a")), hived, 0.0)
+    assert isinstance(admit, Admit) and [len(held.devices) for held in admit.held] == [4, 2]
+    assert isinstance(step(s, JobArrived(ask=ask("b", slot(2), queue="b")), hived, 1.0)[0], Admit)
+
+
+@pytest.mark.parametrize("name", ["hived", "default", "yarn", "kai"])
+def test_guaranteed_work_that_may_not_be_preempted_is_nobodys_victim(name: str) -> None:
+    s, profile = state(node("n", 4), queues=(_promised("a", 4),)), get_profile(name)
+    step(s, JobArrived(ask=ask("fixed", slot(4), queue="a", preemptible=False)), profile, 0.0)
+    decisions = step(s, JobArrived(ask=ask("high", slot(4), queue="a", priority=90, at=1)), profile, 1.0)
+    assert not any(isinstance(one, Preempt) for one in decisions)
+
+
+@pytest.mark.parametrize("name", ["default", "yarn", "kai"])
+@pytest.mark.parametrize("gives", [True, False])
+def test_a_queue_that_is_not_preemptible_loses_nothing_to_others(name: str, gives: bool) -> None:
+    queues = (_promised("owed", 4), Queue(path="top", preemptible=gives), Queue(path="top/over"))
+    s, profile = state(node("n", 4), queues=queues), get_profile(name)
+    step(s, JobArrived(ask=ask("over", slot(4), queue="top/over")), profile, 0.0)
+    decisions = step(s, JobArrived(ask=ask("owed", slot(4), queue="owed", at=1)), profile, 1.0)
+    assert [one.job for one in decisions if isinstance(one, Preempt)] == ["over"] * gives
 
 
 def on_cells(nodes: int, promised: int, *asks: JobAsk) -> dict[str, list[str] | Reason]:

@@ -473,7 +473,7 @@ DATA_LABEL = "rota.data"
 
 
 def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
-    """What the scheduler needs to know of a job."""
+    """What the scheduler needs to know of a job; opportunistic work always gives way, that of priority 100 never."""
     shape: Shape = compile_shape(requests)
     labels = dict(spec.labels)
     return JobAsk(
@@ -485,7 +485,7 @@ def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user
         queued_at=queued_at,
         est_s=spec.time_limit_s,
         grace_s=spec.grace_s,
-        preemptible=labels.get("rota.preemptible", "true") != "false",
+        preemptible=spec.priority < 0 or (spec.priority < 100 and labels.get("rota.preemptible", "true") != "false"),
         data=tuple(name for part in labels.get(DATA_LABEL, "").split(",") if (name := part.strip())),
     )
 

@@ -490,7 +490,7 @@ class _Replay:
         for name, (ask, members, kinds) in self._kept.items():
             leaves = [[where[at] for at in member if at in where] for member in members]
             placed = [(where[at], k) for at, k in zip((a for m in members for a in m), kinds) if at in where]
-            kept = [level_of.get((self.cluster.cells.chain[leaf], kind), 0) for leaf, kind in placed]
+            kept = [(level_of.get((self.cluster.cells.chain[leaf], kind), 0),) for leaf, kind in placed]
             if any(leaves):
                 self.cluster.adopt(self.txn, ask, leaves, kept)
             else:

@@ -152,8 +152,10 @@ def _changes(state: State, profile: Profile, ask: JobAsk, wait: Wait, now: float
         found += _by_node(state, profile, ask, now)
     if wait.reason in (Reason.QUOTA_LIMIT, Reason.USER_LIMIT):
         found += _by_limit(state, profile, ask, wait, now)
-    if not ask.preemptible and _tried(state, profile, replace(ask, preemptible=True), now)[0] is None:
-        change = {"set": "labels.rota.preemptible", "value": "true"}
+    given_up = replace(ask, preemptible=True, priority=min(ask.priority, 99))
+    if not ask.preemptible and _tried(state, profile, given_up, now)[0] is None:
+        never = ask.priority >= 100
+        change = {"set": "priority", "value": 99} if never else {"set": "labels.rota.preemptible", "value": "true"}
         found.append({"change": change, "text": "as work that may be preempted", "cost": "it may be stopped"})
     for variant in smaller(ask.shape, _bounded(starts)):
         found.append({"change": variant.change, "text": variant.text, "cost": _cost(ask.shape, variant.shape)})

@@ -82,6 +82,7 @@ class HivedCluster:
     _views: dict[tuple[str, str, int], list[int]] = field(default_factory=dict[tuple[str, str, int], list[int]])
 
     _owned: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    _levels: dict[tuple[str, str], set[int]] = field(default_factory=dict[tuple[str, str], set[int]])
     _roots: dict[tuple[str, str, Key], list[int]] = field(default_factory=dict[tuple[str, str, Key], list[int]])
 
     def __post_init__(self) -> None:
@@ -324,18 +325,25 @@ class HivedCluster:
 
     # -- taking running gangs over -----------------------------------------------------------------------------------
 
-    def adopt(self, txn: Txn, ask: GangAsk, leaves: Sequence[Sequence[int]], owned_level: Sequence[int]) -> None:
+    def adopt(
+        self, txn: Txn, ask: GangAsk, leaves: Sequence[Sequence[int]], owned_levels: Sequence[Sequence[int]]
+    ) -> None:
         """A gang runs on these leaves, of another configuration perhaps: find virtual cells for it.
 
-        ``owned_level`` is per leaf the level of the owned cell it was placed under. What does not fit its tenant any
-        more, or would break another's guarantee, is preempted lazily, never killed.
+        ``owned_levels`` has per leaf the levels of owned cells it may lie under, the first that serves first; if that
+        is not safe, the last. What does not fit its tenant any more, or would break another's guarantee, is preempted
+        lazily, never killed.
         """
         flat = [leaf for member in leaves for leaf in member]
         plan = GangPlan(ask=ask, leaves=tuple(tuple(member) for member in leaves))
-        with txn.trial():
-            vleaves = self._readmit(txn, ask, flat, owned_level) if ask.priority >= 0 else None
+        vleaves = None
+        for order in (1, -1) if ask.priority >= 0 else ():
+            with txn.trial():
+                vleaves = vleaves or self._readmit(txn, ask, flat, [levels[::order] for levels in owned_levels])
+                if vleaves is not None:
+                    txn.keep()
             if vleaves is not None:
-                txn.keep()
+                break
         if vleaves is None:
             for leaf in flat:
                 self.buddy.occupy(txn, leaf, NONE, OPPORTUNISTIC)
@@ -346,20 +354,38 @@ class HivedCluster:
             txn.put(self.user, leaf, ask.name)
         txn.put(self.gangs, ask.name, Gang(plan=plan, state="allocated", lazily_preempted=_gave_way(plan)))
 
-    def _readmit(self, txn: Txn, ask: GangAsk, leaves: Sequence[int], owned_level: Sequence[int]) -> list[int] | None:
+    def _readmit(
+        self, txn: Txn, ask: GangAsk, leaves: Sequence[int], owned_levels: Sequence[Sequence[int]]
+    ) -> list[int] | None:
         found: list[int] = []
-        for leaf, level in zip(leaves, owned_level):
-            vleaf = self._virtual_for(ask, leaf, level)
+        for leaf, levels in zip(leaves, owned_levels):
+            vleaf = next((v for level in levels if (v := self._virtual_under(ask, leaf, level)) != NONE), NONE)
             if vleaf == NONE:
                 return None
             holder = self.user.get(self.buddy.serves[vleaf]) if self.buddy.serves[vleaf] != NONE else None
             if holder is not None:
                 self.preempt_lazily(txn, holder)
             self.buddy.occupy(txn, leaf, vleaf, ask.priority)
-            if self.cells.physical.ancestors(leaf)[level - 1] != self.buddy.serves[self.cells.root[vleaf]]:
-                return None
             found.append(vleaf)
         return found if self.buddy.is_safe(self.cells.chain[leaves[0]]) else None
+
+    def _virtual_under(self, ask: GangAsk, leaf: int, level: int) -> int:
+        """The virtual cell of a leaf below an owned cell of this level, NONE if there is none."""
+        vleaf = self._virtual_for(ask, leaf, level)
+        root = self.buddy.serves[self.cells.root[vleaf]] if vleaf != NONE else NONE
+        return vleaf if root in (NONE, self.cells.physical.ancestors(leaf)[level - 1]) else NONE
+
+    def levels_over(self, ask: GangAsk, member: Sequence[int]) -> list[int]:
+        """Levels of the cells that the tenant owns and that could hold a member whole, the lowest first."""
+        cells, physical = self.cells, self.cells.physical
+        known = self._levels.get((ask.tenant, cells.chain[member[0]]))
+        if known is None:
+            for root in cells.virtual.roots:
+                if self._is_mine(root, ask.tenant):
+                    self._levels.setdefault((ask.tenant, cells.vchain[root]), set()).add(self.buddy.vlevel[root])
+            known = self._levels.setdefault((ask.tenant, cells.chain[member[0]]), set())
+        common = set(physical.ancestors(member[0])).intersection(*(physical.ancestors(leaf) for leaf in member[1:]))
+        return sorted(known & {self.buddy.level[cell] for cell in common})
 
     def _virtual_for(self, ask: GangAsk, cell: int, level: int) -> int:
         """The virtual cell that a physical one serves or could serve for this gang, NONE if there is none."""

@@ -38,10 +38,11 @@ def place_members(view: View, members: Sequence[int], prio: int) -> list[list[in
     Tried first without taking anything from lower priorities, then with. Source: hivedscheduler, topology-aware
     intra-VC placement.
     """
-    for at in dict.fromkeys((OPPORTUNISTIC, prio)):
-        chosen = _nodes_for(view, _nodes(view, at, members), members)
-        if chosen is not None:
-            return _leaves_for(view, chosen, members, at)
+    for way in (_nodes_for, _largest_first) if members[0] != members[-1] else (_nodes_for,):
+        for at in dict.fromkeys((OPPORTUNISTIC, prio)):
+            chosen = way(view, _nodes(view, at, members), members)
+            if chosen is not None:
+                return _leaves_for(view, chosen, members, at)
     return None
 
 
@@ -92,6 +93,19 @@ def _nodes_for(view: View, nodes: Sequence[_Node], members: Sequence[int]) -> li
         if len(chosen) == len(members):
             return chosen
     return None
+
+
+def _largest_first(view: View, nodes: Sequence[_Node], members: Sequence[int]) -> list[int] | None:
+    """Every member on the first fit node with room for it, the largest first: finds what one pass misses."""
+    left = {cell: room for *_, cell, room in nodes if view.fit(cell)}
+    chosen: list[int] = []
+    for member in reversed(members):
+        cell = next((cell for cell, room in left.items() if room >= member), None)
+        if cell is None:
+            return None
+        left[cell] -= member
+        chosen.append(cell)
+    return chosen[::-1]
 
 
 def _leaves_for(view: View, nodes: Sequence[int], members: Sequence[int], prio: int) -> list[list[int]]:

@@ -74,6 +74,10 @@ class QueueTree:
         """Rows of the queue and of all above it; nothing for a queue that does not exist (any more)."""
         return self.line[self.row[path]] if path in self.row else []
 
+    def gives_back(self, path: str) -> bool:
+        """Whether jobs of a queue may be stopped for those of another: it and all above it are preemptible."""
+        return all(self.rows[row].preemptible for row in self.line_of(path))
+
     def _vector(self, res: Res | None, empty: int) -> list[int]:
         values = [empty] * len(self.dims)
         if res is None:

@@ -135,7 +135,7 @@ class LeastCost:
         return {
             queue.path: int(state.used[row, GPU] - tree.guaranteed[row, GPU])
             for row, queue in enumerate(tree.rows)
-            if tree.leaf[row] and all(tree.rows[above].preemptible for above in tree.line[row])
+            if tree.leaf[row] and tree.gives_back(queue.path)
         }
 
     def _inside_guarantee(self, state: State, row: JobRow) -> bool:

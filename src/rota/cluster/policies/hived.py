@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from rota.cluster.core.asks import Shape
 from rota.cluster.core.cells import CellSpec
-from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
+from rota.cluster.core.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
 from rota.cluster.core.intra import Leaves
 from rota.cluster.core.placement import place
 from rota.cluster.core.plugins import Placer, Profile, Victim
@@ -63,10 +63,11 @@ class CellBook:
         if row.ask.id in self.claimed:
             txn.drop(self.claimed, row.ask.id)
         if members:
-            physical = self.cluster.cells.physical
-            level = [int(physical.level[physical.node_cells[int(state.dev_node[self.row[m[0]]])]]) for m in members]
-            levels = [at for member, at in zip(members, level) for _ in member]
-            self.cluster.adopt(txn, gang_ask(row), members, levels)
+            ask = gang_ask(row)
+            if ask.priority >= 0 and not row.ask.preemptible:
+                ask = replace(ask, priority=PRIORITY_MAX)  # nobody stands above it any more
+            levels = [at for member in members for at in [self.cluster.levels_over(ask, member)] * len(member)]
+            self.cluster.adopt(txn, ask, members, levels)
 
     def release(self, txn: Txn, state: State, row: JobRow) -> None:
         """A job gave its devices back."""
@@ -134,7 +135,7 @@ def gang_ask(row: JobRow) -> GangAsk:
     return GangAsk(
         name=row.ask.id,
         tenant=row.ask.queue,
-        priority=min(row.ask.priority, 1000) if row.ask.priority >= 0 else -1,
+        priority=min(row.ask.priority, PRIORITY_MAX) if row.ask.priority >= 0 else -1,
         members=members,
         kind=kind,
     )

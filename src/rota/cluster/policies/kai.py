@@ -257,11 +257,14 @@ class ShareVictims:
     def _candidates(self, state: State, row: JobRow, action: Action, now: float) -> Iterator[JobRow]:
         """Running jobs that may be taken: of the queue furthest above its share the least and newest, and so on.
 
-        What started at this very moment stays: the same pass chose it over the job.
+        What started at this very moment stays: the same pass chose it over the job. A queue that is not preemptible
+        loses nothing to others.
         """
         by_queue: dict[str, list[JobRow]] = {}
         for other in state.jobs.values():
             same = other.ask.queue == row.ask.queue
+            if not same and not state.queues.gives_back(other.ask.queue):
+                continue
             mine = {"consolidate": True, "reclaim": not same, "preempt": same and _below(other, row)}[action]
             if mine and other.phase == "running" and other.ask.may_stop and other.started_at < now:
                 by_queue.setdefault(other.ask.queue, []).append(other)

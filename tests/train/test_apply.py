@@ -108,6 +108,15 @@ def test_parameters_are_dealt_out_evenly() -> None:
     assert [sum(one.numel() for one in share) for share in shares] == [11, 9]
 
 
+def test_a_schedule_that_turns_momentum_finds_it_in_state_on_the_host() -> None:
+    optimizer = OnHost(partial(torch.optim.AdamW, lr=0.1), [nn.Parameter(torch.ones(2))])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4)
+    before = optimizer.parts[0].param_groups[0]["lr"]
+    optimizer.step()
+    schedule.step()
+    assert optimizer.parts[0].param_groups[0]["lr"] > before
+
+
 def test_groups_of_parameters_stay_under_the_budget() -> None:
     groups = by_bytes([torch.zeros(size) for size in (10, 10, 30, 10)], 80)
     assert [[one.numel() for one in group] for group in groups] == [[10, 10], [30], [10]]

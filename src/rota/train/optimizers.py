@@ -91,7 +91,7 @@ class Composed(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([{"params": group["params"]} for part in parts for group in part.param_groups], {})
-        self.parts = list(parts)
+        self.parts, self.defaults = list(parts), parts[0].defaults  # schedules look there for momentum
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     @property

@@ -135,6 +135,7 @@ def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
         (replace(GOOD, embed=Layer(zero=1), sync=Sync(mode="ps_async", servers=1)), "sync.mode", "zero 1"),
         (replace(PIPELINED, stages=PIPELINED.stages[::-1]), "stages[0].layers", "begins at 0"),
         (replace(PIPELINED, stages=(Stage(layers=(0, 2)), PIPELINED.stages[1])), "stages[0]", "the embedding"),
+        (replace(PIPELINED, micro_batches=1), "micro_batches", "got 1 for pp 2"),
         (replace(PIPELINED, schedule="zbv"), "stages", "two when zbv"),
         (replace(GOOD, layers=(Layer(count=5), Layer(count=-1))), "layers[1].count", "at least 1"),
         (replace(GOOD, embed=Layer(zero=3)), "embed.zero", "dp_shard"),

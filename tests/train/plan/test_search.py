@@ -132,6 +132,12 @@ def test_the_plan_found_keeps_every_rule_and_the_memory_limit() -> None:
     assert times == sorted(times)
 
 
+def test_a_pipeline_with_fewer_micro_batches_than_stages_has_a_schedule_that_can_run() -> None:
+    few = seven_b(pins={"pp": 8}, batch=4, memory_gib=80)
+    best = search(few, top=1).best[0].plan
+    assert (best.schedule, best.check(SEVEN_B)) == ("gpipe", ())
+
+
 @pytest.mark.slow
 def test_more_memory_a_faster_link_or_fewer_pins_never_give_a_slower_plan() -> None:
     base = search(seven_b(), top=1).best[0].step.total_s

@@ -97,6 +97,9 @@ def _schedule(plan: ParallelPlan) -> Iterator[Fault]:
         yield Fault("stages", f"{count} stages", rule, f"cut the model into {wanted} stages")
     if pp > 1 and plan.schedule == "none":
         yield Fault("schedule", "none", f"pp is {pp}", "use gpipe, 1f1b or interleaved")
+    if plan.schedule == "1f1b" and plan.micro_batches < pp:
+        rule = f"1f1b needs a micro-batch for each stage; got {plan.micro_batches} for pp {pp}"
+        yield Fault("micro_batches", plan.micro_batches, rule, f"use {pp} or more, or schedule gpipe")
     if many and pp >= 1 and plan.micro_batches % pp:
         rule = f"interleaved needs micro_batches {plan.micro_batches} % pp {pp} == 0"
         yield Fault("micro_batches", plan.micro_batches, rule, f"use a multiple of {pp}")

@@ -68,10 +68,10 @@ class Setting:
 
     @property
     def schedule(self) -> Schedule:
-        """None without a pipeline, 1F1B with one chunk a rank, interleaved with several."""
+        """None without a pipeline; interleaved with several chunks a rank; else 1F1B, GPipe with too few batches."""
         if self.pp == 1:
             return "none"
-        return "interleaved" if self.interleave > 1 else "1f1b"
+        return "interleaved" if self.interleave > 1 else "1f1b" if self.micro_batches >= self.pp else "gpipe"
 
     @property
     def mesh(self) -> Mesh:
@@ -84,7 +84,8 @@ class Setting:
 SPACE = (
     "pp: divisors of the devices; tp: powers of two inside the innermost level that divide heads, kv_heads and "
     "ffn; cp: powers of two of which twice divides the sequence, when it is longer than 8192 or cp is pinned; "
-    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b, interleaved 2..8; zero "
+    "dp: the rest; micro_batch: divisors of the batch of a replica; schedule: none, 1f1b (gpipe below pp "
+    "micro-batches), interleaved 2..8; zero "
     "0..3 and sp for the whole model; offload for the whole model when it is allowed or nothing else fits; "
     "recompute none, selective or full layer by layer; cuts: the last chunk holds as many layers as the fullest "
     "of an even cut or fewer, the others share the rest evenly, the larger ones last"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -112,6 +113,45 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
         for child in (rank, deaf):
             child.kill()
             child.wait()
+
+
+def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_path: Path) -> None:
+    for rank, text in enumerate(("7 40 all_reduce", "7 39 ", "0 -1 ", "")):
+        (tmp_path / f"progress-{rank}").write_text(text)
+    seat: Any = SimpleNamespace(role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), pulse=None)
+    seat.pulse = Pulse(seat.clock)
+    body = CommandBody(seat)
+    body._forming, body._files = Forming(epoch=Epoch(1), world=1, restore=0), tmp_path
+
+    async def follow() -> None:
+        following = asyncio.create_task(body._follow_progress())
+        while not seat.pulse.read(BEAT).progress_n:
+            await asyncio.sleep(0.01)
+        following.cancel()
+
+    asyncio.run(asyncio.wait_for(follow(), timeout=20))
+    told = seat.pulse.read(BEAT)
+    assert (told.progress_n, told.collectives, told.inside) == (7.0, 39, "")
+
+
+def test_each_rank_is_told_with_its_state_and_its_collectives_one_that_is_stopped_too(tmp_path: Path) -> None:
+    (tmp_path / "progress-1").write_text("3 12 barrier")
+    body = CommandBody(SimpleNamespace(role=role("torchrun --nproc-per-node 2 t.py")))  # type: ignore[arg-type]
+    body._forming, body._files = Forming(epoch=Epoch(1), world=1, restore=0), tmp_path
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    body._children = children  # type: ignore[assignment]
+    try:
+        children[0].kill()
+        children[0].wait()
+        children[1].send_signal(signal.SIGSTOP)
+        assert os.waitid(os.P_PID, children[1].pid, os.WSTOPPED | os.WNOWAIT)
+        ended, stopped = body.stacks().split("\n\n")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert ended == f"rank 0: process {children[0].pid} has ended"
+    assert stopped.strip() == f"rank 1: process {children[1].pid} is stopped by a signal, 12 collectives entered"
 
 
 def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_path: Path) -> None:

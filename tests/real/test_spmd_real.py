@@ -15,7 +15,7 @@ from tests.real.jobs import Run, example, run_job
 
 from rota.runtime.clock import SystemClock
 from rota.service.jobplans import with_plans
-from rota.spec.events import FailoverStarted, InstanceLost
+from rota.spec.events import FailoverStarted, InstanceLost, ProgressStalled
 from rota.spec.ids import RoleName
 from rota.spec.job import Fail, JobSpec, RoleSpec
 from rota.spec.reasons import Reason
@@ -97,6 +97,23 @@ def test_kill_9_of_one_rank_goes_on_from_the_script_s_checkpoint_with_the_same_r
         assert [float(number) for number in found[:2]] == pytest.approx(fitted(30), abs=2e-6)
 
     role = command("python tiny_train.py --steps 30", n=2, mesh=(("dp", 2),))
+    run_job(engine, job(role, PAUSE_AT="20"), body)
+
+
+def test_of_the_ranks_of_a_world_the_one_that_stands_still_is_accused_and_not_those_who_wait_for_it(engine) -> None:
+    async def body(run: Run) -> None:
+        await run.until(lambda: (run.output / "paused-0").exists() and (run.output / "paused-1").exists())
+        below = psutil.Process(run.pids()["main/1"]).children(recursive=True)
+        next(one for one in below if "tiny_train.py" in " ".join(one.cmdline())).suspend()
+        (run.output / "go").touch()
+        ended = await run.end()
+        assert ended.state is JobState.SUCCEEDED, run.story()
+        (stalled,) = run.events(ProgressStalled)
+        assert (stalled.role, stalled.rank) == ("main", 1), run.story()
+        assert "main/0 waits for it" in stalled.text
+        assert re.search(r"rank 1: process \d+ is stopped by a signal, \d+ collectives entered", stalled.stacks)
+
+    role = command("python tiny_train.py --steps 30", n=2, mesh=(("dp", 2),), fail=Fail(progress_s=25.0))
     run_job(engine, job(role, PAUSE_AT="20"), body)
 
 

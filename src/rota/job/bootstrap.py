@@ -1,4 +1,4 @@
-"""First code of a rank's process: stacks on demand, optimiser steps as progress, errors to a file; then the script.
+"""First code of a rank's process: stacks on demand, steps and collectives told, errors to a file; then the script.
 
 ``python -m rota.job.bootstrap SCRIPT ARGS...`` runs the script as ``__main__`` with ``sys.argv`` and the import path as
 if it had been started directly.
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from rota.job.stacks import told
+from rota.job.waiting import place_in_collectives
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import get
 
@@ -25,30 +26,28 @@ REPORT_S = 1.0
 
 
 class StepCounter:
-    """Counts optimiser steps once torch is loaded by the script; writes the count for the wrapper to read."""
+    """Counts optimiser steps once the script has loaded torch; writes them, and the place in collectives, down."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._steps = 0
-        self._written = 0
-        self._hooked = False
+        self._path, self._written = path, ""
+        self._steps, self._hooked = 0, False
 
     def work(self) -> None:
-        """Once a second: hook the optimisers when they appear, write the count when it changed."""
+        """Once a second: hook the optimisers when they appear, write what changed."""
         while True:
             blocking_sleep(REPORT_S)
-            self.look()
+            self._look()
 
-    def look(self) -> None:
-        """One turn of ``work``."""
+    def _look(self) -> None:
         optim = sys.modules.get("torch.optim.optimizer")
         if not self._hooked and hasattr(optim, "register_optimizer_step_post_hook"):
             optim.register_optimizer_step_post_hook(self._stepped)  # pyright: ignore[reportOptionalMemberAccess] - checked
             self._hooked = True
-        if self._steps != self._written:
-            self._written = self._steps
+        entered, inside = place_in_collectives()
+        if self._written != (text := f"{self._steps} {entered} {inside}"):
+            self._written = text
             with contextlib.suppress(OSError):
-                self._path.write_text(str(self._steps))
+                self._path.write_text(text)
 
     def _stepped(self, *_: Any) -> None:
         self._steps += 1

@@ -65,17 +65,13 @@ def parse_command(role: RoleSpec) -> Command:
     assert role.run is not None, "only run roles have a command"
     words = _plain_words(role.run[0]) if role.shell else list(role.run)
     if words is None:
-        return Command(argv=("/bin/sh", "-c", role.run[0]), store=_many(role))
+        return Command(argv=("/bin/sh", "-c", role.run[0]), store=role.meshed)
     if not words:
         raise BadInput(f"role {role.name!r}: run is empty")
     bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
     if Path(words[0]).name == "torchrun":
         return _torchrun(role.name, words[1:], bare=bare)
-    return Command(argv=_python(words, bare=bare), store=_many(role))
-
-
-def _many(role: RoleSpec) -> bool:
-    return role.meshed
+    return Command(argv=_python(words, bare=bare), store=role.meshed)
 
 
 def _plain_words(text: str) -> list[str] | None:
@@ -117,11 +113,8 @@ def _torchrun(role: str, words: Sequence[str], *, bare: bool) -> Command:
     rest = words[index:]
     if not rest:
         raise BadInput(f"role {role!r}: torchrun needs a script")
-    if no_python:
-        return Command(argv=tuple(rest), local=local, store=True)
-    if module:
-        return Command(argv=(sys.executable, "-m", *rest), local=local, store=True)
-    return Command(argv=_python(("python", *rest), bare=bare), local=local, store=True)
+    as_python = (sys.executable, "-m", *rest) if module else _python(("python", *rest), bare=bare)
+    return Command(argv=tuple(rest) if no_python else as_python, local=local, store=True)
 
 
 def rank_environment(
@@ -182,10 +175,11 @@ class CommandBody:
         self._files = Path()
         self._children: list[asyncio.subprocess.Process] = []
         self._log_from = 0
+        self._place = (-1, "")
 
     async def form(self, forming: Forming) -> None:
         """Open the store (rank 0) and learn its address."""
-        self._forming, self._store, self._address = forming, None, ""
+        self._forming, self._store, self._address, self._place = forming, None, "", (-1, "")
         ctx = make_context(self._seat, forming)
         self._files = ctx.work_dir / f"epoch-{forming.epoch}"
         self._files.mkdir(exist_ok=True)
@@ -234,9 +228,9 @@ class CommandBody:
             pending = set(waits)
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                bad = [(waits[task], task.result()) for task in done if task.result() != 0]
-                if bad:
-                    raise await self._failure(*bad[0])
+                for task in done:
+                    if status := task.result():
+                        raise await self._failure(waits[task], status)
         finally:
             for task in waits:
                 task.cancel()
@@ -259,12 +253,18 @@ class CommandBody:
         )
 
     async def _follow_progress(self) -> None:
-        """Optimiser steps that the bootstrap of a rank writes down are marks of progress; so are checkpoints seen."""
+        """Optimiser steps that the bootstrap of a rank writes down are marks of progress; so are checkpoints seen.
+
+        In the collectives of its world an instance is where the last of its ranks is.
+        """
         assert self._forming is not None
+        self._seat.pulse.collectives = lambda: self._place
         seen = 0.0
         while True:
             await self._seat.clock.sleep(PROGRESS_POLL_S)
-            newest = max((_number(path) for path in self._files.glob("progress-*")), default=0.0)
+            told = [_marks(path) for path in self._files.glob("progress-*")]
+            newest = max((steps for steps, _, _ in told), default=0.0)
+            self._place = min(((entered, inside) for _, entered, inside in told if entered >= 0), default=(-1, ""))
             if self._seat.role.seats > self._seat.role.gang_size:
                 folder = make_context(self._seat, self._forming).checkpoint_dir
                 self._seat.pulse.saved(await asyncio.to_thread(_newest_s, folder))
@@ -273,12 +273,21 @@ class CommandBody:
                 self._seat.pulse.mark(newest, "steps")
 
     def stacks(self) -> str:
-        """The stacks of the ranks. Blocks some seconds. One without py-spy that is no Python script tells nothing."""
+        """What each rank does: its process in words, the collectives it entered, its stacks. Blocks some seconds.
+
+        Without py-spy one that is no Python script tells no stacks; no more does one that is stopped.
+        """
         assert self._forming is not None
         first = self._forming.index * self._command.local
-        ranks = [(first + i, found) for i, one in enumerate(self._children) if (found := process.identify(one.pid))]
-        told = {rank: spied(which) or asked_for_stacks(which, self._files / f"stacks-{rank}") for rank, which in ranks}
-        return "\n\n".join(f"rank {rank}:\n{text}" for rank, text in told.items() if text)
+        return "\n\n".join(self._seen(first + i, one.pid) for i, one in enumerate(self._children))
+
+    def _seen(self, rank: int, pid: int) -> str:
+        which, entered = process.identify(pid), _marks(self._files / f"progress-{rank}")[1]
+        if which is None:
+            return f"rank {rank}: process {pid} has ended"
+        place = f", {entered} collectives entered" if entered >= 0 else ""
+        stacks = spied(which) or asked_for_stacks(which, self._files / f"stacks-{rank}")
+        return f"rank {rank}: process {pid} {process.state_of(which) or 'has ended'}{place}\n{stacks}"
 
     async def dissolve(self) -> None:
         """End the ranks of the present epoch and close its store."""
@@ -327,11 +336,13 @@ def _newest_s(folder: Path) -> float:
         return 0.0
 
 
-def _number(path: Path) -> float:
+def _marks(path: Path) -> tuple[float, int, str]:
+    """What a rank wrote of itself: optimiser steps, collectives entered (-1: not known), the one that it is inside."""
     try:
-        return float(path.read_text() or 0)
+        steps, entered, inside = path.read_text().split(" ")
+        return float(steps), int(entered), inside
     except (OSError, ValueError):
-        return 0.0
+        return 0.0, -1, ""
 
 
 def log_size(seat: Seat) -> int:

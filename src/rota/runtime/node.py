@@ -64,21 +64,6 @@ class Load:
         return {"cpus": round(sum(one.cpus for one in found), 3), "rss_bytes": sum(one.rss_bytes for one in found)}
 
 
-def stacks_of(which: ProcessId) -> str:
-    """Python stacks of all threads of a process, taken from outside by py-spy so that a hung one answers too.
-
-    Without py-spy the process is asked by SIGUSR1 to write them to its own log (every instance listens to that), and
-    the text says so. Raises ProcessLookupError when it is gone. Blocks up to 10 s.
-    """
-    if not process.is_alive(which):
-        raise ProcessLookupError(f"process {which.pid} is gone")
-    if text := spied(which):
-        return text
-    if not process.send_signal(which, signal.SIGUSR1):
-        raise ProcessLookupError(f"process {which.pid} is gone")
-    return f"process {which.pid} was asked to write its stacks to its log"
-
-
 def spied(which: ProcessId) -> str:
     """Python stacks of a process, by py-spy; empty where it is not installed or may not look. Blocks up to 10 s."""
     spy = _py_spy()
@@ -99,15 +84,13 @@ def asked_for_stacks(which: ProcessId, file: Path) -> str:
 def seen_from_outside(which: ProcessId) -> str:
     """What a process of this node does, without its help: its state in words, then its stacks; empty when it is gone.
 
-    One that was stopped by a signal, or that waits in the kernel, says nothing itself. Blocks up to 10 s.
+    One that was stopped by a signal, or that waits in the kernel, says nothing itself. Without py-spy it is asked by
+    SIGUSR1 to write its stacks to its own log (every instance listens to that). Blocks up to 10 s.
     """
     words = process.state_of(which)
-    if words is None:
+    if words is None or not ((text := spied(which)) or process.send_signal(which, signal.SIGUSR1)):
         return ""
-    try:
-        return f"process {which.pid} {words}\n{stacks_of(which)}"
-    except ProcessLookupError:
-        return ""
+    return f"process {which.pid} {words}\n{text or f'process {which.pid} was asked to write its stacks to its log'}"
 
 
 def _py_spy() -> str | None:

@@ -342,7 +342,7 @@ JOB = Record(
         "output": Field(kind=PATH, doc="`$ROTA_OUTPUT_DIR` is a folder for this job below it"),
         "env": Field(kind=LITERALS, doc="environment variables of every role"),
         "secrets": Field(kind=ListOf(item=TEXT), doc="names of secrets that become variables"),
-        "image": Field(kind=TEXT, doc="container image or environment"),
+        "image": Field(kind=TEXT, doc="name of an image, kept with the job; nothing is started in a container"),
         "labels": Field(kind=LITERALS, doc="for filters and groups"),
         "success_when": Field(
             kind=SUCCESS, doc="which ends make the job succeed", default="`loop` if there is one, else `all`"

@@ -277,7 +277,8 @@ def _radius_text(
         parts.append(f"re-forms {_named(re_forms)} from the last commit")
     parts.append(f"pauses {', '.join(pauses)}" if pauses else "pauses nothing")
     if rest and pauses:
-        parts.append(f"{', '.join(rest)} go on" + (f" until {' or '.join(until)}" if until else ""))
+        goes = "goes" if len(rest) == 1 else "go"
+        parts.append(f"{', '.join(rest)} {goes} on" + (f" until {' or '.join(until)}" if until else ""))
     return f"losing {lost} " + "; ".join(parts)
 
 

@@ -19,7 +19,7 @@ BAR_WIDTH = 30
 def search(
     *,
     model: Annotated[Path, Parameter(help="Model file: native, Hugging Face config.json or Calculon.")],
-    hardware: Annotated[str, Parameter(help="Shipped name or hardware file.")] = "a100-80g-dgx",
+    hardware: Annotated[str, Parameter(help="Shipped name or hardware file.", show_default=True)] = "a100-80g-dgx",
     gpus: Annotated[int, Parameter(help="Devices.")],
     memory: Annotated[float, Parameter(help="GiB of one device.")],
     batch: Annotated[int, Parameter(help="Sequences of one step.")],
@@ -80,9 +80,8 @@ def _found(term: Terminal, doc: Mapping[str, Any], memory_gib: float) -> None:
     used = predicted["memory_gib"]
     filled = min(BAR_WIDTH, round(BAR_WIDTH * used / memory_gib))
     term.line(f"memory  [{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {used:.3g} of {memory_gib:.3g} GiB")
-    term.line(
-        f"{predicted['samples_per_s']:.4g} sequences/s, {predicted['mfu_pct']:.3g} % of peak; binds: {doc['binds']}"
-    )
+    peak = f"{predicted['mfu_pct']:.3g} % of the peak of {doc['question']['hardware']['name']}"
+    term.line(f"{predicted['samples_per_s']:.4g} sequences/s, {peak}; binds: {doc['binds']}")
     state = "complete" if proof["complete"] else "stopped by its limit"
     term.line(
         f"proof: bound {proof['lower_bound_s']:.4g} s, gap {proof['gap_pct']:.3g} %, {proof['scored']} of "

@@ -72,9 +72,9 @@ def estimate_text(estimate: Mapping[str, Any] | None) -> str:
     """When a waiting job may start, and what that rests on; empty without an estimate."""
     if not estimate:
         return ""
-    return ", ".join(f"{name} {clock_time(estimate[name])}" for name in ("p50", "p90") if estimate.get(name)) + (
-        f" ({estimate['basis']})" if estimate.get("basis") else ""
-    )
+    times = ", ".join(f"{name} {clock_time(estimate[name])}" for name in ("p50", "p90") if estimate.get(name))
+    basis = estimate.get("basis")
+    return (times or "none") + (f" ({basis})" if basis else "")
 
 
 def _blocker(row: Mapping[str, Any]) -> str:

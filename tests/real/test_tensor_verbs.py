@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 
 import rota.tensors
+from rota.runtime import environ, process, redis_server
 from rota.service import cli
 
 
@@ -54,3 +58,31 @@ def test_what_is_published_is_listed_measured_checked_and_kept_whole(plane: Any)
     assert ask("tensors", "recover")["names"] == 2
     assert float(held[999]) == 999.0
     assert "did you mean 'weights/" in ask("tensors", "stat", "weights/c", status=2)["hint"]
+
+
+def test_what_a_dead_registry_left_is_listed_and_may_be_had_back(
+    engine_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROTA_HOME", str(engine_home))
+    monkeypatch.delenv("ROTA_REDIS_URL", raising=False)
+    code = "import os, rota.tensors as t; t.connect(namespace='shown', keep=True).put('w', [1, 2]); os._exit(0)"
+    for verb, field in (("ls", "items"), ("recover", "names"), ("fsck", "checked"), ("top", "items")):
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        server = redis_server.find_running(environ.Home.of(engine_home))
+        assert server is not None
+        process.send_signal(server.process, signal.SIGKILL)
+        assert not process.wait_gone((server.process,), 5)
+        assert ask("tensors", verb)[field]
+        rota.tensors.connect(namespace="shown").close()
+        rota.tensors.down(engine_home)
+    assert ask("tensors", "top")["items"] == []
+
+
+def test_a_recovery_on_trial_says_what_would_come_back_and_changes_nothing(plane: Any) -> None:
+    plane.put("w", np.ones(3))
+    view, epoch = plane.get("w", as_="numpy"), plane.stats()["registry_epoch"]
+    tried = ask("tensors", "recover", "--dry-run")
+    assert (tried["names"], tried["leases"], plane.stats()["registry_epoch"]) == (1, 1, epoch)
+    done = ask("tensors", "recover")
+    assert {key: done[key] for key in ("epoch", "names", "leases")} == {"epoch": epoch + 1, "names": 1, "leases": 1}
+    assert view.tolist() == [1, 1, 1]

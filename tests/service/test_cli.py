@@ -163,7 +163,7 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["scale", "j", "w", "0"], 2, "scale w=0: at least 1"),
         (["--server", "foo", "ps"], 2, "server=foo (from flag) is no address\n      write http://HOST:PORT"),
         (["run", "--set", "roles.mian.replicas=3", "--check", "--", "x"], 2, "did you mean 'main'?"),
-        (["tensors", "recover"], 2, "no tensor registry runs here"),
+        (["tensors", "stat", "x"], 2, "no tensor is named 'x': no tensor registry runs here"),
         (["--server", NO_SERVICE, "ps"], 3, f"answers at {NO_SERVICE} (connection refused)\n      start"),
         (["--server", NO_SERVICE, "run", "--", "true"], 3, f"no Rota service answers at {NO_SERVICE}"),
         (["status"], 3, "no Rota service runs for"),

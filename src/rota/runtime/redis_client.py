@@ -102,7 +102,9 @@ class _Connection:
     def exchange(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
         """Send all commands in one write, then read as many replies; error replies come back as values."""
         # the stub of pack_command says a tuple of one word; the function takes any number
-        packed = [hiredis.pack_command(command) for command in commands]  # pyright: ignore[reportArgumentType]
+        # and crashes when a signal's handler raises while it writes a number, which is therefore written here
+        texts = [tuple(w if isinstance(w, str | bytes) else str(w) for w in command) for command in commands]
+        packed = [hiredis.pack_command(each) for each in texts]  # pyright: ignore[reportArgumentType]
         self.socket.sendall(b"".join(packed))
         return [self._read() for _ in commands]
 
@@ -115,7 +117,8 @@ class _Connection:
         return reply
 
     def close(self) -> None:
-        self.socket.close()
+        if hasattr(self, "socket"):  # else it was never made
+            self.socket.close()
 
     __del__ = close
 
@@ -136,7 +139,7 @@ class RedisClient:
         self._timeout_s = timeout_s
         self._local = threading.local()
         self._open: weakref.WeakSet[_Connection] = weakref.WeakSet()  # a thread's socket ends with its thread
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def call(self, *command: Argument) -> Any:
         """Run one command."""
@@ -167,21 +170,27 @@ class RedisClient:
         self._local = threading.local()
 
     def _exchange(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        connection: _Connection | None = getattr(self._local, "connection", None)
+        """Who interrupts it, a signal's handler or a finalizer, gets a socket of its own. One with replies that nobody
+        read is never used again."""
+        local = self._local
+        connection: _Connection | None = local.__dict__.pop("connection", None)
         if connection is not None:
             try:
-                return connection.exchange(commands)
+                replies = connection.exchange(commands)
             except TimeoutError:
-                self._drop(connection)
                 raise self._unavailable("no answer in time") from None
             except OSError:  # the server went away or was started anew: the command is repeatable, ask once more
-                self._drop(connection)
+                connection = None
+            else:
+                local.connection = connection
+                return replies
         try:
-            return self._connect().exchange(commands)
+            connection = self._connect()
+            replies = connection.exchange(commands)
         except OSError as error:
-            if (fresh := getattr(self._local, "connection", None)) is not None:
-                self._drop(fresh)
             raise self._unavailable(str(error)) from error
+        local.connection = connection
+        return replies
 
     def _connect(self) -> _Connection:
         connection = _Connection(self.address, self._timeout_s)
@@ -192,14 +201,7 @@ class RedisClient:
                 raise self._unavailable(str(error)) from None
         with self._lock:
             self._open.add(connection)
-        self._local.connection = connection
         return connection
-
-    def _drop(self, connection: _Connection) -> None:
-        connection.close()
-        self._local.connection = None
-        with self._lock:
-            self._open.discard(connection)
 
     def _unavailable(self, why: str) -> RegistryUnavailable:
         return RegistryUnavailable(

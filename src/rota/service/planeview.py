@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rota.runtime import environ, redis_server
-from rota.spec.errors import BadInput
 from rota.tensors import doctor
 from rota.tensors.door import Door
+from rota.tensors.errors import NotFound
 from rota.tensors.plane import Plane, connect
 
 API = "rota/v1"
@@ -16,43 +17,44 @@ NO_REGISTRY = "no tensor registry runs here: nothing is shared"
 
 def tensor_list(prefix: str, *, namespace: str) -> dict[str, Any]:
     """``TensorList``: every name with that prefix; empty when no registry runs."""
-    plane = _join(namespace)
-    found: dict[str, Any] = {"items": []} if plane is None else plane.list_document(prefix)
-    return {"api": API, "kind": "TensorList", **found, "next": None}
+    return _ask("TensorList", namespace, lambda plane: plane.list_document(prefix), items=[]) | {"next": None}
 
 
 def tensor(name: str, *, namespace: str) -> dict[str, Any]:
     """``Tensor``: one name with its versions and their holders; ``form`` is tensor or group. Raises NotFound."""
-    found = _need(namespace).stat_document(name)
+    plane = _join(namespace)
+    if plane is None:
+        raise NotFound(f"no tensor is named {name!r}: {NO_REGISTRY}", hint="rota.tensors.connect()", name=name)
+    found = plane.stat_document(name)
     return {**found, "form": found.get("kind"), "api": API, "kind": "Tensor"}
 
 
 def tensor_top(count: int, *, namespace: str) -> dict[str, Any]:
-    """``TensorTop``: names by the bytes that all their versions take."""
-    return {"api": API, "kind": "TensorTop", **_need(namespace).top(count), "next": None}
+    """``TensorTop``: names by the bytes that all their versions take; none when no registry runs."""
+    return _ask("TensorTop", namespace, lambda plane: plane.top(count), items=[]) | {"next": None}
 
 
 def tensor_doctor(*, namespace: str) -> dict[str, Any]:
     """``TensorDoctor``: what is wrong with the plane on this machine, and what to do."""
-    plane = _join(namespace)
-    return {"api": API, "kind": "TensorDoctor", **(doctor.document(None) if plane is None else plane.doctor())}
+    return _ask("TensorDoctor", namespace, lambda plane: plane.doctor(), **doctor.document(None))
 
 
 def tensor_gc(*, namespace: str, dry_run: bool) -> dict[str, Any]:
     """``TensorGc``: what was swept and given back."""
-    return {"api": API, "kind": "TensorGc", **_need(namespace).gc(dry_run=dry_run)}
+    none = {"swept": 0, "trimmed_bytes": 0, "dropped": [], "dry_run": dry_run, "text": NO_REGISTRY}
+    return _ask("TensorGc", namespace, lambda plane: plane.gc(dry_run=dry_run), **none)
 
 
 def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:
-    """``TensorFsck``: broken invariants, mended with ``repair``; none, and a ``text``, when no registry runs."""
-    plane = _join(namespace)
+    """``TensorFsck``: broken invariants, mended with ``repair``."""
     none = {"checked": 0, "violations": [], "registry_bytes": 0, "disk_bytes": 0, "text": NO_REGISTRY}
-    return {"api": API, "kind": "TensorFsck", **(none if plane is None else plane.fsck(repair=repair))}
+    return _ask("TensorFsck", namespace, lambda plane: plane.fsck(repair=repair), **none)
 
 
-def tensor_recover(*, namespace: str) -> dict[str, Any]:
-    """``TensorRecover``: the registry built again from what lies in memory."""
-    return {"api": API, "kind": "TensorRecover", **_need(namespace).recover()}
+def tensor_recover(*, namespace: str, dry_run: bool) -> dict[str, Any]:
+    """``TensorRecover``: the registry built again from what lies in memory, or what would come back."""
+    none = {"epoch": 0, "names": 0, "leases": 0, "promoted": 0, "quarantined": [], "lost": [], "seconds": 0.0}
+    return _ask("TensorRecover", namespace, lambda plane: plane.recover(dry_run=dry_run), **none, text=NO_REGISTRY)
 
 
 def tensor_door(*, namespace: str) -> tuple[Door, dict[str, Any]]:
@@ -63,15 +65,14 @@ def tensor_door(*, namespace: str) -> tuple[Door, dict[str, Any]]:
     return door, {"api": API, "kind": "TensorDoor", **facts}
 
 
+def _ask(kind: str, namespace: str, ask: Callable[[Plane], dict[str, Any]], **none: Any) -> dict[str, Any]:
+    """A document of the plane; ``none``, with a ``text`` where a list says too little, when no registry runs."""
+    plane = _join(namespace)
+    return {"api": API, "kind": kind, **(none if plane is None else ask(plane))}
+
+
 def _join(namespace: str) -> Plane | None:
-    """The plane of the registry that runs, or None; nothing is started to look at nothing."""
-    if not environ.get(environ.REDIS_URL) and redis_server.find_running(environ.Home.find()) is None:
+    """The plane of the registry that runs, or died and left its memory; None, and none is started, without one."""
+    if not environ.get(environ.REDIS_URL) and redis_server.was_ended(environ.Home.find()):
         return None
     return connect(namespace=namespace or None)
-
-
-def _need(namespace: str) -> Plane:
-    plane = _join(namespace)
-    if plane is None:
-        raise BadInput(NO_REGISTRY, hint="it starts with rota.tensors.connect(), or a job that shares state or weights")
-    return plane

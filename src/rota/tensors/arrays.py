@@ -131,7 +131,7 @@ def _torch_source(value: Any, *, device: bool = False) -> Source:
     torch = load_torch()
     dtype = str(value.dtype).removeprefix("torch.")
     layout = str(value.layout).removeprefix("torch.")
-    if layout != "strided" or dtype not in ITEM_BYTES or value.is_quantized or value.is_meta:
+    if layout != "strided" or dtype not in ITEM_BYTES or value.is_quantized or value.is_meta or value.is_nested:
         raise errors.UnsupportedTensor(f"a {layout} tensor of {dtype} cannot be shared", dtype=dtype, layout=layout)
     plain: Any = value.detach()
     if type(plain) is not torch.Tensor and hasattr(plain, "to_local"):  # a DTensor: this rank's shard

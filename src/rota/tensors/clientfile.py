@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from rota.tensors.backends.file import making_files
+
 _IDENTITY_BYTES: Final = 4096
 _WORDS_FIRST: Final = 512
 _WORD: Final = 8
@@ -38,13 +40,18 @@ class ClientFile:
         self.identity = identity
         partial = folder / f".{client}"
         self._fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.pwrite(self._fd, json.dumps(identity).encode().ljust(_IDENTITY_BYTES, b"\0")[:_IDENTITY_BYTES], 0)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._free: list[int] = []
         self._words: memoryview[int] | None = None
         self._outgrown: list[mmap.mmap] = []
-        self._grow(_WORDS_FIRST)
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(self._fd, json.dumps(identity).encode().ljust(_IDENTITY_BYTES, b"\0")[:_IDENTITY_BYTES], 0)
+            self._grow(_WORDS_FIRST)
+        except BaseException:
+            partial.unlink()
+            os.close(self._fd)
+            raise
         _own[os.getpid(), self.path] = self
         partial.rename(self.path)
 
@@ -70,7 +77,7 @@ class ClientFile:
                 self._words[place] = 0
                 self._free.append(place)
 
-    def close(self, *, unlink: bool = True) -> None:
+    def close(self) -> None:
         """Give up the lock; from now on this client is dead."""
         with self._lock:
             if self._words is None:
@@ -79,15 +86,15 @@ class ClientFile:
             words.release()
             for outgrown in (*self._outgrown, self._map):
                 outgrown.close()
-            if unlink:
-                self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             os.close(self._fd)
             _own.pop((os.getpid(), self.path), None)
 
     def _grow(self, count: int) -> None:
         before = 0 if self._words is None else self._count
         size = _IDENTITY_BYTES + count * _WORD
-        os.posix_fallocate(self._fd, 0, size)
+        with making_files():
+            os.posix_fallocate(self._fd, 0, size)
         if self._words is not None:
             self._words.release()
             self._outgrown.append(self._map)  # closing a map closes a descriptor of the file, and so loses its lock

@@ -88,12 +88,9 @@ def _old_leases(session: Session) -> Finding:
     now_ms, oldest = session.clock.wall_s() * 1000, 0.0
     what = ""
     for key, fields in session.space.registry.dump().items():
-        if (
-            key.startswith("v:")
-            and fields["st"] == "d"
-            and now_ms - int(fields["at"]) > max(oldest, _LEASE_OLD_S * 1000)
-        ):
-            oldest, what = now_ms - int(fields["at"]), f"{fields['name']} v{key[2:]}, {fields['len']} bytes"
+        age_ms = now_ms - int(fields["at"]) if key.startswith("v:") and fields["st"] == "d" else 0
+        if age_ms > max(oldest, _LEASE_OLD_S * 1000):
+            oldest, what = age_ms, f"{fields['name']} v{key[2:]}, {fields['len']} bytes"
     if what:
         remedy = "rota tensors stat NAME shows the holders; their views keep the memory"
         return Finding(name="old leases", level="warn", value=f"{what}, for {oldest / 1000:.0f} s", remedy=remedy)

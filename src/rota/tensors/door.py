@@ -19,7 +19,7 @@ from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.redis_client import RedisClient
 from rota.spec.errors import BadInput, LimitExceeded, RegistryUnavailable, RotaError
 from rota.tensors import errors
-from rota.tensors.arrays import dtype_name
+from rota.tensors.arrays import dtype_name, load_torch
 from rota.tensors.core.names import long_dtype, short_dtype
 from rota.tensors.plane import DEFAULT_NAMESPACE, Plane
 
@@ -39,7 +39,7 @@ class Command(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    op: Literal["create", "commit", "get", "release", "delete", "renew", "leave", "stat"]
+    op: Literal["create", "commit", "get", "release", "delete", "join", "renew", "leave", "stat"]
     name: str = ""
     dtype: str = ""
     shape: list[int] = Field(default=[], max_length=16)
@@ -90,6 +90,7 @@ class Door:
     def __init__(self, plane: Plane, *, clock: Clock | None = None) -> None:
         self._plane, self._clock = plane, clock or SystemClock()
         self._redis = RedisClient(plane.address)
+        load_torch()  # not with the first command: whoever sent it waits
         self._clients: dict[str, _Client] = {}
         prefixes = [f"{{{plane.namespace}}}:", *([""] if plane.namespace == DEFAULT_NAMESPACE else [])]
         self.lists = [f"{prefix}tensor:cmd" for prefix in prefixes]
@@ -171,7 +172,7 @@ class Door:
                 return self._stat(command.name)
             case "leave":
                 self._end(command.client)
-            case "renew":
+            case "join" | "renew":
                 pass
         return {"name": command.name}
 

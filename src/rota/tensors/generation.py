@@ -48,7 +48,8 @@ class GenerationTable:
             os.posix_fallocate(self._fd, 0, size)
         self._map = mmap.mmap(self._fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.words = memoryview(self._map).cast("Q")
-        self._stripes = [threading.Lock() for _ in range(_STRIPES)]
+        self._stripes = [threading.RLock() for _ in range(_STRIPES)]
+        self._inside: set[int] = set()
 
     @property
     def epoch(self) -> int:
@@ -96,6 +97,8 @@ class GenerationTable:
         if not stripe.acquire(blocking=False):
             return False
         try:
+            if slot in self._inside:
+                return False
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
             self.store(slot, version)
             fcntl.lockf(self._fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
@@ -121,12 +124,16 @@ class GenerationTable:
         """Hold the slot's lock, its version set to 0. Raises PublishBlocked after a second, with the pid inside."""
         stripe = self._stripes[slot % _STRIPES]
         with stripe:
-            self._lock(slot, name)
+            if slot in self._inside:  # by this very thread, which is in the handler of a signal
+                raise errors.PublishBlocked(f"{name}: this thread is publishing it", name=name, pid=os.getpid())
             try:
+                self._lock(slot, name)
+                self._inside.add(slot)
                 self.words[2 * slot] = 0
                 faults.point("slot-zero")
                 yield
             finally:
+                self._inside.discard(slot)
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
 
     def blocker(self, slot: int) -> int:

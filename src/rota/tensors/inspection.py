@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from rota.tensors import doctor, reports
@@ -42,9 +43,10 @@ class Inspection:
         """Sweep the dead and give all free memory back: the document of ``rota tensors gc``."""
         return reports.gc(self._session, dry_run=dry_run)
 
-    def recover(self) -> dict[str, Any]:
+    def recover(self, *, dry_run: bool = False) -> dict[str, Any]:
         """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""
-        return reports.recover(self._session)
+        done = asdict(self._session.recover(dry_run=dry_run))
+        return done | {"seconds": round(done["seconds"], 4)}
 
     def list_document(self, prefix: str = "") -> dict[str, Any]:
         """The document of ``rota tensors ls``."""

@@ -25,10 +25,12 @@ from rota.runtime.process import write_private
 from rota.spec.errors import RegistryUnavailable, RotaError
 from rota.tensors import errors
 from rota.tensors.clientfile import take_if_dead
+from rota.tensors.core.names import PAYLOAD_BYTES_MAX, count_of
 from rota.tensors.core.slabs import Range, Slabs, slab_bytes
 from rota.tensors.devices import load, socket_folder
 from rota.tensors.plane import Plane
 from rota.tensors.registry import Refused
+from rota.tensors.session import is_last
 
 _TICK_S: Final = 0.05
 _LONELY_S: Final = 1.0
@@ -50,7 +52,7 @@ class Keeper:
         self._idle_since: dict[str, float] = {}
         self._seen = ""
         self._count = 0
-        self._slab_bytes = int(environ.get(_SLAB) or self.driver.slab_bytes)
+        self._slab_bytes = count_of(_SLAB, environ.get(_SLAB, str(self.driver.slab_bytes)), 0, PAYLOAD_BYTES_MAX)
         self.slabs = Slabs()
         self.blocks: dict[int, Range] = {}
 
@@ -230,7 +232,7 @@ def main() -> None:
             keeper.tick(now_s := clock.monotonic_s())
             if now_s - alone_s >= _LONELY_S:
                 alone_s = now_s
-                if session.is_last():
+                if is_last(home, session.server, session.space.client):
                     keeper.close()
                     plane.close()
                     return

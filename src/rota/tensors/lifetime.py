@@ -48,6 +48,13 @@ class Held:
     base: int
 
 
+class _Watch(weakref.ref[Any]):
+    """Tells of the end of a holder by a call of the deque itself: no handler of a signal can come between."""
+
+    __slots__ = ("lease",)
+    lease: _Lease
+
+
 class _Lease:
     """One version this process leases: its newest sequence number and how many holders must still end."""
 
@@ -56,9 +63,9 @@ class _Lease:
     def __init__(self, version: int, seq: int, mirror: int) -> None:
         self.version, self.seq, self.mirror = version, seq, mirror
         self.alive = 0
-        self.refs: dict[int, weakref.ref[Any]] = {}
+        self.refs: dict[int, _Watch] = {}
         self.bases: dict[int, int] = {}
-        self.open: list[tuple[weakref.ref[Any], int]] = []
+        self.open: list[tuple[_Watch, int]] = []
 
 
 class Leases:
@@ -67,9 +74,9 @@ class Leases:
     def __init__(self, segments: Segments, mirror: Mirror) -> None:
         self._segments = segments
         self._mirror = mirror
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may use the plane in the middle of a call
         self._table: dict[int, _Lease] = {}
-        self._ended: deque[tuple[_Lease, weakref.ref[Any]]] = deque()
+        self._ended: deque[Any] = deque()
         self._seq = 0
         self._getting: set[int] = set()
         self._idle: list[_Lease] = []
@@ -127,7 +134,8 @@ class Leases:
         out: list[tuple[int, int, int]] = []
         with self._lock:
             while self._ended:
-                lease, ref = self._ended.popleft()
+                ref: _Watch = self._ended.popleft()
+                lease = ref.lease
                 lease.refs.pop(id(ref), None)
                 lease.bases.pop(id(ref), None)
                 lease.alive -= 1
@@ -185,9 +193,9 @@ class Leases:
         finally:
             os.close(fd)
 
-    def _watch(self, lease: _Lease, held: Held) -> weakref.ref[Any]:
-        ended = self._ended
-        ref = weakref.ref(held.holder, lambda ref: ended.append((lease, ref)))
+    def _watch(self, lease: _Lease, held: Held) -> _Watch:
+        ref = _Watch(held.holder, self._ended.append)
+        ref.lease = lease
         lease.bases[id(ref)] = held.base
         lease.refs[id(ref)] = ref
         lease.alive += 1

@@ -16,6 +16,7 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.arrays import Source, address_of, dtype_name, source_of, view_of
+from rota.tensors.backends import file
 from rota.tensors.channel import Channel
 from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
@@ -24,7 +25,7 @@ from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
 from rota.tensors.inspection import Inspection
 from rota.tensors.reader import selector_of
 from rota.tensors.registry import Refused, Row
-from rota.tensors.session import Session, end_keepers, own_label, remove_root, shm_root
+from rota.tensors.session import Session, end_keepers, remove_root, shm_root
 from rota.tensors.watch import TensorEvent, Watch
 from rota.tensors.writer import Life, Order, Pending, lay_out
 
@@ -33,7 +34,7 @@ NAMESPACE: Final = "ROTA_TENSORS_NAMESPACE"
 SEALED: Final = "ROTA_TENSORS_SEALED"
 
 _planes: dict[tuple[int, str, str], Plane] = {}
-_planes_lock = threading.Lock()
+_planes_lock = threading.RLock()
 
 
 def connect(
@@ -72,7 +73,7 @@ def connect(
     if label is not None:
         plane.label = names.check_label(label)
     if epoch is not None:
-        plane.epoch = epoch
+        plane.epoch = names.check_count("epoch", epoch, 0, names.EPOCH_MAX)
     return plane
 
 
@@ -98,8 +99,7 @@ class Plane(Coroutines, Inspection):
         super().__init__(session)
         self._reader, self._writer = session.reader, session.writer
         self._cache, self._words = session.reader.cache, session.reader.words
-        self.label = own_label()
-        self.epoch = int(environ.get(environ.EPOCH) or 0)
+        self.label, self.epoch = session.label, session.epoch
 
     @classmethod
     def join(
@@ -109,11 +109,17 @@ class Plane(Coroutines, Inspection):
         clock: Clock = SystemClock()
         chance: Chance = SystemChance()
         always = environ.get(SEALED) == "1" if sealed is None else sealed
-        with redis_server.registry_lock(home):
+        with file.making_files(), redis_server.registry_lock(home):
+            was_ended = redis_server.was_ended(home)
             server = redis_server.find_or_start(home, url=url, keep=keep)
-            session = Session(
-                home, server, namespace, clock=clock, chance=chance, sealed=always, url=url, keeper=keeper
-            )
+            try:
+                session = Session(
+                    home, server, namespace, clock=clock, chance=chance, sealed=always, url=url, keeper=keeper
+                )
+            except BaseException:
+                if server.ours and was_ended:  # it was started for this client alone
+                    redis_server.end_running(home)
+                raise
         session.start()
         return cls(session)
 
@@ -243,7 +249,7 @@ class Plane(Coroutines, Inspection):
 
     def get_many(
         self,
-        wanted: Iterable[str] | None = None,
+        names: Iterable[str] | None = None,
         *,
         prefix: str | None = None,
         wait_s: float = 0.0,
@@ -251,22 +257,19 @@ class Plane(Coroutines, Inspection):
         as_: str = "torch",
     ) -> Snapshot:
         """Many names as of one moment: those given, or all single names that begin with ``prefix``."""
-        if (wanted is None) == (prefix is None):
+        if (names is None) == (prefix is None):
             raise BadInput("get_many: give the names, or prefix=")
-        if isinstance(wanted, str) or not isinstance(wanted, Iterable | None):
-            raise BadInput(f"get_many({wanted!r}): an iterable of names")
-        chosen = list(wanted) if wanted is not None else self._singles(prefix or "")
+        if isinstance(names, str) or not isinstance(names, Iterable | None):
+            raise BadInput(f"get_many({names!r}): an iterable of names")
+        chosen = list(names) if names is not None else self._singles(prefix or "")
         shut = self._reader.sealed if sealed is None else sealed
-        cached = [self._reader.find_cached((name, as_, shut)) for name in chosen]
-        if chosen and all(entry is not None for entry in cached):
-            found = {name: entry for name, entry in zip(chosen, cached, strict=True) if entry is not None}
-            if all(self._words[entry.word] == entry.version for entry in found.values()):  # one moment for all
-                versions = {name: entry.version for name, entry in found.items()}
-                steps = max(entry.step for entry in found.values())
-                tensors = {name: entry.value for name, entry in found.items()}
-                return Snapshot(tensors, id=max(versions.values()), step=steps, epoch=0, meta=None, versions=versions)
-        if not chosen:
-            return Snapshot({}, id=0, step=0, epoch=0, meta=None, versions={})
+        found = {name: entry for name in chosen if (entry := self._reader.find_cached((name, as_, shut))) is not None}
+        if all(name in found and self._words[found[name].word] == found[name].version for name in chosen):
+            versions = {name: entry.version for name, entry in found.items()}  # one moment for all
+            step = max((entry.step for entry in found.values()), default=0)
+            tensors = {name: entry.value for name, entry in found.items()}
+            newest = max(versions.values(), default=0)
+            return Snapshot(tensors, id=newest, step=step, epoch=0, meta=None, versions=versions)
         return self._reader.get_many(chosen, wait_s=wait_s, sealed=shut, as_=as_)
 
     def get_group(
@@ -447,7 +450,7 @@ class Plane(Coroutines, Inspection):
 
 def _after_fork_in_child() -> None:
     global _planes_lock  # another thread of the parent may have held it, and there is none here to let it go
-    _planes_lock = threading.Lock()
+    _planes_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +50,6 @@ class Reader:
         self.sealed = sealed
         self.words = space.table.words
         self.cache: dict[Any, Entry] = {}
-        self._lock = threading.Lock()
 
     def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Any:
         """One tensor of a single name, leased by its views. Raises NotFound, VersionGone, WaitTimeout."""
@@ -68,13 +66,9 @@ class Reader:
         (leased,), values = self._read([(group, selector)], wait_s, sealed, as_)
         tensors, metas = values[0]
         snapshot = Snapshot(
-            tensors,
-            id=leased.version,
-            step=leased.step,
-            epoch=leased.epoch,
-            meta=metas[0] if len(metas) == 1 else metas,
-            versions=dict.fromkeys(tensors, leased.version),
-        )
+            tensors, id=leased.version, step=leased.step, epoch=leased.epoch,
+            meta=metas[0] if len(metas) == 1 else metas, versions=dict.fromkeys(tensors, leased.version),
+        )  # fmt: skip
         if leased.version == leased.current:
             self._remember((group, as_, sealed, "group"), leased, snapshot)
         return snapshot
@@ -87,14 +81,9 @@ class Reader:
             tensors |= {name: found[name]} if set(found) == {name} else {f"{name}/{key}": t for key, t in found.items()}
             if set(found) == {name} and one.version == one.current:
                 self._remember((name, as_, sealed), one, found[name])
-        return Snapshot(
-            tensors,
-            id=max((one.version for one in leased), default=0),
-            step=max((one.step for one in leased), default=0),
-            epoch=max((one.epoch for one in leased), default=0),
-            meta=None,
-            versions={name: one.version for name, one in zip(names, leased, strict=True)},
-        )
+        newest = [max(each) for each in zip(*((one.version, one.step, one.epoch) for one in leased), strict=True)]
+        versions = {name: one.version for name, one in zip(names, leased, strict=True)}
+        return Snapshot(tensors, id=newest[0], step=newest[1], epoch=newest[2], meta=None, versions=versions)
 
     def find_cached(self, key: Any) -> Entry | None:
         """The cached answer if it still is the newest."""
@@ -146,17 +135,12 @@ class Reader:
     def _get(
         self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
     ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
-        with self._space.leases.getting() as seq:
-            return self._lease(seq, wanted, sealed, as_)
-
-    def _lease(
-        self, seq: int, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
-    ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
         space = self._space
-        epoch = space.table.epoch
-        leased = space.registry.get(space.client, seq, wanted)
-        held = self._hold(seq, leased, sealed, epoch)
-        return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
+        with space.leases.getting() as seq:
+            epoch = space.table.epoch
+            leased = space.registry.get(space.client, seq, wanted)
+            held = self._hold(seq, leased, sealed, epoch)
+            return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
 
     def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[Record]:
         """The first records of a channel that nobody has, leased."""

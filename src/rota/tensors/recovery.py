@@ -7,11 +7,13 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.tensors import errors
+from rota.tensors.backends.file import making_files
 from rota.tensors.clientfile import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
 from rota.tensors.core.names import describe
@@ -54,12 +56,13 @@ def blocks_of(seg: str, file_bytes: int) -> tuple[int, int]:
     return block, 1 if file_bytes < 2 * block else min(max(2, SLAB_BYTES // block), SLAB_BLOCKS_MAX)
 
 
-def scan(segments: Segments) -> Iterator[Found]:
+def scan(segments: Segments, *, dry_run: bool) -> Iterator[Found]:
     """Every block of every segment file; a header with a bad checksum is told from one never written."""
     for seg, size in segments.files():
         block, count = blocks_of(seg, size)
         if size < block:  # whoever made the file died before its memory was there
-            segments.unlink(seg)
+            if not dry_run:
+                segments.unlink(seg)
             continue
         with segments.path(seg).open("rb") as file:
             for index in range(count):
@@ -73,22 +76,23 @@ def scan(segments: Segments) -> Iterator[Found]:
                     yield Found(seg, index * block, -block, None)
 
 
-def read_notes(space: Space) -> dict[str, dict[str, Any]]:
+def read_notes(folder: Path) -> dict[str, dict[str, Any]]:
     """What no header says: ``fences`` (label -> epoch) and ``pins`` (holder -> version)."""
     try:
-        return json.loads((space.folder / _NOTES).read_text())
+        return json.loads((folder / _NOTES).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {"fences": {}, "pins": {}}
 
 
 def write_note(space: Space, kind: str, key: str, value: int | None) -> None:
     """Change one note (None: strike it); the caller holds the recovery lock."""
-    notes = read_notes(space)
+    notes = read_notes(space.folder)
     if value is None:
         notes[kind].pop(key, None)
     else:
         notes[kind][key] = value
-    write_private(space.folder / _NOTES, json.dumps(notes))
+    with making_files():
+        write_private(space.folder / _NOTES, json.dumps(notes))
 
 
 def live_clients(space: Space) -> dict[str, list[int]]:
@@ -97,24 +101,32 @@ def live_clients(space: Space) -> dict[str, list[int]]:
     return {client: read_file(space.clients, client)[1] for client in living}
 
 
-def rebuild(space: Space, machine: RedisMachine) -> Recovered:
-    """Fill an empty registry from what lies on disk; the caller holds the recovery lock.
+def rebuild(space: Space, machine: RedisMachine, *, dry_run: bool = False) -> Recovered:
+    """Fill an empty registry from what lies on disk, or say what would come; the caller holds the recovery lock.
 
     (1) a new epoch, every slot says ask; (2) headers: the newest ready version of each slot wins; (3) leases from the
     files of the living; (4) all other blocks are free; (5) open the namespace.
     """
     began_s = space.clock.monotonic_s()
     epoch = max(space.table.epoch, machine.epoch) + 1
-    space.table.lose_all(epoch)
-    blocking_sleep(_SETTLE_S)  # a get that read the old epoch has noted its lease by now, or sees the new one
+    if not dry_run:
+        space.table.lose_all(epoch)
+        blocking_sleep(_SETTLE_S)  # a get that read the old epoch has noted its lease by now, or sees the new one
     plan = _Plan(space)
-    plan.take_headers(list(scan(space.segments)))
-    notes = read_notes(space)
+    plan.take_headers(list(scan(space.segments, dry_run=dry_run)))
+    notes = read_notes(space.folder)
     plan.take_leases(live_clients(space) | {holder: [version] for holder, version in notes["pins"].items()})
+    if not dry_run:
+        _fill(space, machine, plan, notes["fences"], epoch)
+    plan.report.epoch, plan.report.seconds = epoch, space.clock.monotonic_s() - began_s
+    return plan.report
+
+
+def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, int], epoch: int) -> None:
     machine.wipe()
     commands = plan.commands(machine.prefix)
-    if notes["fences"]:
-        commands.append(("HSET", f"{machine.prefix}fence", *_flat(notes["fences"])))
+    if fences:
+        commands.append(("HSET", f"{machine.prefix}fence", *_flat(fences)))
     for at in range(0, len(commands), _COMMANDS_MAX):
         machine.client.pipeline(commands[at : at + _COMMANDS_MAX])
     for slot, version in plan.currents():  # before the namespace opens: nothing newer can be overwritten
@@ -122,9 +134,6 @@ def rebuild(space: Space, machine: RedisMachine) -> Recovered:
     machine.epoch = epoch
     machine.run("begin", epoch, plan.slots_max, plan.newest + _VERSION_GAP, plan.top_slot, machine.run_id)
     space.counters["recovered"] += 1
-    done = plan.report
-    done.epoch, done.seconds = epoch, space.clock.monotonic_s() - began_s
-    return done
 
 
 class _Plan:

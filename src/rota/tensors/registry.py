@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from rota.runtime.clock import Clock
 from rota.runtime.redis_client import Address, Argument, Exchange, RedisClient, ReplyError, Script
@@ -194,14 +194,10 @@ class RedisMachine:
         found = self.client.call("XREAD", "COUNT", n_max, "BLOCK", limit_ms, "STREAMS", key, after)
         return [] if not found else [(_text(at), _shaped("hash", fields)) for at, fields in found[0][1]]
 
-    def last_event(self) -> str:
-        """Id of the newest event, ``0`` when there is none."""
-        found = self.client.call("XREVRANGE", self.prefix + "ev", "+", "-", "COUNT", 1)
-        return _text(found[0][0]) if found else "0"
-
-    def first_event(self) -> str:
-        """Id of the oldest event that is still kept, ``0`` when there is none."""
-        found = self.client.call("XRANGE", self.prefix + "ev", "-", "+", "COUNT", 1)
+    def last_event(self, *, first: bool = False) -> str:
+        """Id of the newest event, or of the ``first`` that is still kept; ``0`` when there is none."""
+        how = ("XRANGE", "-", "+") if first else ("XREVRANGE", "+", "-")
+        found = self.client.call(how[0], self.prefix + "ev", *how[1:], "COUNT", 1)
         return _text(found[0][0]) if found else "0"
 
     def knows(self, client: str) -> bool:
@@ -246,14 +242,9 @@ class Registry:
         kind, value, slot, first, kept, current = self.machine.run("commit", client, version)
         ready = _text(kind) == "ready"
         return Committed(
-            ready=ready,
-            version=int(value) if ready else version,
-            slot=int(slot),
-            first=int(first) == 1,
-            kept=tuple(int(v) for v in _text(kept).split()),
-            current=int(current),
-            received=0 if ready else int(value),
-        )
+            ready=ready, version=int(value) if ready else version, slot=int(slot), first=int(first) == 1,
+            kept=tuple(map(int, _text(kept).split())), current=int(current), received=0 if ready else int(value),
+        )  # fmt: skip
 
     def abort(self, client: str, version: int) -> bool:
         """Undo a pending version; False when it is gone or was committed."""
@@ -388,29 +379,24 @@ def _leased(row: Sequence[Any]) -> Leased:
 
 
 def _row(row: Sequence[Any]) -> Row:
-    text = ["" if word is None else _text(word) for word in row]
-    number = [int(word) if word and word.lstrip("-").isdigit() else 0 for word in text]
-    return Row(
-        name=text[0],
-        version=number[1],
-        slot=number[2],
-        kind=text[3],
-        kept=tuple(int(v) for v in text[4].split()),
-        pending=number[5],
-        label=text[6],
-        epoch=number[7],
-        step=number[8],
-        state=STATES[text[9] or "p"],
-        refs=number[10],
-        owner=text[11],
-        block=number[12],
-        payload=number[13],
-        desc=text[14],
-        at_ms=number[15],
-        parts=len(text[16].split()) + 1,
-        mutable=text[17] == "1",
-        evictable=text[18] == "1",
-    )
+    words = ["" if word is None else _text(word) for word in row]
+    return Row(**{name: read(word) for (name, read), word in zip(_COLUMNS.items(), words, strict=True)})
+
+
+def _whole(word: str) -> int:
+    return int(word) if word.lstrip("-").isdigit() else 0
+
+
+def _is_one(word: str) -> bool:
+    return word == "1"
+
+
+_COLUMNS: Final[dict[str, Callable[[str], Any]]] = {
+    "name": str, "version": _whole, "slot": _whole, "kind": str, "kept": lambda word: tuple(map(int, word.split())),
+    "pending": _whole, "label": str, "epoch": _whole, "step": _whole, "state": lambda word: STATES[word or "p"],
+    "refs": _whole, "owner": str, "block": _whole, "payload": _whole, "desc": str, "at_ms": _whole,
+    "parts": lambda word: len(word.split()) + 1, "mutable": _is_one, "evictable": _is_one,
+}  # fmt: skip
 
 
 def _shaped(kind: str, row: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.tensors import errors
-from rota.tensors.clientfile import is_alive, read_file
+from rota.tensors.clientfile import clients_in, is_alive, read_file
 from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.devices import PLACE_BYTES, Place
 from rota.tensors.handle import Location
@@ -313,7 +313,8 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     space = session.space
     before = space.retry(lambda: stats(space))
     if dry_run:
-        return {"swept": 0, "trimmed_bytes": before["free_bytes"], "dropped": [], "dry_run": True}
+        dead = sum(not is_alive(space.clients, client) for client in clients_in(space.clients))
+        return {"swept": dead, "trimmed_bytes": before["free_bytes"], "dropped": [], "dry_run": True}
     session.release_ended()
     swept = session.sweep()
     trimmed = session.writer.free_room()
@@ -333,12 +334,6 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
             space.registry.strike([seg])
             dropped.append({"what": seg, "why": "left by a process that died", "bytes": size})
     return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
-
-
-def recover(session: Session) -> dict[str, Any]:
-    """Rebuild the registry."""
-    done = asdict(session.recover())
-    return done | {"seconds": round(done["seconds"], 4)}
 
 
 def holders(space: Space, dump: dict[str, Any], version: str, now_s: float) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ class Segments:
     def __init__(self, folder: Path, spill: file.Spill | None = None) -> None:
         self.folder, self.spill = folder, spill
         self._maps: dict[str, Mapping] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def path(self, seg: str) -> Path:
         """The file of a segment."""

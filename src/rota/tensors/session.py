@@ -16,11 +16,12 @@ from typing import Any, Final
 from rota.runtime import environ, process, redis_server
 from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
-from rota.spec.errors import RegistryUnavailable, TensorError
+from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
 from rota.tensors import faults
 from rota.tensors.backends import file
-from rota.tensors.clientfile import KEEPER_MARK, PIN_MARK, ClientFile, clients_in, is_alive, make_fork_hold, read_file
+from rota.tensors.clientfile import KEEPER_MARK, ClientFile, clients_in, is_alive, make_fork_hold, read_file
 from rota.tensors.copier import Copier, threads_wanted
+from rota.tensors.core.names import EPOCH_MAX, check_label, count_of
 from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
@@ -52,13 +53,21 @@ def shm_root(address_url: str) -> Path:
 
 
 def shm_base() -> Path:
-    """The folder of all registries' segments; it is made with the first one."""
-    return Path(environ.get(SHM_DIR) or f"/dev/shm/rota-{os.getuid()}")
+    """The folder of all registries' segments; it is made with the first one. Raises BadInput for a relative one."""
+    base = Path(environ.get(SHM_DIR, f"/dev/shm/rota-{os.getuid()}"))
+    if not base.is_absolute():
+        raise BadInput(f"{SHM_DIR}={str(base)!r}: an absolute folder, the same for all who share")
+    return base
 
 
 def own_label() -> str:
-    """Who this process publishes as: ``job/role/rank`` inside an instance, else nothing."""
-    return "/".join(word for word in (environ.get(environ.JOB), environ.get(environ.INSTANCE)) if word)
+    """Who this process publishes as: ``job/role/rank`` inside an instance, else nothing. Raises BadInput."""
+    return check_label("/".join(word for word in (environ.get(environ.JOB), environ.get(environ.INSTANCE)) if word))
+
+
+def own_epoch() -> int:
+    """The epoch this process publishes at: its instance's, else 0. Raises BadInput."""
+    return count_of(environ.EPOCH, environ.get(environ.EPOCH, "0"), 0, EPOCH_MAX)
 
 
 def remove_root(root: Path) -> None:
@@ -68,6 +77,27 @@ def remove_root(root: Path) -> None:
     shutil.rmtree(root, ignore_errors=True)
     with contextlib.suppress(OSError):  # other registries of this user still have theirs beside it
         root.parent.rmdir()
+
+
+def _make_private(root: Path, *below: Path) -> None:
+    """Make a registry's folder and those below it. Raises BadInput when another user's hand is on them."""
+    for path in (root.parent, root, *below):
+        path.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+    if root.parent.stat().st_uid not in (0, os.getuid()) or root.stat().st_uid != os.getuid():
+        raise BadInput(f"{root} lies in another user's hand", hint=f"{SHM_DIR} names another folder")
+    root.chmod(environ.PRIVATE_DIR)  # not the folder it lies in: that may be /dev/shm itself
+
+
+def is_last(home: environ.Home, server: redis_server.Server, own: str) -> bool:
+    """True when a server goes with the client ``own``: ours, not kept, no other living client, no pin anywhere."""
+    running = redis_server.find_running(home) if server.ours else None
+    if running is None or running.kept or running.address != server.address:
+        return False
+    for clients in shm_root(server.address.url).glob("*/c"):
+        others = [client for client in clients_in(clients) if client != own and not client.startswith(KEEPER_MARK)]
+        if read_notes(clients.parent)["pins"] or any(is_alive(clients, client) for client in others):
+            return False
+    return True
 
 
 def end_keepers(root: Path) -> None:
@@ -106,25 +136,26 @@ class Session:
         keeper: bool = False,
     ) -> None:
         self.home, self.server, self.clock, self._chance, self._url = home, server, clock, chance, url
-        self.pid = os.getpid()
+        self.pid, self.label, self.epoch = os.getpid(), own_label(), own_epoch()
         self._copier = Copier(threads_wanted())
         self.root = shm_root(server.address.url)
         folder = self.root / namespace
-        (folder / "c").mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
-        self.root.parent.chmod(environ.PRIVATE_DIR)
-        if server.ours:
+        _make_private(self.root, folder, folder / "c")
+        if server.ours and _text_of(self.root / _HOME_MARK) != str(home.root):
             process.write_private(self.root / _HOME_MARK, str(home.root))
         _wipe_after_reboot(folder)
         self.machine = RedisMachine(server.address, namespace, clock)
-        client = KEEPER_MARK * keeper + chance.fresh(96)
-        identity = self._identity(client)
-        mirror = ClientFile(folder / "c", client, identity)
-        faults.point("joining")
         segments = Segments(folder, file.Spill.of(folder))
         if segments.spill is not None:
             segments.spill.sweep()
-        leases = Leases(segments, mirror)
         table = GenerationTable(folder / "gen", clock)
+        self._sweeper_fd = _open_lock(folder / "sweeper.lock")
+        self._recover_fd = _open_lock(folder / "recover.lock")
+        client = KEEPER_MARK * keeper + chance.fresh(96)
+        identity = self._identity(client)
+        mirror = ClientFile(folder / "c", client, identity)  # last of what a full file system refuses
+        faults.point("joining")
+        leases = Leases(segments, mirror)
         self.space = Space(
             namespace=namespace, folder=folder, client=client, clock=clock, registry=Registry(self.machine),
             table=table, segments=segments, leases=leases, file=mirror, rejoin=self.rejoin,
@@ -133,8 +164,6 @@ class Session:
         check = environ.get(CHECK) == "1"
         self.reader = Reader(self.space, sealed=sealed, check=check)
         self.writer = Writer(self.space, chance, self._copier, check=check)
-        self._sweeper_fd = _open_lock(folder / "sweeper.lock")
-        self._recover_fd = _open_lock(folder / "recover.lock")
         self._recover_gate = threading.RLock()  # taken before the registry's lock, by all threads alike
         self._release_gate = threading.Lock()
         self._unsent: list[tuple[int, int, int]] = []
@@ -142,8 +171,11 @@ class Session:
         self._thread: threading.Thread | None = None
         self._forks = 0
         self._fork_fds: list[int] = []
-        self.last_recovery: Recovered | None = None
-        self.rejoin()
+        try:
+            self.rejoin()
+        except BaseException:
+            mirror.close()
+            raise
 
     def start(self) -> None:
         """Start the housekeeping thread."""
@@ -164,7 +196,7 @@ class Session:
                 with _locked(self._recover_fd):
                     epoch = self.machine.find_epoch()
                     if epoch == 0 or epoch != self.space.table.epoch:
-                        self.last_recovery = rebuild(self.space, self.machine)
+                        rebuild(self.space, self.machine)
             self.machine.epoch = self.space.table.epoch
             if not self.machine.knows(self.space.client):
                 self._join()
@@ -175,17 +207,19 @@ class Session:
             self.space.devices = Devices(self.space.folder, self.home, self._url, device, self.clock)
         self.space.devices.use(device)
 
-    def recover(self) -> Recovered:
-        """Rebuild the registry now, lost or not."""
+    def recover(self, *, dry_run: bool = False) -> Recovered:
+        """Rebuild the registry now, lost or not; with ``dry_run`` only say what would come back."""
+        self.space.check()
         with self._recover_gate, _locked(self._recover_fd):
-            self.last_recovery = rebuild(self.space, self.machine)
-            self._join()
-            return self.last_recovery
+            done = rebuild(self.space, self.machine, dry_run=dry_run)
+            if not dry_run:
+                self._join()
+            return done
 
     def fence(self, label: str, epoch: int) -> int:
         """Fence a label, and note it for a loss of the registry; the fence that now stands."""
         with self._recover_gate, _locked(self._recover_fd):
-            write_note(self.space, "fences", label, max(epoch, read_notes(self.space)["fences"].get(label, -1)))
+            write_note(self.space, "fences", label, max(epoch, read_notes(self.space.folder)["fences"].get(label, -1)))
         return self.space.retry(lambda: self.space.registry.fence(label, epoch))
 
     def pin(self, holder: str, name: str) -> int:
@@ -267,26 +301,13 @@ class Session:
                 self.space.closed = False
                 sweep_client(self.space, self.space.client)
             self.space.closed = True
-            last = self.is_last()
+            last = is_last(self.home, self.server, self.space.client)
             self.space.file.close()
             if last:
                 redis_server.end_running(self.home)
                 remove_root(self.root)
         self._copier.close()
         self.machine.client.close()
-
-    def is_last(self) -> bool:
-        """True when the server goes with this client: ours, not kept, no living client, no pin in any namespace."""
-        server = redis_server.find_running(self.home) if self.server.ours else None
-        if server is None or server.kept or server.address != self.server.address:
-            return False
-        for folder in self.root.glob("*/c"):
-            for client in clients_in(folder):
-                if client != self.space.client and not client.startswith(KEEPER_MARK) and is_alive(folder, client):
-                    return False
-        with contextlib.suppress(RegistryUnavailable, Refused):
-            return not any(c.startswith(PIN_MARK) for c in self.space.registry.members("clients"))
-        return True
 
     def _join(self) -> None:
         """State all leases. Not for a client that is known: a get of another thread may be between lease and note."""
@@ -340,7 +361,7 @@ class Session:
         own = process.own_id()
         namespace = str(Path("/proc/self/ns/pid").readlink())
         facts = {"client": client, "pid": own.pid, "start_time": own.start_time, "boot": process.boot_id()}
-        return {**facts, "pid_namespace": namespace, "label": own_label(), "joined_s": self.clock.wall_s()}
+        return {**facts, "pid_namespace": namespace, "label": self.label, "joined_s": self.clock.wall_s()}
 
     def before_fork(self) -> None:
         """Give what this process leases to a hold that lives as long as the child."""
@@ -406,10 +427,15 @@ def _locked(fd: int) -> Iterator[None]:
 def _wipe_after_reboot(folder: Path) -> None:
     """What an earlier boot left in a folder on disk is no shared memory of ours."""
     mark, boot = folder / "boot", process.boot_id()
-    if mark.exists() and mark.read_text() != boot:
+    before = _text_of(mark)
+    if before not in ("", boot):
         for segment in folder.glob("seg-*"):
             file.remove(segment)
         for path in [folder / "gen", *(folder / "c").iterdir(), *folder.glob("k/*")]:
             path.unlink(missing_ok=True)
-    if not mark.exists() or mark.read_text() != boot:
+    if before != boot:
         process.write_private(mark, boot)
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

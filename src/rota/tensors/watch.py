@@ -88,7 +88,7 @@ class Watch:
         if self._space.table.epoch != self._epoch:
             raise WatchGap("the registry was rebuilt during a watch", hint="list the names again")
         if self._resumed:
-            first = self._machine.first_event()
+            first = self._machine.last_event(first=True)
             if self._at != "0" and _order(first) > _order(self._at) and self._machine.last_event() != self._at:
                 raise WatchGap(f"events behind {self._at} were dropped", hint="list the names again")
             self._resumed = False

@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 
@@ -143,10 +143,9 @@ class Writer:
         for _ in range(_ROOM_TRIES_MAX):
             try:
                 return self._occupy(ask, draft)
-            except errors.QuotaExceeded:
-                raise
-            except errors.OutOfMemory:
-                if not (self.evict(draft.total) if draft.device else self._make_room(ask.file)):
+            except errors.OutOfMemory as full:
+                on_device = draft.device and not isinstance(full, errors.QuotaExceeded)
+                if not (self.evict(draft.total) if on_device else self._make_room(ask.file)):
                     break
         try:
             return self._occupy(ask, draft, spill=True)
@@ -172,7 +171,11 @@ class Writer:
 
     def _prepare(self, ask: Ask, draft: Draft, spill: bool) -> Pending:
         """A reserved block whose memory exists, not yet touched."""
-        reserved = self._reserve_with_room(ask, self._chance.fresh(48))
+        space, request = self._space, self._chance.fresh(48)
+        try:
+            reserved = space.retry(lambda: space.registry.reserve(space.client, request, ask))
+        except Refused as refused:
+            refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
         faults.point("reserved")
         header = Header(
             state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,
@@ -317,17 +320,6 @@ class Writer:
             freed = self.free_room()
         return freed
 
-    def _reserve_with_room(self, ask: Ask, request: str) -> Reserved:
-        space = self._space
-        for attempt in range(_ROOM_TRIES_MAX):
-            try:
-                return space.retry(lambda: space.registry.reserve(space.client, request, ask))
-            except Refused as refused:
-                made_room = refused.code == "QUOTA" and self._make_room(ask.file)
-                if not made_room or attempt == _ROOM_TRIES_MAX - 1:
-                    self._refuse(refused, ask)
-        raise AssertionError("unreachable")
-
     def _commit(self, pending: Pending) -> Committed:
         space = self._space
         try:
@@ -336,10 +328,7 @@ class Writer:
             row = space.find_row(pending.name)
             if row is not None and row.version and row.slot == pending.reserved.slot:
                 space.table.store(row.slot, row.version)
-            self._refuse(refused, pending.ask)
-
-    def _refuse(self, refused: Refused, ask: Ask) -> NoReturn:
-        refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
+            refusal(refused, pending.name, epoch=pending.ask.epoch, step=pending.ask.step)
 
     def _is_mapped(self, pending: Pending) -> bool:
         return pending.ask.count > 1 or self._space.segments.is_open(pending.reserved.seg)

@@ -97,7 +97,8 @@ def test_the_last_of_a_dead_reader_is_shown_by_gc(plane: Plane, actors: Crew) ->
     plane.put("w", np.zeros(3))
     actors.says(reader, "holding")
     actors.kill(reader)
-    assert plane.gc(dry_run=True)["dry_run"]
+    tried = plane.gc(dry_run=True)
+    assert (tried["dry_run"], tried["swept"]) == (True, 1)
     done = plane.gc()
     assert done["swept"] == 1
     assert done["dropped"][0]["why"] == "its process is dead"

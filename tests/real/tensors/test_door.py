@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import wait_until
+from tests.real.tensors.crew import Crew, wait_until
 
 import rota.tensors
 from rota.runtime.redis_client import RedisClient
@@ -85,6 +85,7 @@ def test_a_c_program_creates_gets_and_deletes(plane: Plane, door: Door, tmp_path
 
 
 def test_what_is_created_is_pending_until_committed_and_then_read_by_all(plane: Plane, ask: Ask) -> None:
+    assert ask(op="join", client="go")["ok"]
     made = ask(op="create", name="x", dtype="bf16", shape=[4], client="go")
     assert (made["ok"], made["state"], made["dtype"], made["bytes"]) == (True, "pending", "bf16", 8)
     assert plane.ls() == []
@@ -148,3 +149,15 @@ def test_noise_is_counted_and_a_flood_is_turned_away(
     monkeypatch.setattr(door_module, "WAITING_MAX", -1)
     assert ask(op="renew")["error"] == "LIMIT_EXCEEDED"
     redis.close()
+
+
+def test_a_door_is_ready_before_the_first_command_comes(plane: Plane, actors: Crew) -> None:
+    """To load torch takes seconds, for which whoever sent the command would wait."""
+    code = """
+        import sys
+        from rota.tensors.door import Door
+        assert 'torch' not in sys.modules
+        Door(plane).close()
+        assert 'torch' in sys.modules
+    """
+    assert actors.run(code) == 0

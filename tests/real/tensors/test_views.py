@@ -59,7 +59,12 @@ def test_inputs_that_are_not_plain_are_copied_or_refused(plane: Plane) -> None:
     assert not plane.get("g").requires_grad
     plane.put("conj", torch.tensor([1 + 2j]).conj())
     assert plane.get("conj")[0] == 1 - 2j
-    for bad in (base.to_sparse(), np.array(["text"]), np.array([1], dtype=">i4")):
+    for bad in (
+        base.to_sparse(),
+        torch.nested.nested_tensor([base[0], base[1, :1]]),
+        np.array(["text"]),
+        np.array([1], dtype=">i4"),
+    ):
         with pytest.raises(errors.UnsupportedTensor):
             plane.put("bad", bad)
     with pytest.raises(errors.UnsupportedTensor, match="numpy has no dtype bfloat16"):
@@ -154,7 +159,7 @@ def test_names_read_together_are_of_one_moment(plane: Plane) -> None:
         plane.put(f"m/{n}", np.full(4, n))
     first = plane.get_many(prefix="m/", as_="numpy")
     assert [first[f"m/{n}"][0] for n in range(5)] == list(range(5))
-    second = plane.get_many([f"m/{n}" for n in range(5)], as_="numpy")
+    second = plane.get_many(names=[f"m/{n}" for n in range(5)], as_="numpy")
     assert all(second[name] is first[name] for name in first)
     with pytest.raises(errors.NotFound, match="m/9"):
         plane.get_many(["m/1", "m/9"])

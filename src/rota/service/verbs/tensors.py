@@ -33,25 +33,15 @@ def ls(
 
 
 def _rows(term: Terminal, document: Mapping[str, Any]) -> None:
-    term.table(
-        ["NAME", "VERSION", "STEP", "DTYPE", "SHAPE", "BYTES", "LEASES", "OWNER", "STATE", "AGE"],
-        [
-            (
-                one["name"],
-                one["version"],
-                one["step"],
-                one["dtype"] or one["kind"],
-                "x".join(map(str, one["shape"])) if one["shape"] else "",
-                size(one["bytes"]),
-                one["leases"],
-                one["owner"],
-                one["state"],
-                lasting(one["age_s"]),
-            )
-            for one in document["items"]
-        ],
-        empty="no tensors",
-    )
+    columns = ["NAME", "VERSION", "STEP", "DTYPE", "SHAPE", "BYTES", "LEASES", "OWNER", "STATE", "AGE"]
+    plain = ("name", "version", "step", "dtype", "shape", "bytes", "leases", "owner", "state")
+    rows = [(*(shown[key] for key in plain), lasting(shown["age_s"])) for shown in map(_shown, document["items"])]
+    term.table(columns, rows, empty="no tensors")
+
+
+def _shown(one: dict[str, Any]) -> dict[str, Any]:
+    shape = "x".join(map(str, one["shape"] or ()))
+    return one | {"dtype": one["dtype"] or one["kind"], "shape": shape, "bytes": size(one["bytes"])}
 
 
 def stat(
@@ -152,7 +142,7 @@ def gc(
     would = "would give" if dry_run else "gave"
     given = size(document["trimmed_bytes"]) or "nothing"
     text = f"swept {counted(document['swept'], 'dead client')}, {would} {given} back"
-    terminal.show(document, lambda term: term.line(text))
+    terminal.show(document, lambda term: term.line(document.get("text") or text))
     return 0
 
 
@@ -185,7 +175,12 @@ def _fsck(term: Terminal, doc: Mapping[str, Any]) -> None:
     term.line(f"{amount(doc['checked'])} checked, {counted(len(doc['violations']), 'violation')}")
 
 
-def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
+def recover(
+    *,
+    dry_run: Annotated[bool, Parameter(help="Only say what would come back.")] = False,
+    namespace: NAMESPACE = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
     """Build the registry again from what lies in shared memory.
 
     Examples
@@ -195,9 +190,10 @@ def recover(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:
     from rota.service.planeview import tensor_recover
 
     def show(term: Terminal, doc: Mapping[str, Any]) -> None:
-        term.line(f"{counted(doc['names'], 'name')}, {counted(doc['leases'], 'lease')} in {doc['seconds']} s")
+        text = f"{counted(doc['names'], 'name')}, {counted(doc['leases'], 'lease')} in {doc['seconds']} s"
+        term.line(doc.get("text") or text)
 
-    return flags.tell(lambda: tensor_recover(namespace=namespace), show)
+    return flags.tell(lambda: tensor_recover(namespace=namespace, dry_run=dry_run), show)
 
 
 def door(*, namespace: NAMESPACE = "", flags: Flags = DEFAULT_FLAGS) -> int:

@@ -22,6 +22,7 @@ from rota.tensors import errors
 DIR: Final = "ROTA_SPILL_DIR"
 BYTES_MAX: Final = "ROTA_SPILL_BYTES_MAX"
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_NO_PLACE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
 _SHARE: Final = 2
 
 
@@ -96,6 +97,23 @@ class Spill:
     def _refuse(self, why: str, file_bytes: int) -> None:
         text = f"{self.folder}: shared memory is full, and {file_bytes} bytes do not fit here either: {why}"
         raise errors.OutOfMemory(text, hint=f"free names, or raise {BYTES_MAX}", bytes=file_bytes)
+
+
+@contextlib.contextmanager
+def making_files() -> Iterator[None]:
+    """Say as an error of ours that the small files of a client have no room, or no folder to lie in.
+
+    Raises OutOfMemory, BadInput.
+    """
+    try:
+        yield
+    except OSError as error:
+        text = f"{error.filename or 'shared memory'}: {error.strerror}"
+        if error.errno in FULL:
+            raise errors.OutOfMemory(text, hint="give names or other files back", bytes=0) from None
+        if error.errno not in _NO_PLACE:
+            raise
+        raise BadInput(text, hint=f"ROTA_HOME, ROTA_SHM_DIR and {DIR} must name folders of one's own") from None
 
 
 def _size(file: Path) -> int:

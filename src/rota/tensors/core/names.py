@@ -104,6 +104,13 @@ def check_count(what: str, value: int, least: int, most: int = STEP_MAX) -> int:
     return number
 
 
+def count_of(what: str, text: str, least: int, most: int) -> int:
+    """The whole number that a setting writes. Raises BadInput as ``check_count``."""
+    if not text.isdecimal():
+        raise BadInput(f"{what}={text!r}: a whole number, {least} to {most}")
+    return check_count(what, int(text), least, most)
+
+
 def check_seconds(what: str, value: float) -> float:
     """``value`` itself. Raises BadInput for what is no number: no wait may be without an end."""
     try:
@@ -143,14 +150,15 @@ def check_name(name: str) -> str:
 
 def check_namespace(namespace: str) -> str:
     """``namespace`` itself. Raises BadInput unless it is 1 to 64 of ``a-z 0-9 . _ -``, the first no dot (a folder)."""
-    if not NAMESPACE.fullmatch(namespace):
+    if not isinstance(namespace, str) or not NAMESPACE.fullmatch(namespace):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise BadInput(f"namespace {namespace!r}: 1 to 64 characters of a-z 0-9 . _ -, the first no dot")
     return namespace
 
 
 def check_label(label: str) -> str:
     """``label`` itself: who publishes, a job or ``job/role/rank``. Raises BadInput over 240 bytes or with spaces."""
-    if not label.isprintable() or len(label.encode()) > _LABEL_BYTES_MAX or any(ord(letter) <= 32 for letter in label):
+    text = isinstance(label, str) and label.isprintable()  # pyright: ignore[reportUnnecessaryIsInstance]  # as above
+    if not text or " " in label or len(label.encode()) > _LABEL_BYTES_MAX:
         raise BadInput(f"label {label!r}: at most {_LABEL_BYTES_MAX} bytes, no spaces")
     return label
 

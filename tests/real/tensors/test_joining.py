@@ -1,0 +1,221 @@
+"""Joining and leaving: what is refused, what a failed join leaves, when the last one ends the server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.real.tensors.crew import WAIT_S
+
+import rota.tensors
+from rota.runtime import environ, redis_server
+from rota.spec.errors import BadInput
+from rota.tensors import errors
+from rota.tensors.plane import Plane
+
+
+@pytest.fixture
+def home(tensor_home: Path) -> Iterator[Path]:
+    """A home without a server."""
+    made = Path(tempfile.mkdtemp(prefix="rt"))
+    yield made
+    rota.tensors.down(made)
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def small(tensor_home: Path, home: Path) -> Iterator[Path]:
+    """A tmpfs of 4 MiB for the shared memory of a home."""
+    folder = Path(tempfile.mkdtemp(prefix="rt"))
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], check=False).returncode:
+        pytest.skip("mounting a small tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+    folder.rmdir()
+
+
+def fill(folder: Path) -> None:
+    """Leave no page free."""
+    with pytest.raises(OSError, match="No space"), (folder / "junk").open("wb", buffering=0) as junk:
+        while True:
+            junk.write(bytes(4096))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("ROTA_SHM_DIR", "/proc/nope", "/proc/nope"),
+        ("ROTA_SHM_DIR", "shm", "ROTA_SHM_DIR='shm': an absolute folder"),
+        ("ROTA_SPILL_DIR", "/proc/nope", "/proc/nope"),
+        ("ROTA_EPOCH", "last", "ROTA_EPOCH='last': a whole number"),
+        ("ROTA_JOB", "a b", "label 'a b'"),
+        ("ROTA_TENSORS_COPY_THREADS", "many", "ROTA_TENSORS_COPY_THREADS='many'"),
+    ],
+)
+def test_a_wrong_variable_is_named_and_the_server_started_for_nothing_goes(
+    home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.chdir(home)
+    with monkeypatch.context() as patched:
+        patched.setenv(name, value)
+        with pytest.raises(BadInput, match=said):
+            rota.tensors.connect(home=home)
+    assert redis_server.find_running(environ.Home.of(home)) is None
+    with rota.tensors.connect(home=home) as plane:
+        assert plane.put("w", np.ones(2)).ready
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"namespace": 5}, "namespace 5"),
+        ({"label": 5}, "label 5"),
+        ({"epoch": "x"}, "epoch='x'"),
+        ({"epoch": -1}, "epoch=-1"),
+        ({"home": "/proc/nope"}, "/proc/nope"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_changes_nothing(plane: Plane, given: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        rota.tensors.connect(**{"home": plane.home, "namespace": plane.namespace} | given)  # type: ignore[arg-type]
+    assert plane.put("w", np.ones(2)).epoch == 0
+
+
+def test_a_join_that_fails_spares_the_server_of_others(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTA_EPOCH", "last")
+    with pytest.raises(BadInput, match="ROTA_EPOCH"):
+        rota.tensors.connect(home=plane.home, namespace="other")
+    assert plane.put("w", np.ones(2)).ready
+
+
+def test_a_full_file_system_is_out_of_memory_for_every_call_and_leaves_no_half_client(
+    small: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROTA_SHM_DIR", str(small))
+    with rota.tensors.connect(home=home, namespace="full") as plane:
+        plane.put("w", np.ones(3))
+        fill(small)
+        before = sorted(small.rglob("*"))
+        assert plane.get("w", as_="numpy").tolist() == [1, 1, 1]
+        for call in (
+            lambda: rota.tensors.connect(home=home, namespace="late"),
+            lambda: plane.fence("job", 3),
+            lambda: plane.pin("w"),
+            lambda: plane.put("big", np.zeros(1 << 20)),
+        ):
+            with pytest.raises(errors.OutOfMemory):
+                call()
+        held = []
+        with pytest.raises(errors.OutOfMemory):
+            while len(held) < 2000:  # until the file that notes leases has to grow
+                held.append((plane.put("w", np.ones(3)), plane.get("w", as_="numpy")))
+        assert len(held) > 400
+        left = [path.name for path in set(small.rglob("*")) - set(before) if not path.is_dir()]
+        assert [name for name in left if not name.startswith(("seg-", "."))] == []
+        assert list((plane.folder / "c").glob(".*")) == []
+        (small / "junk").unlink()
+        del held
+        assert plane.fsck()["violations"] == []
+        plane.pin("w").close()
+        with rota.tensors.connect(home=home, namespace="late") as late:
+            assert late.put("w", np.ones(3)).ready
+        plane.delete("w")
+    rota.tensors.down(home)
+
+
+def test_a_pin_in_another_namespace_keeps_the_server_and_its_bytes(home: Path) -> None:
+    with rota.tensors.connect(home=home, namespace="pins") as plane:
+        plane.put("w", np.arange(5))
+        pin = plane.pin("w", label="job")
+    with rota.tensors.connect(home=home, namespace="other") as other:
+        other.put("w", np.zeros(5))
+    with rota.tensors.connect(home=home, namespace="pins") as plane:
+        assert plane.get("w", version=pin.version, as_="numpy").tolist() == [0, 1, 2, 3, 4]
+        plane.drop_label("job")
+    with rota.tensors.connect(home=home, namespace="other"):
+        pass
+    assert redis_server.find_running(environ.Home.of(home)) is None
+
+
+def test_the_folder_named_for_shared_memory_keeps_its_mode(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be /dev/shm itself, which belongs to all."""
+    with tempfile.TemporaryDirectory(prefix="rt", dir="/dev/shm") as common:
+        Path(common).chmod(0o1777)
+        Path(common, "others").mkdir()
+        monkeypatch.setenv("ROTA_SHM_DIR", common)
+        with rota.tensors.connect(home=home) as plane:
+            assert plane.put("w", np.ones(2)).ready
+            assert Path(common).stat().st_mode & 0o7777 == 0o1777
+            assert plane.folder.parent.stat().st_mode & 0o777 == 0o700
+        assert [path.name for path in Path(common).iterdir()] == ["others"]
+
+
+def test_memory_in_the_hand_of_another_user_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    with tempfile.TemporaryDirectory(prefix="rt", dir="/dev/shm") as taken:
+        os.chown(taken, 65534, 65534)
+        monkeypatch.setenv("ROTA_SHM_DIR", taken)
+        with pytest.raises(BadInput, match="another user's hand"):
+            rota.tensors.connect(home=home)
+
+
+def test_a_closed_plane_rebuilds_nothing_and_a_forked_child_neither(home: Path) -> None:
+    plane = rota.tensors.connect(home=home)
+    epoch = plane.stats()["registry_epoch"]
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            plane.recover()
+        except errors.ForkedClient:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert plane.stats()["registry_epoch"] == epoch
+    plane.close()
+    with pytest.raises(errors.ClosedPlane):
+        plane.recover()
+
+
+def test_two_threads_that_leave_and_recover_at_once_never_stand_still(home: Path) -> None:
+    """The one that leaves is the first that waits for the registry's lock, the one that found the server dead the
+    second: in the wrong order each would hold what the other waits for."""
+    code = f"""
+        import threading
+        import rota.tensors
+        from rota.runtime import environ, process, redis_server
+        from rota.runtime.process import ProcessId, locked
+        home = environ.Home.of({str(home)!r})
+        for _ in range(3):
+            plane = rota.tensors.connect(home=home.root)
+            session, server = plane._session, redis_server.find_running(home)
+            process.send_signal(server.process, 9)
+            assert not process.wait_gone((server.process,), 5)
+            def recover():
+                try:
+                    session.rejoin()
+                except rota.spec.errors.RegistryUnavailable:
+                    pass  # it was ended meanwhile
+            lock = next(home.run.glob('registry-*')) / 'registry.lock'
+            threads = [threading.Thread(target=lambda: session.close(at_exit=True)), threading.Thread(target=recover)]
+            with locked(lock):
+                for thread in threads:
+                    thread.start()
+                    threading.Event().wait(0.3)
+            for thread in threads:
+                thread.join()
+        print('done')
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.stdout == "done\n", done.stderr

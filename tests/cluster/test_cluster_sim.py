@@ -82,7 +82,11 @@ def test_a_job_that_never_fits_is_unschedulable_and_has_no_times(tmp_path: Path)
     [
         ("job_id,submit_s,gpus,vc\n", "lacks duration_s"),
         (TRACE + "first,1,1,1,a\n", "occurs twice"),
-        (TRACE + "x,1,soon,1,a\n", "t.csv:6: duration_s: 'soon' is not a number"),
+        (TRACE + "x,1,soon,1,a\n", "t.csv:6:5: duration_s: 'soon' is not a number"),
+        (TRACE + "\nx,1,nan,1,a\n", "t.csv:7:5: duration_s: 'nan' is not a number"),
+        (TRACE + "x,inf,1,1,a\n", "t.csv:6:3: submit_s: 'inf' is not a number"),
+        (TRACE + "x,1,1,1.5,a\n", "t.csv:6:7: gpus: 1.5 is not a whole number"),
+        ("job_id,submit_s,duration_s,gpus,vc,gang\nx,1,1,8,a,0x8\n", "t.csv:2:11: gang: '0x8' is not MEMBERSxDEVICES"),
         (TRACE + "x,-1,1,1,a\n", "is below 0"),
     ],
 )
@@ -93,7 +97,7 @@ def test_a_bad_trace_names_line_field_and_rule(tmp_path: Path, trace: str, messa
 
 
 def test_a_tenant_that_is_there_twice_is_refused_at_its_line(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"v\.csv:4: vc: 'a' occurs twice"):
+    with pytest.raises(TraceError, match=r"v\.csv:4:1: vc: 'a' occurs twice"):
         load(*files(tmp_path, vcs="vc,nodes\na,1\nb,2\na,3\n"))
 
 

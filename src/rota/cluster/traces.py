@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -103,7 +106,7 @@ def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:
             continue
         job = _trace_job(place, row, per_node[row["vc"]])
         if job.job_id in seen:
-            raise TraceError(f"{place}: job_id: {job.job_id!r} occurs twice; ids must be unique")
+            raise _wrong(place, row, "job_id", f"{job.job_id!r} occurs twice; ids must be unique")
         seen.add(job.job_id)
         jobs.append(job)
     jobs.sort(key=lambda job: (job.submit_s, job.job_id))
@@ -125,7 +128,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
             if row.get(name):
                 values[name] = row[name]
         if any(tenant.vc == row["vc"] for tenant in tenants):
-            raise TraceError(f"{place}: vc: {row['vc']!r} occurs twice; give its nodes in one row")
+            raise _wrong(place, row, "vc", f"{row['vc']!r} occurs twice; give its nodes in one row")
         tenants.append(Tenant(**values))
     if not tenants:
         raise TraceError(f"{path}: no tenants; the file needs at least one row below its header")
@@ -139,12 +142,18 @@ def _rows(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, dict[str
             missing = [name for name in required if name not in (reader.fieldnames or ())]
             if missing:
                 raise TraceError(f"{path}:1: the header lacks {', '.join(missing)}; it needs {', '.join(required)}")
-            for number, row in enumerate(reader, 2):
-                if number > ROWS_MAX:
+            for row in reader:
+                if reader.line_num > ROWS_MAX:
                     raise TraceError(f"{path}: more than {ROWS_MAX} rows")
-                yield f"{path}:{number}", row
+                yield f"{path}:{reader.line_num}", row
     except (OSError, UnicodeDecodeError, csv.Error, EOFError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _wrong(place: str, row: dict[str, str], name: str, what: str) -> TraceError:
+    """What is wrong with a field, at its line and, in a row without quotes, column."""
+    column = 1 + sum(len(row[before] or "") + 1 for before in takewhile(lambda one: one != name, row))
+    return TraceError(f"{place}:{column}: {name}: {what}")
 
 
 def _open(path: Path) -> TextIO:
@@ -158,12 +167,16 @@ def _number(place: str, row: dict[str, str], name: str, kind: type, default: Any
     if not text and default is not None:
         return default
     try:
-        value = kind(float(text)) if kind is int else kind(text)
-    except (ValueError, OverflowError):
-        raise TraceError(f"{place}: {name}: {text!r} is not a number") from None
+        value = float(text)
+    except ValueError:
+        value = nan
+    if not isfinite(value):
+        raise _wrong(place, row, name, f"{text!r} is not a number")
     if value < 0 and name != "priority":
-        raise TraceError(f"{place}: {name}: {text} is below 0")
-    return value
+        raise _wrong(place, row, name, f"{text} is below 0")
+    if kind(value) != value:
+        raise _wrong(place, row, name, f"{text} is not a whole number")
+    return kind(value)
 
 
 def _trace_job(place: str, row: dict[str, str], per_node: int) -> TraceJob:
@@ -182,7 +195,7 @@ def _trace_job(place: str, row: dict[str, str], per_node: int) -> TraceJob:
     for name in ("user", "job_class"):
         if row.get(name):
             optional[name] = row[name]
-    gang = _gang(place, row.get("gang") or "", gpus, per_node)
+    gang = _gang(place, row, gpus, per_node)
     return TraceJob(
         job_id=row["job_id"],
         submit_s=_number(place, row, "submit_s", float),
@@ -194,17 +207,17 @@ def _trace_job(place: str, row: dict[str, str], per_node: int) -> TraceJob:
     )
 
 
-def _gang(place: str, text: str, gpus: int, per_node: int) -> tuple[int, int]:
+def _gang(place: str, row: dict[str, str], gpus: int, per_node: int) -> tuple[int, int]:
     """Members and devices of each: as given, else one node if it suffices, else whole nodes, rounded up."""
-    if text:
-        try:
-            members, each = (int(part) for part in text.lower().split("x"))
-        except ValueError:
-            raise TraceError(f"{place}: gang: {text!r} is not MEMBERSxDEVICES, for example 4x8") from None
-        return members, each
+    if text := row.get("gang"):
+        found = re.fullmatch(r"\s*([1-9]\d*)[xX](\d+)\s*", text)
+        if found is None:
+            raise _wrong(place, row, "gang", f"{text!r} is not MEMBERSxDEVICES, for example 4x8")
+        return int(found.group(1)), int(found.group(2))
     if gpus <= per_node:
         return 1, gpus
-    return -(-gpus // per_node), per_node
+    size = max(1, per_node)
+    return -(-gpus // size), size
 
 
 def generate(chance: Chance, tenants: Iterable[Tenant], *, jobs: int, load: float, mean_s: float = 3600.0) -> Trace:

@@ -17,8 +17,14 @@ from standing import HELLO, Standing, listening, with_service
 from test_cli import NO_SERVICE, Done, own_home, rota, with_cli
 from test_demo import kill, outcome
 
+from rota.runtime.logs import format_line, log_name
 from rota.service import demo
+from rota.service.client import Client
 from rota.service.demo import STROKES
+from rota.service.jobfile import read_job
+from rota.service.wire import body_of
+from rota.spec.errors import BadInput, UnknownName
+from rota.spec.ids import JobId
 from rota.spec.states import JobState
 
 __all__ = ["own_home"]  # a fixture of every test here
@@ -168,6 +174,56 @@ def test_an_output_of_seven_bits_shows_what_it_can(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "rota", "run", "\u00e9.yaml", "--check"]
     done = subprocess.run(words, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"\\xe9.yaml: hello is valid, 1 role, 1 instance\n")
+
+
+def test_a_nought_in_a_flag_is_a_number_and_an_attempt_that_never_was_is_told(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        folder = service.doors.home.job(JobId("hello-1")).logs
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / log_name("main", 0)).write_text(format_line(1.0, 1, 1, "out", "said"))
+        assert (await ask("logs", "hello-1")).out == "main/0 | said\n"
+        assert (await ask("logs", "hello-1", "--tail", "0")).out == ""
+        for words in (("audit", "--limit", "0"), ("report", "--since", "0s")):
+            assert (await ask(*words)).status == 2, words
+        for attempt in ("0", "2"):
+            done = await ask("failures", "hello-1", "--attempt", attempt)
+            assert (done.status, f"hello-1 has no attempt {attempt}" in done.err) == (2, True)
+
+    with_cli(tmp_path, test)
+
+
+# -- the Python client -------------------------------------------------------------------------------------------------
+
+
+def test_a_command_may_be_one_text_for_a_shell_and_an_empty_one_is_named() -> None:
+    made = body_of(None, command="echo 'a b' | wc -w", res={"gpus": 1})
+    job = read_job(made["source"], filename="command", sets=made["sets"])
+    assert (job.name, job.roles[0].run, job.roles[0].shell) == ("echo", ("echo 'a b' | wc -w",), True)
+    assert job.roles[0].res.gpus == 1
+    for empty in ("", " ", [], ()):
+        with pytest.raises(BadInput, match="the command is empty"):
+            body_of(None, command=empty)
+
+
+def test_a_handle_tells_its_job_its_folder_and_the_lines_of_a_role(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        async with listening(service) as http:
+            token = http.headers["authorization"].split()[1]
+
+            def ask() -> tuple[str, Path, list[Any]]:
+                with Client(str(http.base_url).rstrip("/"), token) as client:
+                    job = client.run(command="true")
+                    with pytest.raises(UnknownName, match="no role 'other'"):
+                        list(job.logs(role="other"))
+                    return repr(job), job.output_dir, list(job.logs(role="main"))
+
+            shown, folder, lines = await asyncio.to_thread(ask)
+        assert (shown, lines) == ("<true-1 SUBMITTED>", [])
+        assert folder == service.doors.home.job(JobId("true-1")).output
+
+    with_service(tmp_path, test)
 
 
 # -- rota run --check --------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
         job: Any = None,
         *,
         set: Mapping[str, Any] | Sequence[str] = (),
-        command: Sequence[str] = (),
+        command: Sequence[str] | None = None,
         workdir: str = "",
         key: str = "",
         **resources: Any,

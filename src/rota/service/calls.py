@@ -52,7 +52,7 @@ def _given(params: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in params.items():
         if value is True:
             shown[name] = "true"
-        elif value not in (None, "", False, (), []):
+        elif value is not False and value not in (None, "", (), []):  # 0 is a number like others
             shown[name] = list(value) if isinstance(value, tuple | list) else value
     return shown
 

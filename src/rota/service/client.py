@@ -108,12 +108,13 @@ class Client(Questions[Document]):
         job: Any = None,
         *,
         set: Mapping[str, Any] | Sequence[str] = (),
-        command: Sequence[str] = (),
+        command: Sequence[str] | None = None,
         workdir: str = "",
         key: str = "",
         **resources: Any,
     ) -> JobHandle:
-        """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` with cpus, gpus, memory.
+        """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` (words, or a text for a shell)
+        with cpus, gpus, memory.
 
         Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
         """
@@ -174,6 +175,14 @@ class JobHandle:
     def reason(self) -> str:
         return str(self.document.get("reason") or "")
 
+    @property
+    def output_dir(self) -> Path:
+        """The folder of what it leaves."""
+        return Path(self.document["output"])
+
+    def __repr__(self) -> str:
+        return f"<{self.id} {self.state.value}>"
+
     def refresh(self) -> Self:
         """Ask again."""
         self.document = self._client.job(self.id)
@@ -184,9 +193,9 @@ class JobHandle:
         self.document = self._client.wait(self.id, timeout_s=timeout_s)
         return self
 
-    def logs(self, instance: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+    def logs(self, instance: str = "", *, role: str = "", follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Log lines of ``role/rank``, of a role, or of all."""
-        return self._client.logs(self.id, follow=follow, instance=instance, **filters)
+        return self._client.logs(self.id, follow=follow, instance=instance or role, **filters)
 
     def events(self, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
         """Events."""

@@ -35,7 +35,7 @@ def body_of(
     job: Any,
     *,
     sets: Mapping[str, Any] | Sequence[str] = (),
-    command: Sequence[str] = (),
+    command: Sequence[str] | None = None,
     workdir: str = "",
     res: Mapping[str, Any] | None = None,
 ) -> Document:
@@ -43,7 +43,7 @@ def body_of(
     for name in (res or {}).keys() - RESOURCES:
         hint = f"a field of the job: set={{{name!r}: ...}}, or Job(..., {name}=...) of a built one"
         raise BadInput(f"run() takes no {name!r}", hint=hint)
-    if command:
+    if command is not None:
         changes = [f"{path}={value}" for path, value in sets.items()] if isinstance(sets, Mapping) else sets
         return command_of(command, sets=changes, res=res, workdir=workdir)
     if res:
@@ -81,11 +81,12 @@ def source_of(
 def command_of(
     argv: Sequence[str], *, sets: Sequence[str] = (), res: Mapping[str, Any] | None = None, workdir: str = ""
 ) -> Document:
-    """The body of a job of one role ``main`` that runs ``argv`` word by word; ``res``: cpus, gpus, memory."""
-    if not argv:
+    """The body of a job of one role ``main``: words as they are, a text by a shell. ``res``: cpus, gpus, memory."""
+    first = argv.split() if isinstance(argv, str) else argv
+    if not first:
         raise BadInput("the command is empty", hint="for example ['python', 'train.py']")
-    role = {"run": [str(word) for word in argv]}
-    source = json.dumps({"name": job_name(argv[0]), "roles": {"main": role}}, indent=1)
+    role = {"run": argv if isinstance(argv, str) else [str(word) for word in argv]}
+    source = json.dumps({"name": job_name(str(first[0])), "roles": {"main": role}}, indent=1)
     asked = [f"roles.main.resources.{key}={value}" for key, value in (res or {}).items() if value not in ("", None)]
     return {"source": source, "filename": "command", "sets": [*sets, *asked], "workdir": workdir or str(Path.cwd())}
 

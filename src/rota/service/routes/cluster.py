@@ -198,9 +198,10 @@ async def queues(doors: Parts, caller: Asker) -> Document:
 @router.get("/queues/{path:path}")
 async def queue(path: str, doors: Parts, caller: Asker) -> Document:
     """One queue."""
-    known = doors.loop.installation.queue(path)
-    items = queue_tree(doors.loop.installation)["items"]
-    return {"api": API, "kind": "Queue", **next(one for one in items if one["path"] == known.path)}
+    items = {one["path"]: one for one in queue_tree(doors.loop.installation)["items"]}
+    if path not in items:
+        raise unknown(f"no queue {path!r}", path, items, "queues")
+    return {"api": API, "kind": "Queue", **items[path]}
 
 
 @router.put("/queues")

@@ -30,7 +30,7 @@ from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.notify import Notifier
 from rota.service.views.story import JobStory
-from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, nearest, unknown
+from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, UnknownName, nearest, unknown
 from rota.spec.ids import InstanceId
 
 STREAMS_MAX = 64
@@ -159,6 +159,14 @@ def member_of(story: JobStory, text: str, more: Collection[str] = ()) -> tuple[s
         known = known or [f"{name}/{rank}" for rank in range(role.gang_size)]
         raise unknown(f"{story.id} has no instance {text}", "", known, "instances")
     return role.name, found.rank
+
+
+def check_attempt(story: JobStory, attempt: int | None, *, may_come: bool = False) -> None:
+    """Raises UnknownName for an attempt that a job has not; ``may_come``: a later one will do."""
+    there = len(story.attempts)
+    if attempt is not None and (attempt < 1 or (attempt > there and not may_come)):
+        known = f"attempts: 1 to {there}" if there else "it has not started"
+        raise UnknownName(f"{story.id} has no attempt {attempt}", hint=known)
 
 
 async def doors_of(request: Request) -> Doors:

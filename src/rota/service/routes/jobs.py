@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.changes import checked_changes, checked_size
-from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, member_of
+from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, check_attempt, member_of
 from rota.service.submission import Submission
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
@@ -275,7 +275,9 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
 @router.get("/jobs/{job}/failures")
 async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = None) -> Document:
     """The failure timeline: cause, level, moves, seconds, what was lost."""
-    return failure_list(doors.read(caller, job), attempt=attempt)
+    story = doors.read(caller, job)
+    check_attempt(story, attempt)
+    return failure_list(story, attempt=attempt)
 
 
 @router.get("/jobs/{job}/graph")

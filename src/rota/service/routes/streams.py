@@ -24,7 +24,7 @@ from rota.service.follow import (
     record_document,
     write_cursor,
 )
-from rota.service.routes.doors import Asker, Document, Doors, Parts, member_of
+from rota.service.routes.doors import Asker, Document, Doors, Parts, check_attempt, member_of
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.events import ACCOUNT_EVENTS, KINDS, Record
@@ -148,10 +148,8 @@ async def logs(
         attempt=attempt,
     )
     read_cursor(query.cursor)
-    stream_it, there = follow or EVENT_STREAM in accept, len(story.attempts)
-    if attempt is not None and (attempt < 1 or (attempt > there and (story.ended is not None or not stream_it))):
-        known = f"attempts: 1 to {there}" if there else "it has not started"
-        raise UnknownName(f"{story.id} has no attempt {attempt}", hint=known)
+    stream_it = follow or EVENT_STREAM in accept
+    check_attempt(story, attempt, may_come=stream_it and story.ended is None)
     if story.ended is not None and not folder.is_dir():
         cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
         raise UnknownName(f"{story.id} has no logs any more", hint=cause)

@@ -38,17 +38,8 @@ def search(
     from rota.service.plans import search_document
 
     terminal = flags.terminal()
-    document, warnings = search_document(
-        model=model,
-        hardware=hardware,
-        gpus=gpus,
-        memory_gib=memory,
-        batch=batch,
-        pins=pin,
-        allow=allow,
-        top=top,
-        limit_s=limit_s,
-    )
+    asked: dict[str, Any] = {"gpus": gpus, "memory_gib": memory, "batch": batch, "pins": pin, "allow": allow}
+    document, warnings = search_document(model=model, hardware=hardware, top=top, limit_s=limit_s, **asked)
     for warning in warnings:
         terminal.note(f"warning: {warning}")
     terminal.show(document, lambda term: _found(term, document, memory))
@@ -134,9 +125,8 @@ def validate(
     """
     from rota.service.plans import validate_document
 
-    document = validate_document(tables, table, hardware=hardware, calibrate=calibrate, seed=seed)
-    flags.terminal().show(document, lambda term: _validation(term, document))
-    return 0
+    given = {"calibrate": calibrate, "seed": seed}
+    return flags.tell(lambda: validate_document(tables, table, hardware=hardware, **given), _validation)
 
 
 def _validation(term: Terminal, doc: Mapping[str, Any]) -> None:

@@ -29,10 +29,9 @@ def init(
     terminal = flags.terminal()
     names = template_names()
     if list_ or not template:
-        items = [{"name": name, "text": about(name)} for name in names]
-        document = {"kind": "TemplateList", "items": items, "next": None}
-        terminal.show(document, lambda term: term.table(["TEMPLATE", "WHAT"], [(o["name"], o["text"]) for o in items]))
-        return 0
+        rows = [(name, about(name)) for name in names]
+        document = {"kind": "TemplateList", "items": [{"name": o, "text": text} for o, text in rows], "next": None}
+        return flags.tell(lambda: document, lambda term, _: term.table(["TEMPLATE", "WHAT"], rows))
     if template not in names:
         raise unknown(f"no template {template!r}", template, names, "templates")
     folder = (dir_ or Path(template)).expanduser()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from rota.cluster.live import queue_from_json
 from rota.service.views.story import JobStory, begin_story
 from rota.spec import events as e
-from rota.spec.errors import BadInput, UnknownName, did_you_mean, unknown
+from rota.spec.errors import BadInput, UnknownName, did_you_mean
 from rota.spec.events import Record
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE, Queue
@@ -108,13 +108,6 @@ class Installation:
             raise BadInput(f"{given!r} fits {len(fits)} jobs: {shown}", hint="give more of the id")
         near = did_you_mean(given, (one.id for one in self.jobs.values() if seen(one)))
         raise UnknownName(f"no job {given!r}", hint=near or "see: rota ps")
-
-    def queue(self, path: str) -> Queue:
-        """The queue of that path. Raises UnknownName."""
-        known = {queue.path: queue for queue in self.queues}
-        if path in known:
-            return known[path]
-        raise unknown(f"no queue {path!r}", path, [*known], "queues")
 
     def usable_nodes(self) -> Iterable[Node]:
         """Nodes that are there, whatever their fitness."""

@@ -162,6 +162,20 @@ def test_a_missing_file_an_unknown_table_and_unknown_hardware_are_exit_2(
     assert call([*search_words(model), "--hardware", "abacus"]) == 2
 
 
+@pytest.mark.parametrize("name", ["a100-80g-dgx", "h100-96g", "cpu-local"])
+def test_each_shipped_hardware_is_searched(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([*search_words(model, gpus=2), "--hardware", name]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["question"]["hardware"]["name"] == name
+    assert found["predicted"]["iteration_s"] > 0
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "-1", "2"])
+def test_memory_that_is_no_size_is_exit_2(memory: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(search_words(model, memory=float(memory))) == 2
+    assert "memory: " in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_calibration_is_a_hardware_file_that_the_search_reads(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -184,6 +184,12 @@ def test_a_step_whose_loss_is_not_finite_changes_no_weight() -> None:
     assert dist.get_world_size() == 1
 
 
+def test_nodes_of_unequal_size_are_no_hierarchy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match=r"sync\.hierarchical: 1 ranks are not nodes of 2"):
+        parallelize(Gpt(SHAPE), replace(ALONE, sync=Sync(hierarchical=True)), optimizer=SGD)
+
+
 @pytest.mark.parametrize("schedule", ["zb", "zbv"])
 def test_a_frozen_first_stage_is_refused_where_torch_loses_gradients(schedule: Literal["zb", "zbv"]) -> None:
     chunks = 2 if schedule == "zbv" else 1

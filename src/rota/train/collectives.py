@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from rota.spec.errors import BadInput
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -76,7 +78,9 @@ class Levels:
 def make_levels(ranks_per_node: int) -> Levels:
     """Groups for nodes of consecutive ranks; every rank of the world calls it, and the world divides by their size."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    assert size % ranks_per_node == 0, f"{size} ranks are not nodes of {ranks_per_node}"
+    if size % ranks_per_node:
+        text = f"sync.hierarchical: {size} ranks are not nodes of {ranks_per_node}"
+        raise BadInput(text, hint="start as many ranks on every node, or turn hierarchical off")
     inner, _ = dist.new_subgroups(ranks_per_node)
     lists = [list(range(place, size, ranks_per_node)) for place in range(ranks_per_node)]
     outer, _ = dist.new_subgroups_by_enumeration(lists)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rota.spec.errors import BadInput
@@ -42,7 +42,7 @@ def explain(plan: ParallelPlan, question: Question, *, found: Found | None = Non
         "breakdown_s": parts["breakdown_s"],
         "memory_gib_by_class": parts["memory_gib_by_class"],
         "stages": stages(plan, question),
-        "certificate": None if found is None else _certificate(found),
+        "certificate": None if found is None else asdict(found.certificate),
         "runner_ups": [] if found is None else [_runner_up(one, scored) for one in found.best if one.plan != plan],
     }
 
@@ -84,11 +84,6 @@ def stages(plan: ParallelPlan, question: Question) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _certificate(found: Found) -> dict[str, Any]:
-    certificate = found.certificate
-    return {name: getattr(certificate, name) for name in certificate.__dataclass_fields__}
 
 
 def _runner_up(other: Scored, best: Scored) -> dict[str, Any]:

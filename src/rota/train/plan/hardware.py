@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.spec import codec
@@ -172,7 +172,21 @@ A100_80G_DGX = Hardware(
     host=HostSpec(memory_gib=125, gb_s=20),
 )
 
-SHIPPED: dict[str, Hardware] = {A100_80G_DGX.name: A100_80G_DGX}
+H100_96G = replace(
+    A100_80G_DGX,
+    name="h100-96g",
+    provenance=(
+        "peak: vendor data sheet of the H100 SXM, dense; 96 GB of HBM2e at 2.4 TB/s; NVLink 4: 450 GB/s a direction; "
+        "one 400 Gb/s adapter a device; shares of peak, links and memory that are reached: those of a100-80g-dgx"
+    ),
+    device=replace(
+        A100_80G_DGX.device, memory_gib=96, memory_gb_s=2400, peak_tflops={"bf16": 989, "fp16": 989, "fp32": 67}
+    ),
+    levels=(
+        LevelSpec(name="node", size=8, gb_s=345, latency_us=15),
+        LevelSpec(name="cluster", gb_s=44, latency_us=14),
+    ),
+)
 
 CPU_GB_S, CPU_LATENCY_US = 1.1, 100.0
 """Gloo between two processes of one machine: an all-reduce of 16 MiB takes about 15 ms."""
@@ -193,3 +207,9 @@ def cpu_ranks(memory_gib: float, ranks: int) -> Hardware:
     )
     level = LevelSpec(name="node", size=ranks, gb_s=CPU_GB_S, latency_us=CPU_LATENCY_US)
     return Hardware(name="this-machine", provenance="orders of magnitude", device=device, levels=(level,))
+
+
+CPU_LOCAL = replace(cpu_ranks(16, 2), name="cpu-local")
+"""Two cores and 16 GiB, so that a plan for a small machine can be searched on any; a real one is measured."""
+
+SHIPPED: dict[str, Hardware] = {one.name: one for one in (A100_80G_DGX, H100_96G, CPU_LOCAL)}

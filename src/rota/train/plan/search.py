@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rota.spec.errors import BadInput
@@ -68,8 +68,8 @@ def check_question(question: Question) -> None:
     for name, value in (("gpus", question.gpus), ("batch", question.batch), ("layers", model.layers)):
         if not 1 <= value <= NUMBER_MAX:
             raise BadInput(f"{name}: {value} is not in 1 to {NUMBER_MAX}")
-    if question.memory_gib <= question.hardware.device.reserve_gib:
-        reserve = question.hardware.device.reserve_gib
+    reserve = question.hardware.device.reserve_gib
+    if not reserve < question.memory_gib < float("inf"):
         raise BadInput(f"memory: {question.memory_gib} GiB leaves nothing after the reserve of {reserve} GiB")
     if model.hidden % model.heads:
         raise BadInput(f"heads: hidden {model.hidden} does not divide by heads {model.heads}")
@@ -279,7 +279,7 @@ class _CutBounds:
 def found_to_json(found: Found, question: Question) -> dict[str, Any]:
     """The document of ``plan search`` without its time; see the command line reference."""
     document: dict[str, Any] = {"api": "rota/v1", "kind": "PlanSearch"}
-    certificate = {name: getattr(found.certificate, name) for name in Certificate.__dataclass_fields__}
+    certificate = asdict(found.certificate)
     if not found.best:
         why = "out_of_memory" if found.certificate.enumerated else "no_setting"
         return {

@@ -46,11 +46,12 @@ class Block(nn.Module):
 
 
 class Words(nn.Module):
-    """Of 13 words; ``tied``: one table is embedding and head."""
+    """Of 13 words; ``tied``: one table is embedding and head; ``same``: one layer is in all places."""
 
-    def __init__(self, *, tied: bool = False, frozen: bool = False) -> None:
+    def __init__(self, *, tied: bool = False, frozen: bool = False, same: bool = False) -> None:
         super().__init__()
-        self.embed, self.layers = nn.Embedding(13, 6), nn.Sequential(*(Block(6) for _ in range(4)))
+        layers = [Block(6)] * 4 if same else [Block(6) for _ in range(4)]
+        self.embed, self.layers = nn.Embedding(13, 6), nn.Sequential(*layers)
         self.head = nn.Linear(6, 13, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -89,7 +90,7 @@ HALVES = (Stage(layers=(0, 2), embed=True), Stage(layers=(2, 4), head=True))
 STAGES = replace(data(0), mesh=Mesh(pp=2), stages=HALVES, schedule="1f1b", micro_batches=3, micro_batch=4)
 SPLIT = Layer(tp=2)
 TENSOR = replace(data(0), mesh=Mesh(tp=2), layers=(replace(SPLIT, count=4),), embed=SPLIT, head=SPLIT, micro_batch=6)
-TIED, FROZEN = partial(Words, tied=True), partial(Words, frozen=True)
+TIED, FROZEN, SAME = partial(Words, tied=True), partial(Words, frozen=True), partial(Words, same=True)
 CASES = {
     "a whole, ddp": Case(build=Whole, plan=data(0)),
     "a whole, zero 1": Case(build=Whole, plan=data(1)),
@@ -100,6 +101,10 @@ CASES = {
     "tied, stages -> zero 3": Case(build=TIED, plan=STAGES, then=data(3)),
     "tied, zero 1 -> stages": Case(build=TIED, plan=data(1), then=STAGES),
     "tied, tp -> stages": Case(build=TIED, plan=TENSOR, then=STAGES),
+    "one layer four times, stages": Case(build=SAME, plan=STAGES),
+    "one layer four times, zero 3 -> ddp, full recompute": Case(
+        build=SAME, plan=data(3), then=replace(data(0), layers=(Layer(count=4, recompute="full"),))
+    ),
     "a frozen stage": Case(build=FROZEN, plan=STAGES),
     "a frozen stage -> zero 1": Case(build=FROZEN, plan=STAGES, then=data(1)),
 }  # fmt: skip

@@ -53,9 +53,11 @@ class Parts:
         return len(self._stack(model))
 
     def layers(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-        """The layers that are present, with their global index."""
+        """The layers that are present, with their global index; one in several places once, with the first."""
+        seen: set[nn.Module] = set()
         for index, layer in enumerate(self._stack(model)):
-            if not isinstance(layer, Absent):
+            if not isinstance(layer, Absent) and layer not in seen:
+                seen.add(layer)
                 yield index, layer
 
     def rest(self, model: nn.Module, plan: ParallelPlan) -> Layer:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.shadow import flatten, rebuild
+from rota.job.shadow import flatten, rebuild, tensors_of
 from rota.spec.errors import BadInput
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -33,6 +33,13 @@ def same(left: object, right: object) -> bool:
     if isinstance(left, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and left == right
+
+
+def test_the_tensors_of_a_state_are_named_by_the_way_to_them() -> None:
+    w, m = np.ones(2), np.zeros(1)
+    found = tensors_of({"net": {"0.weight": w}, "opt": {"state": {0: {"m": m}}, "lr": 0.1}, "rest": (1, [m])})
+    assert list(found) == ["net.0.weight", "opt.state.0.m", "rest.1.0"]
+    assert found["net.0.weight"] is w and tensors_of(3) == {}
 
 
 @given(states)

@@ -259,7 +259,7 @@ class ClassBody:
 
     def _published(self, formed: _Formed, n: int) -> Iterator[tuple[str, int]]:
         """(edge, commit that published) of the weights edges that leave here, as of commit ``n``."""
-        for edge in self._seat.spec.weights if formed.marks.publish is not None else ():
+        for edge in self._seat.spec.weights:
             if edge.source == self._seat.id.role and n - n % edge.every > 0:
                 yield edge.name, n - n % edge.every
 
@@ -284,8 +284,9 @@ class ClassBody:
                 await user.do(partial(shadow.publish, formed.plane, job, edge, published, formed.epoch, kept))
 
     async def _publish(self, formed: _Formed, edge: str, n: int) -> None:
+        job, method = self._seat.place.job, formed.marks.publish or formed.marks.state
+        assert method is not None, "the check of the graph lets no other write"
+        tensors = await self._in_user(getattr(formed.object, method), (), {})
         if formed.marks.publish is None:
-            return
-        job = self._seat.place.job
-        tensors = await self._in_user(getattr(formed.object, formed.marks.publish), (), {})
+            tensors = shadow.tensors_of(tensors)
         await self._seat.user.do(lambda: shadow.publish(formed.plane, job, edge, n, formed.epoch, tensors))

@@ -103,6 +103,15 @@ def flatten(state: Any) -> tuple[Any, dict[str, Any]]:
     return outline(state, "state"), found
 
 
+def tensors_of(state: Any, path: str = "") -> dict[str, Any]:
+    """The tensors and arrays of a state by the way to them: ``net.0.weight``."""
+    if isinstance(state, np.ndarray) or is_torch(state):
+        return {path: state}
+    items = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
+    ways = ((f"{path}.{key}" if path else str(key), item) for key, item in items)
+    return {name: tensor for way, item in ways for name, tensor in tensors_of(item, way).items()}
+
+
 def rebuild(outline: Any, held: Mapping[str, Any]) -> Any:
     """Inverse of ``flatten``; tensors are copies that their owner may change."""
     if not isinstance(outline, dict):

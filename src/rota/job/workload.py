@@ -123,7 +123,7 @@ class _Op:
         return _marked(function, STATE)
 
     def publish(self, function: F) -> F:
-        """Mark the method of a writer of a weights edge that returns name -> tensor."""
+        """Mark the method of a writer of a weights edge that returns name -> tensor; else all of its state goes."""
         return _marked(function, PUBLISH)
 
     def weights(self, function: F) -> F:

@@ -41,12 +41,8 @@ class Learner(rota.Workload):
         return {"total": float(self.vector.sum()), "updates": self.updates}
 
     @rota.op.state
-    def state(self):
+    def state(self):  # has no publishing method: its readers get the tensors of this
         return {"vector": self.vector, "updates": self.updates}
-
-    @rota.op.publish
-    def weights(self):
-        return {"vector": self.vector}
 
 
 class Reader(rota.Workload):

@@ -513,6 +513,19 @@ def test_work_of_priority_100_is_never_stopped_for_others_and_opportunistic_work
     assert [job for job, event in log.decide(90.0) if isinstance(event, PreemptAsked)] == ["over"] * stopped
 
 
+def test_work_of_priority_100_beyond_its_guarantee_is_told_which_priority_would_start_it() -> None:
+    log = with_nodes("default")
+    log.add(QueuesChanged(queues=({"path": "default", "guaranteed": {"gpus": 2}},)))
+    log.submit("fixed", 1, 4, at=1.0, priority=100)
+    ((_, waits),) = log.decide(1.0)
+    assert isinstance(waits, JobWaits) and waits.reason is Reason.NON_PREEMPTIBLE_OVER_QUOTA
+    answer = log.scheduler.explain(JobId("fixed"), 2.0)
+    assert answer is not None
+    assert {"set": "priority", "value": 99} in [one["change"] for one in answer.would_start_now_with]
+    log.add(JobChanged(changes={"priority": 99}), "fixed", 3.0)
+    assert [type(event) for _, event in log.decide(3.0)] == [JobAdmitted]
+
+
 # -- bugs of the scheduler itself --
 
 

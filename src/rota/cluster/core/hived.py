@@ -373,7 +373,7 @@ class HivedCluster:
         """The virtual cell of a leaf below an owned cell of this level, NONE if there is none."""
         vleaf = self._virtual_for(ask, leaf, level)
         root = self.buddy.serves[self.cells.root[vleaf]] if vleaf != NONE else NONE
-        return vleaf if root in (NONE, self.cells.physical.ancestors(leaf)[level - 1]) else NONE
+        return vleaf if root == NONE or root == self.cells.physical.ancestors(leaf)[level - 1] else NONE
 
     def levels_over(self, ask: GangAsk, member: Sequence[int]) -> list[int]:
         """Levels of the cells that the tenant owns and that could hold a member whole, the lowest first."""
@@ -384,7 +384,7 @@ class HivedCluster:
                 if self._is_mine(root, ask.tenant):
                     self._levels.setdefault((ask.tenant, cells.vchain[root]), set()).add(self.buddy.vlevel[root])
             known = self._levels.setdefault((ask.tenant, cells.chain[member[0]]), set())
-        common = set(physical.ancestors(member[0])).intersection(*(physical.ancestors(leaf) for leaf in member[1:]))
+        common = set(physical.ancestors(min(member))).intersection(physical.ancestors(max(member)))
         return sorted(known & {self.buddy.level[cell] for cell in common})
 
     def _virtual_for(self, ask: GangAsk, cell: int, level: int) -> int:

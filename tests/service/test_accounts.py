@@ -159,7 +159,8 @@ def routes() -> list[str]:
 
 async def ask(who: httpx.AsyncClient, route: str, **body: Any) -> httpx.Response:
     method, _, path = route.partition(" ")
-    for name, value in (("job", "zebra-1"), ("node", "r0n0"), ("action", "drain"), ("token", "none"), ("name", "KEY")):
+    known = {"job": "zebra-1", "node": "r0n0", "action": "drain", "token": "none", "name": "KEY", "path": "prod"}
+    for name, value in known.items():
         path = path.replace(f"{{{name}}}", value)
     return await who.request(method, path, json=body or BODIES.get(route))
 

@@ -71,11 +71,12 @@ def test_why_it_waits(engine_home: Path, tmp_path: Path) -> None:
         (runs, f"{runs}until_said RUNNING rota ps\n"),
         ("rota ps\nrota explain eval-1\n", "until_said NO_FREE_DEVICES rota ps\nrota explain eval-1\n"),
         ("rota ps                  # until both are gone\n", "until_said 'no jobs' rota ps\n"),
-        ("rota stop pretrain-2\n", "rota run too-big.yaml || [ $? = 4 ]\nrota stop pretrain-2\n"),
-        ("rota ps\nrota down\n", "until_said RUNNING rota show eval-2\nrota down\n"),
+        ("rota stop pretrain-3\n", "rota run too-big.yaml || [ $? = 4 ]\nrota stop pretrain-3\n"),
+        ("rota ps\nrota down\n", "until_said RUNNING rota show eval-3\nrota down\n"),
     )
     assert "why       NO_FREE_DEVICES" in out and "why       TOPOLOGY" in out
     assert "would start now with:" in out
+    assert "estimate  none (" in out and "estimate  p50 " in out
 
 
 def test_the_first_failure(engine_home: Path, tmp_path: Path) -> None:

@@ -56,13 +56,12 @@ class _Watch(weakref.ref[Any]):
 
 
 class _Lease:
-    """One version this process leases: its newest sequence number and how many holders must still end."""
+    """One version this process leases: its newest sequence number and the holders that must still end."""
 
-    __slots__ = ("alive", "bases", "mirror", "open", "refs", "seq", "version")
+    __slots__ = ("bases", "mirror", "open", "refs", "seq", "version")
 
     def __init__(self, version: int, seq: int, mirror: int) -> None:
         self.version, self.seq, self.mirror = version, seq, mirror
-        self.alive = 0
         self.refs: dict[int, _Watch] = {}
         self.bases: dict[int, int] = {}
         self.open: list[tuple[_Watch, int]] = []
@@ -96,11 +95,12 @@ class Leases:
         Two threads may get one version in the other order than their numbers: the registry then has the higher one,
         and its release would end the lease of the get that is still under way. So it waits.
         """
-        with self._lock:
-            self._seq += 1
-            seq = self._seq
-            self._getting.add(seq)
+        seq = 0
         try:
+            with self._lock:
+                self._seq += 1
+                seq = self._seq
+                self._getting.add(seq)
             yield seq
         finally:
             with self._lock:
@@ -112,21 +112,21 @@ class Leases:
             lease = self._table.get(version)
             if lease is None:
                 lease = self._table[version] = _Lease(version, seq, self._mirror.add(version))
-            lease.seq = max(lease.seq, seq)
-            if not sealed and lease.open:
-                held = [Held(ref(), base) for ref, base in lease.open]
-                if all(each.holder is not None for each in held):
-                    return held
             try:
+                lease.seq = max(lease.seq, seq)
+                if not sealed and lease.open:
+                    held = [Held(ref(), base) for ref, base in lease.open]
+                    if all(each.holder is not None for each in held):
+                        return held
                 held = [self._map(block, sealed) for block in blocks]
+                refs = [self._watch(lease, each) for each in held]
+                if not sealed:
+                    lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]
+                return held
             except BaseException:
-                if lease.alive == 0:
+                if not lease.refs:
                     self._mirror.clear(self._table.pop(version).mirror)
                 raise
-            refs = [self._watch(lease, each) for each in held]
-            if not sealed:
-                lease.open = [(ref, each.base) for ref, each in zip(refs, held, strict=True)]
-            return held
 
     def drain(self) -> list[tuple[int, int, int]]:
         """Leases that ended since the last call, as (version, seq, mirror place); the caller tells the registry first
@@ -138,13 +138,12 @@ class Leases:
                 lease = ref.lease
                 lease.refs.pop(id(ref), None)
                 lease.bases.pop(id(ref), None)
-                lease.alive -= 1
-                if lease.alive == 0:
+                if not lease.refs:
                     self._idle.append(lease)
             first = min(self._getting, default=self._seq + 1)
             idle, self._idle = self._idle, []
             for lease in idle:
-                if lease.alive or self._table.get(lease.version) is not lease:
+                if lease.refs or self._table.get(lease.version) is not lease:
                     continue  # held again meanwhile, or ended already
                 if lease.seq > first:
                     self._idle.append(lease)
@@ -198,5 +197,4 @@ class Leases:
         ref.lease = lease
         lease.bases[id(ref)] = held.base
         lease.refs[id(ref)] = ref
-        lease.alive += 1
         return ref

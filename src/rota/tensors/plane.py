@@ -434,9 +434,7 @@ class Plane(Coroutines, Inspection):
     def _view_pending(self, pending: Pending, as_: str) -> Any:
         """A leased view of a version that only its writer may see."""
         space, wanted = self._space, [(pending.name, f"v{pending.reserved.version}")]
-        with space.leases.getting() as seq:
-            leased = space.retry(lambda: space.registry.get(space.client, seq, wanted))[0]
-            held = space.leases.hold(leased.version, seq, leased.blocks, sealed=False)[0]
+        held = space.retry(lambda: self._reader.lease(wanted, sealed=False))[1][0][0]
         if pending.place is not None:
             return self._writer.view_on_device(pending, held.holder, as_)[pending.name]
         return view_of(pending.draft.tensors[0], held.holder, held.base, as_)

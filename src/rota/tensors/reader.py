@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from rota.runtime.clock import blocking_sleep
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
@@ -135,12 +135,23 @@ class Reader:
     def _get(
         self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
     ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
+        leased, held = self.lease(wanted, sealed=sealed)
+        return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
+
+    def lease(self, wanted: Sequence[tuple[str, str]], *, sealed: bool) -> tuple[list[Leased], list[list[Held]]]:
+        """Lease and map one version of each name. Raises Refused, EpochChanged."""
         space = self._space
         with space.leases.getting() as seq:
             epoch = space.table.epoch
-            leased = space.registry.get(space.client, seq, wanted)
-            held = self._hold(seq, leased, sealed, epoch)
-            return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
+            try:
+                leased = space.registry.get(space.client, seq, wanted)
+                return leased, self._hold(seq, leased, sealed, epoch)
+            except (Refused, RotaError):
+                raise
+            except BaseException:  # Ctrl-C: it may have been done, and nobody would end the leases
+                again = [one.version for one in space.registry.get(space.client, seq, wanted)]
+                space.registry.release(space.client, [(v, seq) for v in again if not space.leases.has(v)])
+                raise
 
     def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[Record]:
         """The first records of a channel that nobody has, leased."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from rota.runtime.chance import Chance
 from rota.runtime.clock import blocking_sleep
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, Source
 from rota.tensors.clientfile import clients_in, read_file
@@ -176,6 +176,11 @@ class Writer:
             reserved = space.retry(lambda: space.registry.reserve(space.client, request, ask))
         except Refused as refused:
             refusal(refused, ask.name, epoch=ask.epoch, step=ask.step)
+        except RotaError:
+            raise
+        except BaseException:  # Ctrl-C: it may have been done, and the same request has the same answer
+            space.registry.abort(space.client, space.registry.reserve(space.client, request, ask).version)
+            raise
         faults.point("reserved")
         header = Header(
             state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,

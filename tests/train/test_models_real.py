@@ -177,6 +177,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 
 
 @pytest.mark.real
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_of_ones_own_trains_like_one_process(name: str, losses: dict[str, list[float]]) -> None:
     expected = reference(CASES[name].build)

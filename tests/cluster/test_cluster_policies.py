@@ -507,15 +507,3 @@ def test_two_rules_of_least_cost_in_one_pass_each_see_whom_they_may_stop() -> No
             for restart_s, least_s in ((60.0, 0.0), (60.0, 20.0), (5.0, 0.0))
         ]
     assert [one and [victim.lost_gpu_s for victim in one] for one in found] == [[280.0], None, [60.0]]
-
-
-def test_kai_fills_idle_nodes_before_those_that_are_being_emptied() -> None:
-    queues = (Queue(path="over", guaranteed=Res(cpus=0)), Queue(path="owed", guaranteed=Res(cpus=0, gpus=6)))
-    s, profile = state(*(node(name, 2) for name in ("a", "b", "c")), queues=queues), get_profile("kai")
-    step(s, JobArrived(ask=ask("r", slot(2), queue="over")), profile, 0.0)
-    assert s.jobs[JobId("r")].held[0].node == 0
-    preempt, wait = step(s, JobArrived(ask=ask("gang", *[slot(2)] * 3, queue="owed", at=1)), profile, 1.0)
-    assert isinstance(preempt, Preempt) and preempt.job == "r"
-    assert isinstance(wait, WaitOn) and wait.wait.fields["nodes"] == ["b", "c", "a"], "slot by slot"
-    one, also = step(s, JobReleased(job=JobId("r")), profile, 2.0)
-    assert isinstance(one, Admit) and one.job == "gang" and isinstance(also, WaitOn)

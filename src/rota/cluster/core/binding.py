@@ -29,7 +29,7 @@ class Tally:
 
 
 def awaits(state: State, jobs: list[JobId], nodes: list[NodeId]) -> Wait:
-    """A job waits for what these jobs are giving back, and its slots will lie on these nodes."""
+    """A job waits for what these jobs are giving back, and will lie on these nodes."""
     gpus = sum(state.jobs[job].ask.shape.gpus for job in jobs)
     return Wait(
         reason=Reason.AWAITING_PREEMPTION,

@@ -449,7 +449,7 @@ class _Pass:
             book.claim(self.txn, self.state, row)
         self.claims.keep(held)
         self.claims.jobs.append(row.ask.id)
-        nodes = [self.state.nodes[slot.node].id for slot in held]
+        nodes = sorted({self.state.nodes[slot.node].id for slot in held})
         return awaits(self.state, stopping, nodes)
 
     # -- gates -------------------------------------------------------------------------------------------------------

@@ -9,17 +9,15 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rota.cluster.core.placement import FARTHER, best_fit, place
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.preemption import make_room
 from rota.cluster.core.quota import CPU, GPU, MEM, UNLIMITED, Vector
-from rota.cluster.core.rows import Held, JobRow, Wait
+from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.shares import Claim, fair_shares
 from rota.cluster.core.snapshot import State
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies.fifo import LimitsOnly
+from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
@@ -47,13 +45,10 @@ class ShareBook:
     fair: Vector = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
     seen: tuple[object, ...] = ()
     keys: dict[int, _Key] = field(default_factory=dict[int, "_Key"])
-    idle: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
-    """Free devices of every node and type before anybody of this pass starts or lets go."""
 
     def follow(self, state: State) -> None:
         """Divide the cluster between the queues by what they use and ask now."""
         tree = state.queues
-        self.idle = state.free.copy()
         asked = used_soon(state)
         for key, line in state.lines.items():
             for queue in tree.line_of(key.queue):
@@ -175,26 +170,6 @@ class ByShareRatio:
         keys = self.book.keys_of(state)
         line = state.queues.line_of(row.ask.queue)
         return (*(part for queue in reversed(line) for part in keys.get(queue, ())), -row.ask.priority)
-
-
-@dataclass(frozen=True, slots=True)
-class IdleFirst:
-    """Nodes on which a member fits beside all who run, then those that others let go of; the fullest of each first.
-
-    Source: KAI scheduler, scores of the plug-ins nodeavailability and nodeplacement.
-    """
-
-    book: ShareBook
-
-    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
-        gpus, idle = row.ask.shape.slots[0].gpus, self.book.idle
-        back = np.maximum(state.free - idle, 0) if idle.shape == state.free.shape else np.zeros_like(state.free)
-
-        def cost(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
-            fits = ((state.free - back)[nodes] >= gpus).any(axis=1)
-            return best_fit(state, nodes) + np.where(fits, 0, FARTHER)
-
-        return place(state, txn, row.ask.shape, prefer=cost if back.any() else best_fit, close=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +321,7 @@ def kai() -> Profile:
         name="kai",
         order=ByShareRatio(book),
         division=WithinDeserved(book),
-        placer=IdleFirst(book),
+        placer=Fit(close=False),
         victims=ShareVictims(book),
         block="none",
         prepare=book.follow,

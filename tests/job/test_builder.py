@@ -31,6 +31,9 @@ class Rollout(rota.Workload):
     def load(self, version: int, tensors: object) -> None: ...
 
 
+async def main(f: object) -> None: ...
+
+
 def grpo() -> rota.Job:
     job = rota.Job("grpo-sums", seed=3, queue="research", env={"B": "2", "A": "1"})
     contract = rota.Fail(restart="role", state="peer|checkpoint", limit="2/5m")
@@ -41,9 +44,7 @@ def grpo() -> rota.Job:
     job.flow(prompts, rollout.generate, groups)
     job.weights(actor, rollout, every=2)
 
-    @job.loop
-    async def main(f: object) -> None: ...
-
+    job.loop(main)
     return job
 
 
@@ -107,14 +108,28 @@ def made() -> list[int]:
     return NUMBERS
 
 
+LATER = lambda: NUMBERS  # noqa: E731 - as people write a short source
+STREAM = (number for number in NUMBERS)
+
+
 def test_a_source_is_an_import_path_or_what_a_module_has_under_a_name() -> None:
     job = rota.Job("j")
-    for name, source in (("a", "data:prompts"), ("b", NUMBERS), ("c", made)):
+    given = {"a": "data:prompts", "b": NUMBERS, "c": made, "d": LATER, "e": STREAM}
+    for name, source in given.items():
         assert job.source(name, source) == name
-    here = __name__
-    assert [one.source for one in job._spec.streams] == ["data:prompts", f"{here}:NUMBERS", f"{here}:made"]
-    with pytest.raises(BadInput, match="no import path leads to this list"):
-        job.source("d", [4])
+    names = ("NUMBERS", "made", "LATER", "STREAM")
+    assert [one.source for one in job._spec.streams] == ["data:prompts", *(f"{__name__}:{name}" for name in names)]
+    for source in ([4], None, lambda: NUMBERS, iter(NUMBERS)):
+        with pytest.raises(BadInput, match=f"no import path leads to this {type(source).__name__}"):
+            job.source("d", source)
+
+
+def test_a_workload_that_instances_cannot_import_is_refused_at_once() -> None:
+    class Inside(rota.Workload): ...
+
+    for workload in (Inside, lambda flow: None):
+        with pytest.raises(BadInput, match="no import path leads to this"):
+            rota.Job("j").role("a", workload)
 
 
 class Told:

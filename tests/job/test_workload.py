@@ -89,7 +89,10 @@ def test_a_rule_without_its_argument_is_meant_or_refused_in_words() -> None:
 def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text("print('noise')\nasync def loop(f): ...\n")
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
-    request = {"workdir": str(tmp_path), "workloads": {"loop": "flow:loop", "bad": "broken:X", "typo": "flow:lop"}}
+    submits = "import rota\njob = rota.Job('j')\njob.role('a', 'begins:A')\nclass A(rota.Workload): ...\n"
+    (tmp_path / "begins.py").write_text(submits + "job.plan()\njob.submit()\nraise SystemExit('too far')\n")
+    workloads = {"loop": "flow:loop", "bad": "broken:X", "typo": "flow:lop", "own": "begins:A"}
+    request = {"workdir": str(tmp_path), "workloads": workloads}
     shown = subprocess.run(
         [sys.executable, "-m", "rota.job.inspect"],
         input=json.dumps(request),
@@ -102,6 +105,7 @@ def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) 
     assert "No module named 'nowhere_to_be_found'" in found["bad"]["error"]
     assert "broken.py" in found["bad"]["traceback"]
     assert "module 'flow' has no 'lop'" in found["typo"]["error"]
+    assert found["own"]["interface"]["kind"] == "class", "it plans and submits no job of its own"
 
 
 def test_importing_rota_loads_neither_torch_nor_ray() -> None:

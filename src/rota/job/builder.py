@@ -281,9 +281,9 @@ class Job:
         A value that does not know its name is looked for in ``names``, those of a module.
         """
         module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", "")
-        if not name:
+        if not module or not name or "<" in name:  # a generator, a lambda, what a function defines
             module = names.get("__name__", "")
-            name = next((key for key, value in names.items() if value is target), "")
+            name = next((key for key, value in names.items() if value is target and key[:2] != "__"), "")
         if not name:
             hint = "instances import it: give it a name at the top of a module, or give an import path"
             raise BadInput(f"no import path leads to this {type(target).__name__}", hint=hint)

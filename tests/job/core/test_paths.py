@@ -11,7 +11,7 @@ from tests.makers import loop, mesh, op, service, spec
 
 from rota.job.core.check import check_graph
 from rota.job.core.paths import paths_of, with_default_loop, with_shared_meshes
-from rota.spec.check import ROLES_MAX, dotted
+from rota.spec.check import ROLES_MAX, check, dotted
 from rota.spec.ids import RoleName
 from rota.spec.job import DRAIN, Bound, Edge, Interface, JobSpec, Near, StreamSpec, WeightsEdge
 
@@ -68,6 +68,14 @@ def test_a_role_that_takes_turns_with_a_mesh_of_its_size_has_that_mesh_if_it_spl
     for ref, expected in cases:
         made = with_shared_meshes(spec(actor, ref, loop()))
         assert (made.role("ref").mesh, made.role("actor")) == (expected, actor)
+
+
+def test_a_role_that_takes_turns_with_an_elastic_mesh_changes_with_it() -> None:
+    actor = replace(mesh("actor", 1), replicas_max=4, elastic_axis="dp")
+    ref = service("ref", 1, op("ask", send="Shard(dp,none)"), collocate=(Near(role="actor", share="lease"),))
+    made = with_shared_meshes(spec(actor, replace(ref, replicas_max=4), loop()))
+    assert (made.role("ref").mesh, made.role("ref").elastic_axis) == ((("dp", 1),), "dp")
+    assert check(made) == ()
 
 
 def test_the_loop_that_is_added_is_not_counted_among_the_roles_of_a_job() -> None:

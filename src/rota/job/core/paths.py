@@ -79,7 +79,7 @@ def _with_shared_mesh(role: RoleSpec, spec: JobSpec) -> RoleSpec:
     for other in spec.roles if axes and not role.mesh else ():
         same = (role.replicas_min, role.replicas_max) == (other.replicas_min, other.replicas_max)
         if other.name in partners and same and axes <= dict(other.mesh).keys():
-            return replace(role, mesh=other.mesh)
+            return replace(role, mesh=other.mesh, elastic_axis=other.elastic_axis)
     return role
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     fit(
         partial(Gpt, SHAPE),
         partial(rows_of, corpus()),
-        plan=ParallelPlan.from_json(given.plan.read_text()) if given.plan else None,
+        plan=ParallelPlan.from_json(given.plan.read_text()) if given.plan else "auto",
         optimizer=partial(torch.optim.AdamW, lr=RATE),
         rate=lambda step: RATE * min(1.0, (step + 1) / WARMUP),
         steps=given.steps,

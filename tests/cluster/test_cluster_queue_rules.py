@@ -23,6 +23,8 @@ def queue(
     ("queues", "nodes", "told"),
     [
         ((queue("a", 1),), (), []),
+        ((queue("a", -1),), (), ["a: 'a' has an amount below 0"]),
+        ((queue("a", most=Res(cpus=0, memory_bytes=-1)),), (), ["a: 'a' has an amount below 0"]),
         ((queue("a", 1),), (node("n", 0),), ["a: with 'a' 1 gpus are promised, the cluster has 0"]),
         ((queue("a", type=A),), (node("n", 0),), ["a: no node has devices of type 'A'"]),
         ((queue("a", 4), queue("b", 4)), (node("n", 8),), []),

@@ -57,6 +57,8 @@ def _alone(queue: Queue, types: set[str] | None) -> Iterator[tuple[str, dict[str
             yield "guaranteed", {"message": text, "hint": "raise the limit or lower the guarantee"}
             break
     for field, res in (("guaranteed", queue.guaranteed), ("limit", queue.limit), ("user_limit", queue.user_limit)):
+        if res is not None and min(res.cpus, res.gpus, res.memory_bytes) < 0:
+            yield field, {"message": f"{queue.path!r} has an amount below 0", "hint": "leave out what is not limited"}
         if types is not None and res is not None and res.gpu_type is not None and res.gpu_type not in types:
             hint = nearest(res.gpu_type, sorted(types), "types")
             yield field, {"message": f"no node has devices of type {res.gpu_type!r}", "hint": hint}

@@ -22,6 +22,7 @@ from rota.service import demo
 from rota.service.client import Client
 from rota.service.demo import STROKES
 from rota.service.jobfile import read_job
+from rota.service.verbs import run
 from rota.service.wire import body_of
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.ids import JobId
@@ -248,6 +249,30 @@ def test_check_without_a_service_of_this_home_knows_no_queues(tmp_path: Path) ->
     (tmp_path / "job.yaml").write_text(HELLO)
     assert rota("run", "job.yaml", "--check", "-q", "prod").status == 0
     assert rota("run", "job.yaml", "--check", "--server", NO_SERVICE).status == 3
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 404 Not Found\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>"])
+def test_check_does_not_depend_on_what_else_listens_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    (tmp_path / "job.yaml").write_text(HELLO)
+    monkeypatch.setattr(run, "LOOK_S", 0.1)
+
+    async def strange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        if not answer:
+            await reader.read()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(strange, "127.0.0.1", 0)
+        async with server, asyncio.timeout(20):
+            monkeypatch.setenv("ROTA_PORT", str(server.sockets[0].getsockname()[1]))
+            done = await asyncio.to_thread(rota, "run", "job.yaml", "--check")
+            assert (done.status, done.err) == (0, "")
+
+    asyncio.run(main())
 
 
 # -- rota demo ---------------------------------------------------------------------------------------------------------

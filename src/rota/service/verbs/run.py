@@ -15,7 +15,7 @@ from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s, amount, replicas, resources, shortened
 from rota.spec.check import SIZES_HINT
-from rota.spec.errors import BadInput, JobFileError, NoToken, NotReachable
+from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
 from rota.spec.resources import counted
 from rota.spec.states import JobState
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INTERRUPTED = 130
+LOOK_S = 1.0
+"""So long ``--check`` waits for the queues of a service that it was not told of."""
 SCRIPTS = (".sh", ".sbatch", ".slurm")
 
 
@@ -76,7 +78,7 @@ def run(
     if check:
         return _as_given(changes, lambda: _check(flags, terminal, body, spec))
     if dry_run:
-        return _plan(flags, terminal, body, pretend)
+        return flags.tell(lambda: _plan(flags, terminal, body, pretend), _plan_table)
     if pretend:
         raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
     with _client(flags, terminal) as client:
@@ -204,34 +206,31 @@ def _check(flags: Flags, terminal: Terminal, body: Mapping[str, Any], spec: JobS
 
 
 def _leaves(flags: Flags) -> set[str] | None:
-    """The queues that take jobs; None where no service of this home tells them."""
+    """The queues that take jobs; None where no service of this home tells them soon."""
+    from rota.service.client import Client
+
     try:
-        with flags.client() as client:
+        with flags.client() if flags.server else Client(token=flags.token, timeout_s=LOOK_S) as client:
             items = client.queues()["items"]
-    except (NotReachable, NoToken):
+    except RotaError:
         if flags.server:
             raise
         return None
     return {one["path"] for one in items} - {one["parent"] for one in items}
 
 
-def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> int:
-    report: dict[str, Any] | None = None
+def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> dict[str, Any]:
     if not pretend:
         try:
             with flags.client() as client:
-                report = client.plan(body)
+                return client.plan(body)
         except NotReachable:
             if flags.server:
                 raise
             terminal.note("no service answers; planned on this machine alone")
-    if report is None:
-        from rota.service.offline import plan_job
+    from rota.service.offline import plan_job
 
-        report = plan_job(body, pretend=pretend)
-    shown = report
-    terminal.show(shown, lambda term: _plan_table(term, shown))
-    return 0
+    return plan_job(body, pretend=pretend)
 
 
 class PlanReport(dict[str, Any]):

@@ -110,7 +110,7 @@ def load(trace: Path, vcs: Path, *, scale: float = 1.0, seed: int = 0) -> SimInp
 def simulate(given: SimInput, profile: str, clock: Clock, overheads: Overheads | None = None) -> SimResult:
     """Play a trace under a profile. Raises UnknownName for a profile that does not exist."""
     state = State(given.nodes, given.queues)
-    return Simulation(state, get_profile(profile), given.jobs(), clock, overheads=overheads).run()
+    return Simulation(state, get_profile(profile, seed=given.seed), given.jobs(), clock, overheads=overheads).run()
 
 
 def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rota.cluster.core.plugins import Profile
+from rota.cluster.policies.anywhere import Anywhere, random
+from rota.cluster.policies.bestfit import bestfit
 from rota.cluster.policies.capacity import yarn
 from rota.cluster.policies.default import default
 from rota.cluster.policies.drf import drf
@@ -30,6 +33,8 @@ PROFILES: dict[str, Callable[[], Profile]] = {
     "las": las,
     "srtf": srtf,
     "fgd": fgd,
+    "bestfit": bestfit,
+    "random": random,
     "gandiva": gandiva,
     "gandiva-pack": gandiva_pack,
     "private": private,
@@ -38,8 +43,9 @@ PROFILES: dict[str, Callable[[], Profile]] = {
 }
 
 
-def get_profile(name: str) -> Profile:
-    """The profile of that name. Raises UnknownName with the nearest one."""
+def get_profile(name: str, *, seed: int = 0) -> Profile:
+    """The profile of that name; ``seed`` is for one that places at random. Raises UnknownName with the nearest one."""
     if name not in PROFILES:
         raise unknown(f"there is no scheduling profile {name!r}", name, PROFILES, "profiles")
-    return PROFILES[name]()
+    made = PROFILES[name]()
+    return replace(made, placer=Anywhere(seed)) if isinstance(made.placer, Anywhere) else made

@@ -1,4 +1,4 @@
-"""rota ps, show, stop, set: which jobs there are, one of them in full, and how to end or change it."""
+"""rota ps, show, set: which jobs there are, one of them in full, and how to change it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
-from rota.spec.errors import BadInput, RotaError, UnknownName, nearest
-from rota.spec.resources import counted
+from rota.spec.errors import BadInput, nearest
 
 SORTS = ("submitted", "name", "state", "priority", "queue")
 
@@ -181,56 +180,6 @@ def stream_table(term: Terminal, rows: Sequence[Mapping[str, Any]]) -> None:
             ["STREAM", "IN", "PENDING", "LEASED", "QUEUED", "TRAINED", "AGAIN", "AGE", "DROPPED"],
             [(*(row[column] for column in columns), labels(row["dropped"])) for row in rows],
         )
-
-
-def stop(
-    *job: Annotated[str, Parameter(help="Ids or unique beginnings.")],
-    label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="All live jobs with K=V.")] = None,
-    now: Annotated[bool, Parameter(help="Without grace.")] = False,
-    grace: Annotated[str, Parameter(help="From the notice to the kill; default 30s.")] = "",
-    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
-    flags: Flags = DEFAULT_FLAGS,
-) -> int:
-    """Ask jobs to end.
-
-    Examples
-    --------
-    rota stop hello-1
-
-    rota stop -l sweep=7 --yes
-    """
-    terminal = flags.terminal()
-    grace_s = 0.0 if now else ago_s(grace)
-    items: list[dict[str, Any]] = []
-    worst = 0
-    with flags.client() as client:
-        ids = list(job)
-        if label:
-            fits = [one["id"] for one in client.all_jobs(label=label)]
-            if not fits:
-                raise UnknownName(f"no live job has {', '.join(label)}", hint="see: rota ps -l K=V")
-            ids += fits
-            confirm(f"stop {counted(len(ids), 'job')} ({shortened(ids)})?", yes=yes)
-        if not ids:
-            raise BadInput("which job?", hint="rota stop JOB, or -l K=V; 'rota ps' lists them")
-        for one in ids:
-            try:
-                document = client.stop(one, grace_s=grace_s)
-            except RotaError as exc:
-                if len(ids) == 1:
-                    raise
-                worst = max(worst, exc.exit)
-                items.append({"job": one, "done": False, "code": exc.code, "text": exc.message})
-            else:
-                items.append({"job": document["id"], "done": True, "state": document["state"], "text": ""})
-    answer = {"kind": "ActionList", "action": "stop", "items": items}
-    text = "\n".join(_action_text(item) for item in items)
-    terminal.show(answer, lambda term: term.line(text))
-    return worst
-
-
-def _action_text(item: Mapping[str, Any]) -> str:
-    return f"{item['job']} {item['state']}" if item["done"] else f"{item['job']} not stopped: {item['text']}"
 
 
 SETTABLE = ("priority", "queue", "time_limit", "grace", "retry", "labels.NAME")

@@ -1,47 +1,104 @@
-"""rota pause, resume, scale, exec: change a job while it lives, or look inside."""
+"""rota stop, pause, resume, scale, exec: change jobs while they live, or look inside."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
-from rota.service.verbs.words import ago_s
-from rota.spec.errors import BadInput, RotaError
+from rota.service.client import Client
+from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags, confirm
+from rota.service.verbs.words import ago_s, shortened
+from rota.spec.errors import BadInput, RotaError, UnknownName
 from rota.spec.resources import counted
 
 EXEC_FAILED = 125
 """As of other tools that run a command for somebody: it is theirs, not of the command."""
 
 
+JOBS = Annotated[str, Parameter(help="Ids or unique beginnings.")]
+
+
+def stop(
+    *job: JOBS,
+    label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="All live jobs with K=V.")] = None,
+    now: Annotated[bool, Parameter(help="Without grace.")] = False,
+    grace: Annotated[str, Parameter(help="From the notice to the kill; default 30s.")] = "",
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Ask jobs to end.
+
+    Examples
+    --------
+    rota stop hello-1
+
+    rota stop -l sweep=7 --yes
+    """
+    grace_s = 0.0 if now else ago_s(grace)
+    ids = list(job)
+    if label:
+        with flags.client() as client:
+            fits = [one["id"] for one in client.all_jobs(label=label)]
+        if not fits:
+            raise UnknownName(f"no live job has {', '.join(label)}", hint="see: rota ps -l K=V")
+        ids += fits
+        confirm(f"stop {counted(len(ids), 'job')} ({shortened(ids)})?", yes=yes)
+    return _each("stop", ids, lambda client, one: client.stop(one, grace_s=grace_s), flags, also=", or -l K=V")
+
+
 def pause(
-    job: JOB,
-    *,
+    *job: JOBS,
     grace: Annotated[str, Parameter(help="From the notice to the kill; default is the grace of the job.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Give the devices of a job back and keep the job: PAUSED until 'rota resume'. What it committed stays.
+    """Give the devices of jobs back and keep the jobs: PAUSED until 'rota resume'. What they committed stays.
 
     Examples
     --------
     rota pause hello-1
 
-    rota pause hello-1 --grace 2m
+    rota pause hello-1 hello-2 --grace 2m
     """
-    return flags.answer(lambda client: client.pause(job, grace_s=ago_s(grace)), _tell)
+    grace_s = ago_s(grace)
+    return _each("pause", job, lambda client, one: client.pause(one, grace_s=grace_s), flags)
 
 
-def resume(job: JOB, *, flags: Flags = DEFAULT_FLAGS) -> int:
-    """Put a paused job into the queue again, with its old queue time; it goes on from its last commit.
+def resume(*job: JOBS, flags: Flags = DEFAULT_FLAGS) -> int:
+    """Put paused jobs into the queue again, with their old queue time; they go on from their last commit.
 
     Examples
     --------
     rota resume hello-1
     """
-    return flags.answer(lambda client: client.resume(job), _tell)
+    return _each("resume", job, lambda client, one: client.resume(one), flags)
+
+
+def _each(
+    action: str, ids: Sequence[str], ask: Callable[[Client, str], dict[str, Any]], flags: Flags, *, also: str = ""
+) -> int:
+    """Ask one thing of every job, a row each; of several the others go on when one refuses. The worst exit status."""
+    if not ids:
+        raise BadInput("which job?", hint=f"rota {action} JOB{also}; 'rota ps' lists them")
+    items: list[dict[str, Any]] = []
+    worst = 0
+    with flags.client() as client:
+        for one in ids:
+            try:
+                found = ask(client, one)
+            except RotaError as exc:
+                if len(ids) == 1:
+                    raise
+                worst = max(worst, exc.exit)
+                items.append({"job": one, "done": False, "code": exc.code, "text": exc.message})
+            else:
+                items.append({"job": found["id"], "done": True, "state": found["state"], "text": found["text"]})
+    answer = {"kind": "ActionList", "action": action, "items": items}
+    rows = [f"{one['job']} {one.get('state') or f'refused to {action}'}" for one in items]
+    told = [row + (f": {one['text']}" if one["text"] else "") for row, one in zip(rows, items, strict=True)]
+    flags.terminal().show(answer, lambda term: term.line("\n".join(told)))
+    return worst
 
 
 def scale(
@@ -111,7 +168,3 @@ def exec_(
     if done["timed_out"]:
         terminal.note(f"it was killed after {timeout}")
     return EXEC_FAILED if done["timed_out"] else done["exit_status"]
-
-
-def _tell(term: Terminal, document: Mapping[str, Any]) -> None:
-    term.line(f"{document['id']} {document['state']}" + (f": {document['text']}" if document.get("text") else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ from rota.cluster.core.explain import explain
 from rota.cluster.core.facts import JobArrived, Tick
 from rota.cluster.core.rows import Held, JobRow, asked
 from rota.cluster.core.snapshot import State
+from rota.cluster.core.sound import PASSES_MAX
 from rota.cluster.core.txn import Txn
+from rota.cluster.forecast import Forecast
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies.fifo import Fit
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.replay import replayed
+from rota.runtime.clock import SystemClock
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput
 from rota.spec.events import (
@@ -196,6 +200,34 @@ def test_a_node_that_comes_back_smaller_than_its_jobs_takes_no_more_of_what_is_s
     assert [e.placement.bundles[0].node for _, e in log.decide(4.0) if isinstance(e, JobAdmitted)] == ["m"]
     log.add(NodeJoined(node=node("n", 8, cpus=8)), at=5.0)
     assert not log.decide(5.0) and not log.scheduler.state.shrunk, "it is whole again"
+
+
+def test_a_node_that_has_less_memory_than_its_jobs_hold_takes_work_that_asks_none() -> None:
+    log, res = Log("default"), Res(cpus=1, memory_bytes=64 * 2**30)
+    log.add(NodeJoined(node=node("n", 8)))
+    role = RoleSpec(name=RoleName("w"), run=("true",), replicas_min=1, replicas_max=1, res=res)
+    log.add(JobSubmitted(spec=JobSpec(name="one", roles=(role,))), "one")
+    log.add(JobQueued(), "one")
+    log.decide(1.0)
+    log.add(NodeJoined(node=replace(node("n", 8), memory_bytes=2**30)), at=2.0)
+    log.submit("two", 1, 1, at=3.0)
+    assert log.scheduler.state.shrunk
+    assert [job for job, event in log.decide(3.0) if isinstance(event, JobAdmitted)] == ["two"]
+
+
+def test_after_a_restart_the_reason_of_now_is_known_before_the_first_decision() -> None:
+    log = Log("kai")
+    log.add(QueuesChanged(queues=({"path": "default", "guaranteed": {"gpus": 8}},)))
+    log.add(NodeJoined(node=node("n", 4)))
+    for at, name in enumerate(("one", "two"), 1):
+        log.submit(name, 1, 4, at=float(at), labels=(("rota.preemptible", "false"),))
+        log.decide(float(at))
+    again = Scheduler(get_profile("kai"), requests_of)
+    for record in log.records:
+        again.apply(record)
+    for scheduler in (log.scheduler, again):
+        wait = scheduler.wait_of(JobId("two"), 3.0)
+        assert wait is not None and wait.reason is Reason.NO_FREE_DEVICES
 
 
 def test_what_can_never_run_is_refused_with_numbers_and_the_nearest_request() -> None:
@@ -526,6 +558,19 @@ def test_work_of_priority_100_beyond_its_guarantee_is_told_which_priority_would_
     assert [type(event) for _, event in log.decide(3.0)] == [JobAdmitted]
 
 
+def test_a_forecast_keeps_its_hands_off_the_books_of_the_live_policy() -> None:
+    log = with_nodes("kai")
+    for at, name in enumerate(("one", "two")):
+        log.submit(name, 2, 4, at=float(at), time_limit_s=60.0)
+        log.decide(float(at))
+    book = log.scheduler.profile.division.book
+    before = book.fair
+    assert Forecast(log.scheduler.state, log.scheduler.profile, 2.0).play(SystemClock()).starts == {
+        "two": (60.0, 120.0)
+    }
+    assert book.fair is before
+
+
 # -- bugs of the scheduler itself --
 
 
@@ -533,7 +578,7 @@ class _Slips(Fit):
     """A placer that fails for jobs called "fails", and gives those called "takes" the first device of the cluster."""
 
     def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
-        if row.ask.id == "fails":
+        if row.ask.id.startswith("fails"):
             raise KeyError("no such cell")
         if row.ask.id == "takes":
             return (asked(row.ask.shape.slots[0], 0, (0,)),)
@@ -561,8 +606,45 @@ def test_a_job_at_which_a_policy_slips_is_left_out_and_the_others_go_on() -> Non
         log.add(event, job, 5.0)
     again = log.scheduler.decide(6.0)
     assert again.events == () and again.broken == outcome.broken, "it is told once, and known as long as it is so"
+    log.submit("waits", 2, 4, at=6.0)
+    for job, event in log.scheduler.decide(6.0).events:
+        log.add(event, job, 6.0)
+    reasons = {"fails": Reason.INTERNAL, "takes": Reason.INTERNAL, "waits": Reason.NO_FREE_DEVICES}
+    for job, reason in reasons.items():
+        why = log.scheduler.explain(JobId(job), 7.0)
+        assert why is not None and why.why is not None and why.why.reason is reason, job
+    assert log.scheduler.explain_spec(spec("new", 1, 1), 7.0, "user").starts_now
+    assert Forecast(log.scheduler.state, log.scheduler.profile, 7.0).play(SystemClock()).starts.keys() == reasons.keys()
     with pytest.raises(InvariantBroken, match="KeyError"):
         step(log.scheduler.state, Tick(), log.scheduler.profile, 7.0)
+
+
+def test_a_bug_that_is_told_in_other_words_every_time_is_told_once() -> None:
+    class Counts(Fit):
+        tries = itertools.count()
+
+        def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+            raise KeyError(next(self.tries))
+
+    log = with_nodes()
+    log.scheduler.profile = replace(log.scheduler.profile, placer=Counts())
+    log.submit("one", 1, 1)
+    for at, told in ((1.0, 1), (2.0, 0)):
+        outcome = log.scheduler.decide(at)
+        assert len(outcome.events) == told and len(outcome.broken) == 1
+        for job, event in outcome.events:
+            log.add(event, job, at)
+
+
+def test_a_policy_that_fails_at_every_job_is_given_up_after_so_many_passes() -> None:
+    log = with_nodes()
+    log.scheduler.profile = replace(log.scheduler.profile, placer=_Slips(), block="none")
+    for at in range(PASSES_MAX - 1):
+        log.submit(f"fails-{at}", 1, 1, at=float(at))
+    assert len(log.scheduler.decide(1000.0).broken) == PASSES_MAX - 1
+    log.submit("fails-last", 1, 1, at=1000.0)
+    with pytest.raises(InvariantBroken, match="200 jobs were left out"):
+        log.scheduler.decide(1000.0)
 
 
 def test_counts_that_are_not_those_of_the_jobs_are_told_and_counted_anew() -> None:
@@ -577,7 +659,8 @@ def test_counts_that_are_not_those_of_the_jobs_are_told_and_counted_anew() -> No
     assert log.scheduler.decide(2.0).broken == ()
 
 
-def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_others_do() -> None:
+@pytest.mark.parametrize("cpus", [16.0, 1.0])
+def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_others_do(cpus: float) -> None:
     log = with_nodes()
     log.submit("one", 1, 1, at=1.0)
     log.submit("two", 1, 1, at=2.0)
@@ -586,6 +669,7 @@ def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_othe
     node = first.placement.bundles[0].node
     log.add(first, "one", 2.0)
     log.add(first, "two", 2.0)
+    log.add(NodeJoined(node=replace(pretend_nodes("1x2x4", host="real")[0], cpus=cpus)), at=2.0)
     log.submit("three", 1, 1, at=3.0)
     for _ in range(2):
         outcome = log.scheduler.decide(3.0)

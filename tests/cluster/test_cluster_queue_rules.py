@@ -45,6 +45,7 @@ def queue(
             (),
             ["a/c: with 'a/c' 5 cpus are promised, 'a' is promised 4"],
         ),
+        ((queue("a", cpus=3.3), queue("a/b", cpus=1.1), queue("a/c", cpus=2.2)), (), []),
         ((queue("a", 4, type=A), queue("a/b", 8)), (), []),
         (
             (queue("a", 4), queue("a/b", 2, type=A), queue("a/c", 3)),

@@ -74,6 +74,18 @@ class Whole(nn.Module):
         return self.net(self.table(ids))
 
 
+class Named(nn.Module):
+    """Its ``layers`` are no list; two of them share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"table": nn.Embedding(13, 13), "one": nn.Linear(13, 13), "two": nn.Linear(13, 13)})
+        self.layers["two"].weight = self.layers["one"].weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers["two"](torch.tanh(self.layers["one"](self.layers["table"](ids))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     build: Callable[[], nn.Module]
@@ -95,6 +107,7 @@ CASES = {
     "a whole, ddp": Case(build=Whole, plan=data(0)),
     "a whole, zero 1": Case(build=Whole, plan=data(1)),
     "a whole, zero 3": Case(build=Whole, plan=replace(data(3), embed=Layer())),
+    "layers by name, two tied, zero 1": Case(build=Named, plan=data(1)),
     "layers in a Sequential, stages": Case(build=Words, plan=STAGES),
     "tied, stages": Case(build=TIED, plan=STAGES),
     "tied, tp": Case(build=TIED, plan=TENSOR),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rota.cluster.core.plugins import Profile
 from rota.cluster.core.rows import JobRow
 from rota.cluster.core.snapshot import State
+from rota.cluster.core.sound import without_refused
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.report import spread_of
 from rota.cluster.sim import SimJob, SimResult, Simulation
@@ -71,7 +73,8 @@ class Forecast:
         until: JobId | None = None,
         wall_max_s: float = WALL_MAX_S,
     ) -> None:
-        self._until, self._profile, self._now, self._wall_max_s = until, profile, now, wall_max_s
+        self._until, self._now, self._wall_max_s = until, now, wall_max_s
+        self._profile = deepcopy(profile)  # what it keeps of a pass is of one state
         self._jobs = [job for job, row in state.jobs.items() if not row.held]
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
         blind = not known and bool(state.holding())
@@ -79,7 +82,8 @@ class Forecast:
         self._basis = f"{len(known)} of {len(state.jobs)} jobs have an estimate or a time limit"
         if blind:
             self._basis = "no job has an estimate or a time limit"
-        self._forks = () if blind else (state.copy(), state.copy())
+        with without_refused(state):
+            self._forks = () if blind else (state.copy(), state.copy())
 
     def play(self, clock: Clock, aside: Callable[[], None] = lambda: None) -> Estimates:
         """Play the copies: once with the durations as they are, once with longer ones.

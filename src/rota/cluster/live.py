@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.cluster.core import admission, explain, facts
-from rota.cluster.core.asks import JobAsk, Shape, compile_shape
+from rota.cluster.core.asks import JobAsk, compile_shape
 from rota.cluster.core.check import violations
 from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.rows import Held, Wait
@@ -310,6 +310,8 @@ class Scheduler:
         self._state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
         for node in sorted(self._lost):
             self._fact(facts.NodeChanged(node=node, health=None), at)
+        if self.profile.prepare is not None:  # a reason of now may be asked for before the next pass
+            self.profile.prepare(self._state)
 
     # -- deciding ----------------------------------------------------------------------------------------------------
 
@@ -474,11 +476,10 @@ DATA_LABEL = "rota.data"
 
 def ask_of(job: JobId, spec: JobSpec, requests: tuple[GangRequest, ...], *, user: str, queued_at: float) -> JobAsk:
     """What the scheduler needs to know of a job; opportunistic work always gives way, that of priority 100 never."""
-    shape: Shape = compile_shape(requests)
     labels = dict(spec.labels)
     return JobAsk(
         id=job,
-        shape=shape,
+        shape=compile_shape(requests),
         queue=spec.queue,
         user=user,
         priority=spec.priority,

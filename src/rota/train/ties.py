@@ -29,6 +29,8 @@ def tied_names(model: nn.Module) -> list[Names]:
 
 def holders(model: nn.Module, names: Names, parts: Parts, plan: ParallelPlan) -> list[int]:
     """The pipeline ranks that have the parameter under any of its names."""
+    if plan.mesh.pp == 1:
+        return [0]
     found: list[int] = []
     for rank in range(plan.mesh.pp):
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, rank)]

@@ -80,10 +80,6 @@ BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_M
 """Reasons that jobs of other queues may undo, also where devices are promised to each queue by themselves."""
 
 
-def _is_told(row: JobRow, reason: Reason) -> bool:
-    return row.wait is not None and row.wait.reason is reason
-
-
 class _Pass:
     """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass.
 
@@ -166,9 +162,9 @@ class _Pass:
 
     def _tell(self, row: JobRow, wait: Wait | Known) -> None:
         """Say it if it is another reason than the last one, with the numbers of now."""
-        if not _is_told(row, wait.reason) and self.until in (None, row.ask.id):
+        if not row.is_told(wait.reason) and self.until in (None, row.ask.id):
             wait = self._because(row) if isinstance(wait, Known) else wait
-            if not _is_told(row, wait.reason):
+            if not row.is_told(wait.reason):
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
                 self.state.put(self.txn, replace(row, wait=wait))
 

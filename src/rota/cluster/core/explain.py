@@ -16,6 +16,7 @@ from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
 from rota.cluster.core.quota import GPU
 from rota.cluster.core.rows import JobRow, Wait
 from rota.cluster.core.snapshot import State
+from rota.cluster.core.sound import without_refused
 from rota.cluster.core.turns import place_in_order
 from rota.cluster.core.variants import smaller
 from rota.spec.ids import JobId, NodeId
@@ -66,7 +67,7 @@ class Explanation:
 def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanation:
     """Explain a live job. Raises KeyError for a job that the state does not know."""
     row = state.jobs[job]
-    if row.phase != "queued":
+    if row.phase != "queued" or row.is_told(Reason.INTERNAL):
         return Explanation(
             job=job, state=row.phase, starts_now=False, why=row.wait, tally=(), ahead_jobs=0, ahead_gpus=0, since=now
         )
@@ -77,8 +78,9 @@ def explain_ask(state: State, profile: Profile, ask: JobAsk, now: float) -> Expl
     """Explain a waiting job, or one that was not submitted: it is put into the trial state as if it were."""
     memory, state.memory = state.memory, Memory()  # of others a trial knows that they do not fit, not why
     try:
-        wait, preempts = _tried(state, profile, ask, now)
-        changes = () if wait is None else _changes(state, profile, ask, wait, now)
+        with without_refused(state):
+            wait, preempts = _tried(state, profile, ask, now)
+            changes = () if wait is None else _changes(state, profile, ask, wait, now)
     finally:
         state.memory = memory
     ahead_jobs, ahead_gpus = _ahead(state, profile, ask, now)

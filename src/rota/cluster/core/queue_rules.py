@@ -73,7 +73,7 @@ def _promised_too_much(queues: Sequence[Queue], nodes: Sequence[Node]) -> Iterat
             key = (queue.parent, kind)
             sums[key] = sums.get(key, 0.0) + value
             have = _stated(stated.get(queue.parent), kind) if queue.parent else _capacity(nodes, kind)
-            if have is not None and sums[key] > have:
+            if have is not None and round(sums[key] - have, 6) > 0:
                 owner = f"{queue.parent!r} is promised" if queue.parent else "the cluster has"
                 yield BrokenRule(
                     index=index,

@@ -61,6 +61,10 @@ class JobRow:
         """When it may start at the earliest."""
         return max(self.ask.not_before, self.back_at)
 
+    def is_told(self, reason: Reason) -> bool:
+        """Whether this is the last reason that the job was given."""
+        return self.wait is not None and self.wait.reason is reason
+
     def served_by(self, now: float) -> float:
         """Seconds on devices until now, over all attempts."""
         return self.served_s + (now - self.started_at if self.held else 0.0)

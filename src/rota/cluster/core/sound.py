@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,19 +19,21 @@ from rota.spec.reasons import Reason
 from rota.spec.resources import Health
 
 REFUSED = "A bug of the scheduler keeps it from starting"
+PASSES_MAX = 200
+"""Passes of one decision: a policy that fails at every job costs no more than these."""
 
 
 def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
     """What should happen now, and the jobs that are left out of it, with why.
 
-    Nothing new goes to nodes that are overdrawn. Left out are jobs at which the pass fails, or which it would start on
-    what is not free; the pass is made again without them. Raises what fails at no job.
+    Nothing new goes to nodes that are overdrawn. Left out are jobs at which the pass fails, or which it would start
+    on what is not free; the pass is made again without them. Raises what fails at no job, or in ``PASSES_MAX`` passes.
     """
     refused: dict[JobId, str] = {}
     with state.txn() as txn:
         for row in overdrawn(state):
             state.mark(txn, state.nodes[row].id, Health.SUSPECT)
-        while True:
+        for _ in range(PASSES_MAX):
             try:
                 decisions = decide(state, profile, now)
                 wrong = unsound(state, decisions)
@@ -39,18 +42,29 @@ def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], d
                     raise
                 decisions, wrong = [], {error.job: str(error)}
             if not wrong:
-                waits = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {refused[job]}.") for job in refused}
-                told = (WaitOn(job=job, wait=wait) for job, wait in waits.items() if state.jobs[job].wait != wait)
-                return [*decisions, *told], refused
+                new = [job for job in refused if not state.jobs[job].is_told(Reason.INTERNAL)]
+                told = (Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {refused[job]}.") for job in new)
+                return [*decisions, *(WaitOn(job=job, wait=wait) for job, wait in zip(new, told))], refused
             refused |= wrong
             for job in wrong:
                 state.put(txn, replace(state.jobs[job], phase="paused"))
+    raise InvariantBroken(f"in {PASSES_MAX} passes {len(refused)} jobs were left out, and others fail")
+
+
+@contextmanager
+def without_refused(state: State) -> Generator[None]:
+    """Jobs that were told that a bug keeps them from starting are not tried meanwhile."""
+    with state.txn() as txn:
+        for row in state.waiting():
+            if row.is_told(Reason.INTERNAL):
+                state.put(txn, replace(row, phase="paused"))
+        yield
 
 
 def overdrawn(state: State) -> list[int]:
-    """Nodes of which more is given than there is, those that shrank under their jobs aside."""
-    short = np.flatnonzero((state.cpu < 0) | (state.mem < 0)).tolist()
-    return sorted({*state.dev_node[state.dev_milli < 0].tolist(), *short} - state.shrunk)
+    """Nodes of which more is given than there is, cores and bytes of those that shrank under their jobs aside."""
+    short = set(np.flatnonzero((state.cpu < 0) | (state.mem < 0)).tolist()) - state.shrunk
+    return sorted({*state.dev_node[state.dev_milli < 0].tolist(), *short})
 
 
 def unsound(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
@@ -78,6 +92,6 @@ def _not_free(state: State, txn: Txn, slot: Held) -> str:
     if sick or state.node_health[slot.node]:
         return f"{node}, or a device of it, takes no work"
     short = [d for d in slot.devices if int(state.dev_milli[d]) < 0]
-    if short or int(state.cpu[slot.node]) < 0 or int(state.mem[slot.node]) < 0:
+    if short or (slot.cpu_milli and int(state.cpu[slot.node]) < 0) or (slot.mem and int(state.mem[slot.node]) < 0):
         return f"what it would get of {node} is not free"
     return ""

@@ -22,10 +22,7 @@ PASSED_BY = frozenset({Reason.NOT_BEFORE, Reason.COOL_DOWN, Reason.USER_LIMIT})
 FOR_ONE_JOB = frozenset({Reason.AWAITING_PREEMPTION, Reason.RESERVED_FOR_OTHER})
 """Reasons that hold for one job of a line only: the next one may be shorter, or find victims of its own."""
 
-
-BY_PLACE = frozenset(
-    {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason.CPU_OR_MEMORY, Reason.TOPOLOGY}
-)
+BY_PLACE = {Reason.NO_FREE_DEVICES, Reason.FRAGMENTED, Reason.WRONG_TYPE, Reason.CPU_OR_MEMORY, Reason.TOPOLOGY}
 """Reasons of jobs whose queue might start them, and that find no place."""
 
 

@@ -142,9 +142,8 @@ def _tensor(plan: ParallelPlan, model: ModelShape, hardware: Hardware | None) ->
             rule = f"{name} {size} does not divide by tp {tp}"
             yield Fault("mesh.tp", tp, rule, f"choose tp among the divisors of {size}")
     if hardware is not None and (near := hardware.levels[0].size) and tp > near:
-        rule = (
-            f"tensor ranks talk in every layer, and a {hardware.levels[0].name} of {hardware.name} has {near} devices"
-        )
+        level = f"a {hardware.levels[0].name} of {hardware.name}"
+        rule = f"tensor ranks talk in every layer, and {level} has {near} devices"
         yield Fault("mesh.tp", tp, rule, f"use {near} at most")
     for name, kind in _kinds(plan):
         if kind.tp not in (1, tp):
@@ -171,9 +170,8 @@ def _sequence(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
 def _sync(plan: ParallelPlan) -> Iterator[Fault]:
     sync, mesh, zero = plan.sync, plan.mesh, max((kind.zero for _, kind in _kinds(plan)), default=0)
     if sync.mode in (*_PS_MODES, "local_sgd") and (mesh.pp, mesh.tp, mesh.cp, zero) != (1, 1, 1, 0):
-        rule = (
-            f"{sync.mode} needs pp = tp = cp = 1 and zero 0; got pp {mesh.pp}, tp {mesh.tp}, cp {mesh.cp}, zero {zero}"
-        )
+        got = f"pp {mesh.pp}, tp {mesh.tp}, cp {mesh.cp}, zero {zero}"
+        rule = f"{sync.mode} needs pp = tp = cp = 1 and zero 0; got {got}"
         yield Fault("sync.mode", sync.mode, rule, "use mode allreduce, or turn the other axes off")
     if sync.compression not in ("none", "fp16", "bf16") and zero > 1:
         rule = f"compression other than fp16 and bf16 needs zero 0 or 1; got {zero}"

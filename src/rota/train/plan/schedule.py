@@ -35,11 +35,6 @@ class Timeline:
     busy_s: tuple[float, ...]
     alive_max: tuple[int, ...]
 
-    @property
-    def bubble_s(self) -> float:
-        """Idle time of the busiest rank: the part of the total that is not work."""
-        return self.total_s - max(self.busy_s)
-
 
 def gpipe(ranks: int, micro: int) -> tuple[tuple[Task, ...], ...]:
     """All forwards, then all backwards, on every rank."""

@@ -21,7 +21,8 @@ from rota.job.worker import Instance
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launch import Call, ProcessDied
 from rota.spec.dispatch import Rank
-from rota.spec.ids import Epoch
+from rota.spec.ids import Epoch, RoleName
+from rota.spec.job import WeightsEdge
 from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
 
 LIMIT_S = 30.0
@@ -139,6 +140,45 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
 
     asyncio.run(main())
     instance._control.close()
+
+
+class Reader(Workload):
+    """Needs weights for its operation."""
+
+    @op
+    def read(self) -> None: ...
+
+    @op.weights
+    def load(self, version: int, tensors: Any) -> None: ...
+
+
+def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+
+    class Listening(QuietLauncher):
+        async def call(self, _: object, call: Call) -> Any:
+            if call.method == "beat" and Beat.from_json(call.args[0]).failure is not None:
+                told.set()
+            return await super().call()
+
+    monkeypatch.setattr(worker, "open_launcher", lambda _: Listening())
+    monkeypatch.setattr(operations.shadow, "connect", lambda *_: None)  # nothing is shared here
+    role = replace(service("w", 1), workload=f"{__name__}:Reader", interface=interface_of(Reader))
+    made = replace(spec(role), weights=(WeightsEdge(source=RoleName("a"), target=role.name),))
+    place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
+    instance = Instance(place=place.to_json(), spec=made.to_json(), instance="w/0", epoch=1, attempt=1, devices=[])
+
+    async def main() -> None:
+        instance.adopt(asyncio.get_running_loop())
+        assert await instance.assemble(epoch=1, world=1, restore=0, restarts=0, index=0) == {"answer": "done"}
+        found = await instance.call(["a", "read", 1, 4, {"a-w": (1, 1)}, False])
+        assert isinstance(found, Refusal) and (found.kind, found.traceback) == ("stale", "")
+        assert "AttributeError" in found.text and await asyncio.to_thread(told.wait, LIMIT_S)
+        await asyncio.to_thread(instance._control.close)
+
+    asyncio.run(main())
 
 
 def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(

@@ -143,7 +143,7 @@ class ClassBody:
         try:
             await self._enter(formed, request.weights, request.loop_epoch)
         except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
-            return self._failed(formed, error, report=True)
+            return Refusal(kind="stale", text=self._failed(formed, error, report=True).text)  # nothing ran
         if op is None:
             formed.leave()
             return None

@@ -86,8 +86,7 @@ class Guard:
         request_id = self._doors.chance.fresh(60)
         scope.setdefault("state", {}).update(request_id=request_id, doors=self._doors)
         method = scope["method"] if scope["method"] in METHODS else "other"
-        if method == "HEAD":  # what GET answers, without its body
-            scope = {**scope, "method": "GET"}
+        scope = _as_routed(scope, scope["method"])
         started_s = self._doors.clock.monotonic_s()
         status = [500]
         read = [0]
@@ -133,6 +132,11 @@ class Guard:
                 self._doors.audit.stranger({**asked_line(scope, None), "status": status})
         except OSError as error:
             _log.error("%s %s answered %s, which the audit lacks: %s", scope["method"], scope["path"], status, error)
+
+
+def _as_routed(scope: Scope, method: str) -> Scope:
+    """HEAD is what GET answers, without its body; not of the login, which spends a code."""
+    return {**scope, "method": "GET" if method == "HEAD" and scope["path"] != "/login" else method}
 
 
 def problem(
@@ -218,7 +222,7 @@ def _methods_of(request: Request) -> list[str]:
     """What may be asked of this path."""
 
     def fits(method: str) -> bool:
-        scope = {**request.scope, "method": "GET" if method == "HEAD" else method}
+        scope = _as_routed(request.scope, method)
         return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
     return [method for method in sorted(METHODS) if fits(method)]

@@ -73,8 +73,8 @@ class Forecast:
         until: JobId | None = None,
         wall_max_s: float = WALL_MAX_S,
     ) -> None:
-        self._until, self._now, self._wall_max_s = until, now, wall_max_s
-        self._profile = deepcopy(profile)  # what it keeps of a pass is of one state
+        # What a profile keeps of a pass is of one state.
+        self._until, self._profile, self._now, self._wall_max_s = until, deepcopy(profile), now, wall_max_s
         self._jobs = [job for job, row in state.jobs.items() if not row.held]
         known = [row.ask.est_s for row in state.jobs.values() if row.ask.est_s is not None]
         blind = not known and bool(state.holding())

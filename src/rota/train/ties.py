@@ -31,12 +31,8 @@ def holders(model: nn.Module, names: Names, parts: Parts, plan: ParallelPlan) ->
     """The pipeline ranks that have the parameter under any of its names."""
     if plan.mesh.pp == 1:
         return [0]
-    found: list[int] = []
-    for rank in range(plan.mesh.pp):
-        pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, rank)]
-        if any(name in dict(piece.named_parameters(remove_duplicate=False)) for piece in pieces for name in names):
-            found.append(rank)
-    return found
+    stages = {rank: [plan.stages[index] for index in stages_of(plan, rank)] for rank in range(plan.mesh.pp)}
+    return [rank for rank, own in stages.items() if _held([parts.cut(model, stage) for stage in own], names)]
 
 
 def tie_again(piece: nn.Module, ties: Sequence[Names]) -> None:

@@ -35,9 +35,9 @@ class Explanation:
     state: str
     starts_now: bool
     why: Wait | None
-    tally: tuple[Tally, ...]
-    ahead_jobs: int
-    ahead_gpus: int
+    tally: tuple[Tally, ...] = ()
+    ahead_jobs: int = 0
+    ahead_gpus: int = 0
     would_start_now_with: tuple[dict[str, Any], ...] = ()
     victims_if_preempted: tuple[dict[str, Any], ...] = ()
     estimate: dict[str, Any] | None = None
@@ -68,9 +68,7 @@ def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanati
     """Explain a live job. Raises KeyError for a job that the state does not know."""
     row = state.jobs[job]
     if row.phase != "queued" or row.is_told(Reason.INTERNAL):
-        return Explanation(
-            job=job, state=row.phase, starts_now=False, why=row.wait, tally=(), ahead_jobs=0, ahead_gpus=0, since=now
-        )
+        return Explanation(job=job, state=row.phase, starts_now=False, why=row.wait, since=now)
     return explain_ask(state, profile, row.ask, now)
 
 

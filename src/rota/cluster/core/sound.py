@@ -42,9 +42,9 @@ def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], d
                     raise
                 decisions, wrong = [], {error.job: str(error)}
             if not wrong:
-                new = [job for job in refused if not state.jobs[job].is_told(Reason.INTERNAL)]
-                told = (Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {refused[job]}.") for job in new)
-                return [*decisions, *(WaitOn(job=job, wait=wait) for job, wait in zip(new, told))], refused
+                told = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {why}.") for job, why in refused.items()}
+                new = [job for job in told if not state.jobs[job].is_told(Reason.INTERNAL)]
+                return [*decisions, *(WaitOn(job=job, wait=told[job]) for job in new)], refused
             refused |= wrong
             for job in wrong:
                 state.put(txn, replace(state.jobs[job], phase="paused"))

@@ -59,11 +59,6 @@ def all_gather_s(ranks: int, size_bytes: float, link: Link) -> float:
     return reduce_scatter_s(ranks, size_bytes, link)
 
 
-def all_to_all_s(ranks: int, size_bytes: float, link: Link) -> float:
-    """``(K-1)/K N/B + (K-1) a``; ``N`` is what one rank holds."""
-    return reduce_scatter_s(ranks, size_bytes, link)
-
-
 def send_s(size_bytes: float, link: Link) -> float:
     """Point to point: ``N/B + a``."""
     return size_bytes * link.seconds_per_byte + link.latency_s

@@ -135,7 +135,7 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["exlpain", "x"], 2, "unknown verb 'exlpain'\n      did you mean 'explain'?"),
         (["ps", "--al"], 2, "Unknown option: --al. Did you mean --all?"),
         (["sim", "rn"], 2, 'Unknown command "rn". Did you mean "run"?'),
-        (["ps", "-o", "yaml"], 2, "-o yaml: not a form"),
+        (["ps", "-o", "xml"], 2, "-o xml: not a form"),
         (["ps", "--since", "7"], 2, "'7' is not a duration with a unit; write 7s or 7m"),
         (["ps", "--sort", "x"], 2, "--sort x: unknown"),
         (["show"], 2, "show needs a JOB"),
@@ -414,10 +414,10 @@ def test_colour_is_for_terminals_that_want_it(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", Tty())
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert terminal_for(as_json=False, quiet=False, no_color=False).colour
-    assert not terminal_for(as_json=False, quiet=False, no_color=True).colour
+    assert terminal_for(form="table", quiet=False, no_color=False).colour
+    assert not terminal_for(form="table", quiet=False, no_color=True).colour
     monkeypatch.setenv(name, "dumb")
-    assert not terminal_for(as_json=False, quiet=False, no_color=False).colour
+    assert not terminal_for(form="table", quiet=False, no_color=False).colour
 
 
 @pytest.mark.parametrize("width", [80, 200])

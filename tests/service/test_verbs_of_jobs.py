@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from standing import Standing
-from test_cli import own_home, with_cli
+from ruamel.yaml import YAML
+from standing import HELLO, Standing, with_service
+from test_cli import own_home, rota, with_cli
 
 from rota.spec.states import JobState
 
@@ -38,3 +41,103 @@ def test_several_jobs_are_changed_at_once_and_one_that_refuses_stops_no_other(
         assert "which job?" in (await ask(verb)).err
 
     with_cli(tmp_path / "service", test)
+
+
+SORTED = {
+    "submitted": "e-1 d-1 b-1 a-2 a-1 c-1",
+    "name": "a-2 a-1 b-1 c-1 d-1 e-1",
+    "priority": "c-1 e-1 d-1 b-1 a-2 a-1",
+    "queue": "e-1 d-1 b-1 a-2 a-1 c-1",
+    "state": "c-1 e-1 d-1 b-1 a-2 a-1",
+}
+
+
+async def six_jobs(service: Standing) -> None:
+    """The first one is urgent and has everything; the others wait."""
+    asks = "roles: {m: {run: [x], replicas: 2, resources: {gpus: 4}}}"
+    for name in ("c", "a", "a", "b", "d", "e"):
+        await service.submit(f"name: {name}\npriority: {90 if name == 'c' else 50}\n{asks}")
+    await service.until("c-1", JobState.ADMITTED)
+    for one in ("a-1", "a-2", "b-1", "d-1", "e-1"):
+        await service.until(one, JobState.QUEUED)
+
+
+def test_a_list_comes_in_the_order_that_is_asked_for_over_all_its_pages(tmp_path: Path) -> None:
+    async def pages(service: Standing, sort: str) -> list[str]:
+        seen: list[str] = []
+        page: dict[str, Any] = {"next": ""}
+        while page["next"] is not None:
+            page = await service.get("/jobs", sort=sort, limit=2, cursor=page["next"])
+            seen += [row["id"] for row in page["items"]]
+        return seen
+
+    async def test(service: Standing) -> None:
+        await six_jobs(service)
+        for sort, order in SORTED.items():
+            assert await pages(service, sort) == order.split(), sort
+        of_names = (await service.get("/jobs", sort="name", limit=2))["next"]
+        for given in ({"sort": "colour"}, {"sort": "queue", "cursor": of_names}, {"cursor": of_names}):
+            answer: httpx.Response = await service.http.get("/api/v1/jobs", params=given)
+            assert answer.status_code == 422, given
+
+    with_service(tmp_path, test)
+
+
+def test_ps_asks_the_service_for_the_order_so_a_limit_keeps_the_first(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await six_jobs(service)
+        first = (await ask("ps", "--sort", "priority", "--limit", "1", "--json")).document
+        assert [row["id"] for row in first["items"]] == ["c-1"]
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_ps_shows_the_columns_that_are_named_and_wide_all_of_them(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit("labels: {team: a}\n" + HELLO)
+        named = (await ask("ps", "--columns", "state,JOB")).out.splitlines()
+        assert named[0].split() == ["STATE", "JOB"]
+        assert named[-1].split()[1] == "hello-1"
+        narrow, wide = [(await ask("ps", "-o", form)).out.splitlines() for form in ("table", "wide")]
+        assert wide[0].split()[: len(narrow[0].split())] == narrow[0].split()
+        assert "LABELS" in wide[0] and "team=a" in wide[-1] and "LABELS" not in narrow[0]
+        assert len(wide) == len(narrow), "a row stays one line"
+        wrong = await ask("ps", "--columns", "jb")
+        assert (wrong.status, "--columns jb: no column\n      did you mean 'job'" in wrong.err) == (2, True)
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_ps_mine_lists_the_jobs_of_the_user_who_asks(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit()
+        assert (await ask("user", "create", "ann", "--role", "admin")).status == 0
+        token = (await ask("token", "create", "--user", "ann", "--json")).document["token"]
+        headers = {"Authorization": f"Bearer {token}"}
+        assert (await service.http.post("/api/v1/jobs", json={"source": HELLO}, headers=headers)).status_code == 201
+        shown = [(await ask("ps", "--json", *more)).document["items"] for more in ([], ["--mine"])]
+        assert [[row["id"] for row in rows] for rows in shown] == [["hello-2", "hello-1"], ["hello-1"]]
+        assert (await ask("ps", "--mine", "--user", "ann")).status == 2
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_yaml_says_what_json_says(tmp_path: Path) -> None:
+    def read(text: str) -> Any:
+        return YAML(typ="safe", pure=True).load(text)
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        await service.submit("labels: {a: '1', b: 'true', c: 'x: y'}\n" + HELLO)
+        for words in (["show", "hello-1", "--spec"], ["show", "nobody"]):
+            in_json, in_yaml = await ask(*words, "--json"), await ask(*words, "-o", "yaml")
+            one, other = in_json.document, read(in_yaml.out)
+            for document in (one, other):
+                document.get("fields", {}).pop("request_id", None)
+            assert (in_yaml.status, other) == (in_json.status, one)
+        lines = (await ask("events", "hello-1", "-o", "yaml")).out
+        assert "---" in lines or read(lines)["kind"] == "EventList"
+
+    with_cli(tmp_path / "service", test)
+    mistake = rota("ps", "--al", "--output=yaml")
+    assert (mistake.status, read(mistake.out)["kind"]) == (2, "Error")
+    assert json.loads(rota("ps", "--al", "--output=json").out)["kind"] == "Error"

@@ -236,7 +236,7 @@ def generate(chance: Chance, tenants: Iterable[Tenant], *, jobs: int, load: floa
         now += rng.expovariate(rate)
         tenant = rng.choices(known, weights=[t.nodes for t in known])[0]
         gpus = min(rng.choice(sizes), tenant.nodes * tenant.gpus_per_node)
-        gang = _gang("", "", gpus, tenant.gpus_per_node)
+        gang = _gang("", {}, gpus, tenant.gpus_per_node)
         made.append(
             TraceJob(
                 job_id=f"g{i}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote
 
 from rota.service.problems import Problem
@@ -14,6 +14,8 @@ from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
 
 API_PATH = "/api/v1"
 MEDIA_SSE = "text/event-stream"
+JobSort = Literal["submitted", "name", "state", "priority", "queue"]
+"""Orders of a list of jobs: the newest or the highest priority first, names from A on; of equals the newest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rota.service.problems import cannot_use
+from rota.service.terminal import Form, form_of, terminal_for
 from rota.spec.errors import BadInput, RotaError, did_you_mean
 
 if TYPE_CHECKING:
@@ -182,20 +183,24 @@ def ordered(words: Sequence[str]) -> list[str]:
     return verb + head + moved + [f"--argv={word}" for word in tail]
 
 
-def wants_json(words: Sequence[str]) -> bool:
-    """True when the answer, a mistake included, is for a program."""
+def form_wanted(words: Sequence[str]) -> Form:
+    """The form of the answer, a mistake included."""
     before = list(words)[: words.index("--")] if "--" in words else list(words)
-    form = (("-o", "json"), ("--output", "json"))
-    return "--json" in before or "--output=json" in before or any(pair in form for pair in pairwise(before))
+    if "--json" in before:
+        return "json"
+    asked = [last for first, last in pairwise(before) if first in ("-o", "--output")]
+    asked += [word.partition("=")[2] for word in before if word.startswith("--output=")]
+    for word in asked:
+        if form := form_of(word):
+            return form
+    return "table"
 
 
 def call(words: Sequence[str]) -> int:
     """Do what ``words`` ask; the exit status. Mistakes are told, never raised."""
     from cyclopts import CycloptsError
 
-    from rota.service.terminal import terminal_for
-
-    terminal = terminal_for(as_json=wants_json(words), quiet=False, no_color="--no-color" in words)
+    terminal = terminal_for(form=form_wanted(words), quiet=False, no_color="--no-color" in words)
     try:
         " ".join(words).encode()
     except UnicodeEncodeError as exc:

@@ -22,10 +22,15 @@ def job_text(spec: JobSpec, form: Literal["yaml", "json"] = "yaml") -> str:
     fields = job_fields(spec)
     if form == "json":
         return json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return yaml_text(fields)
+
+
+def yaml_text(value: Any) -> str:
+    """Plain values as YAML, in their order."""
     out = io.StringIO()
     yaml = YAML(typ="rt", pure=True)
     yaml.width = 120
-    yaml.dump(_quoted(fields), out)
+    yaml.dump(_quoted(value), out)
     return out.getvalue()
 
 

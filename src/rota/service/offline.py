@@ -113,7 +113,7 @@ def _head(kind: str) -> dict[str, Any]:
     return {"api": "rota/v1", "kind": kind}
 
 
-def sim_run(trace: Path, vcs: Path, profile: str, *, costs: Mapping[str, float], **given: Any) -> dict[str, Any]:
+def sim_run(trace: Path, vcs: Path, profile: str, *, costs: Mapping[str, Any], **given: Any) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile, as ``run_sim`` takes it. Raises TraceError and UnknownName."""
     from rota.cluster.runs import run_sim
     from rota.cluster.sim import Overheads

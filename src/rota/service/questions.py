@@ -32,7 +32,7 @@ class Questions(Generic[T]):
         return self.ask(Ask(method="POST", path=f"{API_PATH}/jobs:plan", body=body))
 
     def jobs(self, **filters: Any) -> T:
-        """One page (``JobList``). Filters: all, state, queue, user, name, label, since_s, limit, cursor."""
+        """One page (``JobList``). Filters: all, state, queue, user, name, label, since_s, sort, limit, cursor."""
         return self.ask(calls.get("/jobs", **filters))
 
     def job(self, job: str) -> T:

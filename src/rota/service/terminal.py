@@ -1,4 +1,4 @@
-"""What verbs print: one JSON document for programs, tables for people, progress and mistakes on stderr."""
+"""What verbs print: one JSON or YAML document for programs, tables for people, progress and mistakes on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from rota.service.problems import Problem
 from rota.spec.errors import JobFileError, RotaError
@@ -17,18 +17,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 API = "rota/v1"
-WIDTH_PIPE = 200
-"""Columns of a table that goes to a file or a pipe."""
+Form = Literal["table", "wide", "json", "yaml"]
+FORMS: tuple[Form, ...] = get_args(Form)
+WIDTH_PIPE, WIDTH_WIDE = 200, 2000
+"""Characters in a line of a table that goes to a file or a pipe, and of one that must not be folded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """Where answers go and in which form. ``json`` is set: stdout is exactly one document (one a line when following).
+    """Where answers go and in which form. ``json`` is set: stdout is exactly one document (one a line when following);
+    with ``yaml`` it is in YAML (one after ``---`` each when following). ``wide``: tables have every column.
 
     ``colour`` and ``live`` are False unless the stream is a terminal that can show them.
     """
 
     json: bool = False
+    yaml: bool = False
+    wide: bool = False
     quiet: bool = False
     colour: bool = False
     live: bool = False
@@ -38,14 +43,21 @@ class Terminal:
     def show(self, document: Mapping[str, Any], table: Callable[[Terminal], None]) -> None:
         """The answer: the document as it is, or drawn by ``table``."""
         if self.json:
-            self.line(json.dumps(_headed(document), ensure_ascii=False, allow_nan=False, indent=2, default=str))
+            self.line(self._text(_headed(document), indent=2))
         else:
             table(self)
 
     def show_line(self, document: Mapping[str, Any], text: str) -> None:
         """One of many answers, as they come."""
-        shown = json.dumps(_headed(document), ensure_ascii=False, allow_nan=False, default=str) if self.json else text
-        self.line(shown)
+        self.line(("---\n" if self.yaml else "") + self._text(_headed(document)) if self.json else text)
+
+    def _text(self, document: Mapping[str, Any], indent: int | None = None) -> str:
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
+        if not self.yaml:
+            return text
+        from rota.service.jobtext import yaml_text  # noqa: PLC0415 - only when YAML is asked for
+
+        return yaml_text(json.loads(text)).rstrip("\n")
 
     def line(self, text: str = "") -> None:
         """A line of the answer. Ends the process in order when nobody reads any more."""
@@ -67,7 +79,7 @@ class Terminal:
             file=self.out,
             no_color=not self.colour,
             force_terminal=self.colour,
-            width=None if self.live else WIDTH_PIPE,
+            width=WIDTH_WIDE if self.wide else None if self.live else WIDTH_PIPE,
             highlight=False,
             soft_wrap=False,
         )
@@ -102,7 +114,7 @@ class Terminal:
     def error(self, exc: RotaError) -> None:
         """A mistake: with its place and caret on stderr; as a document of kind ``Error`` on stdout with ``--json``."""
         if self.json:
-            self.line(json.dumps(error_document(exc), ensure_ascii=False, allow_nan=False, indent=2, default=str))
+            self.line(self._text(error_document(exc), indent=2))
         if isinstance(exc, JobFileError) and exc.problems:
             for problem in exc.problems:
                 self._tell(problem.render() if isinstance(problem, Problem) else str(problem))
@@ -168,10 +180,24 @@ def error_document(exc: RotaError) -> dict[str, Any]:
     }
 
 
-def terminal_for(*, as_json: bool, quiet: bool, no_color: bool) -> Terminal:
+def form_of(word: str) -> Form | None:
+    """The form that ``-o word`` means; None for none."""
+    return next((form for form in FORMS if form == word), None)
+
+
+def terminal_for(*, form: Form, quiet: bool, no_color: bool) -> Terminal:
     """The terminal of this process; NO_COLOR, TERM=dumb and a pipe are obeyed."""
     tty = sys.stdout.isatty()
     environ = os.environ  # noqa: TID251 - how a terminal looks is no setting of Rota
     plain = no_color or bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
     live = tty and environ.get("TERM") != "dumb"
-    return Terminal(json=as_json, quiet=quiet, colour=tty and not plain, live=live, out=sys.stdout, err=sys.stderr)
+    return Terminal(
+        json=form in ("json", "yaml"),
+        yaml=form == "yaml",
+        wide=form == "wide",
+        quiet=quiet,
+        colour=tty and not plain,
+        live=live,
+        out=sys.stdout,
+        err=sys.stderr,
+    )

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
+from rota.service.calls import JobSort
 from rota.service.changes import checked_changes, checked_size
 from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, check_attempt, member_of
 from rota.service.submission import Submission
@@ -130,10 +131,11 @@ async def list_jobs(
     text: Annotated[str, Query(max_length=200)] = "",
     label: Annotated[list[str] | None, Query()] = None,
     since_s: Annotated[float | None, Query(ge=0)] = None,
+    sort: JobSort = "submitted",
     limit: Annotated[int, Query(ge=1, le=200)] = 200,
     cursor: str = "",
 ) -> Document:
-    """Jobs, newest first; those that ended only with ``all`` or ``state``.
+    """Jobs, newest first unless ``sort`` says else; those that ended only with ``all`` or ``state``.
 
     ``since_s``: ended at most so long ago. ``text``: a part of the id or the user.
     """
@@ -149,7 +151,7 @@ async def list_jobs(
         since=0.0 if since_s is None else now - since_s,
     )
     jobs = (one for one in doors.loop.installation.jobs.values() if caller.sees(one))
-    return doors.veiled(caller, job_list(jobs, wanted, _told(doors), now=now, limit=limit, cursor=cursor))
+    return doors.veiled(caller, job_list(jobs, wanted, _told(doors), now=now, sort=sort, limit=limit, cursor=cursor))
 
 
 @router.get("/jobs/{job}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from rota.service.terminal import Terminal, terminal_for
+from rota.service.terminal import FORMS, Terminal, form_of, terminal_for
 from rota.spec.errors import BadInput
 
 if TYPE_CHECKING:
@@ -27,22 +27,18 @@ class Flags:
     """The flags of every verb."""
 
     json: Annotated[bool, Parameter(help="Print one JSON document and nothing else on stdout.")] = False
-    output: Annotated[str, Parameter(name=["-o", "--output"], help="table or json.")] = "table"
+    output: Annotated[str, Parameter(name=["-o", "--output"], help="table, wide, json or yaml.")] = "table"
     server: Annotated[str, Parameter(help="Address of the service; default: the one of this machine.")] = ""
     token: Annotated[str, Parameter(help="Token; better in ROTA_TOKEN.")] = ""
     no_color: Annotated[bool, Parameter(help="No colour; NO_COLOR does the same.")] = False
     quiet: Annotated[bool, Parameter(help="No progress on stderr.")] = False
 
-    @property
-    def as_json(self) -> bool:
-        """True when the answer is for a program. Raises BadInput for an unknown ``-o``."""
-        if self.output not in ("table", "json"):
-            raise BadInput(f"-o {self.output}: not a form", hint="table or json")
-        return self.json or self.output == "json"
-
     def terminal(self) -> Terminal:
-        """Where this verb prints."""
-        return terminal_for(as_json=self.as_json, quiet=self.quiet, no_color=self.no_color)
+        """Where this verb prints. Raises BadInput for an unknown ``-o``."""
+        form = form_of("json" if self.json else self.output)
+        if form is None:
+            raise BadInput(f"-o {self.output}: not a form", hint=", ".join(FORMS))
+        return terminal_for(form=form, quiet=self.quiet, no_color=self.no_color)
 
     def client(self) -> Client:
         """A client of the service."""

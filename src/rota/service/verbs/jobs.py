@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, get_args
 
 from cyclopts import Parameter
 
+from rota.service.calls import JobSort
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.verbs.words import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
 from rota.spec.errors import BadInput, nearest
 
-SORTS = ("submitted", "name", "state", "priority", "queue")
+SORTS = get_args(JobSort)
 
 
 def ps(
@@ -21,9 +22,11 @@ def ps(
     state: Annotated[list[str] | None, Parameter(help="Only in this state; repeatable.")] = None,
     queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Only of this queue and those below it.")] = "",
     user: Annotated[str, Parameter(help="Only of this user.")] = "",
+    mine: Annotated[bool, Parameter(help="Only of the user who asks.")] = False,
     label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="Only with K=V; repeatable.")] = None,
     since: Annotated[str, Parameter(help="Only jobs that live, or ended at most so long ago (7d).")] = "",
     sort: Annotated[str, Parameter(help="submitted, name, state, priority or queue.")] = "submitted",
+    columns: Annotated[str, Parameter(help="Columns of the table: a,b; those of -o wide can be named.")] = "",
     limit: Annotated[int, Parameter(help="At most so many.")] = 200,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -34,13 +37,19 @@ def ps(
     rota ps
 
     rota ps -a -l team=vision --since 7d --json
+
+    rota ps --mine --sort priority --columns job,state,nodes
     """
     if sort not in SORTS:
         raise BadInput(f"--sort {sort}: unknown", hint=", ".join(SORTS))
     if not 1 <= limit <= 10_000:
         raise BadInput(f"--limit {limit}: from 1 to 10000")
+    if mine and user:
+        raise BadInput("--mine and --user: one of them")
     terminal = flags.terminal()
+    shown = _columns(columns, wide=terminal.wide)
     filters = {
+        "sort": sort,
         "all": all_ or bool(since),
         "state": state,
         "queue": queue,
@@ -49,37 +58,58 @@ def ps(
         "since_s": ago_s(since),
     }
     with flags.client() as client:
+        if mine:
+            filters["user"] = client.accounts.whoami()["name"]
         page = client.jobs(**filters, limit=min(limit, 200))
         while len(page["items"]) < limit and page.get("next"):
             more = client.jobs(**filters, limit=min(limit - len(page["items"]), 200), cursor=page["next"])
             page = {**more, "items": page["items"] + more["items"]}
-    if sort != "submitted":
-        page["items"].sort(key=lambda job: (-job["priority"] if sort == "priority" else 0, str(job[sort])))
-    terminal.show(page, lambda term: _job_table(term, page["items"]))
+    empty = "no jobs; 'rota run job.yaml' starts one, 'rota ps -a' shows those that ended"
+    rows = [[COLUMNS[name](job) for name in shown] for job in page["items"]]
+    terminal.show(page, lambda term: term.table([name.upper() for name in shown], rows, empty=empty))
     return 0
 
 
-def _job_table(term: Terminal, items: list[dict[str, Any]]) -> None:
-    term.table(
-        ["JOB", "STATE", "QUEUE", "PRIO", "READY", "GPUS", "AGE", "RAN", "WHY"],
-        [
-            (
-                job["id"],
-                job["state"],
-                job["queue"],
-                job["priority"],
-                f"{job['instances_ready']}/{job['instances_total']}",
-                amount(job["gpus"]),
-                age(job["submitted_at"]),
-                lasting(job["run_s"]) if job["run_s"] else "",
-                ", ".join(part for part in (job["reason"], job["phase"]) if part)
-                if job["state"] in ("QUEUED", "PREEMPTING")
-                else job["reason"] or job["phase"],
-            )
-            for job in items
-        ],
-        empty="no jobs; 'rota run job.yaml' starts one, 'rota ps -a' shows those that ended",
-    )
+def _why(job: Mapping[str, Any]) -> str:
+    told = [part for part in (job["reason"], job["phase"]) if part]
+    return ", ".join(told if job["state"] in ("QUEUED", "PREEMPTING") else told[:1])
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    "job": lambda job: job["id"],
+    "state": lambda job: job["state"],
+    "queue": lambda job: job["queue"],
+    "prio": lambda job: job["priority"],
+    "ready": lambda job: f"{job['instances_ready']}/{job['instances_total']}",
+    "gpus": lambda job: amount(job["gpus"]),
+    "age": lambda job: age(job["submitted_at"]),
+    "ran": lambda job: lasting(job["run_s"]) if job["run_s"] else "",
+    "why": _why,
+    "user": lambda job: job["user"],
+    "name": lambda job: job["name"],
+    "attempt": lambda job: job["attempt"],
+    "failovers": lambda job: job["failovers"],
+    "restarts": lambda job: job["restarts"],
+    "commit": lambda job: (job["progress"] or {}).get("commit"),
+    "submitted": lambda job: clock_time(job["submitted_at"]),
+    "started": lambda job: clock_time(job["started_at"]),
+    "ended": lambda job: clock_time(job["ended_at"]),
+    "nodes": lambda job: ",".join(job["nodes"]),
+    "labels": lambda job: labels(job["labels"]),
+}
+NARROW = 9
+"""So many columns stand in a table that is not wide."""
+
+
+def _columns(given: str, *, wide: bool) -> list[str]:
+    """Names of the columns to show. Raises BadInput for one that is none."""
+    if not given:
+        return list(COLUMNS)[: None if wide else NARROW]
+    names = [name.strip().lower() for name in given.split(",")]
+    for name in names:
+        if name not in COLUMNS:
+            raise BadInput(f"--columns {name}: no column", hint=nearest(name, COLUMNS, "columns"))
+    return names
 
 
 def show(

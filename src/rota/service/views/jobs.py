@@ -12,6 +12,7 @@ from typing import Any
 from rota.cluster.core.rows import Wait
 from rota.job.core.sizing import wanted_size
 from rota.runtime.clock import iso
+from rota.service.calls import JobSort
 from rota.service.views.story import Attempt, Instance, JobStory
 from rota.service.views.streams import stream_rows
 from rota.spec import codec
@@ -335,23 +336,29 @@ class JobFilter:
 
 
 def job_list(
-    stories: Iterable[JobStory], wanted: JobFilter, told: Told, *, now: float, limit: int = LIMIT_MAX, cursor: str = ""
+    stories: Iterable[JobStory],
+    wanted: JobFilter,
+    told: Told,
+    *,
+    now: float,
+    sort: JobSort = "submitted",
+    limit: int = LIMIT_MAX,
+    cursor: str = "",
 ) -> dict[str, Any]:
-    """Newest first. ``next`` is the cursor of the following page; what is submitted meanwhile moves nothing."""
+    """In the order of ``sort``. ``next`` is the cursor of the next page; what is submitted meanwhile moves nothing."""
     bad = [state for state in wanted.states if state not in FILTER_STATES]
     if bad:
         raise BadInput(f"unknown state {bad[0]!r}", hint=f"states: {', '.join(FILTER_STATES)}")
     limit = max(1, min(limit, LIMIT_MAX))
-    before = _read_cursor(cursor) if cursor else None
-    fits = sorted(
-        (one for one in stories if wanted.wants(one) and (before is None or _key(one) < before)), key=_key, reverse=True
-    )
+    after = _read_cursor(cursor, sort) if cursor else None
+    keyed = ((_key(one, sort), one) for one in stories if wanted.wants(one))
+    fits = sorted((one for one in keyed if after is None or one[0] > after), key=lambda one: one[0])
     page = fits[:limit]
     return {
         "api": API,
         "kind": "JobList",
-        "items": [job_summary(one, now, told) for one in page],
-        "next": _write_cursor(_key(page[-1])) if len(fits) > limit else None,
+        "items": [job_summary(one, now, told) for _, one in page],
+        "next": _write_cursor(page[-1][0], sort) if len(fits) > limit else None,
     }
 
 
@@ -363,17 +370,26 @@ def edits(story: JobStory) -> list[dict[str, Any]]:
     ]
 
 
-def _key(story: JobStory) -> tuple[float, str]:
-    return (story.submitted_at, story.submitted.uid or story.id)
+Key = tuple[float, str, float, str]
+"""The place of a job in a list: a number or a text of the order, the newest first, its uid."""
 
 
-def _write_cursor(key: tuple[float, str]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode()
+def _key(story: JobStory, sort: JobSort) -> Key:
+    text = {"name": story.spec.name, "state": story.state.value, "queue": story.queue}.get(sort, "")
+    rank = -float(story.priority) if sort == "priority" else 0.0
+    return (rank, text, -story.submitted_at, story.submitted.uid or story.id)
 
 
-def _read_cursor(text: str) -> tuple[float, str]:
+def _write_cursor(key: Key, sort: JobSort) -> str:
+    return base64.urlsafe_b64encode(json.dumps([sort, *key]).encode()).decode()
+
+
+def _read_cursor(cursor: str, sort: JobSort) -> Key:
     try:
-        at, uid = json.loads(base64.urlsafe_b64decode(text.encode()))
-        return (float(at), str(uid))
+        of, rank, text, at, uid = json.loads(base64.urlsafe_b64decode(cursor.encode()))
+        key = (float(rank), str(text), float(at), str(uid))
     except (binascii.Error, ValueError, TypeError, UnicodeDecodeError):
-        raise BadInput(f"{text!r} is not a cursor", hint="use 'next' of the page before") from None
+        raise BadInput(f"{cursor!r} is not a cursor", hint="use 'next' of the page before") from None
+    if of != sort:
+        raise BadInput(f"the cursor is of a list in the order {of!r}", hint=f"ask for sort={of}, or without a cursor")
+    return key

@@ -60,7 +60,7 @@ def test_a_tensor_goes_from_actor_to_actor_and_driver_without_the_object_store_a
     ref = maker.make.remote(2.0)
     assert ray.get(reader.total.remote(ref)) == 2.0 * ELEMENTS
     view = ray.get(ref)
-    assert plane.find_version(view) is not None, "the driver maps what the actor published"
+    assert plane.version_of(view) is not None, "the driver maps what the actor published"
     assert [row.name for row in plane.ls("ray/")] == [f"ray/{ref.hex()}"]
     del ref
     gc.collect()

@@ -60,6 +60,22 @@ def test_what_is_published_is_listed_measured_checked_and_kept_whole(plane: Any)
     assert "did you mean 'weights/" in ask("tensors", "stat", "weights/c", status=2)["hint"]
 
 
+def test_gc_with_all_gives_back_what_every_namespace_has_free(plane: Any) -> None:
+    out, planes = io.StringIO(), [plane, rota.tensors.connect(namespace="beside")]
+    for each in planes:
+        each.put("w", np.zeros(100_000))
+        each.delete("w")
+        assert each.stats()["free_bytes"] > 800_000
+    with redirect_stdout(out):
+        assert cli.call(["tensors", "gc", "--all", "--json"]) == 0
+    assert json.loads(out.getvalue())["trimmed_bytes"] > 1_600_000
+    assert [each.stats()["file_bytes"] for each in planes] == [0, 0]
+    planes[1].close()
+    with redirect_stderr(out):
+        assert cli.call(["tensors", "gc", "--all", "-n", "shown"]) == 2
+    assert "--all and --namespace shown: give one of them" in out.getvalue()
+
+
 def test_what_a_dead_registry_left_is_listed_and_may_be_had_back(
     engine_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rota.runtime import environ, redis_server
+from rota.spec.errors import BadInput
 from rota.tensors import doctor
 from rota.tensors.door import Door
 from rota.tensors.errors import NotFound
@@ -39,10 +40,19 @@ def tensor_doctor(*, namespace: str) -> dict[str, Any]:
     return _ask("TensorDoctor", namespace, lambda plane: plane.doctor(), **doctor.document(None))
 
 
-def tensor_gc(*, namespace: str, dry_run: bool) -> dict[str, Any]:
-    """``TensorGc``: what was swept and given back."""
+def tensor_gc(*, namespace: str, dry_run: bool, every: bool = False) -> dict[str, Any]:
+    """``TensorGc``: what was swept and given back, of ``every`` namespace of the registry together. Raises BadInput."""
     none = {"swept": 0, "trimmed_bytes": 0, "dropped": [], "dry_run": dry_run, "text": NO_REGISTRY}
-    return _ask("TensorGc", namespace, lambda plane: plane.gc(dry_run=dry_run), **none)
+    if every and namespace:
+        raise BadInput(f"--all and --namespace {namespace}: give one of them")
+    return _ask("TensorGc", namespace, lambda plane: (_gc_all if every else Plane.gc)(plane, dry_run=dry_run), **none)
+
+
+def _gc_all(plane: Plane, *, dry_run: bool) -> dict[str, Any]:
+    spaces = sorted(path.parent.name for path in plane.folder.parent.glob("*/gen"))
+    done = [connect(namespace=space).gc(dry_run=dry_run) for space in spaces]
+    sums = {key: sum(one[key] for one in done) for key in ("swept", "trimmed_bytes")}
+    return {**sums, "dropped": [each for one in done for each in one["dropped"]], "dry_run": dry_run}
 
 
 def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:

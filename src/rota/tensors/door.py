@@ -136,7 +136,7 @@ class Door:
         reply_id = ""
         try:
             words = _parse(raw)
-            reply_id = Command.model_validate({"op": "renew", "id": words.get("id", "")}).id
+            reply_id = _reply_id(words.get("id"))
             if waiting > WAITING_MAX:
                 raise LimitExceeded(f"{waiting} commands wait at the door, the limit is {WAITING_MAX}")
             reply = self._do(Command.model_validate(words))
@@ -203,7 +203,7 @@ class Door:
 
     def _describe(self, name: str, view: Any) -> dict[str, Any]:
         """A tensor and where its bytes lie; an empty one lies nowhere."""
-        found, place = self._plane.find_version(view), self._plane.find_place(view)
+        found, place = self._plane.version_of(view), self._plane.find_place(view)
         return {
             "name": name,
             "version": found[1] if found else self._plane.info(name).version,
@@ -240,6 +240,18 @@ class Door:
         for draft in list(client.drafts) if client else ():
             assert client is not None
             client.abort(draft)
+
+
+def _reply_id(given: Any) -> str:
+    """Where the sender waits: a number is refused as an ``id``, too, but its sender is told, under it as JSON."""
+    text = (
+        ""
+        if given is None or isinstance(given, dict | list)
+        else given
+        if isinstance(given, str)
+        else json.dumps(given)
+    )
+    return text.encode(errors="replace").decode()  # JSON may hold half a character, a Redis key may not
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rota.tensors.plane import Plane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +28,19 @@ class Snapshot(dict[str, Any]):
     """Name -> tensor, all of one moment.
 
     For a group: ``step``, ``epoch``, ``id`` of that step, and ``meta``, the JSON value its publisher gave (for a step
-    of several parts the list of their values, by part). ``versions`` is name -> version id.
+    of several parts the list of their values, by part). ``versions`` is name -> version id. ``parts`` has what each
+    writer of the step brought, and its meta, by rank: names may stand in more than one.
     """
 
-    __slots__ = ("epoch", "id", "meta", "step", "versions")
+    __slots__ = ("epoch", "id", "meta", "parts", "step", "versions")
 
     def __init__(
-        self, tensors: Mapping[str, Any], *, id: int, step: int, epoch: int, meta: Any, versions: Mapping[str, int]
-    ) -> None:
+        self, tensors: Mapping[str, Any], *, id: int, step: int, epoch: int, meta: Any, versions: Mapping[str, int],
+        parts: Sequence[tuple[Mapping[str, Any], Any]] = (),
+    ) -> None:  # fmt: skip
         super().__init__(tensors)
         self.id, self.step, self.epoch, self.meta, self.versions = id, step, epoch, meta, dict(versions)
+        self.parts = tuple(parts)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
@@ -73,17 +79,27 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """One version of a name, by value: picklable, small, valid while somebody leases it (the sender, or a pin)."""
+    """One version of a name, by value: picklable, small, valid while somebody leases it: the sender, or ``holder``,
+    a pin made with it."""
 
     namespace: str
     name: str
     version: int
+    holder: str = ""
 
     def get(self) -> Any:
         """The tensor of exactly this version, from the plane of this process. Raises VersionGone when it is gone."""
+        return self._plane().get(self.name, version=self.version)
+
+    def close(self) -> None:
+        """End the pin, if there is one; harmless when it ended before. Views that live keep the bytes."""
+        if self.holder:
+            self._plane().unpin(self.holder)
+
+    def _plane(self) -> Plane:
         from rota.tensors import connect  # noqa: PLC0415  # the plane stands above; a ref finds it where it arrives
 
-        return connect(namespace=self.namespace).get(self.name, version=self.version)
+        return connect(namespace=self.namespace)
 
 
 class Pin:

@@ -20,10 +20,11 @@ from rota.tensors.backends import file
 from rota.tensors.channel import Channel
 from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
+from rota.tensors.core.names import check_only
 from rota.tensors.coroutines import Coroutines
 from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
 from rota.tensors.inspection import Inspection
-from rota.tensors.reader import selector_of
+from rota.tensors.reader import chosen, selector_of
 from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, end_keepers, remove_root, shm_root
 from rota.tensors.watch import TensorEvent, Watch
@@ -32,6 +33,7 @@ from rota.tensors.writer import Life, Order, Pending, lay_out
 DEFAULT_NAMESPACE: Final = "default"
 NAMESPACE: Final = "ROTA_TENSORS_NAMESPACE"
 SEALED: Final = "ROTA_TENSORS_SEALED"
+_FETCH: Final = "rota.tensors.transport.pull() fetches from another node"
 
 _planes: dict[tuple[int, str, str], Plane] = {}
 _planes_lock = threading.RLock()
@@ -278,14 +280,25 @@ class Plane(Coroutines, Inspection):
         *,
         step: int | None = None,
         min_step: int | None = None,
+        part: int | tuple[int, int] | None = None,
+        names: Iterable[str] | None = None,
         wait_s: float = 0.0,
+        source: str = "node",
         sealed: bool | None = None,
         as_: str = "torch",
     ) -> Snapshot:
         """All tensors of a group's current step, of exactly ``step``, or of the current one if at least ``min_step``.
 
-        Waits up to ``wait_s``. Raises NotFound, VersionGone, WaitTimeout.
+        ``part``, a rank or ``(rank, world)``: only what that writer brought; ``names``: only these. Waits up to
+        ``wait_s``. Raises BadInput, NotFound, VersionGone, WaitTimeout.
         """
+        check_only("source", source, "node", _FETCH)
+        found = self._whole_group(group, step, min_step, wait_s, sealed, as_)
+        return found if part is None and names is None else chosen(group, found, part, names)
+
+    def _whole_group(
+        self, group: str, step: int | None, min_step: int | None, wait_s: float, sealed: bool | None, as_: str
+    ) -> Snapshot:
         shut = self._reader.sealed if sealed is None else sealed
         entry = self._reader.find_cached((group, as_, shut, "group"))
         if entry is not None and (step is None or step == entry.step) and (min_step is None or min_step <= entry.step):
@@ -333,32 +346,45 @@ class Plane(Coroutines, Inspection):
 
     def pin(self, name: str, *, label: str | None = None) -> Pin:
         """Keep the current version of a name or group whatever happens to processes, until closed or its label ends."""
+        return self._pin(name, label)
+
+    def _pin(self, name: str, label: str | None, selector: str = "") -> Pin:
         holder = f"{PIN_MARK}{names.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
         try:
-            version = self._session.pin(holder, name)
+            version = self._session.pin(holder, name, selector)
         except Refused as refused:
             raise errors.NotFound(f"no tensor is named {name!r}", name=name) from refused
         return Pin(holder, name, version, self._session.unpin)
+
+    def unpin(self, holder: str) -> None:
+        """End the pin of a ``Pin.holder`` or ``TensorRef.holder``, from any process; harmless when it ended before."""
+        self._session.unpin(holder)
 
     def fence(self, label: str, epoch: int) -> int:
         """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence that now stands."""
         return self._session.fence(names.check_label(label), names.check_count("epoch", epoch, 0, names.EPOCH_MAX))
 
-    def ref(self, tensor: Any) -> TensorRef:
-        """A small, picklable reference to the version a view belongs to; valid while somebody leases it."""
-        found = self.find_version(tensor)
+    def ref(self, tensor: Any, *, holder: str | None = None) -> TensorRef:
+        """A small, picklable reference to the version a view belongs to; valid while somebody leases it.
+
+        With ``holder``, a label, a pin of it does, whatever happens to processes: until ``TensorRef.close()`` or the
+        label ends. Raises NotFound for other memory, BadInput.
+        """
+        found = self.version_of(tensor)
         if found is None:
             raise errors.NotFound("this tensor is no view of the plane")
-        return TensorRef(namespace=self._space.namespace, name=found[0], version=found[1])
+        name, version = found
+        pinned = "" if holder is None else self._pin(name, holder, f"v{version}").holder
+        return TensorRef(namespace=self._space.namespace, name=name, version=version, holder=pinned)
 
-    def find_version(self, tensor: Any) -> tuple[str, int] | None:
+    def version_of(self, tensor: Any) -> tuple[str, int] | None:
         """Name and version whose bytes a view shows, or None for a tensor of other memory."""
         address, devices = address_of(tensor), self._space.devices
         return self._space.leases.find(address) or (devices.find(address) if devices else None)
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Tell that another stream works on a view of a device: its memory is not used again before that is done."""
-        found = self.find_version(tensor)
+        found = self.version_of(tensor)
         if found is not None and self._space.devices is not None:
             self._space.devices.record_stream(found[1], stream)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final, NoReturn
 
 from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput, RotaError
+from rota.spec.resources import counted
 from rota.tensors import errors, faults
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
@@ -28,6 +30,8 @@ _POLL_LONG_S: Final = 0.005
 _POLL_SHORT_FOR_S: Final = 0.05
 _RECHECK_S: Final = 1.0
 _SELECT: Final = {"version": "v", "step": "s", "min_step": "m", "min_version": "w"}
+
+Parts = list[tuple[dict[str, Any], Any]]  # of one version: the tensors and the meta of each writer, by rank
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +58,7 @@ class Reader:
     def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Any:
         """One tensor of a single name, leased by its views. Raises NotFound, VersionGone, WaitTimeout."""
         (leased,), values = self._read([(name, selector)], wait_s, sealed, as_)
-        tensors, _ = values[0]
+        tensors = _merged(values[0])
         if len(tensors) != 1 or name not in tensors:
             raise errors.NotFound(f"{name} is a group", hint=f"get_group({name!r})", name=name)
         if leased.version == leased.current:
@@ -64,9 +68,9 @@ class Reader:
     def get_group(self, group: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Snapshot:
         """All tensors of one step of a group."""
         (leased,), values = self._read([(group, selector)], wait_s, sealed, as_)
-        tensors, metas = values[0]
+        tensors, metas = _merged(values[0]), [meta for _, meta in values[0]]
         snapshot = Snapshot(
-            tensors, id=leased.version, step=leased.step, epoch=leased.epoch,
+            tensors, id=leased.version, step=leased.step, epoch=leased.epoch, parts=values[0],
             meta=metas[0] if len(metas) == 1 else metas, versions=dict.fromkeys(tensors, leased.version),
         )  # fmt: skip
         if leased.version == leased.current:
@@ -77,7 +81,7 @@ class Reader:
         """One tensor a name, all as of one moment; those unchanged since the last call are not mapped again."""
         leased, values = self._read([(name, "") for name in names], wait_s, sealed, as_)
         tensors: dict[str, Any] = {}
-        for name, one, (found, _) in zip(names, leased, values, strict=True):
+        for name, one, found in zip(names, leased, map(_merged, values), strict=True):
             tensors |= {name: found[name]} if set(found) == {name} else {f"{name}/{key}": t for key, t in found.items()}
             if set(found) == {name} and one.version == one.current:
                 self._remember((name, as_, sealed), one, found[name])
@@ -118,7 +122,7 @@ class Reader:
 
     def _read(
         self, wanted: Sequence[tuple[str, str]], wait_s: float, sealed: bool, as_: str
-    ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
+    ) -> tuple[list[Leased], list[Parts]]:
         """Lease and view; wait for what is not there yet. A refusal means that nothing was leased."""
         deadline_s = self._space.deadline_s(wait_s)
         while True:
@@ -132,9 +136,7 @@ class Reader:
                 slot = int(refused.words[3]) if refused.code == "BEHIND" else 0
                 self.wait_change(slot, int(refused.words[1]) if slot else seen, min(left_s, _RECHECK_S))
 
-    def _get(
-        self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str
-    ) -> tuple[list[Leased], list[tuple[dict[str, Any], list[Any]]]]:
+    def _get(self, wanted: Sequence[tuple[str, str]], sealed: bool, as_: str) -> tuple[list[Leased], list[Parts]]:
         leased, held = self.lease(wanted, sealed=sealed)
         return leased, [self._views(one, each, as_) for one, each in zip(leased, held, strict=True)]
 
@@ -166,9 +168,9 @@ class Reader:
             taken, held = space.retry(ask)
         out: list[Record] = []
         for each, holders in zip(taken, held, strict=True):
-            tensors, metas = self._views(each.leased, holders, as_)
+            ((tensors, meta),) = self._views(each.leased, holders, as_)
             holder = [one.holder for one in holders]
-            out.append(Record(each.name, int(each.name[-20:]), each.tries, tensors, metas[0], holder))
+            out.append(Record(each.name, int(each.name[-20:]), each.tries, tensors, meta, holder))
         return out
 
     def _hold(self, seq: int, leased: Sequence[Leased], sealed: bool, epoch: int) -> list[list[Held]]:
@@ -187,7 +189,7 @@ class Reader:
         faults.point("mapped")
         return held
 
-    def _views(self, leased: Leased, held: list[Held], as_: str) -> tuple[dict[str, Any], list[Any]]:
+    def _views(self, leased: Leased, held: list[Held], as_: str) -> Parts:
         parts: list[tuple[int, dict[str, Any], Any]] = []
         for block, each in zip(leased.blocks, held, strict=True):
             raw = memoryview(each.holder)
@@ -215,7 +217,7 @@ class Reader:
                 tensors = {layout.name: view_of(layout, each.holder, each.base, as_) for layout in layouts}
             parts.append((header.part, tensors, manifest["meta"]))
         parts.sort(key=lambda part: part[0])
-        return {name: t for _, tensors, _ in parts for name, t in tensors.items()}, [meta for *_, meta in parts]
+        return [(tensors, meta) for _, tensors, meta in parts]
 
     def _on_device(
         self, header: Header, device: str, place: Place, layouts: list[Layout], held: Held, as_: str, *, sealed: bool
@@ -256,6 +258,33 @@ class Reader:
                 raise errors.VersionGone(text, name=name, wanted=selector[1:], newest=int(refused.words[2]))
             case _:
                 raise errors.TensorError(f"{name}: the registry refused: {refused}", name=name) from refused
+
+
+def chosen(group: str, of: Snapshot, part: int | tuple[int, int] | None, names: Iterable[str] | None) -> Snapshot:
+    """The tensors of one part of a step, of these names, or both. Raises BadInput, NotFound."""
+    rank, world = part if isinstance(part, tuple) else (part, None)
+    tensors, meta, parts = of, of.meta, of.parts
+    if rank is not None:
+        if check_count("rank", rank, 0) >= len(parts) or world not in (None, len(parts)):
+            text = f"{group}: step {of.step} has {counted(len(parts), 'part')}, not part={part}"
+            raise errors.NotFound(text, hint=f"part=0 to {len(parts) - 1}, or none for all", name=group)
+        tensors, meta = parts[rank]
+        parts = parts[rank : rank + 1]
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
+        raise BadInput(f"names={names!r}: an iterable of names of tensors")
+    wanted = list(tensors if names is None else names)
+    if missing := [name for name in wanted if name not in tensors]:
+        hint = f"it has {', '.join(get_close_matches(str(missing[0]), tensors) or list(tensors)[:5])}"
+        raise errors.NotFound(f"{group}: no tensor {missing[0]!r} in step {of.step}", hint=hint, name=group)
+    return Snapshot(
+        {name: tensors[name] for name in wanted}, id=of.id, step=of.step, epoch=of.epoch, meta=meta,
+        versions=dict.fromkeys(wanted, of.id),
+        parts=[({name: one[name] for name in wanted if name in one}, said) for one, said in parts],
+    )  # fmt: skip
+
+
+def _merged(parts: Parts) -> dict[str, Any]:
+    return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}
 
 
 def _manifest(raw: bytes, block: Block) -> dict[str, Any]:

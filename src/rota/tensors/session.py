@@ -222,14 +222,14 @@ class Session:
             write_note(self.space, "fences", label, max(epoch, read_notes(self.space.folder)["fences"].get(label, -1)))
         return self.space.retry(lambda: self.space.registry.fence(label, epoch))
 
-    def pin(self, holder: str, name: str) -> int:
-        """Lease the current version of a name for a holder that is no process, and note it. Raises Refused."""
+    def pin(self, holder: str, name: str, selector: str = "") -> int:
+        """Lease a version of a name (the current one) for a holder that is no process, and note it. Raises Refused."""
         space = self.space
         while True:
             space.retry(lambda: space.registry.join(holder, ""))
             epoch = space.table.epoch
             try:
-                version = space.retry(lambda: space.registry.get(holder, 1, [(name, "")]))[0].version
+                version = space.retry(lambda: space.registry.get(holder, 1, [(name, selector)]))[0].version
             except Refused:
                 self.unpin(holder)
                 raise

@@ -110,7 +110,7 @@ def test_a_device_tensor_is_read_in_another_process_by_name(plane: Plane, crew: 
     again, devices = plane.get("made"), plane._space.devices
     assert devices is not None
     assert again.tolist() == [3, 3, 4, 3, 3]  # the same memory
-    assert plane.find_version(again) == ("made", plane.info("made").version)
+    assert plane.version_of(again) == ("made", plane.info("made").version)
     assert plane.list_document("x/float32")["items"][0]["device"] == devices.uuid
     plane.put("host", torch.ones(3), device="cpu")
     assert plane.get("host", as_="numpy").tolist() == [1, 1, 1]

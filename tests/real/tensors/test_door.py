@@ -138,6 +138,20 @@ def test_bad_commands_are_refused_by_name(ask: Ask) -> None:
         assert said in reply["message"], words
 
 
+@pytest.mark.parametrize("given", [7, 1.5, True, "a b", "x" * 65, "half \ud800"])
+def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, door: Door, given: object) -> None:
+    redis = RedisClient(plane.address)
+    redis.call("LPUSH", "tensor:cmd", json.dumps({"op": "renew", "id": given}))
+    where = given.replace("\ud800", "?") if isinstance(given, str) else json.dumps(given)
+    popped = redis.call("BLPOP", f"tensor:reply:{where}", "5")
+    assert popped, "no answer"
+    reply = json.loads(popped[1])
+    assert (reply["id"], reply["ok"], reply["error"]) == (where, False, "INVALID")
+    assert reply["message"].startswith("id: ")
+    assert door.refused == 1
+    redis.close()
+
+
 def test_noise_is_counted_and_a_flood_is_turned_away(
     plane: Plane, door: Door, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

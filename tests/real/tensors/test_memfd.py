@@ -46,7 +46,7 @@ def test_a_tensor_without_a_name_in_any_file_system_is_read_in_another_process(p
         assert group.step == 7 and group['a'].sum() == 12497500 and group['none'].shape == (0, 3)
         made = plane.get('made', as_='numpy')
         made[2] = 4
-        assert plane.find_version(made) == ('made', plane.info('made').version)
+        assert plane.version_of(made) == ('made', plane.info('made').version)
         assert 'torch' not in sys.modules
     """
     assert actors.run(code, device="memfd") == 0

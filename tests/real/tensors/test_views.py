@@ -167,13 +167,41 @@ def test_names_read_together_are_of_one_moment(plane: Plane) -> None:
         plane.get_many()
 
 
+def test_a_part_and_some_names_of_a_group_are_read_alone(plane: Plane) -> None:
+    for rank in (0, 1):  # both writers use the same names
+        tensors = {"w": np.full(2, rank), "b": np.full(1, 10 + rank), f"r{rank}": np.zeros(1)}
+        plane.publish_group("g", tensors, step=4, part=(rank, 2), meta={"rank": rank})
+    for part, rank in ((0, 0), (1, 1), ((0, 2), 0), ((1, 2), 1)):
+        mine = plane.get_group("g", part=part, as_="numpy")
+        assert (mine["w"][0], mine["b"][0], mine.meta, mine.step) == (rank, 10 + rank, {"rank": rank}, 4)
+        assert set(mine) == set(mine.versions) == {"w", "b", f"r{rank}"}
+    some = plane.get_group("g", names=["r1", "r0"], as_="numpy")
+    assert (list(some), some.meta) == (["r1", "r0"], [{"rank": 0}, {"rank": 1}])
+    assert list(plane.get_group("g", part=1, names=("w",), as_="numpy")) == ["w"]
+    assert set(plane.get_group("g", as_="numpy")) == {"w", "b", "r0", "r1"}
+    for wrong, error, words in (
+        ({"part": 2}, errors.NotFound, "has 2 parts, not part=2"),
+        ({"part": (0, 3)}, errors.NotFound, r"not part=\(0, 3\)"),
+        ({"part": -1}, BadInput, "rank=-1"),
+        ({"names": ["r3"]}, errors.NotFound, "no tensor 'r3'"),
+        ({"part": 0, "names": ["r1"]}, errors.NotFound, "no tensor 'r1'"),
+        ({"names": "w"}, BadInput, "names='w'"),
+        ({"source": "any"}, BadInput, "source='any' is not supported, 'node' is: .*pull"),
+    ):
+        with pytest.raises(error, match=words):
+            plane.get_group("g", as_="numpy", **wrong)  # type: ignore[arg-type]
+    del mine, some
+    plane.delete("g")
+    wait_until(lambda: plane.stats()["versions"] == {})
+
+
 def test_create_publishes_on_exit_and_gives_up_on_an_exception(plane: Plane) -> None:
     with plane.create("c", (4,), torch.float32) as tensor:
         torch.add(torch.ones(4), 1, out=tensor)
         with pytest.raises(errors.NotFound):
             plane.get("c")
     assert plane.get("c").tolist() == [2, 2, 2, 2]
-    assert plane.find_version(tensor) == ("c", plane.info("c").version)
+    assert plane.version_of(tensor) == ("c", plane.info("c").version)
     with pytest.raises(ZeroDivisionError), plane.create("c", (4,), torch.float32) as other:
         other.fill_(9)
         1 / 0  # noqa: B018
@@ -198,6 +226,31 @@ def test_an_exact_version_and_a_reference_to_it_stay_readable(plane: Plane) -> N
     assert (ref.name, ref.version) == ("w", versions[4])
     with pytest.raises(errors.NotFound, match="no view"):
         plane.ref(np.zeros(3))
+
+
+def test_a_reference_with_a_holder_outlives_the_views_and_the_name(plane: Plane, actors: Crew) -> None:
+    versions = [plane.put("w", np.full(2, n), retain=2).id for n in range(2)]
+    ref = plane.ref(plane.get("w", version=versions[0], as_="numpy"), holder="job/a")  # not the current one
+    assert ref.version == versions[0]
+    plane.delete("w")
+    plane.recover()  # a rebuilt registry knows of it, too
+    wait_until(lambda: plane.stats()["versions"] == {"doomed": 1})
+    code = f"import pickle; ref = pickle.loads({pickle.dumps(ref)!r}); assert ref.get().tolist() == [0, 0]; ref.close()"
+    assert actors.run(code) == 0
+    wait_until(lambda: plane.stats()["versions"] == {})
+    with pytest.raises(errors.VersionGone):
+        ref.get()
+    ref.close()
+    plane.put("x", np.ones(2))
+    plane.ref(plane.get("x", as_="numpy"), holder="job/a")
+    plane.delete("x")
+    wait_until(lambda: plane.stats()["leases"] == 1)
+    plane.drop_label("job")
+    assert plane.stats()["versions"] == {}
+    plane.put("w", np.ones(1))
+    view = plane.get("w", as_="numpy")
+    with pytest.raises(BadInput, match="label 'a b'"):
+        plane.ref(view, holder="a b")
 
 
 def test_a_reader_that_wrote_into_a_published_tensor_is_found_out(

@@ -126,6 +126,7 @@ def _checks(term: Terminal, document: Mapping[str, Any]) -> None:
 def gc(
     *,
     dry_run: Annotated[bool, Parameter(help="Only say what would go.")] = False,
+    every: Annotated[bool, Parameter(name="--all", negative="", help="All namespaces of this registry.")] = False,
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
@@ -133,12 +134,12 @@ def gc(
 
     Examples
     --------
-    rota tensors gc --dry-run
+    rota tensors gc --all --dry-run
     """
     from rota.service.planeview import tensor_gc
 
     terminal = flags.terminal()
-    document = tensor_gc(namespace=namespace, dry_run=dry_run)
+    document = tensor_gc(namespace=namespace, dry_run=dry_run, every=every)
     would = "would give" if dry_run else "gave"
     given = size(document["trimmed_bytes"]) or "nothing"
     text = f"swept {counted(document['swept'], 'dead client')}, {would} {given} back"

@@ -104,6 +104,12 @@ def check_count(what: str, value: int, least: int, most: int = STEP_MAX) -> int:
     return number
 
 
+def check_only(what: str, value: str, only: str, remedy: str) -> None:
+    """Raise BadInput, with what to do instead, for any ``value`` but the one that is supported."""
+    if value != only:
+        raise BadInput(f"{what}={value!r} is not supported, {only!r} is: {remedy}")
+
+
 def count_of(what: str, text: str, least: int, most: int) -> int:
     """The whole number that a setting writes. Raises BadInput as ``check_count``."""
     if not text.isdecimal():

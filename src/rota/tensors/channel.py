@@ -40,7 +40,7 @@ class Channel:
 
     def __init__(self, session: Session, name: str, order: Order, *, items_max: int, full: str) -> None:
         if full not in ("block", "drop_oldest"):
-            raise BadInput(f"full={full!r}: block or drop_oldest")
+            raise BadInput(f"full={full!r}: block or drop_oldest; records spill by themselves with ROTA_SPILL_DIR")
         check_count("items_max", items_max, 1, _ITEMS_MAX)
         self.name = check_name(name)
         self._prefix = name + _MARK

@@ -43,11 +43,13 @@ def connect(
     url: str | None = None,
     *,
     namespace: str | None = None,
+    backend: str = "auto",
     bytes_max: int | None = None,
     label: str | None = None,
     epoch: int | None = None,
     sealed: bool | None = None,
     device: str | None = None,
+    keeper: str = "auto",
     home: str | Path | None = None,
     keep: bool = False,
 ) -> Plane:
@@ -58,8 +60,11 @@ def connect(
     and instance of the environment) and ``epoch`` its epoch; both may be set on the plane later. ``sealed`` maps every
     read read-only. ``bytes_max`` limits the bytes of the namespace. ``device`` is where puts go, and lets
     tensors on devices be read: ``cuda:0``; ``memfd``, memory of the host that has a name in no file system;
-    ``fakecuda:0``, the rules of CUDA on CPU. Raises RegistryUnavailable, BadInput, WrongDevice, IpcUnavailable.
+    ``fakecuda:0``, the rules of CUDA on CPU; ``backend`` follows, and a ``keeper`` starts there.
+    Raises RegistryUnavailable, BadInput, WrongDevice, IpcUnavailable.
     """
+    check_only("backend", backend, "auto", "device= chooses: none for shared memory, memfd, cuda:0, fakecuda:0")
+    check_only("keeper", keeper, "auto", "a keeper starts with the first put on a device, and without a device never")
     space = names.check_namespace(namespace or environ.get(NAMESPACE) or DEFAULT_NAMESPACE)
     where = environ.Home.of(home) if home is not None else environ.Home.find()
     given = url or environ.get(environ.REDIS_URL)
@@ -136,6 +141,8 @@ class Plane(Coroutines, Inspection):
         mutable: bool = False,
         evictable: bool = False,
         device: str | None = None,
+        scope: str = "node",
+        ready: str = "sync",
         label: str | None = None,
         epoch: int | None = None,
     ) -> Version:
@@ -144,9 +151,13 @@ class Plane(Coroutines, Inspection):
         ``step`` orders publishes of one epoch (default: one after the last). ``retain`` newest versions stay readable
         by ``get(version=)``. ``orphan="drop"``: the name goes when this process dies. ``mutable``: one memory, written
         in place. ``evictable``: may be dropped when memory is short. ``device="cpu"`` keeps it off the plane's device.
-        Raises UnsupportedTensor, StaleEpoch, StaleStep, LostRace, OutOfMemory, QuotaExceeded.
+        The
+        bytes are there when the name is. Raises UnsupportedTensor, StaleEpoch, StaleStep, LostRace, OutOfMemory,
+        QuotaExceeded.
         """
         names.check_name(name)
+        check_only("scope", scope, "node", _FETCH)
+        check_only("ready", ready, "sync", "the writer's stream is waited for before the name is seen")
         order = self._order(step, label, epoch)
         life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
         uuid = self._device(device)
@@ -226,14 +237,22 @@ class Plane(Coroutines, Inspection):
         min_version: int | None = None,
         min_step: int | None = None,
         version: int | None = None,
+        device: str | None = None,
         sealed: bool | None = None,
         as_: str | None = None,
+        source: str = "node",
     ) -> Any:
         """The current tensor of a name (or an exact ``version``), the same bytes without a copy.
 
         The bytes stay valid as long as any view of them lives. Waits up to ``wait_s`` for the name, or for a version or
-        step at least the given one. Raises NotFound, VersionGone, WaitTimeout.
+        step at least the given one. ``device="cpu"`` copies from a device. Raises NotFound, VersionGone, WaitTimeout.
         """
+        if device is not None or source != "node":
+            check_only("source", source, "node", _FETCH)
+            check_only("device", device or "cpu", "cpu", "without it the tensor is read where it lies; .to() copies it")
+            how: Any = {"min_version": min_version, "min_step": min_step, "version": version, "sealed": sealed}
+            found = self.get(name, wait_s=wait_s, as_=as_, **how)
+            return found.cpu() if device and as_ in (None, "torch") else found
         entry = self._cache.get(name)
         if (
             entry is not None
@@ -293,18 +312,14 @@ class Plane(Coroutines, Inspection):
         ``wait_s``. Raises BadInput, NotFound, VersionGone, WaitTimeout.
         """
         check_only("source", source, "node", _FETCH)
-        found = self._whole_group(group, step, min_step, wait_s, sealed, as_)
-        return found if part is None and names is None else chosen(group, found, part, names)
-
-    def _whole_group(
-        self, group: str, step: int | None, min_step: int | None, wait_s: float, sealed: bool | None, as_: str
-    ) -> Snapshot:
         shut = self._reader.sealed if sealed is None else sealed
         entry = self._reader.find_cached((group, as_, shut, "group"))
         if entry is not None and (step is None or step == entry.step) and (min_step is None or min_step <= entry.step):
-            return entry.value
-        selector = selector_of(step=step, min_step=min_step)
-        return self._reader.get_group(group, selector, wait_s=wait_s, sealed=shut, as_=as_)
+            found: Snapshot = entry.value
+        else:
+            selector = selector_of(step=step, min_step=min_step)
+            found = self._reader.get_group(group, selector, wait_s=wait_s, sealed=shut, as_=as_)
+        return found if part is None and names is None else chosen(group, found, part, names)
 
     def channel(self, name: str, *, items_max: int = 64, full: str = "block", epoch: int | None = None) -> Channel:
         """A bounded stream of records with tensors, by name: see ``Channel``. Raises BadInput."""
@@ -370,8 +385,7 @@ class Plane(Coroutines, Inspection):
         With ``holder``, a label, a pin of it does, whatever happens to processes: until ``TensorRef.close()`` or the
         label ends. Raises NotFound for other memory, BadInput.
         """
-        found = self.version_of(tensor)
-        if found is None:
+        if (found := self.version_of(tensor)) is None:
             raise errors.NotFound("this tensor is no view of the plane")
         name, version = found
         pinned = "" if holder is None else self._pin(name, holder, f"v{version}").holder
@@ -384,8 +398,7 @@ class Plane(Coroutines, Inspection):
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
         """Tell that another stream works on a view of a device: its memory is not used again before that is done."""
-        found = self.version_of(tensor)
-        if found is not None and self._space.devices is not None:
+        if (found := self.version_of(tensor)) is not None and self._space.devices is not None:
             self._space.devices.record_stream(found[1], stream)
 
     def find_place(self, tensor: Any) -> tuple[Path, int] | None:

@@ -155,6 +155,27 @@ def test_bad_input_is_named_and_leaves_nothing(plane: Plane) -> None:
     assert plane.stats()["versions"] == {}
 
 
+def test_an_argument_that_has_one_value_says_what_to_do_instead_of_others(plane: Plane) -> None:
+    here: dict[str, Any] = {"home": plane.home, "namespace": plane.namespace}
+    assert rota.tensors.connect(**here, backend="auto", keeper="auto") is plane
+    plane.put("w", FOUR, scope="node", ready="sync")
+    assert plane.get("w", device="cpu", source="node", as_="numpy").tolist() == [0] * 4
+    assert plane.get("w", device="cpu").tolist() == [0] * 4
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: rota.tensors.connect(**here, backend="cuda"), "backend='cuda' is not supported, 'auto' is: device="),
+        (lambda: rota.tensors.connect(**here, keeper="off"), "keeper='off' is not supported, 'auto' is: a keeper"),
+        (lambda: plane.put("x", FOUR, scope="job"), "scope='job' is not supported, 'node' is: .*pull"),
+        (lambda: plane.put("x", FOUR, ready="event"), "ready='event' is not supported, 'sync' is"),
+        (lambda: plane.get("w", source="any"), "source='any' is not supported, 'node' is: .*pull"),
+        (lambda: plane.get("w", device="cuda:0"), "device='cuda:0' is not supported, 'cpu' is"),
+        (lambda: plane.channel("c", full="spill"), "full='spill': .*ROTA_SPILL_DIR"),
+    ]
+    for call, words in calls:
+        with pytest.raises(BadInput, match=words):
+            call()
+    assert [row.name for row in plane.ls()] == ["w"]
+
+
 def test_what_is_published_is_read_only_as_what_it_can_be_read(plane: Plane) -> None:
     plane.put("w", FOUR)
     plane.publish_group("g", {"a": FOUR}, step=1)

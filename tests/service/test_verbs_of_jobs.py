@@ -141,3 +141,14 @@ def test_yaml_says_what_json_says(tmp_path: Path) -> None:
     mistake = rota("ps", "--al", "--output=yaml")
     assert (mistake.status, read(mistake.out)["kind"]) == (2, "Error")
     assert json.loads(rota("ps", "--al", "--output=json").out)["kind"] == "Error"
+
+
+def test_set_with_a_version_does_not_undo_the_change_of_another(tmp_path: Path) -> None:
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        seen = str((await service.submit())["version"])
+        assert (await ask("set", "hello-1", "priority=60", "--if-version", seen)).status == 0
+        late = await ask("set", "hello-1", "priority=70", "--if-version", seen, "--json")
+        assert (late.status, late.document["code"]) == (2, "VERSION_MISMATCH")
+        assert (await service.get("/jobs/hello-1"))["priority"] == 60
+
+    with_cli(tmp_path / "service", test)

@@ -92,10 +92,14 @@ class Questions(Generic[T]):
         """Ask for ``n`` instances of a role, now and in later attempts; gives the ``Job`` document."""
         return self._tell(job, "scale", {"role": role, "n": n})
 
-    def change(self, job: str, changes: Mapping[str, Any]) -> T:
-        """Change priority, queue, time_limit_s or labels; gives the ``Job`` document."""
-        body = {"changes": dict(changes)}
-        return self.ask(Ask(method="PATCH", path=API_PATH + calls.job_path(job), body=body, safe=False))
+    def change(self, job: str, changes: Mapping[str, Any], *, if_version: int | None = None) -> T:
+        """Change priority, queue, time_limit_s or labels; gives the ``Job`` document.
+
+        Raises VersionMismatch when the job has another ``version`` than ``if_version``.
+        """
+        body, headers = {"changes": dict(changes)}, {} if if_version is None else {"If-Match": f'"{if_version}"'}
+        path = API_PATH + calls.job_path(job)
+        return self.ask(Ask(method="PATCH", path=path, body=body, headers=headers, safe=False))
 
     def mark_node(
         self, node: str, action: str, *, reason: str = "", notice_s: float | None = None, dry_run: bool = False

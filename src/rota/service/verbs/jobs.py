@@ -218,6 +218,7 @@ SETTABLE = ("priority", "queue", "time_limit", "grace", "retry", "labels.NAME")
 def set_(
     job: JOB,
     *changes: Annotated[str, Parameter(help="priority=80, queue=prod, time_limit=2h, grace=30s, retry=3, labels.k=v.")],
+    if_version: Annotated[int | None, Parameter(help="Only if 'version' of rota show --json is still this.")] = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Change priority, queue, time limit, grace, retries or labels of a job that has not ended.
@@ -244,4 +245,4 @@ def set_(
         else:
             meant = nearest(path, SETTABLE, "these can")
             raise BadInput(f"{path!r} cannot change after submit", hint=meant)
-    return flags.answer(lambda client: client.change(job, wanted), _job_page)
+    return flags.answer(lambda client: client.change(job, wanted, if_version=if_version), _job_page)

@@ -112,6 +112,7 @@ class _Pass:
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
         turns = Turns(self.state, self.profile, self.now, self.reservations, self._starts)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
+        fresh = {line_key(self.state.jobs[job]) for job in self.state.fresh}
         while (one := turns.next()) is not None:
             turn, row, key = one
             if row.ask.queue in self.blocked and row.wait is not None:
@@ -120,6 +121,8 @@ class _Pass:
                 wait = self._try(key, row)
             except Exception as error:
                 raise InvariantBroken(f"trying it failed with {error!r}", row.ask.id) from error
+            if isinstance(wait, Known) and key in fresh:
+                wait = self.verdicts[key] = self._because(row)  # the numbers at its turn, remembered or not
             if wait is not None:
                 self._tell(row, wait)
             if self.until is not None and (row.ask.id == self.until or self._is_settled(self.until)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from cluster_makers import ask, node, shape, slot, state
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rota.cluster.core.asks import JobAsk
@@ -67,6 +67,11 @@ def _ask(i: int, drawn: tuple[str, int, list[int], float | None]) -> JobAsk:
 @pytest.mark.parametrize("name", sorted(PROFILES))
 @settings(max_examples=200 if DEEP else 7, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn=ASKS, ends=st.lists(st.integers(0, 9), max_size=10), tries=st.sampled_from(TRIES))
+@example(
+    drawn=[("a", -1, [1], None), *2 * [("a", 10, [2, 1], None)], ("a", 50, [2, 4], None), ("b", -1, [1], None)],
+    ends=[],
+    tries=200,
+)
 def test_a_profile_never_overcommits_starts_whole_gangs_and_leaves_no_trace_of_trials(
     name: str, drawn: list[tuple[str, int, list[int], float | None]], ends: list[int], tries: int
 ) -> None:

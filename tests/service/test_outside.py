@@ -261,6 +261,7 @@ def test_check_without_a_service_of_this_home_knows_no_queues(tmp_path: Path) ->
     assert rota("run", "job.yaml", "--check", "--server", NO_SERVICE).status == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 404 Not Found\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n<html>"])
 def test_check_does_not_depend_on_what_else_listens_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes

@@ -95,10 +95,28 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used(tmp_path: Pa
     assert newest.name in found.refused[0]
 
 
-def test_nothing_good_is_nothing_found(tmp_path: Path) -> None:
-    made = save(tmp_path, 1)
-    (candidates(tmp_path)[0] / MANIFEST).unlink()
-    assert made.find() is None
+def test_a_folder_without_a_checkpoint_has_none_and_one_with_damaged_ones_alone_is_refused(tmp_path: Path) -> None:
+    """Where nothing is found training begins at step 0, which must not follow from damage."""
+    assert Checkpoints(tmp_path).find() is None
+    made = save(tmp_path, 1, 2)
+    for path in candidates(tmp_path):
+        (path / MANIFEST).unlink()
+    with pytest.raises(
+        BadInput, match=r"all 2 in .* are damaged: step-00000002\.1: manifest\.json.*step-00000001\.1"
+    ) as error:
+        made.find()
+    assert str(tmp_path) in error.value.message
+    assert "to begin at step 0, give an empty folder" in error.value.hint
+
+
+def test_weights_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
+    made, layers = Checkpoints(tmp_path), {f"model.layers.{index}.w": torch.ones(2) for index in range(4)}
+    made.save(layers, step=1, extra={}, wait=True)
+    found, into = made.find(), {name: torch.zeros(2) for name in list(layers)[:2]}
+    assert found is not None
+    with pytest.raises(BadInput, match=r"this model has no model\.layers\.2\.w, model\.layers\.3\.w$"):
+        made.load(found, into)
+    assert all(not tensor.any() for tensor in into.values())
 
 
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rota.spec.errors import BadInput
 from rota.train import checkpoint
 from rota.train.apply import StepResult, parallelize
-from rota.train.checkpoint import Checkpoints, candidates
+from rota.train.checkpoint import MANIFEST, Checkpoints, candidates
 from rota.train.loop import Agreement, fit, world
 from rota.train.models.gpt import Gpt
 from rota.train.plan.model import Sync, data_parallel
@@ -56,6 +56,22 @@ def test_a_folder_may_be_named_by_a_text_and_must_be_empty_when_nothing_may_be_r
     assert train(checkpoint=str(tmp_path), resume="auto", steps=3) == 3
     with pytest.raises(BadInput, match=r"step-00000003\.1 is there, resume is never"):
         train(checkpoint=tmp_path, resume="never")
+
+
+def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(alone: None, tmp_path: Path) -> None:
+    assert train(checkpoint=tmp_path) == 2
+    for path in candidates(tmp_path):
+        (path / MANIFEST).write_text("{")
+    with pytest.raises(BadInput, match=f"all 1 in {tmp_path} are damaged"):
+        train(checkpoint=tmp_path, steps=3)
+    assert [path.name for path in candidates(tmp_path)] == ["step-00000002.1"]
+
+
+def test_a_checkpoint_of_a_deeper_model_is_refused(alone: None, tmp_path: Path) -> None:
+    deep, plan = replace(SHAPE, layers=4), data_parallel(layers=4, dp=1, micro_batch=BATCH)
+    assert fit(partial(Gpt, deep), data, optimizer=SGD, batch=BATCH, plan=plan, steps=1, checkpoint=tmp_path) == 1
+    with pytest.raises(BadInput, match=r"this model has no model\.layers\.2\.attn.* more$"):
+        train(checkpoint=tmp_path)
 
 
 def test_an_error_in_training_is_told_after_the_save_that_runs(

@@ -35,6 +35,8 @@ MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 20
 WAIT_S = 600.0
 """A rank that hears nothing of the others for so long gives a save up."""
+NAMED = 6
+"""Parameters that an error lists."""
 _FOLDER = re.compile(r"^step-(\d+)\.(\d+)$")
 _DRAFT = ".draft-"
 
@@ -127,7 +129,11 @@ class Checkpoints:
             self.close()
 
     def find(self) -> Found | None:
-        """The newest checkpoint whose files are all as the manifest says; all ranks get the same."""
+        """The newest checkpoint whose files are all as the manifest says; all ranks get the same. None in a folder
+        without any.
+
+        Raises BadInput when there are some and all are damaged: the caller decides to begin anew, not this reader.
+        """
         refused: list[str] = []
         for path in self._agree(lambda: candidates(self.folder)):
             shares = self._gather(functools.partial(verify, path, self._rank, self._size))
@@ -136,20 +142,31 @@ class Checkpoints:
                 manifest = _manifest(path)
                 return Found(path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused))
             refused.append(f"{path.name}: {faults[0]}")
+        if refused:
+            raise BadInput(
+                f"checkpoint: all {len(refused)} in {self.folder} are damaged: {'; '.join(refused)}",
+                hint="restore their files from a copy; to begin at step 0, give an empty folder or move these away",
+            )
         return None
 
     def load(self, found: Found, tensors: Tensors) -> None:
         """Fill ``tensors`` in place, each with the part of the saved one that it is a shard of.
 
-        Raises BadInput for a tensor that the checkpoint lacks or that has another shape.
+        Raises BadInput, on every rank, for a tensor that the checkpoint lacks or that has another shape, and for
+        weights in it (``model.<name>``) that no rank has: it is of another model.
         """
         reader = FileSystemReader(found.path)
         saved = reader.read_metadata().state_dict_metadata
-        for name, tensor in tensors.items():
-            shape = getattr(saved.get(name), "size", None)
-            if shape != tensor.shape:
-                was = "is not in it" if shape is None else f"has shape {tuple(shape)} in it"
-                raise BadInput(f"checkpoint {found.path.name}: {name} of shape {tuple(tensor.shape)} {was}")
+        shares = self._gather(lambda: (list(tensors), _unlike(saved, tensors)))
+        for fault in (fault for _, faults in shares for fault in faults):
+            raise BadInput(f"checkpoint {found.path.name}: {fault}")
+        wanted = {name for names, _ in shares for name in names}
+        if unknown := sorted(name for name in saved if name.startswith("model.") and name not in wanted):
+            more = f" and {len(unknown) - NAMED} more" if len(unknown) > NAMED else ""
+            raise BadInput(
+                f"checkpoint {found.path.name}: this model has no {', '.join(unknown[:NAMED])}{more}",
+                hint="build the model that the checkpoint was written from, or give an empty folder",
+            )
         with _as_os_error(f"checkpoint {found.path.name}"):
             load(dict(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
 
@@ -220,6 +237,17 @@ class Checkpoints:
             if error is not None:
                 raise error
         return [value for value, _ in parts]
+
+
+def _unlike(saved: Mapping[str, Any], tensors: Tensors) -> list[str]:
+    """Tensors that are not in a checkpoint, or there with another shape."""
+    faults: list[str] = []
+    for name, tensor in tensors.items():
+        shape = getattr(saved.get(name), "size", None)
+        if shape != tensor.shape:
+            was = "is not in it" if shape is None else f"has shape {tuple(shape)} in it"
+            faults.append(f"{name} of shape {tuple(tensor.shape)} {was}")
+    return faults
 
 
 def own_group() -> dist.ProcessGroup | None:

@@ -33,7 +33,7 @@ def replicate_model(model: nn.Module, mesh: PlanMesh) -> nn.Module:
     return DistributedDataParallel(
         model,
         process_group=mesh.group("data"),
-        broadcast_buffers=False,
+        forward_sync_buffers=False,  # those that change are sent after the step
         gradient_as_bucket_view=True,
         bucket_cap_mb=BUCKET_MIB,
     )

@@ -165,10 +165,16 @@ def in_memory(run: str, trained: Parallel) -> MemoryCheckpoints:
 
 def restore(saves: Checkpoints | None, copies: MemoryCheckpoints | None, trained: Parallel) -> int:
     """Load the newest good state, resharded for this plan when it comes from disk; returns its step, 0 without one."""
-    found = saves.find() if saves else None
+    held = copies.find() if copies else None
+    found = None
+    try:
+        found = saves.find() if saves else None
+    except BadInput as damaged:
+        if not same_everywhere(held.step if held else -1) or held is None:
+            raise
+        log.warning("%s; step %d is in memory", damaged, held.step)
     for reason in found.refused if found else ():
         log.warning("checkpoint refused: %s", reason)
-    held = copies.find() if copies else None
     newer = held is not None and (found is None or held.step >= found.step)
     if copies is not None and same_everywhere(held.step if held and newer else -1) and held and newer:
         copies.load(held, trained.state_dict())

@@ -98,8 +98,9 @@ def quick(folders: Iterable[Path], devices: DeviceWatch, *, free_min_bytes: int 
 
 
 def compute(devices: int) -> list[Unfit]:
-    """Devices of this process (the processor when it has none) that multiply wrongly. Imports torch."""
+    """Devices of this process that multiply wrongly; the processor where torch sees none of them. Imports torch."""
     torch: Any = importlib.import_module("torch")
+    devices = min(devices, torch.cuda.device_count())
     row = torch.arange(MATRIX_N) % 7
     left, right = row.repeat(MATRIX_N, 1), (row.flip(0) - 3).repeat(MATRIX_N, 1).T.contiguous()
     wanted = int((row * (row.flip(0) - 3)).sum())

@@ -43,8 +43,9 @@ class InstanceContext:
     def process_group(self) -> Any:
         """Initialise ``torch.distributed`` for the mesh of this instance and return the default group.
 
-        NCCL when the instance has devices, else Gloo. The rendezvous belongs to this epoch: after a recovery every
-        member makes a new one. Calling it again returns the same group. Raises RuntimeError outside an instance.
+        Gloo, with NCCL for tensors on CUDA devices where torch sees such devices. The rendezvous belongs to this epoch:
+        after a recovery every member makes a new one. Calling it again returns the same group. Raises RuntimeError
+        outside an instance.
         """
         if self.make_group is None:
             raise RuntimeError("process_group() needs an instance that runs in a job")

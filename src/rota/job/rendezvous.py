@@ -12,6 +12,7 @@ from typing import Any
 from rota.job.bodies import Forming, Seat
 from rota.job.checks import NodeUnfit, collective, pairwise, slow_text, told_of
 from rota.job.peers import master_handle
+from rota.runtime.devices import group_backend
 from rota.runtime.environ import get
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 
@@ -53,8 +54,9 @@ class Meeting:
         if rank != 0:
             name, _, port = address.rpartition(":")
             self._store = dist.TCPStore(name, int(port), is_master=False, use_libuv=True)
+        backend = group_backend()
         dist.init_process_group(
-            backend="nccl" if self._seat.devices else "gloo",
+            backend=backend,
             store=dist.PrefixStore(f"{self._seat.id.role}/{self._forming.epoch}", self._store),
             rank=rank,
             world_size=world,
@@ -62,12 +64,11 @@ class Meeting:
         )
         self._group = dist.group.WORLD
         if self._seat.role.fail.check == "full":
-            self._check(rank, world)
+            self._check(rank, world, "cuda" if "nccl" in backend else "cpu")
         return self._group
 
-    def _check(self, rank: int, world: int) -> None:
+    def _check(self, rank: int, world: int, device: str) -> None:
         """Raises NodeUnfit in the member that is broken, or in all of them when only their sum is wrong."""
-        device = "cuda" if self._seat.devices else "cpu"
         pairs = importlib.import_module("torch.distributed").PrefixStore("pairs", self._store)
         judged = pairwise(self._group, pairs, rank, world, device)
         if found := told_of(judged, rank, exclude=self._seat.role.fail.slow == "exclude"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import platform
@@ -39,6 +40,16 @@ def local_node(host: str = LOCAL_HOST) -> Node:
         devices=local_devices(),
         labels=(("arch", platform.machine()), *shared),
     )
+
+
+def group_backend() -> str:
+    """Backend of a process group for this process: Gloo, and NCCL beside it where torch sees CUDA devices.
+
+    Devices of a pretend cluster are not seen by torch, so their processes meet over Gloo. Imports torch.
+    """
+    cuda = importlib.import_module("torch.cuda")
+    with_nccl = importlib.import_module("torch.distributed").is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if with_nccl and cuda.is_available() and cuda.device_count() > 0 else "gloo"
 
 
 def cores_allowed(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:

@@ -17,6 +17,7 @@ from torch import nn
 from rota import tensors
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
+from rota.runtime.devices import group_backend
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm_group
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
@@ -252,7 +253,7 @@ def world(plan: ParallelPlan | None = None) -> Iterator[None]:
         yield
         return
     wanted = "auto" if plan is None else plan.backend
-    backend = wanted if wanted != "auto" else "nccl" if torch.cuda.is_available() else "gloo"
+    backend = wanted if wanted != "auto" else group_backend()
     if backend == "shm":
         shm_group.register()
         backend = shm_group.NAME

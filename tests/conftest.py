@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +17,23 @@ quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("check", max_examples=50, **quiet)
 settings.register_profile("deep", max_examples=1_000, **quiet)
 settings.load_profile("deep" if os.environ.get("ROTA_DEEP") == "1" else "check")
+
+
+UNIT = tuple(Path(__file__).parent / one for one in ("spec", "cluster", "job/core", "tensors/core", "train/plan"))
+"""Folders of tests that work with values alone."""
+
+
+@pytest.fixture(autouse=True)
+def no_sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit test that opens a network connection fails."""
+    if not any(Path(request.path).is_relative_to(folder) for folder in UNIT):
+        return
+
+    def refused(self: socket.socket, address: Any, *_: Any) -> None:
+        raise AssertionError(f"a unit test opens a connection to {address}")
+
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, refused)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

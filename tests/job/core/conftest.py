@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from tests import makers
 
+from rota.job.core import machine
+from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
+from rota.job.core.settling import settle
+from rota.job.core.transitions import allowed, instance_allowed
 from rota.spec.commands import Assemble, CheckNode, Command, ReleaseGang, ReserveGang, StartInstance, StopInstance
 from rota.spec.events import (
     Event,
@@ -19,6 +25,7 @@ from rota.spec.events import (
     MasterStarted,
     NodeChecked,
     Reattached,
+    Record,
 )
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, NodeId, RoleName
@@ -117,3 +124,37 @@ class Driven(makers.Log):
 @pytest.fixture
 def driven() -> Driven:
     return Driven()
+
+
+@pytest.fixture(autouse=True)
+def invariants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every step of every test keeps the rules of ``check_step``; what it ended with survives being kept and read."""
+    last: dict[str, JobContext] = {}
+    fold = machine.fold
+
+    def checked(ctx: JobContext, record: Record) -> JobContext:
+        after = fold(ctx, record)
+        if after is not ctx:
+            check_step(ctx, after, record.event)
+            last[ctx.job] = after
+        return after
+
+    monkeypatch.setattr(machine, "fold", checked)
+    yield
+    for ctx in last.values():
+        assert JobContext.from_json(ctx.to_json()) == ctx
+
+
+def check_step(before: JobContext, after: JobContext, event: Event) -> None:
+    """Only declared transitions, an end that lasts, nothing left to settle, each command wanted once."""
+    assert allowed(before.state, after.state), f"{before.state} -> {after.state} by {event}"
+    for one in after.instances.values():
+        if one.id in before.instances and before.attempt == after.attempt and before.graph is after.graph:
+            was = before.instances[one.id].state
+            assert instance_allowed(was, one.state), f"{one.id} {was} -> {one.state} by {event}"
+    ids = [command.id for command in wanted(after)]
+    assert len(ids) == len(set(ids))
+    assert settle(after) == after
+    if before.state.terminal:
+        assert after.state is before.state
+        assert wanted(after) == ()

@@ -19,7 +19,7 @@ JOB: Mapping[JobState, frozenset[JobState]] = {
     _J.ADMITTED: frozenset({_J.CHECKING, _J.STARTING}) | _TURNS,
     _J.CHECKING: frozenset({_J.STARTING}) | _TURNS,
     _J.STARTING: frozenset({_J.RUNNING}) | _TURNS,
-    _J.RUNNING: _TURNS,
+    _J.RUNNING: frozenset({_J.RESIZING}) | _TURNS,
     _J.RESIZING: frozenset({_J.RUNNING}) | _TURNS,
     _J.RECOVERING: frozenset({_J.STARTING, _J.RUNNING, _J.PREEMPTING, _J.STOPPING, _J.QUEUED, _J.PAUSED}) | _ENDS,
     _J.PREEMPTING: frozenset({_J.QUEUED, _J.PAUSED, _J.STOPPING}) | _ENDS,

@@ -1,0 +1,28 @@
+"""Every test of the scheduler ends with its invariants checked, on each state that it made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from rota.cluster.core.check import violations
+from rota.cluster.core.snapshot import State
+
+
+@pytest.fixture(autouse=True)
+def invariants(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test that leaves a broken state; the mark ``breaks_state`` is for tests that break one on purpose."""
+    made: weakref.WeakSet[State] = weakref.WeakSet()
+    initialise = State.__init__
+
+    def registered(self: State, *args: object, **kwargs: object) -> None:
+        initialise(self, *args, **kwargs)  # type: ignore[arg-type]
+        made.add(self)
+
+    monkeypatch.setattr(State, "__init__", registered)
+    yield
+    if request.node.get_closest_marker("breaks_state") is None:
+        broken = [text for state in list(made) for text in violations(state)]
+        assert broken == [], "the test left a state that breaks an invariant of the scheduler"

@@ -73,8 +73,8 @@ SEEDS ?= 1000
 sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one
 	$(BIN)/python -m tests.world $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
 
-bench: $(VENV)/.setup-dev ## one script a claim, beside its named peer
-	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(VENV)/.setup-dev ## one script a claim, beside its named peer, and one table at the end; ONLY="tensors calls"
+	@$(BIN)/python benchmarks/run.py $(ONLY)
 
 ui: ## build the web UI from web/ into the package, after its own tests; needs Node 20 or newer
 	cd web && npm ci && npm test && npm run build

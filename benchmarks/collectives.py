@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 
 import rota.tensors
 from rota.train import shm_group
+from run import Row, hand_in
 
 SMALL_MIB = 4 / 1024
 Operation = Callable[[Any], object]
@@ -98,6 +99,11 @@ def main() -> None:
     finally:
         rota.tensors.down(home)
         shutil.rmtree(home, ignore_errors=True)
+    sides = ("operation", "mib", "shm", "gloo")
+    hand_in(
+        Row(f"{what}, {mib:g} MiB", ours, "ms", peer, "Gloo")
+        for what, mib, ours, peer in ([row[name] for name in sides] for row in rows)
+    )
     machine = {"cpus": os.cpu_count(), "load_1min": round(os.getloadavg()[0], 1), "kernel": platform.release()}
     print(json.dumps({"machine": machine, "torch": torch.__version__, "ranks": asked.ranks, "rows_ms": rows}, indent=1))
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -34,9 +34,11 @@ from rota.spec.events import JobEnded, JobQueued, JobSubmitted
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
+from run import Row, hand_in
 
 SIZES = (1, 1, 1, 2, 4, 8, 16)
 SETTLE_S = 600.0
+LIMIT_MS = 300.0
 
 
 class Took(NamedTuple):
@@ -133,7 +135,7 @@ async def measure(http: httpx.AsyncClient, waiting: str, running: str, rounds: i
     return took
 
 
-async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, object]:
+async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, Any]:
     """One measurement on a fresh home."""
     with tempfile.TemporaryDirectory() as folder:
         fill(Path(folder), jobs)
@@ -169,7 +171,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--churn", type=float, default=0.0)
     given = parser.parse_args(arguments)
-    print(json.dumps(asyncio.run(run(given.jobs, given.nodes, given.rounds, given.churn)), indent=1))
+    found = asyncio.run(run(given.jobs, given.nodes, given.rounds, given.churn))
+    hand_in(Row(f"{name}, 95 %", one["p95"], "ms", LIMIT_MS) for name, one in found["ms"].items())
+    print(json.dumps(found, indent=1))
     return 0
 
 

@@ -38,6 +38,7 @@ from rota.service import daemon
 from rota.service.config import load_settings
 from rota.spec.events import Committed, FailoverStarted, InstanceReady, InstanceStarted, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
+from run import Row, hand_in
 
 VICTIM = ("one", 0)
 KILLED = ("one/0", "spared/0", "spared/1")
@@ -207,6 +208,23 @@ def main() -> None:
     finally:
         daemon.down(settings, force=True)
         shutil.rmtree(root, ignore_errors=True)
+    gap = found["beat_gap_s"]
+    table = [
+        Row("an instance is back after kill -9", found["ours_s"], "s", found["ray_s"], "Ray, an actor"),
+        Row("a spare has its place after kill -9", found["spare_s"], "s"),
+        Row("instances changed besides those killed", len(found["changed"]), "", 0),
+        Row(
+            "longest silence of the others",
+            gap["with_kills"],
+            "s",
+            gap["fault_free"],
+            "no kill",
+        ),
+    ]
+    if found["master"]:
+        text = f"a master after {found['master']['records']:.0f} records"
+        table.append(Row(text, found["master"]["kept_s"], "s", found["master"]["replayed_s"], "replay of all"))
+    hand_in(table)
     machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
     print(json.dumps({**found, "machine": machine}, indent=2))
 

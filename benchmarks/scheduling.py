@@ -1,7 +1,8 @@
 """Scheduling speed: time of one decision on large clusters, jobs a second in virtual time, guarantees on a real trace.
 
 ``decide`` fills a cluster, queues gangs of a mixed size and measures single decisions. ``sim`` plays a trace.
-``guarantee`` compares starts with a private cluster of each tenant. Every command prints one JSON document.
+``guarantee`` compares starts with a private cluster of each tenant. Both generate a trace unless one is given.
+Without a command all three run, in 15 seconds. Every command prints one JSON document.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import platform
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +27,28 @@ from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, Tick, appl
 from rota.cluster.core.plugins import Preempt, Profile
 from rota.cluster.core.snapshot import State
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.runs import compared, load, run_sim
-from rota.cluster.traces import generate
+from rota.cluster.runs import SimInput, compared, document, load, simulate
+from rota.cluster.traces import Tenant, generate
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.resources import Res, pretend_nodes
+from run import Row, hand_in
 
 SIZES = ((1,), (1,), (1,), (2,), (4,), (8,), (8, 8))
 TENANTS = 4
 OPPORTUNISTIC_MEAN_S = 6 * 3600.0
 MEAN_DEVICES = 33 / 7
 """Of the jobs that ``generate`` makes."""
+GENERATED = 1500
+"""Jobs of the trace that is played when none is given."""
+WITHOUT_COMMAND = {
+    "decide": ("--devices", "1024", "8192", "--profile", "default"),
+    "sim": ("--profile", "default"),
+    "guarantee": ("--opportunistic", "0.3"),
+}
+"""What runs, with which arguments."""
 
 
 def machine() -> dict[str, object]:
@@ -61,7 +73,7 @@ def measure_decisions(devices: int, queued: int, rounds: int, profile_name: str)
             est_s=float(rng.randrange(60, 7200)),
         )
         apply(state, JobArrived(ask=ask), float(number))
-        if number % 50 == 49 or state.free.sum() == 0:
+        if (number + 1) % min(50, queued) == 0 or state.free.sum() == 0:
             carry_out(state, profile, float(number))
         number += 1
     times: list[tuple[float, float]] = []
@@ -92,9 +104,17 @@ def carry_out(state: State, profile: Profile, now: float) -> None:
             apply(state, JobReleased(job=decision.job), now)
 
 
-def guarantee(trace: Path, vcs: Path, scale: float, opportunistic: float) -> dict[str, object]:
+def trace_of(given: argparse.Namespace) -> SimInput:
+    """The trace that is named, else a generated one of eight tenants that ask 70 % of 1,408 devices."""
+    if given.trace is not None:
+        return load(given.trace, given.vcs, scale=given.scale)
+    tenants = tuple(Tenant(vc=f"t{i}", nodes=8 + 4 * i) for i in range(8))
+    trace = generate(SeededChance(0), tenants, jobs=GENERATED, load=0.7)
+    return SimInput(trace=trace, tenants=tenants, scale=1.0, seed=0)
+
+
+def guarantee(given: SimInput, opportunistic: float) -> dict[str, Any]:
     """Starts on shared cells and in one pool beside those in private clusters, with a load of opportunistic jobs."""
-    given = load(trace, vcs, scale=scale)
     if opportunistic > 0:
         span_s = given.trace.jobs[-1].submit_s - given.trace.jobs[0].submit_s
         devices = sum(tenant.nodes * tenant.gpus_per_node for tenant in given.tenants)
@@ -104,10 +124,32 @@ def guarantee(trace: Path, vcs: Path, scale: float, opportunistic: float) -> dic
     return compared(given, ["private", "hived", "pool-spread"], SystemClock())["profiles"]
 
 
-def main() -> None:
-    """Run one measurement and print it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def measure(given: argparse.Namespace) -> Any:
+    """The result of one command."""
+    if given.command == "decide":
+        return [measure_decisions(n, given.queued, given.rounds, given.profile) for n in given.devices]
+    played = trace_of(given)
+    if given.command == "guarantee":
+        return guarantee(played, given.opportunistic)
+    return document(played, given.profile, simulate(played, given.profile, SystemClock()))["summary"]
+
+
+def rows(found: dict[str, Any]) -> list[Row]:
+    """All three commands as rows of the table."""
+    largest, profiles = found["decide"][-1], found["guarantee"]
+    text = f"a decision, {largest['queued']} gangs wait for {largest['devices']} devices, 99 %"
+    later = {name: profiles[name]["vs_baseline"]["later_guaranteed"] for name in ("hived", "pool-spread")}
+    return [
+        Row(text, largest["decision_ms"]["p99"], "ms", 15.0),
+        Row("a job of a simulated trace", 1e3 / found["sim"]["jobs_per_s"], "ms", 0.5),
+        Row("jobs later than in a private cluster", later["hived"], "jobs", later["pool-spread"], "one pool"),
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Commands and options."""
+    made = argparse.ArgumentParser(description=__doc__)
+    commands = made.add_subparsers(dest="command")
     one = commands.add_parser("decide")
     one.add_argument("--devices", type=int, nargs="+", default=[128, 1024, 2304, 8192])
     one.add_argument("--queued", type=int, default=1000)
@@ -115,22 +157,27 @@ def main() -> None:
     one.add_argument("--profile", default="fifo")
     for name in ("sim", "guarantee"):
         other = commands.add_parser(name)
-        other.add_argument("--trace", type=Path, required=True)
-        other.add_argument("--vcs", type=Path, required=True)
+        other.add_argument("--trace", type=Path)
+        other.add_argument("--vcs", type=Path)
         other.add_argument("--scale", type=float, default=0.35)
         other.add_argument("--profile", default="fifo")
         other.add_argument("--opportunistic", type=float, default=0.0, help="load of opportunistic jobs beside")
-    given = parser.parse_args()
-    found: object
-    if given.command == "decide":
-        found = [measure_decisions(n, given.queued, given.rounds, given.profile) for n in given.devices]
-    elif given.command == "sim":
-        found = run_sim(given.trace, given.vcs, given.profile, scale=given.scale)["summary"]
+    return made
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one measurement, or all, and print."""
+    given = parser().parse_args(arguments)
+    if given.command is None:
+        found: Any = {name: measure(parser().parse_args([name, *words])) for name, words in WITHOUT_COMMAND.items()}
+        hand_in(rows(found))
     else:
-        found = guarantee(given.trace, given.vcs, given.scale, given.opportunistic)
+        if given.command != "decide" and (given.trace is None) != (given.vcs is None):
+            parser().error("--trace and --vcs are given together, or neither and a trace is generated")
+        found = measure(given)
     json.dump({"machine": machine(), "result": found}, sys.stdout, indent=1)
     print()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""The runner of the benchmarks: scripts that fail, hang or skip, and the table at the end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+HEAD = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\nfrom run import Row, hand_in, skip\n"
+GOOD = HEAD + 'hand_in([Row("a get", 0.5, "us", 2.0, "Ray"), Row("a put", 30.0, "us", 20.0), Row("a start", 4.0, "s")])'
+
+
+def run(folder: Path, scripts: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Write the scripts, run the runner over them."""
+    for name, text in scripts.items():
+        (folder / f"{name}.py").write_text(textwrap.dedent(text), encoding="utf-8")
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--folder", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def table(shown: str) -> list[str]:
+    """The lines of the table, with single blanks between columns."""
+    lines = [re.sub(r" {2,}", " | ", line) for line in shown.splitlines()]
+    return lines[lines.index(next(line for line in lines if line.startswith("script |"))) :]
+
+
+def test_one_table_has_the_rows_of_all_scripts_and_their_ratios(tmp_path: Path) -> None:
+    done = run(tmp_path, {"a": GOOD, "b": HEAD + 'hand_in([Row("b", 1.0, "s")])'})
+    assert done.returncode == 0, done.stderr
+    shown = table(done.stdout)
+    assert shown[:5] == [
+        "script | claim | ours | peer | ratio",
+        "a | a get | 0.5 us | Ray 2 us | 0.25",
+        "a | a put | 30 us | limit 20 us | 1.5",
+        "a | a start | 4 s",
+        "b | b | 1 s",
+    ]
+    assert [line.split(" | ")[::2] for line in shown[6:]] == [["a", "done"], ["b", "done"]]
+
+
+def test_scripts_that_fail_do_not_stop_the_others_and_the_exit_status_is_1(tmp_path: Path) -> None:
+    usage = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--trace', required=True)\np.parse_args()"
+    done = run(tmp_path, {"a": usage, "b": "raise RuntimeError('b broke')", "c": GOOD})
+    assert done.returncode == 1
+    assert "--trace" in done.stderr and "b broke" in done.stderr
+    shown = table(done.stdout)
+    assert "c | a get | 0.5 us | Ray 2 us | 0.25" in shown
+    assert [line.split(" | ")[2] for line in shown[-3:]] == ["failed: exit status 2", "failed: exit status 1", "done"]
+
+
+def test_a_script_that_has_nothing_to_measure_is_skipped_and_nothing_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, {"gpu": HEAD + "skip('CUDA device not found')", "other": GOOD})
+    assert done.returncode == 0
+    assert table(done.stdout)[-2].endswith("skipped: CUDA device not found")
+
+
+@pytest.mark.slow
+def test_a_script_past_its_limit_ends_with_what_it_started(tmp_path: Path) -> None:
+    hangs = f"""
+        import subprocess, sys, time
+        left = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(2, 1); time.sleep(600)"])
+        open({str(tmp_path / "left")!r}, "w").write(str(left.pid))
+        try:
+            time.sleep(600)
+        finally:
+            open({str(tmp_path / "cleaned")!r}, "w").close()
+    """
+    done = run(tmp_path, {"hangs": hangs, "other": GOOD}, "--limit", "3")
+    assert done.returncode == 1
+    assert table(done.stdout)[-2].endswith("failed: over its limit of 3 s")
+    assert (tmp_path / "cleaned").exists()
+    with pytest.raises(ProcessLookupError):
+        until_gone(int((tmp_path / "left").read_text()))
+
+
+def until_gone(pid: int) -> None:
+    """Wait until the system has no process of this number. Raises ProcessLookupError then."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        os.kill(pid, 0)
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            raise ProcessLookupError(pid)
+        time.sleep(0.01)
+
+
+def test_an_interrupt_ends_the_script_and_shows_what_is_there(tmp_path: Path) -> None:
+    waits = f"open({str(tmp_path / 'began')!r}, 'w').close()\nimport time; time.sleep(600)"
+    for name, text in {"a": GOOD, "b": waits, "c": GOOD}.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--folder", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "began").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        shown, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert [line.split(" | ")[0] for line in table(shown)[-1:]] == ["a"]
+
+
+def test_a_name_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    done = run(tmp_path, {"a": GOOD}, "b")
+    assert done.returncode == 2
+    assert "no benchmark is named b; there are a" in done.stderr
+
+
+def test_the_script_of_the_scheduler_measures_everything_without_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    scheduling = importlib.import_module("scheduling")
+    monkeypatch.setattr(scheduling, "GENERATED", 60)
+    monkeypatch.setitem(scheduling.WITHOUT_COMMAND, "decide", ("--devices", "128", "--queued", "20", "--rounds", "5"))
+    monkeypatch.setenv("ROTA_BENCH_RESULT", str(tmp_path / "result.json"))
+    scheduling.main([])
+    assert set(json.loads(capsys.readouterr().out)["result"]) == {"decide", "sim", "guarantee"}
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["ours"] > 0 for row in rows] == [True, True, False]  # none starts later than in a private cluster
+    with pytest.raises(SystemExit) as refused:
+        scheduling.main(["sim", "--trace", "jobs.csv"])
+    assert refused.value.code == 2 and "--vcs" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_without_a_cuda_device_the_script_of_devices_says_so_and_ends_well() -> None:
+    command = [sys.executable, str(BENCHMARKS / "tensors_gpu.py")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["skipped"].startswith("CUDA device not found")

@@ -23,6 +23,7 @@ from rota.runtime.sql_log import SqlLog
 from rota.service import assembly, follow
 from rota.service.assembly import assemble, node_changes, wanted_nodes
 from rota.service.config import load_settings
+from rota.service.connections import Connections, server_config
 from rota.service.rest import make_app
 from rota.service.routes.doors import Doors
 from rota.spec.errors import EngineUnavailable
@@ -201,11 +202,10 @@ def empty_database() -> bytes:
 
 
 @asynccontextmanager
-async def listening(service: Standing) -> AsyncIterator[httpx.AsyncClient]:
+async def listening(service: Standing, shared: Connections | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """The same service on a port of the loopback address, where a connection can be cut."""
     door = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(service.doors), log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(make_app(service.doors), shared))
     serving = asyncio.create_task(server._serve([door]))
     url = f"http://127.0.0.1:{door.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, headers=service.http.headers, timeout=LIMIT_S, verify=False) as http:

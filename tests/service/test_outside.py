@@ -60,7 +60,7 @@ def test_head_spends_no_code_of_the_login(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         page = f"/login?code={(await service.http.post('/api/v1/login/code')).json()['code']}"
         head = await service.http.head(page)
-        assert (head.status_code, head.headers["allow"], "set-cookie" in head.headers) == (405, "GET", False)
+        assert (head.status_code, head.headers["allow"], "set-cookie" in head.headers) == (405, "GET, POST", False)
         assert (await service.http.get(page)).status_code == 303
 
     with_service(tmp_path, test)

@@ -93,6 +93,36 @@ def test_a_code_opens_one_session_once_and_a_change_needs_the_page_header(tmp_pa
     with_service(tmp_path, test)
 
 
+def test_the_form_of_the_page_takes_a_code_or_a_token_from_its_own_page_alone(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        token = service.http.headers["authorization"].split()[1]
+        code = (await service.http.post("/api/v1/login/code")).json()["code"]
+        for body in ({"token": token}, {"code": code}):
+            browser = stranger(service)
+            assert (await browser.post("/login", json=body)).status_code == 204, body
+            assert (await browser.get("/api/v1/whoami")).json()["by"] == "cookie"
+        for body, status in (({"token": "wrong"}, 401), ({"code": code}, 422), ({}, 422), ({"other": "x"}, 422)):
+            assert (await stranger(service).post("/login", json=body)).status_code == status, body
+        elsewhere = stranger(service, Origin="http://evil.example")
+        for body in ({"token": token}, {"code": "x"}):
+            assert (await elsewhere.post("/login", json=body)).status_code == 403
+        large = await stranger(service).post("/login", json={"token": "x" * 5000})
+        assert (large.status_code, "larger than 4096 bytes" in large.text) == (413, True)
+
+    with_service(tmp_path, test)
+
+
+def test_a_browser_with_a_used_code_gets_the_form_and_a_program_the_error(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for path, status in (("/login", 200), ("/login?code=used", 422)):
+            form = await stranger(service, Accept="text/html").get(path)
+            assert (form.status_code, form.headers["content-type"][:9]) == (status, "text/html"), path
+        program = await stranger(service).get("/login?code=used")
+        assert (program.status_code, program.json()["hint"]) == (422, "'rota ui' opens a new one")
+
+    with_service(tmp_path, test)
+
+
 def test_the_token_file_is_private_and_its_secret_is_in_no_answer(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         assert oct((tmp_path / "token").stat().st_mode & 0o777) == "0o600"

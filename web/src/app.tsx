@@ -1,7 +1,7 @@
 /** The frame around the pages: where one can go, whether the service answers, keys. */
-import { useQuery } from "@tanstack/react-query";
-import { useEffect, useRef } from "react";
-import { api, Problem } from "./api/client";
+import { useMutation, useQuery } from "@tanstack/react-query";
+import { useEffect, useRef, useState } from "react";
+import { api, Problem, signIn } from "./api/client";
 import { useConnection } from "./api/live";
 import { Admin } from "./pages/Admin";
 import { Compare } from "./pages/Compare";
@@ -12,6 +12,7 @@ import { Overview } from "./pages/Overview";
 import { Queues } from "./pages/Queues";
 import { Submit } from "./pages/Submit";
 import { clock } from "./format";
+import { Trouble } from "./parts/basics";
 import { go, Link, usePath } from "./router";
 import { type Theme, useTheme } from "./theme";
 
@@ -62,6 +63,7 @@ export function App() {
 function Page({ path: [page, id, tab] }: { path: string[] }) {
   switch (page) {
     case undefined:
+    case "login":
       return <Overview />;
     case "queues":
       return <Queues />;
@@ -85,12 +87,37 @@ function Page({ path: [page, id, tab] }: { path: string[] }) {
 }
 
 function SignIn() {
+  const [code, setCode] = useState("");
+  const [token, setToken] = useState("");
+  const stale = location.pathname === "/login" && new URLSearchParams(location.search).has("code");
+  const open = useMutation({ mutationFn: () => signIn(token ? { token } : { code }), onSuccess: () => location.assign("/") });
   return (
     <>
       <h1>Sign in</h1>
-      <p className="card">
-        Run <code>rota status</code> on the machine of the service and open the address with the code that it prints. A code opens one session, once.
-      </p>
+      <form
+        className="card"
+        onSubmit={(event) => {
+          event.preventDefault();
+          open.mutate();
+        }}
+      >
+        <p>
+          <code>rota ui</code> opens this page for you, or prints an address with a code; a code works once. A token (<code>rota token</code>) works, too.
+        </p>
+        <p className="tools">
+          <label>
+            Code <input value={code} onChange={(event) => setCode(event.target.value)} autoComplete="off" />
+          </label>
+          <label>
+            Token <input type="password" value={token} onChange={(event) => setToken(event.target.value)} autoComplete="off" />
+          </label>
+          <button type="submit" disabled={open.isPending || !(code || token)}>
+            Sign in
+          </button>
+        </p>
+        {stale && !open.error && <p role="alert">The code in the address was used or is too old.</p>}
+        <Trouble error={open.error} />
+      </form>
     </>
   );
 }

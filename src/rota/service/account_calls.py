@@ -22,6 +22,10 @@ class AccountCalls(Generic[T]):
         """``User``: the one behind the token, and what it may do where."""
         return self._ask(calls.get("/whoami"))
 
+    def login_code(self) -> T:
+        """``Login``: a code that opens the page once, and the address with it."""
+        return self._ask(Ask(method="POST", path=f"{API_PATH}/login/code", safe=False))
+
     def users(self) -> T:
         """``UserList``; for admins."""
         return self._ask(calls.get("/users"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,18 +15,22 @@ from rota.runtime.chance import Chance, secret_token
 from rota.runtime.clock import Clock
 from rota.runtime.process import write_private
 from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
-from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken
+from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt
 from rota.spec.events import TokenMade
 
 COOKIE = "rota_session"
 CSRF_HEADER = "rota-csrf"
 CODE_TTL_S = 600.0
-CODES_MAX = 32
+CODES_OF_USER_MAX = 32
+"""Open codes of one user; a new one replaces the oldest."""
 SESSION_TTL_S = 7 * 86400.0
 FAILURES_MAX = 10
+"""Wrong tokens of one address in a window; further ones of it are answered with 429, right ones as ever."""
 FAILURES_WINDOW_S = 60.0
 FAILING_MAX = 1000
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_TOKEN = re.compile(r"rota_[a-z0-9]+_[A-Za-z0-9_-]{32,}|(?!rota_)[!-~]{16,}")
+"""What the token file may hold: a whole token as it is made, or one of the owner's own of 16 characters and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +44,19 @@ class Asked:
 
 
 def ensure_token(path: Path, chance: Chance) -> str:
-    """The admin token of the installation, made at the first start; its file can be read by its owner alone."""
+    """The admin token of the installation, made at the first start; its file can be read by its owner alone.
+
+    Raises StoreCorrupt for a file that holds no whole token: whoever guesses the rest of it would be an admin.
+    """
     if path.exists():
         path.chmod(0o600)
-        return path.read_text(encoding="utf-8").strip()
+        found = path.read_bytes().decode(errors="replace").strip()
+        if not _TOKEN.fullmatch(found):
+            raise StoreCorrupt(
+                f"{path} holds no whole token ({len(found)} characters; expected rota_ID_SECRET)",
+                hint="copy it from a back-up, or delete the file and start again for a new one (sessions then end)",
+            )
+        return found
     _, token = fresh_token(chance)
     write_private(path, token + "\n")
     return token
@@ -72,7 +86,8 @@ class Auth:
     own: TokenMade
     hosts: frozenset[str]
     accounts: Accounts = field(default_factory=Accounts)
-    _codes: dict[str, tuple[float, str]] = field(default_factory=dict)
+    _codes: dict[str, tuple[float, str, str]] = field(default_factory=dict)
+    """Until when, of whom and for which token each code is, the oldest first."""
     _failures: dict[str, deque[float]] = field(default_factory=dict)
 
     @staticmethod
@@ -84,19 +99,18 @@ class Auth:
     def check(self, asked: Asked) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""
         self.check_host(asked)
-        self._check_origin(asked)
+        self.check_origin(asked)
         kind, _, token = asked.headers.get("authorization", "").partition(" ")
+        token = token.strip()
         if kind.lower() == "bearer" and token:
-            key = f"{asked.address} {token[:16]}"
-            self._check_rate(key)
             made = self._find(_id_of(token))
-            if made is not None and hmac.compare_digest(digest_of(token.strip()), made.digest):
+            if made is not None and hmac.compare_digest(digest_of(token), made.digest):
                 return self.accounts.caller(made, by="token")
-            self._count_failure(key)
+            self._count_failure(asked.address)
             raise NoToken("the token is not known, or it has expired", hint="rota token, or ask an admin for a new one")
         if asked.cookie:
             return self._check_session(asked)
-        raise NoToken("no token", hint="send 'Authorization: Bearer TOKEN', or open the address that 'rota up' prints")
+        raise NoToken("no token", hint="send 'Authorization: Bearer TOKEN', or open the address that 'rota ui' prints")
 
     def _find(self, token_id: str) -> TokenMade | None:
         """A token that is worth something now, by its id."""
@@ -126,7 +140,8 @@ class Auth:
         if host not in self.hosts:
             raise NotAllowed(f"host {host!r} is not one of this service", hint="set 'host' to the name you use")
 
-    def _check_origin(self, asked: Asked) -> None:
+    def check_origin(self, asked: Asked) -> None:
+        """Raises NotAllowed for what a page of somebody else makes a browser send."""
         origin = asked.headers.get("origin", "")
         if origin and urlsplit(origin).netloc != asked.headers.get("host", ""):
             raise NotAllowed(f"origin {origin!r} may not ask this service")
@@ -135,10 +150,10 @@ class Auth:
         signed, _, signature = asked.cookie.rpartition(".")
         expires, _, token_id = signed.partition(".")
         if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self._sign(signed).encode()):
-            raise NoToken("the session is not known", hint="open the address that 'rota status' prints")
+            raise NoToken("the session is not known", hint="open the page anew: rota ui")
         made = self._find(token_id)
         if int(expires) < self.clock.wall_s() or made is None:
-            raise NoToken("the session has ended", hint="open the address that 'rota status' prints")
+            raise NoToken("the session has ended", hint="open the page anew: rota ui")
         if asked.method not in SAFE_METHODS and not asked.headers.get(CSRF_HEADER):
             raise NotAllowed(f"a change from a page needs the header {CSRF_HEADER}")
         return self.accounts.caller(made, by="cookie")
@@ -147,17 +162,22 @@ class Auth:
         """A code that opens one session of the caller, once, within ``CODE_TTL_S``."""
         now = self.clock.monotonic_s()
         self._codes = {code: kept for code, kept in self._codes.items() if kept[0] > now}
-        if len(self._codes) >= CODES_MAX:
-            raise LimitExceeded(f"{CODES_MAX} codes are open", hint=f"use one, or wait {CODE_TTL_S:.0f} s")
+        mine = [code for code, (_, user, _) in self._codes.items() if user == caller.user]
+        if len(mine) >= CODES_OF_USER_MAX:
+            del self._codes[mine[0]]
         code = secret_token(128)
-        self._codes[code] = (now + CODE_TTL_S, caller.token)
+        self._codes[code] = (now + CODE_TTL_S, caller.user, caller.token)
         return code
 
     def open_session(self, code: str) -> str:
         """The value of the cookie for a code. Raises BadInput for an unknown, used or old one."""
-        until, token_id = self._codes.pop(code, (0.0, ""))
+        until, _, token_id = self._codes.pop(code, (0.0, "", ""))
         if until < self.clock.monotonic_s():
-            raise BadInput("this code was used or is too old", hint="'rota status' prints a new one")
+            raise BadInput("this code was used or is too old", hint="'rota ui' opens a new one")
+        return self.session_of(token_id)
+
+    def session_of(self, token_id: str) -> str:
+        """The value of the cookie for a session under that token."""
         signed = f"{int(self.clock.wall_s() + SESSION_TTL_S)}.{token_id}"
         return f"{signed}.{self._sign(signed)}"
 
@@ -193,18 +213,16 @@ class Auth:
     def _sign(self, text: str) -> str:
         return hmac.new(self.own.digest.encode(), f"session.{text}".encode(), hashlib.sha256).hexdigest()
 
-    def _check_rate(self, key: str) -> None:
-        recent = self._failures.get(key)
+    def _count_failure(self, address: str) -> None:
+        """Note a wrong token of an address. Raises LimitExceeded from the eleventh within the window on."""
         now = self.clock.monotonic_s()
-        while recent and recent[0] < now - FAILURES_WINDOW_S:
-            recent.popleft()
-        if recent and len(recent) >= FAILURES_MAX:
-            raise LimitExceeded("too many wrong tokens", hint=f"wait {FAILURES_WINDOW_S:.0f} s")
-
-    def _count_failure(self, key: str) -> None:
+        recent = self._failures.pop(address, None) or deque[float](maxlen=FAILURES_MAX)
         if len(self._failures) >= FAILING_MAX:
             self._failures.pop(next(iter(self._failures)))
-        self._failures.setdefault(key, deque(maxlen=FAILURES_MAX)).append(self.clock.monotonic_s())
+        self._failures[address] = recent
+        if len(recent) == FAILURES_MAX and recent[0] >= now - FAILURES_WINDOW_S:
+            raise LimitExceeded(f"too many wrong tokens from {address}", hint=f"wait {FAILURES_WINDOW_S:.0f} s")
+        recent.append(now)
 
 
 def _id_of(token: str) -> str:

@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "demo": ("Service", "rota.service.verbs.demo:demo", "The main job, killed three times and healed."),
     "login": ("Service", "rota.service.verbs.accounts:login", "Use the service at an address from now on."),
     "logout": ("Service", "rota.service.verbs.accounts:logout", "Forget the service of the last login."),
+    "ui": ("Service", "rota.service.verbs.accounts:ui", "Open the page in a browser, or print its address."),
     "run": ("Jobs", "rota.service.verbs.run:run", "Run a job file, or a command."),
     "ps": ("Jobs", "rota.service.verbs.jobs:ps", "List jobs, the newest first."),
     "show": ("Jobs", "rota.service.verbs.jobs:show", "Show one job: every role, instance and attempt."),
@@ -99,6 +100,8 @@ SYNONYMS = {
     "describe": "show",
     "get": "show",
     "history": "events",
+    "open": "ui",
+    "dashboard": "ui",
 }
 """What other tools call our verbs; only for "did you mean"."""
 

@@ -51,7 +51,12 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]
             has = record.get("pretend") or "this machine alone"
             raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
     document = ask(home, "GET", "/api/v1/status")
-    return document | {"started": started, "login": ask(home, "POST", "/api/v1/login/code")["url"]}
+    return document | {"started": started, "login": login_url(home)}
+
+
+def login_url(home: Home) -> str:
+    """An address that opens the page once, in the name of the installation's own token. Raises what ``ask`` raises."""
+    return str(ask(home, "POST", "/api/v1/login/code")["url"])
 
 
 def ensure_up(settings: Settings) -> bool:
@@ -102,7 +107,7 @@ def status(settings: Settings) -> dict[str, Any]:
     if record is None:
         rest = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
         return {"api": "rota/v1", "kind": "Status", "state": "down", "home": str(home.root), "still_running": rest}
-    return ask(home, "GET", "/api/v1/status") | {"login": ask(home, "POST", "/api/v1/login/code")["url"]}
+    return ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"}
 
 
 def find_service(home: Home) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any, get_args
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,7 +20,7 @@ from rota.service.auth import SAFE_METHODS
 from rota.service.config import rota_version
 from rota.service.problems import DISK_REMEDIES, Problem
 from rota.service.routes import accounts, cluster, jobs, page, sim, streams
-from rota.service.routes.doors import Doors, asked_line
+from rota.service.routes.doors import Doors, asked_line, asked_of
 from rota.spec.errors import (
     JobFileError,
     LimitExceeded,
@@ -30,6 +32,11 @@ from rota.spec.errors import (
 )
 
 BODY_BYTES_MAX = 16 * 2**20
+BODY_S = 120.0
+"""Within this the whole body of a request must come."""
+LOGIN_BYTES_MAX, LOGIN_S = 4096, 10.0
+"""The same of the login of the page, whose body comes from somebody not known yet."""
+LOGIN = "/login"
 PROBLEM = "application/problem+json"
 RETRY_AFTER_S = 1
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
@@ -45,7 +52,7 @@ _SECURITY = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
 )
-_HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 413: "LIMIT_EXCEEDED"}
+_HTTP_CODES = {404: "UNKNOWN_NAME", 405: "INVALID", 400: "INVALID", 408: "TIMED_OUT", 413: "LIMIT_EXCEEDED"}
 
 
 @cache
@@ -89,14 +96,6 @@ class Guard:
         scope = _as_routed(scope, scope["method"])
         started_s = self._doors.clock.monotonic_s()
         status = [500]
-        read = [0]
-
-        async def limited() -> Message:
-            message = await receive()
-            read[0] += len(message.get("body", b""))
-            if read[0] > BODY_BYTES_MAX:
-                raise HTTPException(413, f"the body is larger than {BODY_BYTES_MAX} bytes")
-            return message
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -115,11 +114,47 @@ class Guard:
                 await send({"type": "http.response.body"})
 
         try:
-            await self._app(scope, limited, marked)
+            refusal = self._refusal(scope)
+            await (refusal or self._app)(scope, self._limited(scope, receive), marked)
         finally:
             route = getattr(scope.get("route"), "path", "")
             took_s = self._doors.clock.monotonic_s() - started_s
             self._doors.metrics.http.labels(method, route, str(status[0])).observe(took_s)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request with a body of which nothing is read, as it is not known who sends it."""
+        headers = Headers(scope=scope)
+        if scope["path"] == LOGIN or not (headers.get("content-length", "0") != "0" or "transfer-encoding" in headers):
+            return None
+        if scope["method"] in SAFE_METHODS:  # their routes read none
+            return None
+        request = Request(scope)
+        try:
+            scope["state"]["asker"] = self._doors.auth.check(asked_of(request))
+        except RotaError as error:
+            return _rota_error(request, error)
+        return None
+
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """``receive`` that ends with 413 for a body that is too large, with 408 for one that takes too long."""
+        most, limit_s = (LOGIN_BYTES_MAX, LOGIN_S) if scope["path"] == LOGIN else (BODY_BYTES_MAX, BODY_S)
+        until_s = asyncio.get_running_loop().time() + limit_s
+        read, complete = 0, False
+
+        async def limited() -> Message:
+            nonlocal read, complete
+            try:
+                async with asyncio.timeout_at(None if complete else until_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {limit_s:.0f} s") from None
+            complete = complete or not message.get("more_body", False)
+            read += len(message.get("body", b""))
+            if read > most:
+                raise HTTPException(413, f"the body is larger than {most} bytes")
+            return message
+
+        return limited
 
     def _note(self, scope: Scope, request_id: str, status: int) -> None:
         """Tell the audit what came of a request that was to change something; what was done stays done."""
@@ -136,7 +171,7 @@ class Guard:
 
 def _as_routed(scope: Scope, method: str) -> Scope:
     """HEAD is what GET answers, without its body; not of the login, which spends a code."""
-    return {**scope, "method": "GET" if method == "HEAD" and scope["path"] != "/login" else method}
+    return {**scope, "method": "GET" if method == "HEAD" and scope["path"] != LOGIN else method}
 
 
 def problem(

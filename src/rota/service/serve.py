@@ -24,6 +24,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
 from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
+from rota.service.connections import server_config, watch_accepts
 from rota.service.daemon import holder_of
 from rota.service.nodes import keep_nodes, not_known
 from rota.service.problems import cannot_use
@@ -32,7 +33,6 @@ from rota.service.retention import keep_logs
 from rota.service.routes.doors import Doors
 from rota.spec.errors import Conflict, NotReachable, RotaError
 
-SHUTDOWN_S = 3
 PREDECESSOR_S = 1.5
 FAILED = "rota serve failed: "
 """Before the JSON of the error that kept the service from starting, on a line of its log."""
@@ -102,16 +102,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
     log = await asyncio.to_thread(open_store, settings)
     doors = assemble(settings, log)
-    server = _Server(
-        uvicorn.Config(
-            make_app(doors),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=SHUTDOWN_S,
-            ws="none",
-        )
-    )
+    watch_accepts(asyncio.get_running_loop())
+    server = _Server(server_config(make_app(doors)))
     stopping = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)

@@ -20,9 +20,14 @@ export class Problem extends Error {
 }
 
 async function ask<T>(method: string, path: string, body?: unknown, headers: Record<string, string> = {}): Promise<T> {
+  const answer = await send(method, BASE + path, body, headers);
+  return (await answer.json()) as T;
+}
+
+async function send(method: string, address: string, body?: unknown, headers: Record<string, string> = {}): Promise<Response> {
   let answer: Response;
   try {
-    answer = await fetch(BASE + path, {
+    answer = await fetch(address, {
       method,
       headers: { "Rota-CSRF": "1", ...(body === undefined ? {} : { "Content-Type": "application/json" }), ...headers },
       body: body === undefined ? undefined : JSON.stringify(body),
@@ -30,11 +35,16 @@ async function ask<T>(method: string, path: string, body?: unknown, headers: Rec
   } catch {
     throw new Problem(0, "NOT_REACHABLE", "The service does not answer.", "rota status", []);
   }
-  const document = await answer.json();
   if (!answer.ok) {
+    const document = await answer.json();
     throw new Problem(answer.status, document.code ?? "", document.detail ?? answer.statusText, document.hint ?? "", document.errors ?? []);
   }
-  return document as T;
+  return answer;
+}
+
+/** Open a session of this browser with a code or a token. */
+export async function signIn(by: { code: string } | { token: string }): Promise<void> {
+  await send("POST", "/login", by);
 }
 
 const get = <T>(path: string) => ask<T>("GET", path);

@@ -84,7 +84,7 @@ export interface Job extends JobRow {
   instances: Instance[];
   master: { pid: number; epoch: number; node: string; since: string } | null;
   attempts: Attempt[];
-  error: { reason: string; fault: string; text: string; role: string | null; rank: number | null; traceback: string } | null;
+  error: { reason: string; fault: string; text: string; role: string | null; rank: number | null; instance: string; traceback: string } | null;
   changes: { at: string; by: string; changes: Record<string, unknown> }[];
   workdir: string;
   version: number;
@@ -140,7 +140,7 @@ export interface Failure {
 export interface FailureList {
   first: Loss | null;
   items: Failure[];
-  end: { at: string; reason: string; text: string; role: string | null; rank: number | null; traceback: string } | null;
+  end: { at: string; reason: string; text: string; role: string | null; rank: number | null; instance: string; traceback: string } | null;
   open_losses: Loss[];
 }
 

@@ -136,7 +136,7 @@ function GraphTab({ job }: { job: JobDocument }) {
     <>
       {job.state === "QUEUED" && explain.data?.waiting && <ExplainCard of={explain.data} />}
       {job.error && (
-        <Card title={`✗ ${job.error.reason}${job.error.role === null ? "" : ` in ${job.error.role}/${job.error.rank}`}`} tone="bad">
+        <Card title={`✗ ${job.error.reason}${job.error.instance && ` in ${job.error.instance}`}`} tone="bad">
           <p>{job.error.text}</p>
           {job.error.traceback && <pre tabIndex={0}>{job.error.traceback}</pre>}
         </Card>
@@ -191,7 +191,7 @@ function FailuresTab({ job }: { job: JobDocument }) {
 
 function LogsTab({ job }: { job: JobDocument }) {
   const [values, change] = useQueryValues();
-  const failed = job.error && job.error.role !== null ? `${job.error.role}/${job.error.rank}` : "";
+  const failed = job.error?.instance ?? "";
   return (
     <>
       {failed && (

@@ -33,7 +33,8 @@ from rota.service.views.story import JobStory
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, UnknownName, nearest, unknown
 from rota.spec.ids import InstanceId
 
-STREAMS_MAX = 64
+STREAMS_MAX, STREAMS_OF_USER_MAX = 1024, 64
+"""Streams of events and logs that are open at once, in all and of one user."""
 EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
 """Commands that run beside instances at once, in all and of one user; each is a request that the gateway holds."""
 AUDITED_PATH_MAX = 200
@@ -81,17 +82,25 @@ class Doors:
     pid: int
     started_at: float
     ready: bool = False
-    streams: int = 0
+    streams_of: Counter[str] = field(default_factory=Counter[str])
+    """Open streams, by user."""
     execs: Counter[str] = field(default_factory=Counter[str])
     """Commands that run beside instances, by user."""
     playing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the jobs of now are played under other policies: one such play at a time."""
 
-    def open_stream(self) -> None:
+    @property
+    def streams(self) -> int:
+        """How many streams are open."""
+        return self.streams_of.total()
+
+    def open_stream(self, user: str) -> None:
         """Count a long answer. Raises LimitExceeded."""
-        if self.streams >= STREAMS_MAX:
-            raise LimitExceeded(f"{STREAMS_MAX} streams are open", hint="close a page or a follower")
-        self.streams += 1
+        if self.streams >= STREAMS_MAX or self.streams_of[user] >= STREAMS_OF_USER_MAX:
+            text = f"{self.streams} streams are open, {self.streams_of[user]} of {user}"
+            hint = f"at most {STREAMS_MAX}, {STREAMS_OF_USER_MAX} of one user: close a page or a follower"
+            raise LimitExceeded(text, hint=hint)
+        self.streams_of[user] += 1
 
     @contextmanager
     def executing(self, user: str) -> Iterator[None]:
@@ -125,9 +134,9 @@ class Doors:
         """What covers documents for this caller; for many of one answer."""
         return Veil(self.loop.installation.jobs, caller)
 
-    def close_stream(self) -> None:
+    def close_stream(self, user: str) -> None:
         """A long answer is over."""
-        self.streams -= 1
+        self.streams_of -= Counter([user])  # leaves no zeros
 
 
 def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: Caller, what: str) -> JobStory:
@@ -187,7 +196,7 @@ def asked_of(request: Request) -> Asked:
 async def caller_of(request: Request) -> Caller:
     """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
     doors = await doors_of(request)
-    caller = doors.auth.check(asked_of(request))
+    caller: Caller = getattr(request.state, "asker", None) or doors.auth.check(asked_of(request))
     if request.method not in SAFE_METHODS:
         doors.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller

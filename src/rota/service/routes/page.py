@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import RedirectResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from rota.service.accounts import Role
 from rota.service.auth import COOKIE, SESSION_TTL_S
-from rota.service.routes.doors import Asker, Document, Parts, asked_of, doors_of
-from rota.spec.errors import NotReachable, UnknownName
+from rota.service.routes.doors import Asker, Document, Doors, Parts, asked_of, doors_of
+from rota.spec.errors import BadInput, NotReachable, UnknownName
 
 PAGES = ("queues", "jobs", "nodes", "submit", "compare", "admin")
 """First parts of the addresses that the UI draws itself; each answers with the same document."""
@@ -75,12 +77,47 @@ async def new_code(doors: Parts, caller: Asker) -> Document:
 
 
 @_named.get("/login", response_class=RedirectResponse)
-async def login(code: str, doors: Parts) -> Response:
-    """Trade a code for the session cookie of the page."""
-    answer = RedirectResponse("/", status_code=303)
+async def login(request: Request, doors: Parts, code: str = "") -> Response:
+    """Trade a code for the session cookie of the page; without one, the form that asks for a code or a token."""
+    if not code:
+        return await index(request)
+    try:
+        cookie = doors.auth.open_session(code)
+    except BadInput as error:
+        if "text/html" not in request.headers.get("accept", ""):
+            raise
+        form = await index(request)  # which says so, and asks for another
+        form.status_code = error.http
+        return form
+    return _session(doors, cookie, RedirectResponse("/", status_code=303))
+
+
+class LoginBody(BaseModel):
+    """What opens a session: a code of 'rota ui', or a token."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    code: Annotated[str, Field(max_length=200)] = ""
+    token: Annotated[str, Field(max_length=200)] = ""
+
+
+@_named.post("/login", status_code=204)
+async def login_by_form(request: Request, body: LoginBody, doors: Parts) -> Response:
+    """Trade a code or a token for the session cookie of the page."""
+    asked, cookie = asked_of(request), ""
+    if body.token:
+        given = {**asked.headers, "authorization": f"Bearer {body.token}"}
+        cookie = doors.auth.session_of(doors.auth.check(replace(asked, headers=given)).token)
+    else:
+        doors.auth.check_origin(asked)
+        cookie = doors.auth.open_session(body.code.strip())
+    return _session(doors, cookie, Response(status_code=204))
+
+
+def _session(doors: Doors, cookie: str, answer: Response) -> Response:
     answer.set_cookie(
         COOKIE,
-        doors.auth.open_session(code),
+        cookie,
         max_age=int(SESSION_TTL_S),
         httponly=True,
         samesite="strict",

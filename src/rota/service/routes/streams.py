@@ -86,7 +86,7 @@ async def _events(
         return partial(_shown, doors, now, doors.veil(now))
 
     if stream:
-        return _stream(doors, follow_events(doors.loop, view, job=job, after=after, kind=kind))
+        return _stream(doors, caller, follow_events(doors.loop, view, job=job, after=after, kind=kind))
     shown = view()
     records = await asyncio.to_thread(doors.loop.log.read, after=after, job=job, limit=limit)
     items = [document for record in records if (document := shown(record)) is not None]
@@ -158,7 +158,7 @@ async def logs(
         def check() -> None:
             doors.read(doors.auth.again(caller), story.id)
 
-        return _stream(doors, follow_logs(doors.loop, story, folder, query, check))
+        return _stream(doors, caller, follow_logs(doors.loop, story, folder, query, check))
     lines, offsets = await asyncio.to_thread(read_page, folder, query)
     if "text/plain" in accept:
         text = "".join(f"{iso(line.ts) if line.ts else '-'} {line.instance} {line.text}\n" for line in lines)
@@ -178,20 +178,20 @@ async def logs(
 class _Counted(StreamingResponse):
     """A stream that gives its place back however it ends, also when its reader left before the first byte."""
 
-    def __init__(self, doors: Doors, frames: AsyncIterator[bytes]) -> None:
+    def __init__(self, doors: Doors, user: str, frames: AsyncIterator[bytes]) -> None:
         super().__init__(frames, media_type=EVENT_STREAM, headers=_HEADERS)
-        self._doors = doors
+        self._doors, self._user = doors, user
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._doors.close_stream()
+            self._doors.close_stream(self._user)
 
 
-def _stream(doors: Doors, frames: AsyncIterator[bytes]) -> StreamingResponse:
-    doors.open_stream()
-    return _Counted(doors, frames)
+def _stream(doors: Doors, caller: Caller, frames: AsyncIterator[bytes]) -> StreamingResponse:
+    doors.open_stream(caller.user)
+    return _Counted(doors, caller.user, frames)
 
 
 def _number(last_event_id: str, after: int) -> int:

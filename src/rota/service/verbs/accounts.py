@@ -1,4 +1,4 @@
-"""rota user, token, secret, webhook, login, logout, audit: who may do what, and values nobody may read back."""
+"""rota user, token, secret, webhook, login, logout, ui, audit: who may do what, and values nobody may read back."""
 
 from __future__ import annotations
 
@@ -181,6 +181,41 @@ def login(
     terminal.show(document, lambda term: _user_table(term, me))
     terminal.note(f"kept in {path}; 'rota logout' forgets it")
     return 0
+
+
+def ui(
+    *,
+    print_: Annotated[bool, Parameter(name="--print", help="Print the address alone; open no browser.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Open the page in the name of the token in use. The address holds a code that works once, for ten minutes.
+
+    Examples
+    --------
+    rota ui
+
+    rota ui --print
+    """
+    terminal = flags.terminal()
+    with flags.client() as client:
+        document = client.accounts.login_code()
+        address = f"{client.url}/login?code={document['code']}"
+    document = document | {"url": address}
+    terminal.show(document, lambda term: term.line(address))
+    if not print_ and sys.stdout.isatty() and not _browse(address):
+        terminal.note("no browser was found here: open the address above, once, in one that reaches the service")
+    return 0
+
+
+def _browse(address: str) -> bool:
+    """Show an address in the browser of this desktop; False where there is none, or only one of text."""
+    import webbrowser
+
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return False
+    return type(browser) not in (webbrowser.GenericBrowser, webbrowser.Elinks) and browser.open(address)
 
 
 def logout(*, flags: Flags = DEFAULT_FLAGS) -> int:

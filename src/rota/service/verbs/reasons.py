@@ -138,8 +138,7 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
         if first.get("traceback"):
             term.line(str(first["traceback"]).rstrip())
     if end:
-        place = "/".join(str(part) for part in (end["role"], end["rank"]) if part is not None)
-        term.line("\nend: " + " ".join(part for part in (place, f"{end['reason']}: {end['text']}") if part))
+        term.line("\nend: " + " ".join(part for part in (end["instance"], f"{end['reason']}: {end['text']}") if part))
         if end["traceback"] and end["traceback"] != (first or {}).get("traceback"):
             term.line(str(end["traceback"]).rstrip())
 

@@ -324,10 +324,7 @@ def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) ->
     if document["state"] != JobState.FAILED:
         return
     first = client.failures(document["id"]).get("first") or (document.get("error") or {})
-    place = first.get("instance") or "/".join(
-        str(first.get(key)) for key in ("role", "rank") if first.get(key) is not None
-    )
-    if place:
+    if place := first.get("instance"):
         terminal.note(f"first failure: {place} {first.get('reason', '')}: {first.get('text', '')}")
     if first.get("traceback"):
         terminal.note(str(first["traceback"]).rstrip())

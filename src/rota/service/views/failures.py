@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rota.service.views.culprit import culprit_in, culprit_of
 from rota.service.views.jobs import API, end_document, loss_document, when
 from rota.service.views.story import Failure, JobStory
 from rota.spec.events import InstanceLost
@@ -11,19 +12,19 @@ from rota.spec.reasons import INFO
 
 
 def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, Any]:
-    """Every recovery of the job in order, and the end if the job failed; ``first`` is the first failing instance.
+    """Every recovery of the job in order, and the end if the job failed; ``first`` is the culprit of ``culprit_of``.
 
     ``open_losses`` no recovery has begun for: they wait for a verdict, or the job ended with them.
     """
     items = [_item(n, one) for n, one in enumerate(story.failures, 1) if attempt in (None, one.attempt)]
     open_losses = [_loss(at, loss) for at, loss in story.unclaimed]
-    losses = [loss for item in items for loss in item["losses"]] + open_losses
+    first = culprit_of(story, attempt=attempt)
     return {
         "api": API,
         "kind": "FailureList",
         "job": story.id,
         "state": story.state.value,
-        "first": losses[0] if losses else None,
+        "first": None if first is None else {**_loss(first.at, first.loss), "instance": first.instance},
         "items": items,
         "end": None if (end := end_document(story)) is None else {"at": when(story.ended_at), **end},
         "open_losses": open_losses,
@@ -45,7 +46,7 @@ def _item(n: int, one: Failure) -> dict[str, Any]:
         "text": cause.text or INFO[cause.reason].text,
         "role": cause.role,
         "rank": cause.rank,
-        "instance": f"{cause.role}/{cause.rank}",
+        "instance": culprit_in(one).instance,
         "traceback": cause.traceback,
         "scope": [{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in one.scope],
         "restore": one.restore,

@@ -13,6 +13,7 @@ from rota.cluster.core.rows import Wait
 from rota.job.core.sizing import wanted_size
 from rota.runtime.clock import iso
 from rota.service.calls import JobSort
+from rota.service.views.culprit import culprit_of
 from rota.service.views.story import Attempt, Instance, JobStory
 from rota.service.views.streams import stream_rows
 from rota.spec import codec
@@ -301,6 +302,7 @@ def end_document(story: JobStory) -> dict[str, Any] | None:
         "text": ended.text or INFO[ended.reason].text,
         "role": ended.role,
         "rank": ended.rank,
+        "instance": "" if (culprit := culprit_of(story)) is None else culprit.instance,
         "traceback": ended.traceback,
     }
 

@@ -193,7 +193,7 @@ class JobStory:
         if isinstance(record.event, e.JobChanged):
             self._follow_edits(record.at, before, record.event)
         self._follow_instances(record.at, before, record.event)
-        self._follow_attempts(record.at, record.event)
+        self._follow_attempts(record.at, before, record.event)
         self._follow_recovery(record.at, before, record.event)
 
     def _note(self, at: float, event: e.Event) -> None:
@@ -236,7 +236,7 @@ class JobStory:
         for key in self.instances.keys() - {(one.role, one.rank) for one in self.ctx.instances}:
             del self.instances[key]
 
-    def _follow_attempts(self, at: float, event: e.Event) -> None:
+    def _follow_attempts(self, at: float, before: JobContext, event: e.Event) -> None:
         match event:
             case e.JobAdmitted(attempt=attempt) if attempt == len(self.attempts) + 1:
                 self.attempts.append(
@@ -251,7 +251,7 @@ class JobStory:
                 self.waits = None
             case e.JobRequeued(reason=reason):
                 self._close_attempt(at, reason)
-                self._restarted(at, event)
+                self._restarted(at, before, event)
                 if self.attempts and self.preempt is not None and self.preempt.reason is reason:
                     self.attempts[-1].for_job = self.preempt.for_job
                 self.preempt = None
@@ -267,16 +267,18 @@ class JobStory:
         if self.attempts and self.attempts[-1].ended_at is None:
             self.attempts[-1].ended_at, self.attempts[-1].reason = at, reason
 
-    def _restarted(self, at: float, event: e.JobRequeued) -> None:
+    def _restarted(self, at: float, before: JobContext, event: e.JobRequeued) -> None:
         """The attempt ended by failures and the job waits for its next one: a recovery at the level of the job."""
         if not self.unclaimed:
             return
+        blamed = (before.ending.role, before.ending.rank) if before.ending is not None else ()
+        losses = [one for _, one in self.unclaimed]
         self._open(
             Failure(
                 number=None,
                 attempt=event.attempt,
                 level=Level.JOB,
-                cause=self.unclaimed[0][1],
+                cause=next((one for one in losses if (one.role, one.rank) == blamed), losses[0]),
                 seen_at=self.unclaimed[0][0],
                 decided_at=at,
                 losses=tuple(self.unclaimed),

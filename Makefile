@@ -15,7 +15,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) 
 PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[0-9.]* M|[0-9.]+ G)B[)]).*,  \1 \3,p; \
 	s,^Installing collected packages.*,  installing what is here now,p'
 
-.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep sim bench ui docs clean
+.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep sim mutants bench ui docs clean
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
@@ -72,6 +72,9 @@ deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
 SEEDS ?= 1000
 sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one
 	$(BIN)/python -m tests.world $(if $(SEED),--seed $(SEED),--seeds $(SEEDS))
+
+mutants: $(VENV)/.setup-dev ## break 300 sampled lines one at a time; which of them no unit test finds. MUTANTS="--seed 2 --area job"
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 bench: $(VENV)/.setup-dev ## one script a claim, beside its named peer, and one table at the end; ONLY="tensors calls"
 	@$(BIN)/python benchmarks/run.py $(ONLY)

@@ -1,0 +1,1 @@
+"""Mutations of the source, and which of them the unit tests find."""

@@ -1,0 +1,43 @@
+"""Which sources are mutated, and which tests must find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """Sources (patterns below ``src/rota``) and the folders or files of tests that are about them."""
+
+    name: str
+    sources: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    def files(self) -> list[Path]:
+        """The source files, in order."""
+        found = {path for pattern in self.sources for path in (ROOT / "src" / "rota").glob(pattern)}
+        return sorted(path for path in found if path.name != "__init__.py")
+
+
+AREAS = (
+    Area(name="cluster", sources=("cluster/core/*.py",), tests=("tests/cluster",)),
+    Area(name="job", sources=("job/core/*.py",), tests=("tests/job",)),
+    Area(
+        name="fencing",
+        sources=("tensors/core/protocol.py", "runtime/log.py"),
+        tests=("tests/tensors", "tests/runtime/test_log.py"),
+    ),
+    Area(
+        name="log",
+        sources=("runtime/sql_log.py", "runtime/db.py", "spec/codec.py"),
+        tests=("tests/runtime/test_log.py", "tests/spec", "tests/logs", "tests/service/test_backup.py"),
+    ),
+    Area(
+        name="rights",
+        sources=("service/auth.py", "service/accounts.py", "service/routes/accounts.py"),
+        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_doors", "notify")),
+    ),
+)

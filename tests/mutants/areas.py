@@ -38,6 +38,6 @@ AREAS = (
     Area(
         name="rights",
         sources=("service/auth.py", "service/accounts.py", "service/routes/accounts.py"),
-        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_doors", "notify")),
+        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rest_doors", "notify")),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 from tests.makers import JOB, at, loop, service, spec
 
-from rota.job.calls import Courier, Refusal, Request, in_order
+from rota.job.calls import Courier, Lost, Refusal, Request, in_order
 from rota.job.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
-from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone
+from rota.runtime.launch import Call, CallTimeout, Handle, NotPicklable, ProcessGone
 from rota.spec.dispatch import Concat, Each, First, Mean, OpSpec, Same, Shard, rule_to_text
-from rota.spec.errors import CallFailed, CallLost, RoleDown, RolledBack, TimedOut
+from rota.spec.errors import BadInput, CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, NodeId
 from rota.spec.job import RoleSpec, WeightsEdge
 
@@ -110,6 +111,34 @@ def test_each_spreads_items_over_the_least_loaded_and_keeps_their_order() -> Non
         per = Counter(instance for instance, _ in launcher.calls)
         assert per["w/1"] > 2 * per["w/0"], "the fast one does more"
         assert max(most.values()) == 2
+
+    asyncio.run(main())
+
+
+class Batch:
+    """A value of the job that holds a lock somewhere inside."""
+
+    def __init__(self) -> None:
+        self.rows = [1, {"lock": threading.Lock()}]
+
+
+@pytest.mark.parametrize("answer", [False, True], ids=["arguments", "result"])
+def test_what_cannot_be_pickled_is_an_error_that_names_the_operation_and_the_part(answer: bool) -> None:
+    async def refuses(instance: str, request: Request) -> Any:
+        raise NotPicklable("cannot pickle '_thread.lock' object", answer=answer)
+
+    async def main() -> None:
+        role = service("w", 1)
+        made, launcher = courier(role, refuses, table(1))
+        with pytest.raises(CallFailed if answer else BadInput) as failed:
+            await made.call(role, op(Same), (1, {"a": Batch()}), {})
+        where = "w/0.work: its result" if answer else "w.work: args[1]['a'].rows[1]['lock']"
+        assert failed.value.message == f"{where} cannot be sent: cannot pickle '_thread.lock' object"
+        assert "locks, files, sockets" in failed.value.hint
+        assert len(launcher.calls) == 1, "the same arguments are not sent again"
+        began: Callable[[Peer], bool] = lambda _: True  # noqa: E731
+        lost = await made.offer(role, op(Each), Batch(), loop_epoch=Epoch(1), avoid=frozenset(), began=began)
+        assert isinstance(lost, Lost) and "cannot be sent" in lost.text and lost.traceback, "the item is to blame"
 
     asyncio.run(main())
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.makers import JOB, at, loop, mesh, service, spec
+from tests.makers import JOB, at, loop, mesh, op, service, spec
 from tests.world.virtual import run as virtual
 
-from rota.job import executor, flow, inbox, master
+from rota.job import executor, flow, inbox, master, stacks
 from rota.job.bodies import StillRunning
 from rota.job.calls import Courier
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, Instance
@@ -251,6 +251,63 @@ class TestFlow:
             line = ask.__code__.co_firstlineno
             assert str(refused.value) == f"{__file__}:{line}:22: {text}"
         assert not hasattr(flow, "__len__") and not hasattr(flow, "other")
+
+    def test_metrics_may_be_named_arguments_of_a_commit(self, seat: Any) -> None:
+        async def main() -> None:
+            one, begun = self.flow(seat), list[Any]()
+
+            async def commit(*given: Any) -> int:
+                begun.append(given)
+                return 1
+
+            one._commit = commit  # type: ignore[method-assign]
+            assert await one.commit(loss=0.1, reward=2) == 1
+            await one.commit({"a": 1}, n=1, b=2)
+            assert begun == [(1, {"loss": 0.1, "reward": 2}, {}), (1, {"a": 1, "b": 2}, {})]
+
+        run(main())
+
+    def test_calls_that_were_never_awaited_are_named_with_their_line_at_the_end_of_the_loop(
+        self, seat: Any, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        role = service("w", 1, op("work", send="Each", recv="Concat"), op("items", send="Each", recv="Stream"))
+        seat.spec = spec(seat.role, role, streams=(StreamSpec(name="notes", cap=8),))
+        seat.control = SimpleNamespace(run=lambda work: work)
+
+        async def forgets(f: Flow) -> None:
+            for _ in range(2):
+                f.roles.w.work([1])
+            f.roles.w.items([1])
+            f.streams.notes.put("a")
+            awaited = asyncio.ensure_future(f.roles.w.work([]))
+            cancelled = asyncio.ensure_future(f.roles.w.work([]))
+            cancelled.cancel()
+            await asyncio.gather(awaited, cancelled, return_exceptions=True)
+
+        async def fails(f: Flow) -> None:
+            found: Any = f.roles.w.work([1])
+            print(found["loss"])
+
+        async def main() -> None:
+            seat.control.loop = asyncio.get_running_loop()
+            body = LoopBody(seat)
+            one = self.flow_among(seat)
+            await body._enter(forgets, one, threading.Lock(), asyncio.Event())
+            first = forgets.__code__.co_firstlineno
+            shown = [line.partition(" and never awaited")[0] for line in capfd.readouterr().err.splitlines()]
+            assert shown == [
+                f"rota: warning: {__file__}:{first + 4}: notes.put() was called 1 time",
+                f"rota: warning: {__file__}:{first + 3}: w.items() was called 1 time",
+                f"rota: warning: {__file__}:{first + 2}: w.work() was called 2 times",
+            ]
+            with pytest.raises(TypeError, match="not subscriptable") as failed:
+                await body._enter(fails, self.flow_among(seat), threading.Lock(), asyncio.Event())
+            _, trace = stacks.told(failed.value)
+            line = fails.__code__.co_firstlineno + 1
+            assert f"{__file__}:{line}: w.work() was called 1 time and never awaited" in trace
+            assert "write 'await w.work(...)'" in trace
+
+        run(main())
 
     def test_a_member_that_does_not_save_in_time_fails_the_commit(self, seat: Any) -> None:
         async def main() -> None:

@@ -76,7 +76,7 @@ def test_each_item_has_its_answer(recv: object) -> None:
 
 
 def test_a_rule_without_its_argument_is_meant_or_refused_in_words() -> None:
-    class Joins:
+    class Joins(rota.Workload):
         @op(send=rota.Each, recv=rota.Concat)  # pyright: ignore[reportCallIssue, reportArgumentType] - as people write it
         def work(self, item: object) -> None: ...
 
@@ -89,7 +89,8 @@ def test_a_rule_without_its_argument_is_meant_or_refused_in_words() -> None:
 def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text("print('noise')\nasync def loop(f): ...\n")
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found\n")
-    submits = "import rota\njob = rota.Job('j')\njob.role('a', 'begins:A')\nclass A(rota.Workload): ...\n"
+    submits = "import rota\njob = rota.Job('j')\njob.role('a', 'begins:A')\n"
+    submits += "class A(rota.Workload):\n    @rota.op\n    def work(self): ...\n"
     (tmp_path / "begins.py").write_text(submits + "job.plan()\njob.submit()\nraise SystemExit('too far')\n")
     workloads = {"loop": "flow:loop", "bad": "broken:X", "typo": "flow:lop", "own": "begins:A"}
     request = {"workdir": str(tmp_path), "workloads": workloads}
@@ -106,6 +107,74 @@ def test_inspecting_a_file_prints_interfaces_and_errors_as_json(tmp_path: Path) 
     assert "broken.py" in found["bad"]["traceback"]
     assert "module 'flow' has no 'lop'" in found["typo"]["error"]
     assert found["own"]["interface"]["kind"] == "class", "it plans and submits no job of its own"
+
+
+HEAD = "import abc, rota\nfrom rota import Workload, op\n"
+OP = "    @op\n    def work(self): ...\n"
+MISTAKES = {
+    "generator": (
+        "class X(Workload):\n    @op\n    def tokens(self, n):\n        yield n\n",
+        ["operation 'tokens' is a generator", "return a list", "send=Each, recv=Stream"],
+    ),
+    "async generator": (
+        "class X(Workload):\n    @op\n    async def tokens(self, n):\n        yield n\n",
+        ["operation 'tokens' is a generator"],
+    ),
+    "setup that yields": (
+        f"class X(Workload):\n    def setup(self, ctx):\n        yield 1\n{OP}",
+        ["X.setup is a generator", "does not run"],
+    ),
+    "loop that yields": ("async def X(f):\n    yield 1\n", ["function 'X' is a generator"]),
+    "constructor": (
+        f"class X(Workload):\n    def __init__(self, size, *, lr, seed=0): ...\n{OP}",
+        ["X.__init__ needs 'size', 'lr'", "without arguments", "give each a default, or read it in setup(self, ctx)"],
+    ),
+    "abstract": (
+        f"class X(Workload, abc.ABC):\n    @abc.abstractmethod\n    def score(self): ...\n{OP}",
+        ["X is abstract: it lacks score"],
+    ),
+    "no operation": (
+        "class X(Workload):\n    def setup(self, ctx): ...\n    def score(self, x): ...\n    def _own(self): ...\n",
+        ["X has no operation", "mark with @op what other roles call: score"],
+    ),
+    "no setup": (f"class X:\n{OP}", ["X has no setup(self, ctx)", "class X(Workload)"]),
+    "setup without ctx": (
+        f"class X(Workload):\n    def setup(self): ...\n{OP}",
+        ["X.setup(self) cannot be called as setup(ctx)", "declare it as setup(self, ctx)"],
+    ),
+    "load without version": (
+        f"class X(Workload):\n    @op.weights\n    def load(self, tensors): ...\n{OP}",
+        ["X.load(self, tensors) cannot be called as load(version, tensors)"],
+    ),
+    "loop without flow": ("async def X(): ...\n", ["X() cannot be called as X(f)"]),
+    "function of two": ("def X(ctx, size): ...\n", ["X(ctx, size) cannot be called as X(ctx)", "'size'"]),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_workload_that_cannot_work_is_refused_by_name_when_it_is_inspected(name: str, tmp_path: Path) -> None:
+    text, expected = MISTAKES[name]
+    (tmp_path / "mine.py").write_text(HEAD + text)
+    shown = subprocess.run(
+        [sys.executable, "-m", "rota.job.inspect"],
+        input=json.dumps({"workdir": str(tmp_path), "workloads": {"role": "mine:X"}}),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    answer = json.loads(shown.stdout)["role"]
+    assert answer.get("error", "").startswith("BadInput: "), answer
+    assert [part for part in expected if part not in answer["error"]] == [], answer["error"]
+
+
+def test_a_reader_of_weights_needs_no_operation_and_defaults_make_a_constructor_without_arguments() -> None:
+    class Serves(rota.Workload):
+        def __init__(self, size: int = 3, *rest: int, **more: int) -> None: ...
+
+        @op.weights
+        def load(self, version: int, tensors: object) -> None: ...
+
+    assert interface_of(Serves).loads_weights
 
 
 def test_importing_rota_loads_neither_torch_nor_ray() -> None:

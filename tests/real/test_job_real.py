@@ -180,6 +180,24 @@ def test_a_never_operation_raises_to_the_loop_and_restarts_nothing(engine) -> No
     run_job(engine, job(role("doubler", "basic:Doubler"), role("loop", "basic:catching")), body)
 
 
+def test_what_cannot_travel_is_a_named_error_and_a_forgotten_await_is_in_the_log(engine) -> None:
+    async def body(run: Run) -> None:
+        await succeed(run)
+        lock = "cannot be sent: cannot pickle '_thread.lock' object"
+        assert run.context().metrics == {
+            "arguments": f"INVALID: doubler.holds: args[0]['rows'][1] {lock}",
+            "result": f"CALL_FAILED: doubler/0.holds: its result {lock}",
+            "generator": "CALL_FAILED: doubler/0.lazily: BadInput: operation 'lazily' returned a generator; return a"
+            " list; for results as they finish declare send=Each, recv=Stream and return one for each item",
+        }
+        assert run.events(InstanceLost) == []
+        log = (run.home.job(run.job).logs / "loop-0.log").read_text()
+        assert "basic.py" in log and "doubler.once() was called 1 time and never awaited, so it never ran" in log
+        assert "\x1b" not in log and "RuntimeWarning" not in log
+
+    run_job(engine, job(role("doubler", "basic:Doubler"), role("loop", "basic:sending")), body)
+
+
 def test_a_call_to_a_dead_role_ends_by_its_deadline_without_using_cpu(engine) -> None:
     async def body(run: Run) -> None:
         await run.until(lambda: run.context().state is JobState.RUNNING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from rota.job.probes import Pulse
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home, snapshot
 from rota.runtime.launch import Launcher
+from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec
 
@@ -127,7 +128,12 @@ class FunctionBody:
         function, ctx = self._function, make_context(self._seat, self._forming)
         args = (ctx,) if inspect.signature(function).parameters else ()
         with self._seat.pulse.running(function.__name__):
-            await self._seat.user.do(lambda: function(*args))
+            value = await self._seat.user.do(lambda: function(*args))
+        if isinstance(value, Generator | Coroutine | AsyncGenerator):
+            raise BadInput(
+                f"{function.__name__} returned a {type(value).__name__}, so nothing in it has run",
+                hint="let the function do its work itself, without 'yield' or 'async'",
+            )
 
     async def dissolve(self) -> None:
         """A plain function cannot be interrupted; the next epoch waits for its end, or the process is replaced."""

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from rota.job import dispatch
+from rota.job.payload import unpicklable_at
 from rota.job.peers import Peer, PeerTable
 from rota.job.waiting import Waiting, size_of
 from rota.runtime.clock import Clock
-from rota.runtime.launch import Call, CallTimeout, Handle, Launcher, ProcessGone
+from rota.runtime.launch import Call, CallTimeout, Handle, Launcher, NotPicklable, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard
-from rota.spec.errors import CallFailed, CallLost, RoleDown, RolledBack, TimedOut
+from rota.spec.errors import BadInput, CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec, RoleSpec
 
@@ -30,6 +31,10 @@ ROLLBACK_MAX_S = 900.0
 """Longest wait of a lost ``commit`` call for the rollback that cancels it."""
 REFUSED_S = 1.0
 """An instance that refused a call is asked again after this long, if the table still says it is ready."""
+SENDABLE = (
+    "send numbers, texts, arrays, and lists, tuples and dicts of them; locks, files, sockets and generators stay where"
+    " they were made"
+)
 ASYNC_INFLIGHT_MAX = 16
 """Items of one caller that an instance with an async operation has at once."""
 
@@ -265,6 +270,8 @@ class Courier:
         _, deadline_s = self._limits(op, loop_epoch)
         try:
             found = await self._attempt(peer, sending._replace(deadline_s=deadline_s))
+        except (BadInput, CallFailed) as error:  # it cannot be sent, or its result cannot
+            found = Lost(error.message, traceback=str(error))
         finally:
             self._load[peer.id] -= 1
             self.wake()
@@ -342,6 +349,8 @@ class Courier:
                 rank=peer.rank,
                 op=op.name,
             ) from None
+        except NotPicklable as error:
+            raise _not_sent(peer, sending, error) from None
         finally:
             self.waiting.end(wait, ok=answered, size=size)
         if isinstance(found, Refusal):
@@ -450,6 +459,17 @@ class Courier:
 
     def _left(self, deadline_s: float | None) -> float | None:
         return None if deadline_s is None else max(0.0, deadline_s - self._clock.monotonic_s())
+
+
+def _not_sent(peer: Peer, sending: _Sending, error: NotPicklable) -> BadInput | CallFailed:
+    """The error for arguments or a result that cannot be pickled, with the part of them that is to blame."""
+    text, op = str(error), sending.op
+    if error.answer:
+        fields = {"role": peer.role, "rank": peer.rank, "op": op.name}
+        return CallFailed(f"{peer.id}.{op.name}: its result cannot be sent: {text}", hint=SENDABLE, **fields)
+    given: dict[str, Any] = {"args": sending.args, **sending.kwargs}
+    where = next(filter(None, (unpicklable_at(one, name, text) for name, one in given.items())), "an argument")
+    return BadInput(f"{peer.role}.{op.name}: {where} cannot be sent: {text}", hint=SENDABLE)
 
 
 def _room(op: OpSpec) -> int:

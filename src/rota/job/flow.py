@@ -18,7 +18,7 @@ import contextlib
 import math
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from rota.job.calls import Request, in_order
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
 from rota.job.dispatch import of_items
-from rota.job.handles import RoleHandle, Roles, StreamHandles, absent
+from rota.job.handles import Forgotten, RoleHandle, Roles, StreamHandles, absent
 from rota.job.inspect import import_target
 from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import QUIET_MAX_S
@@ -71,6 +71,8 @@ class Flow:
         self.roles = Roles({role.name: RoleHandle(self, role) for role in seat.spec.roles if role.name != seat.id.role})
         self.over = False
         """Its epoch is over: the function was cancelled, and whatever it still asks for is refused."""
+        self.forgotten = Forgotten()
+        """Calls that have not been awaited."""
         self._seat = seat
         self._epoch: Epoch = forming.epoch
         self._pending: asyncio.Task[int] | None = None
@@ -123,6 +125,12 @@ class Flow:
         sys.stdout.write(f"{message}\n")
         sys.stdout.flush()
 
+    def warn_of_forgotten(self) -> None:
+        """A line in the log of the loop for each place whose calls were never awaited."""
+        for line in self.forgotten.lines():
+            sys.stderr.write(f"rota: warning: {line}\n")
+        sys.stderr.flush()
+
     async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call an operation; see ``calls.Courier`` for what it raises."""
         await self.settle()
@@ -142,7 +150,7 @@ class Flow:
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> AsyncIterator[tuple[int, Any]]:
+    ) -> AsyncGenerator[tuple[int, Any], None]:
         """(index, result) of each item as it finishes."""
         await self.settle()
         async with self._turns.of(role):
@@ -156,12 +164,15 @@ class Flow:
             finally:
                 await self.in_control(found.aclose())
 
-    async def gradients(self, source: str, batch: Any, *rest: Any) -> Any:
+    def gradients(self, source: str, batch: Any, *rest: Any) -> Coroutine[Any, Any, Any]:
         """Train over the gradient edge that leaves ``source`` (``role.op``): the merged answers of its other end.
 
         ``batch`` goes to ``source``, what that makes and ``rest`` to the other end, gradients back. The roles step
         their optimisers in an operation of their own. Raises BadInput for another source, else as a call does.
         """
+        return self.forgotten.call("gradients", partial(self._gradients, source, batch, rest))
+
+    async def _gradients(self, source: str, batch: Any, rest: tuple[Any, ...]) -> Any:
         await self.settle()
         edge = self._edges.get(source)
         if edge is None:
@@ -173,8 +184,11 @@ class Flow:
             finally:
                 self._seat.pulse.touch()
 
-    def commit(self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None) -> Awaitable[int]:
-        """Make everything since the last commit durable: ``commit(metrics)`` or ``commit(n, metrics=...)``.
+    def commit(
+        self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None, **named: Any
+    ) -> Awaitable[int]:
+        """Make everything since the last commit durable: ``commit(metrics)``, ``commit(n, metrics=...)`` or
+        ``commit(loss=0.1)``.
 
         ``n`` must be ``committed + 1``. Returns an awaitable of n that runs whether it is awaited or not; the next
         call waits for it. Raises BadInput for another n, for metrics that are no JSON, and while the commit before is
@@ -182,7 +196,7 @@ class Flow:
         """
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
-        number, shown = _commit_arguments(given, n, metrics)
+        number, shown = _commit_arguments(given, n, metrics, named)
         if any(role.fail.nan == "rollback" for role in self._seat.spec.roles) and (bad := bad_losses(shown)):
             told = ", ".join(f"{name}={shown[name]}" for name in bad)
             raise BadLoss(f"commit {self.committed + 1} is refused: {told}; the job goes back to {self.committed}")
@@ -416,7 +430,13 @@ class LoopBody:
         try:
             await function(flow)
             await flow.settle()
+        except Exception as error:
+            for line in flow.forgotten.lines():
+                error.add_note(line)
+            raise
         finally:
+            if not flow.over:
+                flow.warn_of_forgotten()
             await flow.close()
             self._seat.control.loop.call_soon_threadsafe(left.set)
 
@@ -456,7 +476,7 @@ def _items(op: OpSpec, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _commit_arguments(
-    given: tuple[Any, ...], n: int | None, metrics: Mapping[str, Any] | None
+    given: tuple[Any, ...], n: int | None, metrics: Mapping[str, Any] | None, named: Mapping[str, Any]
 ) -> tuple[int | None, dict[str, Any]]:
     for value in given:
         if isinstance(value, Mapping) and metrics is None:
@@ -465,7 +485,8 @@ def _commit_arguments(
             n = value
         else:
             raise BadInput(f"commit takes a number and a dict of metrics, not {value!r}")
-    return n, {str(key): _plain(str(key), value) for key, value in (metrics or {}).items()}
+    shown = {**(metrics or {}), **named}
+    return n, {str(key): _plain(str(key), value) for key, value in shown.items()}
 
 
 def _plain(key: str, value: Any) -> Any:

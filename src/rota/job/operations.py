@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from rota.job.peers import PeerTable
 from rota.job.rendezvous import Meeting
 from rota.job.stacks import told
 from rota.job.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
-from rota.job.workload import Marks, marks_of
+from rota.job.workload import ONE_RESULT, Marks, marks_of
+from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch
 
 LET_GO_S = 20.0
@@ -172,6 +173,8 @@ class ClassBody:
             value = function(*args, **box.open(kwargs))
             if inspect.isawaitable(value):
                 value = await value
+        if isinstance(value, Generator | AsyncGenerator):
+            raise BadInput(f"operation {name!r} returned a generator", hint=ONE_RESULT)
         return box.close(value)
 
     def _plane(self, formed: _Formed) -> Any:
@@ -183,7 +186,7 @@ class ClassBody:
         text, trace = told(error)
         if report:
             self._on_failure(error, formed.epoch)
-        return Refusal(kind="failed", text=text, traceback=trace)
+        return Refusal(kind="failed", text=text, traceback=trace or text)  # empty: the instance died
 
     async def _enter(self, formed: _Formed, needed: Mapping[str, Version], loop_epoch: Epoch) -> None:
         """Wait until the weights are as new as the call needs them; they change only while no operation runs."""

@@ -11,10 +11,11 @@ A value lives as long as the loop holds a Ref to it; what it holds no more is gi
 from __future__ import annotations
 
 import collections
+import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"
 """Variable of a role: arrays of answers from so many bytes on stay where they were made."""
 BYTES_MIN = 65_536
 """Its default; fewer bytes are faster in the answer than behind a name."""
+UNPICKLABLE_DEPTH_MAX = 20
 LET_GO_MAX = 1_000_000
 """Names that wait to be given back; beyond it the oldest stay until the loop is entered again, or the job ends."""
 
@@ -244,6 +246,30 @@ class Box:
             return array  # it travels in the answer
         self._count += 1
         return Ref((Piece(name, 0, array.shape[0]),), tuple(array.shape), dtype, is_torch(array))
+
+
+def unpicklable_at(value: Any, path: str, text: str, depth: int = UNPICKLABLE_DEPTH_MAX) -> str:
+    """Where in ``value`` the part is that pickle refuses with ``text``: ``args[0]['lock']``; empty if there is none."""
+    if _refused(value) != text:
+        return ""
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = ((f"{path}[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        parts = ((f"{path}[{index}]", one) for index, one in enumerate(value))
+    elif hasattr(value, "__dict__"):
+        parts = ((f"{path}.{name}", one) for name, one in vars(value).items())
+    found = (unpicklable_at(one, where, text, depth - 1) for where, one in (parts if depth else ()))
+    return next(filter(None, found), path)
+
+
+def _refused(value: Any) -> str:
+    """What pickle says of a value that it refuses."""
+    try:
+        pickle.dumps(value, protocol=5, buffer_callback=lambda _: None)
+    except Exception as error:  # noqa: BLE001 - the job's own __reduce__ may raise anything
+        return str(error)
+    return ""
 
 
 def _like(value: Any, items: list[Any]) -> Any:

@@ -10,6 +10,7 @@ import sysconfig
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -27,6 +28,7 @@ TASKS_MAX = 20
 DEPTH_MAX = 50
 
 
+@lru_cache(1024)
 def is_of_the_job(path: str) -> bool:
     """True for a file that is neither Rota's nor its engine's nor of Python's own library."""
     if path.startswith((_ROTA, "<frozen")) or "/site-packages/ray/" in path:
@@ -36,13 +38,24 @@ def is_of_the_job(path: str) -> bool:
 
 def place_in_job() -> str:
     """``FILE:LINE:COL`` of the innermost call in code of the job; empty when none is on the stack of this thread."""
-    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage] - inspect.stack reads every file
-    while frame is not None and not is_of_the_job(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _frame_in_job()
     if frame is None:
         return ""
     line, _, col, _ = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     return f"{frame.f_code.co_filename}:{line}:{(col or 0) + 1}"
+
+
+def line_in_job() -> tuple[str, int]:
+    """File and line of the innermost call in code of the job; ("", 0) when none is on the stack of this thread."""
+    frame = _frame_in_job()
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _frame_in_job() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] - inspect.stack reads every file
+    while frame is not None and not is_of_the_job(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def own_reason(error: BaseException) -> Reason | None:

@@ -54,6 +54,9 @@ ROLE_MARK = "__rota_mark__"
 FLOW: ContextVar[Any] = ContextVar("flow")
 """The flow of the loop that runs here: what the handles of a built job act on."""
 STATE, PUBLISH, WEIGHTS = "state", "publish", "weights"
+_ARGUMENTS = {"setup": ("ctx",), STATE: (), PUBLISH: (), WEIGHTS: ("version", "tensors")}
+"""What each method that Rota calls is given."""
+ONE_RESULT = "return a list; for results as they finish declare send=Each, recv=Stream and return one for each item"
 
 
 class Workload:
@@ -98,7 +101,7 @@ class _Op:
 
         ``recv`` defaults to the inverse of ``send``: ``Concat`` for ``Shard`` and ``Each``, else the answer of the
         first member. ``deadline`` bounds one call, ``progress`` the silence inside it (seconds, or ``"10m"``).
-        Raises BadInput for a combination that cannot work.
+        Raises BadInput for a combination that cannot work, and for a generator: a call has one result.
         """
 
         def declare(target: F) -> F:
@@ -112,6 +115,7 @@ class _Op:
                 is_async=inspect.iscoroutinefunction(target),
             )
             _check(spec)
+            _refuse_generator(target, f"operation {spec.name!r}", ONE_RESULT)
             setattr(target, OP_MARK, spec)
             return target
 
@@ -135,6 +139,7 @@ op = _Op()
 
 
 def _marked(function: F, mark: str) -> F:
+    _refuse_generator(function, f"@op.{mark} method {function.__name__!r}", "return the value instead of 'yield'")
     setattr(function, ROLE_MARK, mark)
     return function
 
@@ -198,15 +203,21 @@ def marks_of(cls: type) -> Marks:
 def interface_of(target: object) -> Interface:
     """What an imported workload declares: a class with operations, the async loop, or a plain function.
 
-    Raises BadInput for anything else, for a mark used twice, and for a ``commit`` operation without ``@op.state``.
+    Raises BadInput for anything else; for a class that cannot be made without arguments, has no ``setup`` or nothing to
+    call, uses a mark twice, or has a ``commit`` operation without ``@op.state``; for a method or function that takes
+    other arguments than it is given, or is a generator.
     """
     if inspect.isclass(target):
         return _interface_of_class(target)
-    if inspect.iscoroutinefunction(target):
-        return Interface(kind="loop")
-    if callable(target):
-        return Interface(kind="function")
-    raise BadInput(f"{target!r} is no class, async function or function")
+    if not callable(target):
+        raise BadInput(f"{target!r} is no class, async function or function")
+    name, is_loop = getattr(target, "__name__", repr(target)), inspect.iscoroutinefunction(target)
+    _refuse_generator(
+        target, f"function {name!r}", "a function that holds 'yield' does not run; call commit() or log()"
+    )
+    if is_loop or _parameters(target):
+        _check_takes(target, ("f",) if is_loop else ("ctx",), name)
+    return Interface(kind="loop" if is_loop else "function")
 
 
 def _interface_of_class(cls: type) -> Interface:
@@ -219,6 +230,7 @@ def _interface_of_class(cls: type) -> Interface:
             f"{cls.__name__}.{commits[0]} has retry='commit' but the class has no @op.state method",
             hint="add a method marked @op.state that returns what update() changes",
         )
+    _check_class(cls, marks, ops)
     return Interface(
         kind="class",
         ops=ops,
@@ -226,3 +238,67 @@ def _interface_of_class(cls: type) -> Interface:
         loads_weights=marks.weights is not None,
         publishes_weights=marks.publish is not None,
     )
+
+
+def _check_class(cls: type, marks: Marks, ops: tuple[OpSpec, ...]) -> None:
+    """Raises BadInput when an instance could not make an object of the class, set it up, or be given any work."""
+    name = cls.__name__
+    if abstract := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise BadInput(f"{name} is abstract: it lacks {', '.join(abstract)}", hint="add the missing methods")
+    needed = [one.name for one in _parameters(cls) if one.default is one.empty and one.kind not in _COLLECTS]
+    if needed:
+        raise BadInput(
+            f"{name}.__init__ needs {', '.join(map(repr, needed))}, but an instance makes its object without arguments",
+            hint="give each a default, or read it in setup(self, ctx), for example from ctx.env",
+        )
+    if not hasattr(cls, "setup"):
+        raise BadInput(f"{name} has no setup(self, ctx)", hint=f"derive it from rota.Workload: class {name}(Workload)")
+    if not ops and marks.weights is None:
+        public = [key for key, one in inspect.getmembers(cls, inspect.isfunction) if key[0] != "_" and key != "setup"]
+        hint = f"mark with @op what other roles call: {', '.join(public)}" if public else "add a method marked with @op"
+        raise BadInput(f"{name} has no operation: nothing can be asked of its instances", hint=hint)
+    called = {"setup": "setup", STATE: marks.state, PUBLISH: marks.publish, WEIGHTS: marks.weights}
+    for mark, method in called.items():
+        if method is not None:
+            function = getattr(cls, method)
+            _refuse_generator(
+                function, f"{name}.{method}", "a method that holds 'yield' does not run when it is called"
+            )
+            given = _ARGUMENTS[mark]
+            _check_takes(function, given if _is_bound(cls, method) else ("self", *given), f"{name}.{method}")
+
+
+_COLLECTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _is_bound(cls: type, method: str) -> bool:
+    """True for a method that takes no ``self``."""
+    return isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
+
+
+def _parameters(function: Any) -> tuple[inspect.Parameter, ...]:
+    """The parameters of a callable; none for one of C that does not tell them."""
+    try:
+        return tuple(inspect.signature(function).parameters.values())
+    except ValueError:
+        return ()
+
+
+def _check_takes(function: Any, given: tuple[str, ...], name: str) -> None:
+    """Raises BadInput for a function that cannot be called with the positional arguments ``given``."""
+    try:
+        inspect.signature(function).bind(*given)
+    except TypeError as error:
+        shown = ", ".join(one for one in given if one != "self")
+        raise BadInput(
+            f"{name}{inspect.signature(function)} cannot be called as {name.rpartition('.')[2]}({shown}): {error}",
+            hint=f"declare it as {name.rpartition('.')[2]}({', '.join(given)})",
+        ) from None
+    except ValueError:
+        return  # a callable of C does not say what it takes
+
+
+def _refuse_generator(function: Any, what: str, hint: str) -> None:
+    """Raises BadInput for a function with ``yield``: what calls it would get a generator, or its first item only."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise BadInput(f"{what} is a generator", hint=hint)

@@ -162,6 +162,14 @@ class CallTimeout(Exception):
     """No answer within ``timeout_s``; the process may still be at it."""
 
 
+class NotPicklable(Exception):
+    """The arguments of a call, or its ``answer``, cannot be pickled; the message is what pickle said of it."""
+
+    def __init__(self, message: str, *, answer: bool) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
 class DeathsLost(Exception):
     """More deaths waited for the consumer of ``events`` than are kept: it has to look who is alive."""
 
@@ -212,7 +220,8 @@ class Launcher(Protocol):
         ...
 
     async def call(self, to: Handle, call: Call) -> Any:
-        """Call a method and wait. Raises ProcessGone, CallTimeout, or what the method raised (see RemoteError).
+        """Call a method and wait. Raises ProcessGone, CallTimeout, NotPicklable, or what the method raised (see
+        RemoteError).
 
         A call on a master waits through its restart, up to ``timeout_s``, and may then run twice: methods of masters
         are idempotent. A call on an instance is sent once.

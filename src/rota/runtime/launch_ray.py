@@ -25,6 +25,7 @@ from ray.exceptions import (
     RayActorError,
     RayError,
     RaySystemError,
+    RayTaskError,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -37,6 +38,7 @@ from rota.runtime.launch import (
     Handle,
     InstanceSpec,
     NodeDied,
+    NotPicklable,
     ProcessDied,
     ProcessGone,
     Reservation,
@@ -324,13 +326,14 @@ class RayLauncher:
         method = actor.control if call.control else actor.user
         timeout_s = call.timeout_s if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            # One by one, not as a Call: Ray passes plain bytes, texts and lists on without pickling them.
-            answer = await _answer(method.remote([call.method, *call.head], *call.args, **call.kwargs), timeout_s)
+            answer = await _answer(_sent(method, call), timeout_s)
         except CallTimeout:
             raise CallTimeout(f"{name}.{call.method} gave no answer within {call.timeout_s} s") from None
         except (ActorDiedError, OutOfMemoryError, ObjectLostError) as error:
             self._actors.pop(name, None)
             raise ProcessGone(f"{name} is gone: {_death(error)}") from error
+        except RayTaskError as error:  # what the method itself raised comes as Raised
+            raise NotPicklable(_first_line(error.cause), answer=True) from None
         if isinstance(answer, Raised):
             raise _rebuilt(answer)
         return answer
@@ -423,6 +426,21 @@ class RayLauncher:
     async def _blocking(self, work: Callable[[], T]) -> T:
         """Ray's own calls to the GCS block, for minutes while it is away: never in an event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _sent(method: Any, call: Call) -> Any:
+    """The Ray reference of a call that was sent. Raises NotPicklable, or Ray's error."""
+    try:
+        # One by one, not as a Call: Ray passes plain bytes, texts and lists on without pickling them.
+        return method.remote([call.method, *call.head], *call.args, **call.kwargs)
+    except RayError:
+        raise
+    except Exception as error:  # noqa: BLE001 - pickling runs code of the job, which may raise anything
+        raise NotPicklable(_first_line(error.__cause__ or error), answer=False) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 async def _answer(ref: Any, timeout_s: float | None) -> Any:

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -35,6 +36,14 @@ class Doubler(rota.Workload):
     @rota.op(retry="never")
     def once(self) -> str:
         raise ValueError("once is enough")
+
+    @rota.op
+    def holds(self, what: object) -> object:
+        return {"what": what, "lock": threading.Lock()}
+
+    @rota.op(retry="never")
+    def lazily(self) -> object:
+        return (number for number in range(3))
 
 
 class Healing(rota.Workload):
@@ -82,6 +91,23 @@ async def catching(f) -> None:
         await f.roles.doubler.once()
     except rota_errors().CallFailed as error:
         await f.commit({"code": error.code, "role": error.fields["role"], "has_trace": "once is enough" in str(error)})
+
+
+async def sending(f) -> None:
+    """What cannot travel is an error of the call, and calls that nothing awaits are named at the end."""
+    calls = {
+        "arguments": lambda: f.roles.doubler.holds({"rows": [1, threading.Lock()]}),
+        "result": lambda: f.roles.doubler.holds(1),
+        "generator": f.roles.doubler.lazily,
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = await call()
+        except rota_errors().RotaError as error:
+            found[name] = f"{error.code}: {error.message}"
+    f.roles.doubler.once()
+    await f.commit(found)
 
 
 async def asking_the_dead(f) -> None:

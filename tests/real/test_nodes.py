@@ -367,6 +367,43 @@ def test_a_paused_job_gives_everything_back_and_goes_on_from_its_last_commit(ray
     run_on(raylets, {"a": 2.0, "b": 2.0}, steady(1), body)
 
 
+GRACE_S = 20.0
+"""Far more than a commit and a small file take."""
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("reason", [Reason.PREEMPTED_PRIORITY, pytest.param(Reason.PAUSED, marks=deep)])
+def test_a_job_with_state_that_gives_its_devices_back_enters_on_another_machine_where_it_stopped(
+    raylets: Raylets, reason: Reason
+) -> None:
+    async def body(run: NodesRun) -> None:
+        from rota import tensors
+
+        await run.until_committed(5)
+        left = NodeMarked(node=NodeId("a"), health=Health.SUSPECT, by="test")  # so that it comes up elsewhere
+        run.log.append([left], writer=run.writer)
+        run.append(PreemptAsked(reason=reason, grace_s=GRACE_S))
+        await run.until_state(JobState.PAUSED if reason is Reason.PAUSED else JobState.QUEUED)
+        assert (await run.launcher.find(run.job)).instances == ()
+        # Both raylets are on this machine: the memory of the first must be taken away by hand.
+        memory = tensors.connect(home=run.home.root, keep=True)
+        memory.delete(f"shadow/{run.job}/counter/0")
+        stopped = run.context().committed
+        run.raylets.ensure("b")
+        run.join("b")
+        if reason is Reason.PAUSED:
+            run.append(JobQueued())
+        await run.until_committed(stopped + 5)
+        await succeed(run)
+        assert {run.node_of("counter/0"), run.node_of("loop/0")} == {"b"}
+        assert run.events(RolledBack) == [], run.story()
+        saved = [(one.n, Path(one.path).is_dir()) for one in run.events(CheckpointSaved)]
+        assert saved == [(stopped, True)], "at the stop, though the job has no cadence"
+
+    roles = (role("counter", "counting:Counter"), role("loop", "counting:counting"))
+    run_on(raylets, {"a": 4.0}, job(*roles), body)
+
+
 # -- nodes that are drained -------------------------------------------------------------------------------------------
 
 

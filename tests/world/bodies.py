@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.job.calls import Courier, Refusal
-from rota.job.peers import PeerTable, master_handle
+from rota.job.calls import ROLLBACK_MAX_S, Courier, Refusal
+from rota.job.peers import Peer, PeerTable, master_handle
 from rota.job.probes import SETTING_UP, Pulse
+from rota.job.shadow import SHADOWS_KEPT
 from rota.job.streams import Streams
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
@@ -38,16 +39,38 @@ class Script:
     run_fails_p: float = 0.0
     ignores_stop: bool = False
     batch: int = 3
+    checkpoint_every: int = 0
+    """Commits from one durable checkpoint to the next; 0 for none but those that are asked for."""
     always_fails: bool = False
     calm_after_s: float = 100.0
 
 
 @dataclass(slots=True)
 class Store:
-    """What the code of jobs knows: acknowledged commits (job, n, loop epoch) in order; who was unfit (job, id, pid)."""
+    """What the code of jobs knows: acknowledged commits (job, n, loop epoch) in order; who was unfit (job, id, pid).
+
+    ``memory`` is what a host holds of the state of an instance: its last commits; ``disk`` what checkpoints hold.
+    """
 
     acknowledged: list[tuple[JobId, int, int]] = field(default_factory=list[tuple[JobId, int, int]])
     unfit: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
+    memory: dict[tuple[str, JobId, InstanceId], list[int]] = field(
+        default_factory=dict[tuple[str, JobId, InstanceId], list[int]]
+    )
+    disk: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
+
+    def shadow(self, host: str, job: JobId, one: InstanceId, n: int) -> None:
+        """Memory takes the state of a commit, and drops the oldest."""
+        held = self.memory.setdefault((host, job, one), [])
+        self.memory[(host, job, one)] = [*(n_ for n_ in held if n_ != n), n][-SHADOWS_KEPT:]
+
+    def wipe(self, host: str) -> None:
+        """The power of a host was off."""
+        self.memory = {key: held for key, held in self.memory.items() if key[0] != host}
+
+    def has(self, host: str, job: JobId, one: InstanceId, n: int) -> bool:
+        """True when an instance on this host finds the state of the commit."""
+        return n in self.memory.get((host, job, one), ()) or (job, one, n) in self.disk
 
 
 class SimInstance:
@@ -59,6 +82,7 @@ class SimInstance:
         job: JobId,
         spec: JobSpec,
         process: SimProcess,
+        host: str,
         launcher: Launcher,
         clock: Clock,
         rng: random.Random,
@@ -78,6 +102,7 @@ class SimInstance:
         self._unfit: bool | None = None
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
         self._courier: Courier | None = None
+        self._host, self._table, self._hurried = host, PeerTable(), False
         process.spawn(self._beats())
 
     # -- control ----------------------------------------------------------------------------------------------------
@@ -90,13 +115,15 @@ class SimInstance:
                 task.cancel()
             self.epoch, self.failure = epoch, None
         if epoch not in self._forming:
-            self._forming[epoch] = self._process.spawn(self._form(epoch, world))
+            self._forming[epoch] = self._process.spawn(self._form(epoch, world, restore))
         return await _answer(self._forming[epoch])
 
-    async def _form(self, epoch: int, world: int) -> dict[str, Any]:
+    async def _form(self, epoch: int, world: int, restore: int) -> dict[str, Any]:
         self._busy = (SETTING_UP,)
         await self._work(self._script.setup_s)
         self._busy = ()
+        if self._keeps and restore > 0 and not self._store.has(self._host, self._job, self.id, restore):
+            return self._failed(epoch, f"the state of commit {restore} is gone", "STATE_LOST")
         if self._fails(self._script.setup_fails_p) or (self._script.always_fails and not self.role.finite):
             return self._failed(epoch, "setup raised")
         if world > 1 and await self._meet(epoch, world) is None:
@@ -115,6 +142,7 @@ class SimInstance:
     async def run(self, *, epoch: int, committed: int, **more: Any) -> dict[str, Any]:
         if epoch != self.epoch:
             return {"answer": "stale"}
+        self._learn(PeerTable.from_json(dict(more["table"])))
         if epoch not in self._running:
             self._running[epoch] = self._process.spawn(self._body(epoch, committed, more))
         return await _answer(self._running[epoch])
@@ -193,7 +221,16 @@ class SimInstance:
 
     async def _commit(self, n: int, epoch: int, **more: Any) -> bool:
         versions = {edge.name: 1 for edge in self._spec.weights if n % edge.every == 0}
-        fields: dict[str, Any] = {"n": n, "loop_epoch": epoch, "versions": versions, "metrics": {}, **more}
+        every = self._script.checkpoint_every
+        durable = self._hurried or (every > 0 and n % every == 0)
+        if not await self._saved(n, epoch, durable):
+            await self._clock.sleep(ROLLBACK_MAX_S)
+            return False
+        saved = {"path": f"step-{n}.e{epoch}", "seconds": 0.1} if durable else None
+        self._hurried = self._hurried and not durable
+        fields: dict[str, Any] = {
+            "n": n, "loop_epoch": epoch, "versions": versions, "metrics": {}, "saved": saved, **more
+        }  # fmt: skip
         call = Call(method="commit", kwargs=fields, timeout_s=30.0)
         while True:
             try:
@@ -201,13 +238,64 @@ class SimInstance:
             except (ProcessGone, CallTimeout):
                 await self._clock.sleep(RETRY_S)
                 continue
-            if self._courier is not None and "table" in answer:
-                self._courier.update(PeerTable.from_json(answer["table"]))
+            if answer.get("stop"):
+                self._store.acknowledged.append((self._job, n, epoch))
+                await asyncio.Event().wait()
+            self._hurried = self._hurried or bool(answer.get("save"))
+            if "table" in answer:
+                self._learn(PeerTable.from_json(answer["table"]))
             return answer["answer"] == "done"
 
-    async def peers(self, table: Mapping[str, Any]) -> None:
+    async def _saved(self, n: int, epoch: int, durable: bool) -> bool:
+        """Every member with state puts it into the memory of its host; False when one of them is gone."""
+        keepers = {role.name for role in self._spec.roles if role.interface is not None and role.interface.has_state}
+        peers = [peer for peer in self._table.peers if peer.role in keepers]
+        found = await asyncio.gather(*(self._save_of(peer, n, epoch, durable) for peer in peers))
+        return all(found)
+
+    async def _save_of(self, peer: Peer, n: int, epoch: int, durable: bool) -> bool:
+        kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": epoch, "durable": durable}
+        try:
+            call = Call(method="save", kwargs=kwargs, timeout_s=30.0)
+            answer = await self._launcher.call(peer.handle(self._job), call)
+        except (ProcessGone, CallTimeout):
+            return False
+        return answer["answer"] == "done"
+
+    async def save(self, *, n: int, epoch: int, loop_epoch: int, durable: bool) -> dict[str, Any]:
+        if epoch != self._ready or self._ready != self.epoch or loop_epoch < self._loop_epoch_max:
+            return {"answer": "stale"}
+        self._loop_epoch_max = loop_epoch
+        self._store.shadow(self._host, self._job, self.id, n)
+        if durable:
+            self._store.disk.add((self._job, self.id, n))
+        return {"answer": "done"}
+
+    async def keep(self, *, owner: str, n: int, folder: str, weights: bool) -> dict[str, Any]:
+        await self._work(0.2)
+        if weights:
+            return {"answer": "done"}
+        one = InstanceId.parse(owner)
+        if n not in self._store.memory.get((self._host, self._job, one), ()):
+            return {"answer": "failed", "text": f"no memory of {self._host} has commit {n} of {owner}"}
+        self._store.disk.add((self._job, one, n))
+        return {"answer": "done"}
+
+    async def prune(self, **which: int) -> None:
+        """Disks are large here."""
+
+    @property
+    def _keeps(self) -> bool:
+        return self.role.interface is not None and self.role.interface.has_state
+
+    def _learn(self, table: PeerTable) -> None:
+        if table.version > self._table.version:
+            self._table = table
         if self._courier is not None:
-            self._courier.update(PeerTable.from_json(dict(table)))
+            self._courier.update(table)
+
+    async def peers(self, table: Mapping[str, Any]) -> None:
+        self._learn(PeerTable.from_json(dict(table)))
 
     async def stacks(self) -> str:
         return "a stack"

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.job.core.context import JobContext
+from rota.job.core.diagnosis import PLATFORM
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, initial, step
+from rota.job.core.memory import keepers
 from rota.job.peers import WEIGHTS
 from rota.spec.events import (
     Committed,
@@ -40,6 +42,7 @@ class Checkers:
     """Sees every record as it is written; keeps a shadow context of each job, replayed from the log alone."""
 
     capacity: dict[NodeId, float]
+    store: Store = field(default_factory=Store)
     shadows: dict[JobId, JobContext] = field(default_factory=dict[JobId, JobContext])
     snapshots: dict[JobId, dict[str, Any]] = field(default_factory=dict[JobId, dict[str, Any]])
     holding: dict[JobId, Placement] = field(default_factory=dict[JobId, Placement])
@@ -128,9 +131,22 @@ class Checkers:
             case RolledBack(to_commit=n):
                 if n > self.commits[job]:
                     raise Violation(f"{job}: rolled back to {n}, which was never made")
+                self._survivors(job, n, before)
                 self.commits[job] = n
             case _:
                 pass
+
+    def _survivors(self, job: JobId, to: int, before: JobContext) -> None:
+        """A job goes back to the newest commit that survives: one on disk, or one that all find in memory."""
+        durable = min(before.checkpoint_n, before.committed)
+        if to < durable:
+            raise Violation(f"{job}: rolled back to {to}, though commit {durable} is on disk")
+        placed = [one for one in keepers(before) if one in before.bound]
+        homes = [(before.bundle(one)[1].host, job, one) for one in placed]
+        there = [before.committed in self.store.memory.get(home, ()) for home in homes]
+        looked = {loss.reason for loss in (*before.losses, *(one.cause for one in before.failovers[-1:]))}
+        if to < before.committed and placed and all(there) and Reason.STATE_LOST not in looked:
+            raise Violation(f"{job}: rolled back to {to}, though all find the state of {before.committed}")
 
     def _weights(self, job: JobId, event: Committed, before: JobContext) -> None:
         """The cursor of a commit names the newest version of every weights edge, also of those not due with it."""
@@ -172,6 +188,8 @@ class Checkers:
                 free = (Reason.RESIZED_DEGRADED, Reason.NO_NODE)
                 if level not in ("process", "role") or why in free or record.event.reason is Reason.RESIZED:
                     return
+                if record.event.reason in PLATFORM or record.event.reason is Reason.STATE_LOST:
+                    return  # no fault of the role
                 if n != before.failover_count + 1 or before.spec is None:
                     return
                 fail = before.spec.role(role).fail
@@ -203,16 +221,16 @@ class Checkers:
         if shadow is not None and shadow.seq == ctx.seq and shadow != ctx:
             raise Violation(f"{ctx.job}: the live context at {ctx.seq} is not what the log gives")
 
-    def at_end(self, records: tuple[Record, ...], store: Store) -> None:
+    def at_end(self, records: tuple[Record, ...]) -> None:
         """Acknowledged commits are in the log, nobody unfit was started, a snapshot and its tail are the whole log."""
         for record in records:
             match record.event:
                 case InstanceStarted(role=role, rank=rank, pid=pid):
-                    if (record.job, InstanceId(role, rank), pid) in store.unfit:
+                    if (record.job, InstanceId(role, rank), pid) in self.store.unfit:
                         raise Violation(f"{record.job}: {role}/{rank} was started on a node that it had found unfit")
                 case _:
                     pass
-        for job, n, epoch in store.acknowledged:
+        for job, n, epoch in self.store.acknowledged:
             if (job, n, epoch) not in self.committed:
                 raise Violation(f"{job}: commit {n} of loop epoch {epoch} was acknowledged and is not in the log")
         for job, raw in self.snapshots.items():

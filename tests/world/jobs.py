@@ -81,6 +81,7 @@ def _script(rng: random.Random) -> Script:
         step_s=rng.choice((0.5, 2.0)),
         steps=rng.randint(2, 8),
         run_s=rng.choice((2.0, 10.0, 30.0)),
+        checkpoint_every=rng.choice((0, 0, 2)),
     )
 
 

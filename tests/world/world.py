@@ -87,6 +87,10 @@ class Swarm:
     """Then every node is a host of its own, and comes back after a while."""
     drain_node_s: float | None = None
     """It is used again after a while."""
+    apart: bool = False
+    """Every node is a host of its own, with a memory of its own."""
+    stop_grace_s: tuple[float, ...] = (2.0,)
+    """What jobs are given for a stop; one is drawn."""
     crash_before_append_p: float = 0.0
     crash_after_append_p: float = 0.0
     crash_at: int | None = None
@@ -142,6 +146,8 @@ class Swarm:
             scale_role_s=maybe(5.0, 30.0),
             lose_node_s=maybe(15.0, 40.0),
             drain_node_s=maybe(10.0, 30.0),
+            apart=rng.random() < 0.5,
+            stop_grace_s=(0.0, 2.0, 10.0, 30.0),
         )
 
 
@@ -252,7 +258,7 @@ class World:
         self.nodes = [
             Node(
                 id=NodeId(f"n{i}"),
-                host=f"n{i}" if self.swarm.lose_node_s else "h0",
+                host=f"n{i}" if self.swarm.lose_node_s or self.swarm.apart else "h0",
                 cpus=self.rng.choice((10.0, 16.0)),
                 memory_bytes=2**36,
                 devices=tuple(Device(index=d, type="SIM") for d in range(4)),
@@ -260,7 +266,7 @@ class World:
             for i in range(self.rng.randint(1, 3))
         ]
         capacity = {node.id: node.cpus for node in self.nodes}
-        self.checkers = Checkers(capacity=capacity)
+        self.checkers = Checkers(capacity=capacity, store=self.store)
         self.engine = SimEngine(
             clock=clock,
             rng=self.rng,
@@ -303,7 +309,7 @@ class World:
         self._check_end()
 
     def _check_end(self) -> None:
-        self.checkers.at_end(self.log.read(limit=10**9), self.store)
+        self.checkers.at_end(self.log.read(limit=10**9))
         if not self._nothing_left():
             left = [*self.engine.processes, *self.engine.reservations]
             raise Violation(f"left behind: {', '.join(left)}")
@@ -556,14 +562,17 @@ class World:
     def _preempt_a_job(self) -> None:
         holding = [job for job in self._live_jobs() if self.checkers.shadows[job].state.holds_devices]
         if holding:
-            self._append(self.rng.choice(holding), PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=2.0))
+            self._append(self.rng.choice(holding), self._leave(Reason.PREEMPTED_PRIORITY))
 
     def _pause_a_job(self) -> None:
         live = [job for job in self._live_jobs() if self.checkers.shadows[job].state in PAUSABLE]
         if live:
             job = self.rng.choice(live)
-            self._append(job, PreemptAsked(reason=Reason.PAUSED, grace_s=2.0))
+            self._append(job, self._leave(Reason.PAUSED))
             self.own(self._resume(job))
+
+    def _leave(self, reason: Reason) -> PreemptAsked:
+        return PreemptAsked(reason=reason, grace_s=self.rng.choice(self.swarm.stop_grace_s))
 
     async def _resume(self, job: JobId) -> None:
         await self.clock.sleep(self.rng.expovariate(1 / 10.0))
@@ -585,6 +594,8 @@ class World:
         if alive:
             node = self.rng.choice(alive)
             self.engine.lose_node(node)
+            if self.rng.random() < 0.5:  # the power, or the engine's part alone
+                self.store.wipe(node)
             self.own(self._return(node))
 
     def _drain_a_node(self) -> None:
@@ -614,6 +625,7 @@ class World:
             job=spec.job,
             spec=self.specs[spec.job],
             process=process,
+            host=next(node.host for node in self.nodes if node.id == process.handle.node),
             launcher=SimLauncher(self.engine),
             clock=self.clock,
             rng=self.rng,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rota.job.shadow import StateLost, flatten, load, rebuild
+from rota.job.shadow import StateLost, epoch_of, find_weights, flatten, load, opened, rebuild
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
@@ -150,14 +150,38 @@ def read(path: Path) -> Any:
 
 
 def restored(plane: Plane, root: Path, job: JobId, instance: InstanceId, n: int) -> Any:
-    """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it."""
+    """The state of commit ``n``: from memory, else from a checkpoint. Raises StateLost when neither has it.
+
+    What lies in memory since before a rollback has the number of a later commit, but an older epoch: then the file.
+    """
+    path = find(root, instance, n)
+    if path is not None and epoch_of(plane, job, instance, n) < _epoch_of(path):
+        return read(path)
     try:
         return load(plane, job, instance, n)
     except StateLost:
-        path = find(root, instance, n)
         if path is None:
             raise
         return read(path)
+
+
+def _epoch_of(path: Path) -> int:
+    match = _FOLDER.match(path.parent.name)
+    return int(match.group(2)) if match else 0
+
+
+def keep(job: JobId, owner: InstanceId | str, n: int, folder: Path) -> None:
+    """Write commit ``n`` of an instance, or version ``n`` of a weights edge, from memory into a checkpoint.
+
+    Raises StateLost when memory does not have it, OSError when it cannot be written.
+    """
+    plane = opened(job)
+    if isinstance(owner, InstanceId):
+        write(folder, owner, load(plane, job, owner, n))
+    elif (found := find_weights(plane, job, owner, n)) is not None:
+        write(folder, owner, dict(found))
+    else:
+        raise StateLost(f"version {n} of the weights {owner} is gone")
 
 
 def prune(root: Path, keep: int, newest: int) -> None:

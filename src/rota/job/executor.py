@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rota.job.checkpoint import folder_of
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.sizing import places
 from rota.job.peers import CUT, table_of
@@ -42,11 +43,14 @@ from rota.spec.commands import (
     ReleaseGang,
     ReserveGang,
     RunInstance,
+    SaveCommit,
+    Saving,
     SetTimer,
     StartInstance,
     StopInstance,
 )
 from rota.spec.events import (
+    CheckpointSaved,
     GangReleased,
     GangReserved,
     GangReserveFailed,
@@ -60,7 +64,7 @@ from rota.spec.events import (
     TimerFired,
 )
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
-from rota.spec.job import JobSpec
+from rota.spec.job import Checkpoint, JobSpec
 from rota.spec.reasons import ENDED_ITSELF, Reason
 
 INSTANCE_TARGET = "rota.job.worker:Instance"
@@ -135,7 +139,7 @@ class Executor:
     def keep(self, wanted: frozenset[str]) -> None:
         """Drop timers and waits for answers that nobody wants any more; effects on the engine go on to their end."""
         for name, task in list(self.tasks.items()):
-            if name not in wanted and name.startswith(("timer/", "assemble/", "run/")):
+            if name not in wanted and name.startswith(("timer/", "assemble/", "run/", "save/")):
                 task.cancel()
 
     async def close(self) -> None:
@@ -185,6 +189,8 @@ class Executor:
                 return await self._stop(command)
             case CheckNode():
                 return await self._check(command)
+            case SaveCommit():
+                return await self._save(command, ctx)
             case SetTimer():
                 return await self._wait(command)
             case _:
@@ -303,6 +309,26 @@ class Executor:
             except (ProcessGone, CallTimeout, RemoteError):
                 continue
         return NodeChecked(node=command.node, fit=not problems, text=problems)
+
+    async def _save(self, command: SaveCommit, ctx: JobContext) -> JobEvent:
+        """Every part is written by a process of the host whose memory has it. Raises what is tried again."""
+        assert ctx.spec is not None, "there is no commit without a spec"
+        began_s = self.clock.monotonic_s()
+        folder = str(folder_of(Path(checkpoint_dir(ctx.spec, self.place)), command.n, ctx.loop_epoch))
+        await asyncio.gather(*(self._save_part(part, command.n, folder) for part in command.parts))
+        first, keep = command.parts[0], (ctx.spec.checkpoint or Checkpoint()).keep
+        older = Call(method="prune", kwargs={"newest": command.n, "keep": keep}, control=True)
+        await self.launcher.call(self.handle(first.process, first.started_epoch), older)
+        seconds = round(self.clock.monotonic_s() - began_s, 6)
+        return CheckpointSaved(n=command.n, path=folder, seconds=seconds, cursor=dict(ctx.cursor))
+
+    async def _save_part(self, part: Saving, n: int, folder: str) -> None:
+        kwargs = {"owner": str(part.owner), "n": n if part.n is None else part.n, "folder": folder}
+        kwargs["weights"] = part.n is not None
+        call = Call(method="keep", kwargs=kwargs, control=True)
+        answer = await self.launcher.call(self.handle(part.process, part.started_epoch), call)
+        if answer["answer"] != "done":
+            raise RuntimeError(f"{part.owner} was not saved by {part.process}: {answer.get('text', answer)}")
 
     def handle(self, instance: InstanceId, started: Epoch) -> Handle:
         """Where to reach a process, known from its start or by its name alone."""

@@ -377,6 +377,9 @@ class Flow:
             if answer["answer"] == "refused":
                 await self._seat.courier.wait_rollback()
                 raise Fenced(f"commit {n} of loop epoch {self._epoch} was refused: {answer['text']}")
+            if answer.get("stop"):
+                # The job stops at this commit: whatever the loop did now would be for nothing.
+                await asyncio.Event().wait()
             if answer.get("save"):
                 self._cadence.hurry()
             return PeerTable.from_json(answer["table"])

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rota.job import shadow
-from rota.job.core import moving
+from rota.job.core import moving, stopping
 from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial, step
@@ -351,7 +351,8 @@ class JobMaster:
                     return {"answer": "refused", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
             self.report(CheckpointSaved(n=n, cursor=dict(self.ctx.cursor), **saved))
-        return {"answer": "done", "table": table_of(self.ctx).to_json(), "save": moving.needs_save(self.ctx)}
+        answer = {"answer": "done", "table": table_of(self.ctx).to_json(), "save": moving.needs_save(self.ctx)}
+        return {**answer, "stop": not stopping.takes_commits(self.ctx)}
 
     def _has(self, n: int, loop_epoch: int) -> bool:
         return n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch

@@ -7,16 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.job.core.context import Instance, JobContext
+from rota.job.core.memory import CUT, WEIGHTS
 from rota.runtime.launch import Handle, instance_name, master_name
 from rota.spec import codec
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.states import InstanceState
 
 NO_EPOCH = Epoch(0)
-WEIGHTS = "weights"
-"""Key of the cursor of a commit: weights edge -> [epoch of the writer, commit]."""
-CUT = "cut"
-"""Key of the cursor of a commit: what the loop needs to go on from it; ``streams`` are the cuts of the ledgers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

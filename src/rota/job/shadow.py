@@ -42,6 +42,11 @@ def connect(job: JobId, instance: InstanceId, epoch: Epoch) -> Plane:
     return plane
 
 
+def opened(job: JobId) -> Plane:
+    """The tensor plane of this process, to read what others have published."""
+    return tensors.connect(label=job, keep=True)
+
+
 def drop(job: JobId, home: str) -> None:
     """Give back everything the job has published; harmless when there is nothing."""
     tensors.connect(home=home, keep=True).drop_label(job)
@@ -137,6 +142,14 @@ def save(plane: Plane, job: JobId, instance: InstanceId, n: int, epoch: Epoch, s
         meta={"outline": outline, "torch": any(is_torch(part) for part in parts.values())},
     )
     return sum(_bytes(tensor) for tensor in parts.values())
+
+
+def epoch_of(plane: Plane, job: JobId, instance: InstanceId, n: int) -> int:
+    """The epoch under which the state of commit ``n`` was put into memory; 0 when it is not there."""
+    try:
+        return int(plane.get_group(shadow_name(job, instance), step=n, as_="numpy").epoch)
+    except TensorError:
+        return 0
 
 
 def load(plane: Plane, job: JobId, instance: InstanceId, n: int) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rota.job import checkpoint
 from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
 from rota.job.checks import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
@@ -35,7 +36,7 @@ from rota.runtime.environ import Home
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.node import Load
 from rota.spec import codec
-from rota.spec.errors import BadInput, TensorError
+from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec
 from rota.spec.reasons import FENCED_EXIT_STATUS, STUCK_EXIT_STATUS, Reason
@@ -189,6 +190,24 @@ class Instance:
         The state goes into shared memory and, if given, into the checkpoint ``folder``; ``edges`` are published.
         """
         return await self._control.run(self._save(n, Epoch(epoch), Epoch(loop_epoch), edges, folder))
+
+    async def keep(self, *, owner: str, n: int, folder: str, weights: bool = False) -> dict[str, Any]:
+        """Write commit ``n`` of an instance, or version ``n`` of a weights edge, from memory into ``folder``.
+
+        The owner may be another instance of this host, dead or alive: ``done``, or ``failed`` with a text.
+        """
+        job = self._seat.place.job
+        which = owner if weights else InstanceId.parse(owner)
+        try:
+            await asyncio.to_thread(checkpoint.keep, job, which, n, Path(folder))
+        except (OSError, TensorError, NotReachable) as error:
+            return {"answer": "failed", "text": f"{type(error).__name__}: {error}"}
+        return DONE
+
+    async def prune(self, *, newest: int, keep: int) -> None:
+        """Remove checkpoints of the job but the ``keep`` newest up to commit ``newest``, which is complete."""
+        root = Path(checkpoint_dir(self._seat.spec, self._seat.place))
+        await asyncio.to_thread(checkpoint.prune, root, keep, newest)
 
     async def _call(self, request: Request) -> Any:
         """In the user lane: an operation waits for the one before it, and for nobody else."""

@@ -114,6 +114,33 @@ class CheckNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """One file of a checkpoint: the state of an instance, or commit ``n`` of a weights edge, and who writes it."""
+
+    owner: InstanceId | str
+    process: InstanceId
+    started_epoch: Epoch
+    n: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCommit:
+    """Write commit ``n`` from memory to the checkpoint folder. ``tries`` rises when a writer was lost.
+
+    Outcome: CheckpointSaved once every part is written; a part that fails is tried again while it is wanted.
+    """
+
+    n: int
+    attempt: int
+    tries: int
+    parts: tuple[Saving, ...]
+
+    @property
+    def id(self) -> str:
+        return f"save/{self.n}/{self.attempt}/{self.tries}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer:
     """Fire TimerFired(timer) after ``after_s`` seconds, counted from ``since_s`` (event time)."""
 
@@ -139,5 +166,14 @@ class Emit:
 
 
 Command = (
-    ReserveGang | ReleaseGang | StartInstance | Assemble | RunInstance | StopInstance | CheckNode | SetTimer | Emit
+    ReserveGang
+    | ReleaseGang
+    | StartInstance
+    | Assemble
+    | RunInstance
+    | StopInstance
+    | CheckNode
+    | SaveCommit
+    | SetTimer
+    | Emit
 )

@@ -12,8 +12,19 @@ from rota.job.core.context import JobContext
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.settling import settle
 from rota.job.core.transitions import allowed, instance_allowed
-from rota.spec.commands import Assemble, CheckNode, Command, ReleaseGang, ReserveGang, StartInstance, StopInstance
+from rota.spec.commands import (
+    Assemble,
+    CheckNode,
+    Command,
+    ReleaseGang,
+    ReserveGang,
+    SaveCommit,
+    SetTimer,
+    StartInstance,
+    StopInstance,
+)
 from rota.spec.events import (
+    CheckpointSaved,
     Event,
     GangGranted,
     GangReleased,
@@ -26,6 +37,7 @@ from rota.spec.events import (
     NodeChecked,
     Reattached,
     Record,
+    TimerFired,
 )
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, NodeId, RoleName
@@ -37,6 +49,7 @@ from rota.spec.resources import Res
 class Driven(makers.Log):
     """``settle`` carries out what is wanted until nothing more comes; ``hold`` names commands to leave open.
 
+    No loop commits while a job stops: its grace is over at once. ``saves``: a commit can be written to disk.
     ``free`` are nodes that a scheduler would grant to a gang that is asked for; None answers nothing.
     """
 
@@ -47,6 +60,7 @@ class Driven(makers.Log):
         self.done: list[Command] = []
         self.free: list[str] | None = []
         self.fit: bool | None = True
+        self.saves = True
 
     def outcome(self, command: Command) -> Event | None:
         match command:
@@ -65,6 +79,10 @@ class Driven(makers.Log):
                 return InstanceStopped(role=one.role, rank=one.rank, epoch=epoch)
             case CheckNode(node=node):
                 return None if self.fit is None else NodeChecked(node=node, fit=self.fit)
+            case SaveCommit(n=n):
+                return CheckpointSaved(n=n, path="/saved", cursor=dict(self.ctx.cursor)) if self.saves else None
+            case SetTimer(timer=timer) if timer.startswith("grace/"):
+                return TimerFired(timer=timer)
             case Assemble(instance=one, epoch=epoch, restore=restore):
                 return InstanceReady(role=one.role, rank=one.rank, epoch=epoch, restored=restore)
             case _:

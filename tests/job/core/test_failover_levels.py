@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.makers import admitted, at, command, fail, loop, mesh, rl, service, spec
 
-from rota.job.core.context import Loss
+from rota.job.core.context import PLATFORM_FAULTS_MAX, Loss
 from rota.job.core.diagnosis import is_secondary, kind_of, root_cause
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import initial, replay
@@ -208,17 +208,17 @@ def test_an_engine_that_forgot_everything_requeues_the_job_for_free(driven):
     assert [one.committed for one in wanted(driven.ctx) if isinstance(one, RunInstance)] == [1]
 
 
-def test_a_reservation_that_is_not_granted_is_tried_again_three_times(driven):
-    job = rl()
+def test_a_reservation_that_is_not_granted_is_tried_again_while_the_platform_has_budget_and_costs_no_retry(driven):
+    job = rl(retry=3)
     driven.admit(job)
-    for attempt in range(2, 6):
+    for attempt in range(2, PLATFORM_FAULTS_MAX + 3):
         epoch = driven.ctx.gangs[0].epoch
         driven.feed(GangReserveFailed(gang=GangId("all"), epoch=epoch, reason=Reason.GANG_TIMEOUT, text="full"))
         driven.settle()
         if driven.ctx.state is JobState.QUEUED:
             driven.feed(admitted(job, attempt=attempt))
     assert driven.records[-1].event == JobEnded(state=JobState.FAILED, reason=Reason.GANG_TIMEOUT, text="full")
-    assert driven.ctx.free_requeues == 3
+    assert (driven.ctx.free_requeues, driven.ctx.retries) == (PLATFORM_FAULTS_MAX, 0)
 
 
 def test_state_in_the_memory_of_another_host_is_lost_and_the_checkpoint_counts(driven):
@@ -226,7 +226,7 @@ def test_state_in_the_memory_of_another_host_is_lost_and_the_checkpoint_counts(d
     cuts = [{"cut": {"streams": {"groups": {"trained": n}}}} for n in range(4)]
     commits = (Committed(n=n, loop_epoch=Epoch(1), cursor=cuts[n]) for n in (1, 2, 3))
     driven.run(job).feed(*commits, CheckpointSaved(n=2, path="/c", cursor=cuts[2]))
-    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY))
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=0.0))
     driven.settle()
     driven.feed(admitted(job, attempt=2, hosts=("h9",)), CheckpointSaved(n=3, path="/late", cursor=cuts[3]))
     driven.settle()

@@ -16,7 +16,7 @@ from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
-CONTEXT_VERSION = 5
+CONTEXT_VERSION = 6
 """Of a kept context. It rises with a change of what is kept, or of what an event means: one of another version is not
 read, the log is replayed from its first record."""
 START_TIMEOUT_S, START_MAX_S = 300.0, 3600.0
@@ -27,8 +27,9 @@ NODE_WAIT_S = 300.0
 """Longest wait for another node in place of a lost one; then the whole job goes through the queue."""
 ASK_WAIT_S = 5.0
 """Longest wait for the answer that lets a world begin with more than its fewest members."""
-FREE_REQUEUES_MAX = 3
-"""Restarts of the whole job that cost no retry: lost node, lost engine, reservation not granted."""
+PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S = 10, 3600.0
+"""Faults of the platform (see ``diagnosis.by_platform``) that a job takes within the window and without a commit in
+between: as many restarts of the whole job, and as many narrower recoveries. They cost no ``limit`` and no ``retry``."""
 FAILED_GRACE_S = 2.0
 """Polite part of stopping what is left of a job that failed."""
 FENCED_GRACE_S = 0.5
@@ -41,6 +42,7 @@ NO_NODE_ID = NodeId("")
 
 Bindings = Mapping[InstanceId, tuple[GangId, BundleGrant]]
 GangState = Literal["reserving", "reserved", "releasing"]
+Phase = Literal["commit", "save", "stop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,18 +177,26 @@ class Failover:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charge:
-    """One use of the budget of a role."""
+    """One use of the budget of a role, or with ``platform`` of that for faults of the platform."""
 
     role: RoleName
     level: Level
     at_s: float
+    platform: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How the attempt ends once everything is stopped: the job's end, or the queue again."""
+    """How the attempt ends once everything is stopped: the job's end, or the queue again.
+
+    ``phase`` is how far it is (see ``stopping``), ``since_s`` when it began, ``save_s`` how long the loop may take to
+    its commit and the state to disk.
+    """
 
     reason: Reason
+    phase: Phase = "stop"
+    since_s: float = 0.0
+    save_s: float = 0.0
     requeue: bool = False
     counts: bool = True
     grace_s: float = 30.0
@@ -204,12 +214,13 @@ class JobContext:
     what is alive; before that nothing is asked for. ``epoch_max`` is the highest epoch of an instance or gang ever
     seen. ``losses`` wait for a verdict, and may be judged once ``diagnosed`` though all look like consequences;
     ``escalated`` is the level that was just found impossible, ``checked`` a suspected node and whether it is fit.
-    ``retries`` counts restarts of the whole job,
-    ``free_requeues`` those that were no fault of it. ``starting_s`` is when the present start or recovery began,
-    ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must go back to first.
-    ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside those of the
-    admission, ``sizes`` the numbers of instances that somebody asked for. ``resized_s`` is when a world last changed
-    its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave, and until when.
+    ``retries`` counts restarts of the whole job that were its own fault, ``free_requeues`` the others. ``hosts`` is
+    where each instance was at the last commit: there memory has its state. ``starting_s`` is when the present start or
+    recovery began, ``used_s`` the run time of earlier attempts. ``rollback_to`` is the commit that a new attempt must
+    go back to first. ``next_spec`` holds changes that take effect with the next attempt. ``asks`` are gangs beside
+    those of the admission, ``sizes`` the numbers of instances that somebody asked for. ``resized_s`` is when a world
+    last changed its size, ``boundary`` that it may grow now at small cost. ``drains`` are nodes to leave, and until
+    when.
     """
 
     job: JobId

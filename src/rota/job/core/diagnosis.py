@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rota.job.core.context import JobContext, Loss
+from rota.job.core.context import PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S, JobContext, Loss
 from rota.job.core.sizing import OF_THE_NODE, PLANNED
 from rota.spec.reasons import INFO, Reason
+from rota.spec.states import Level
 
 SECONDARY_TEXTS = (
     "connection reset by peer",
@@ -24,6 +25,11 @@ SECONDARY_TEXTS = (
     "call_lost",
 )
 """What an instance reports when another one went away; in lower case."""
+
+
+PLATFORM = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT, Reason.SELF_ENDED})
+"""Faults of what carries the job: engine, node, reservation; and of a process that ended itself, since its master did
+not answer, or since it could not follow a recovery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,21 @@ def is_free(ctx: JobContext, cause: Loss) -> bool:
     process, failover = ctx.instances[cause.instance].process, ctx.failover
     before = process is not None and failover is not None and process.epoch < failover.epoch
     return before and cause.reason is Reason.SELF_ENDED
+
+
+def by_platform(ctx: JobContext, cause: Loss) -> bool:
+    """True for a fault of the platform: it is not charged to the budgets of the user.
+
+    State that no memory has is one while there is an older checkpoint to go back to.
+    """
+    return cause.reason in PLATFORM or (cause.reason is Reason.STATE_LOST and ctx.checkpoint_n < ctx.committed)
+
+
+def platform_left(ctx: JobContext, level: Level, at_s: float) -> int:
+    """How many faults of the platform the level may still absorb; a commit in between makes them forgotten."""
+    since_s = at_s - PLATFORM_WINDOW_S
+    used = sum(charge.platform and charge.level is level and charge.at_s > since_s for charge in ctx.charges)
+    return PLATFORM_FAULTS_MAX - used
 
 
 def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:

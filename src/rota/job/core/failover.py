@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rota.job.core.context import (
-    JobContext,
-    Loss,
+from rota.job.core import memory
+from rota.job.core.context import JobContext, Loss
+from rota.job.core.diagnosis import (
+    by_platform,
+    deaths_of_one_node,
+    is_free,
+    is_secondary,
+    may_move,
+    platform_left,
+    root_cause,
 )
-from rota.job.core.diagnosis import deaths_of_one_node, is_free, is_secondary, may_move, root_cause
 from rota.job.core.graph import recovery_scope
 from rota.job.core.sizing import OF_THE_NODE, held, is_fit, is_world, world_of
 from rota.spec.events import FailoverStarted
@@ -186,10 +192,13 @@ class FailoverCoordinator:
         return tuple(leave)
 
     def restore(self, level: Level, cause: Loss) -> int:
-        """The commit to go back to: the last one, or, when its state was in the memory of a lost node, that on disk."""
+        """The commit to go back to: the last one, or, when its state was in the memory of a lost node, that on disk.
+
+        It is the worst case: who comes up again on the same host finds the last commit there (``memory.restorable``).
+        """
         ctx = self.ctx
-        kept = any(keeps_on_host(ctx, member) for member in self.lost(level, cause))
-        lost_memory = level is Level.NODE and cause.reason in OF_THE_NODE and kept
+        gone = self.lost(level, cause) if level is Level.NODE and cause.reason in OF_THE_NODE else ()
+        lost_memory = memory.missing(ctx) or any(memory.keeps_on_host(ctx, member) for member in gone)
         return min(ctx.checkpoint_n, ctx.committed) if lost_memory else ctx.committed
 
     def lost(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:
@@ -228,6 +237,8 @@ class FailoverCoordinator:
         """How many failures of the role the level may still absorb in the window that ends now."""
         if level is Level.JOB or is_free(self.ctx, cause):
             return 1
+        if level is not Level.NODE and by_platform(self.ctx, cause):
+            return platform_left(self.ctx, level, cause.at_s)
         fail = self._role(cause).fail
         limit_n = NODE_MOVES_MAX if level is Level.NODE else fail.limit_n
         since_s = cause.at_s - fail.limit_window_s
@@ -235,6 +246,7 @@ class FailoverCoordinator:
             1
             for charge in self.ctx.charges
             if charge.role == cause.instance.role and charge.level is level and charge.at_s > since_s
+            if level is Level.NODE or not charge.platform
         )
         return limit_n - used
 
@@ -278,9 +290,3 @@ class FailoverCoordinator:
     def _role(self, cause: Loss) -> RoleSpec:
         assert self.ctx.spec is not None
         return self.ctx.spec.role(cause.instance.role)
-
-
-def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
-    """True when the state of the last commit is in the memory of the host of this instance."""
-    assert ctx.spec is not None
-    return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.job.core import moving, sizing
+from rota.job.core import memory, moving, sizing, stopping
 from rota.job.core.context import (
     ASK_WAIT_S,
     DIAGNOSE_S,
@@ -32,6 +32,7 @@ from rota.spec.commands import (
     ReleaseGang,
     ReserveGang,
     RunInstance,
+    SaveCommit,
     SetTimer,
     StartInstance,
     StopInstance,
@@ -46,7 +47,7 @@ def wanted(ctx: JobContext) -> tuple[Command, ...]:
     """Every command that should be under way now; none before the master has compared the log with what is alive."""
     if not ctx.attached or ctx.state.terminal or ctx.graph is None:
         return ()
-    return (*emits(ctx), *_checks(ctx), *_of_gangs(ctx), *_of_instances(ctx), *timers(ctx))
+    return (*emits(ctx), *_checks(ctx), *_saves(ctx), *_of_gangs(ctx), *_of_instances(ctx), *timers(ctx))
 
 
 def next_emit(ctx: JobContext) -> Emit | None:
@@ -57,7 +58,7 @@ def next_emit(ctx: JobContext) -> Emit | None:
 def emits(ctx: JobContext) -> Iterator[Emit]:
     """Facts that follow from the state and are not in the log yet, in the order in which they belong there."""
     if ctx.ending is not None:
-        if ctx.released:
+        if ctx.released and ctx.ending.phase == "stop":
             yield _end(ctx)
         return
     if ctx.rollback_to is not None:
@@ -74,6 +75,7 @@ def emits(ctx: JobContext) -> Iterator[Emit]:
 
 def timers(ctx: JobContext) -> Iterator[SetTimer]:
     """Limits that hold in this state."""
+    yield from stopping.timers(ctx)
     if ctx.ending is not None or ctx.placement is None or ctx.spec is None:
         return
     if (limit_s := ctx.spec.time_limit_s) is not None:
@@ -86,7 +88,10 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
         return
     if ctx.state is JobState.RUNNING and (there := sizing.leavers(ctx)):
         node = ctx.bundle(there[0].id)[1].node
-        yield SetTimer(timer=f"drain/{node}/{ctx.drains[node]:.3f}", since_s=ctx.drains[node], after_s=0.0)
+        due_s, until_s = ctx.drains[node], moving.save_until(ctx)
+        yield SetTimer(timer=f"drain/{node}/{due_s:.3f}", since_s=due_s, after_s=0.0)
+        if until_s is not None:
+            yield SetTimer(timer=f"move/{node}/{due_s:.3f}", since_s=until_s, after_s=0.0)
     failover = ctx.failover
     if failover is not None and not failover.released:
         yield SetTimer(timer=f"backoff/{failover.number}", since_s=failover.started_s, after_s=failover.delay_s)
@@ -113,6 +118,13 @@ def _checks(ctx: JobContext) -> Iterator[CheckNode]:
     yield CheckNode(node=node, failover=ctx.failover_count + 1, processes=alive)
 
 
+def _saves(ctx: JobContext) -> Iterator[SaveCommit]:
+    """The last commit goes to disk before devices are given back."""
+    stops = ctx.ending is not None and ctx.ending.phase == "save"
+    if (stops or (ctx.ending is None and moving.save_until(ctx) is not None)) and (save := memory.saving(ctx)):
+        yield save
+
+
 def _comes_up(ctx: JobContext, one: Instance) -> bool:
     """True for a spare that must become ready; one that waits for its world to grow need not."""
     waits = one.state is InstanceState.STALE and one.id.role in ctx.plan.worlds
@@ -121,8 +133,10 @@ def _comes_up(ctx: JobContext, one: Instance) -> bool:
 
 def _progress(ctx: JobContext, failover: Failover) -> Iterator[Emit]:
     if not failover.rolled_back:
-        event = RolledBack(from_commit=ctx.committed, to_commit=failover.restore)
-        yield Emit(event=event, key=f"rollback/{failover.number}")
+        # The verdict names the worst case; where everybody has a place, the newest commit that survives is known.
+        if (back_to := memory.restorable(ctx)) is not None:
+            event = RolledBack(from_commit=ctx.committed, to_commit=back_to)
+            yield Emit(event=event, key=f"rollback/{failover.number}")
     elif failover.released and all(ctx.instances[member].settled for member in failover.scope):
         seconds = round(max(0.0, ctx.at_s - failover.started_s), 3)
         ended = FailoverEnded(failover=failover.number, seconds=seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from rota.job.core import moving, sizing
+from rota.job.core import moving, sizing, stopping
 from rota.job.core.context import (
     NO_NODE_ID,
     Ending,
@@ -41,6 +41,8 @@ def lose(ctx: JobContext, event: InstanceLost) -> JobContext:
         traceback=event.traceback,
         at_s=ctx.at_s,
     )
+    if event.reason is Reason.STATE_LOST:  # it was looked for: no memory has it
+        ctx = replace(ctx, hosts=tuple(there for there in ctx.hosts if there[0] != one.id))
     return _lost(ctx, [one], loss)
 
 
@@ -77,9 +79,12 @@ def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
             ending = Ending(
                 reason=Reason.TIME_LIMIT,
                 grace_s=ctx.spec.grace_s,
+                save_s=ctx.spec.grace_s,
                 text=f"the job ran for its limit of {ctx.spec.time_limit_s:.0f} s",
             )
-            return replace(ctx, state=JobState.STOPPING, ending=ending)
+            return stopping.begin(ctx, ending, JobState.STOPPING)
+        case "grace":
+            return stopping.overdue(ctx)
         case "diagnose":
             return replace(ctx, diagnosed=True)
         case "backoff":
@@ -90,6 +95,8 @@ def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
             return sizing.no_node(ctx)
         case "drain":
             return moving.overdue(ctx)
+        case "move":
+            return ctx  # its time alone counts
         case _:
             return _blame_late(ctx, doing)
 
@@ -124,13 +131,15 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
         alive.setdefault(InstanceId(role, rank), set()).add(epoch)
     ctx = replace(ctx, attached=True, gangs=(*ctx.gangs, *_unknown_gangs(ctx, event.gangs)))
     ctx = ctx.with_instances(_with_unexpected(one, alive.get(one.id, set())) for one in ctx.instances.values())
-    if ctx.ending is not None or ctx.placement is None:
+    if ctx.ending is not None:
+        return stopping.gone(ctx, [one for one in ctx.instances.values() if _is_gone(one, alive)])
+    if ctx.placement is None:
         return ctx
     missing = _missing_gang(ctx, event.gangs)
     if missing is not None and any(gang.state == "reserved" and gang != missing for gang in ctx.gangs):
         ctx = replace(ctx, gangs=tuple(gang for gang in ctx.gangs if gang != missing))
     for one in ctx.instances.values():
-        gone = one.alive and one.process is not None and one.process.epoch not in alive.get(one.id, set())
+        gone = _is_gone(one, alive)
         if gone and (one.ended or one.state is InstanceState.LOST):
             ctx = ctx.with_instances([replace(one, process=None)])
         elif gone:
@@ -143,6 +152,10 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
     if missing is not None and not ctx.losses:
         return _without_reservation(ctx, missing)
     return ctx
+
+
+def _is_gone(one: Instance, alive: Mapping[InstanceId, set[Epoch]]) -> bool:
+    return one.alive and one.process is not None and one.process.epoch not in alive.get(one.id, set())
 
 
 def _lost(ctx: JobContext, given_up: list[Instance], loss: Loss) -> JobContext:
@@ -217,4 +230,4 @@ def _without_reservation(ctx: JobContext, gang: Gang) -> JobContext:
         at_s=ctx.at_s,
     )
     ending = job_level_ending(ctx, cause)
-    return replace(ctx, state=JobState.RECOVERING if ending.requeue else JobState.STOPPING, ending=ending)
+    return stopping.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.job.core import losing, moving, sizing, winding
+from rota.job.core import losing, memory, moving, sizing, stopping, winding
 from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.core.intent import wanted
@@ -172,8 +172,8 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
         case _, PreemptAsked(gang=str(gang)) if (fewer := sizing.without(ctx, gang)) is not None:
             return fewer
         case _, PreemptAsked(reason=reason, grace_s=grace_s):
-            ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s)
-            return replace(ctx, state=JobState.PREEMPTING, ending=ending)
+            ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
+            return stopping.begin(ctx, ending, JobState.PREEMPTING)
         case _, TimerFired(timer=timer, doing=doing):
             return losing.fire(ctx, timer, doing)
         case _:
@@ -184,8 +184,11 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
     match ctx.state, event:
         case ((JobState.PREEMPTING | JobState.RECOVERING), StopAsked()):
             return winding.stop(ctx, event)
+        case JobState.STOPPING, StopAsked() if ending.phase != "stop":
+            return stopping.stopped_now(ctx)
         case JobState.RECOVERING, PreemptAsked(reason=reason, grace_s=grace_s):
             sooner = replace(ending, reason=reason, counts=False, grace_s=grace_s)
+            sooner = replace(sooner, save_s=min(ending.save_s, ctx.at_s - ending.since_s + grace_s))
             return replace(ctx, state=JobState.PREEMPTING, ending=sooner)
         case JobState.PREEMPTING, PreemptAsked(reason=Reason.PAUSED):
             return replace(ctx, ending=replace(ending, reason=Reason.PAUSED))
@@ -195,7 +198,17 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
             queued = winding.requeue(ctx, event)
             return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
         case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
-            return _commit(ctx, event)
+            return stopping.committed(_commit(ctx, event), event)
+        case _, CheckpointSaved():
+            return stopping.saved(_apply_always(ctx, event))
+        case _, (InstanceLost() | ProgressStalled()) if ending.phase != "stop":
+            return stopping.lost(ctx, event)
+        case _, InstanceStopped() if stopping.went_without_saving(ctx, event):
+            return _apply_always(settle(stopping.stopped_now(ctx)), event)
+        case _, InstanceEnded(epoch=epoch) if ending.phase != "stop":
+            return _with_instance(ctx, event, lambda one: _ended(one, epoch))
+        case _, TimerFired(timer=timer, doing=doing):
+            return losing.fire(ctx, timer, doing)
         case _:
             return _apply_always(ctx, event)
 
@@ -305,13 +318,16 @@ def _ended(one: Instance, epoch: Epoch) -> Instance:
 def _commit(ctx: JobContext, event: Committed) -> JobContext:
     if not accepts_commit(ctx, event.n, event.loop_epoch):
         return ctx
+    charges = tuple(charge for charge in ctx.charges if not charge.platform)
     done = replace(
         ctx,
         committed=event.n,
         versions={**ctx.versions, **event.versions},
         cursor=event.cursor,
         metrics=event.metrics,
+        charges=charges if len(charges) < len(ctx.charges) else ctx.charges,
     )
+    done = replace(done, hosts=memory.hosts_now(done))
     return replace(done, boundary=moving.at_boundary(done))
 
 
@@ -320,8 +336,8 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     loop = ctx.loop
     if loop is None or ctx.state.terminal or n != ctx.committed + 1 or loop_epoch != loop.epoch:
         return False
-    if ctx.ending is not None and ctx.state is JobState.RECOVERING:
-        return False  # the verdict to restart the whole job is a fence too
+    if ctx.ending is not None and (ctx.state is JobState.RECOVERING or not stopping.takes_commits(ctx)):
+        return False  # the verdict to restart the whole job is a fence too, and so is the commit that was saved
     return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
 
 

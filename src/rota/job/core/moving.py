@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rota.job.core import memory, stopping
 from rota.job.core.context import Ending, JobContext, Loss
-from rota.job.core.failover import FailoverCoordinator, keeps_on_host
+from rota.job.core.failover import FailoverCoordinator
 from rota.job.core.sizing import held, leavers, waits_to_grow
 from rota.spec.events import FailoverStarted, MoveAsked
 from rota.spec.ids import Epoch
@@ -28,7 +29,7 @@ def needs_save(ctx: JobContext) -> bool:
     if ctx.checkpoint_n >= ctx.committed or not leavers(ctx):
         return False
     place = held(ctx)
-    return any(keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances))
+    return any(memory.keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances))
 
 
 def waits_for_boundary(ctx: JobContext) -> bool:
@@ -38,16 +39,32 @@ def waits_for_boundary(ctx: JobContext) -> bool:
 
 def at_boundary(ctx: JobContext) -> bool:
     """True when what was just committed or saved lets a world grow, or members leave, at small cost."""
-    return waits_to_grow(ctx) or (held(ctx) is not None and not needs_save(ctx))
+    return waits_to_grow(ctx) or (held(ctx) is not None and (not needs_save(ctx) or _is_due(ctx)))
+
+
+def _is_due(ctx: JobContext) -> bool:
+    return ctx.at_s >= ctx.drains[ctx.bundle(leavers(ctx)[0].id)[1].node]
 
 
 def overdue(ctx: JobContext) -> JobContext:
-    """The notice is over: who has another place goes there now; else the job waits in the queue for one."""
+    """The notice is over: who has another place goes there once its state is saved; else the job goes to the queue."""
     assert ctx.spec is not None
     if held(ctx) is not None:
         return replace(ctx, boundary=True)
-    ending = Ending(reason=Reason.MIGRATED_DRAIN, requeue=True, counts=False, grace_s=ctx.spec.grace_s)
-    return replace(ctx, state=JobState.PREEMPTING, ending=ending)
+    grace_s = ctx.spec.grace_s
+    ending = Ending(reason=Reason.MIGRATED_DRAIN, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
+    return stopping.begin(ctx, ending, JobState.PREEMPTING)
+
+
+def save_until(ctx: JobContext) -> float | None:
+    """At the end of the notice no commit has brought the state to disk: until then that is waited for; else None."""
+    if not ctx.boundary or not needs_save(ctx) or held(ctx) is None or ctx.spec is None:
+        return None
+    if memory.saving(ctx) is None:
+        return None
+    node = ctx.bundle(leavers(ctx)[0].id)[1].node
+    end_s = ctx.drains[node] + ctx.spec.grace_s
+    return end_s if ctx.at_s < end_s else None
 
 
 def wanted_move(ctx: JobContext) -> FailoverStarted | None:
@@ -56,7 +73,7 @@ def wanted_move(ctx: JobContext) -> FailoverStarted | None:
     if place is None or ctx.spec is None or ctx.state is not JobState.RUNNING:
         return None
     bounded = ctx.plan.loop is not None or any(role.run is not None for role in ctx.spec.roles)
-    if bounded and not ctx.boundary:
+    if (bounded and not ctx.boundary) or save_until(ctx) is not None:
         return None
     first = leavers(ctx)[0].id
     text = f"{len(place.everybody)} of its instances leave {place.leaves}, which is drained"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rota.job.core import stopping
 from rota.job.core.context import (
     FAILED_GRACE_S,
     FAILOVERS_KEPT_MAX,
-    FREE_REQUEUES_MAX,
     Charge,
     Ending,
     Failover,
@@ -15,7 +15,7 @@ from rota.job.core.context import (
     JobContext,
     Loss,
 )
-from rota.job.core.diagnosis import is_free, may_move, root_cause
+from rota.job.core.diagnosis import by_platform, is_free, may_move, platform_left, root_cause
 from rota.job.core.failover import FailoverCoordinator
 from rota.job.core.graph import replaced
 from rota.job.core.sizing import OF_THE_NODE, PLANNED, has_place, homeless, is_world, leaving
@@ -26,8 +26,6 @@ from rota.spec.states import InstanceState, JobState, Level
 
 BACKOFF_MAX_S = 60.0
 CHARGES_KEPT_MAX = 1000
-NO_FAULT = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT})
-"""Causes that are no fault of the job: a restart of the whole job for one of them costs no retry at first."""
 
 
 def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
@@ -37,13 +35,15 @@ def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
         return ctx
     cause = _cause(ctx, event) if planned else root_cause(ctx.losses)
     new = _record(ctx, event, cause)
-    charge = () if planned or is_free(ctx, cause) else (Charge(role=event.role, level=event.level, at_s=ctx.at_s),)
+    platform = by_platform(ctx, cause)
+    charge = Charge(role=event.role, level=event.level, at_s=ctx.at_s, platform=platform)
+    charges = () if planned or is_free(ctx, cause) or (platform and event.level is Level.JOB) else (charge,)
     resized = bool(event.join) or any(_is_world_of(ctx, role) for role, _ in event.leave)
     ctx = replace(
         ctx,
         failovers=(*_superseded(ctx, new), new)[-FAILOVERS_KEPT_MAX:],
         failover_count=new.number,
-        charges=(*ctx.charges, *charge)[-CHARGES_KEPT_MAX:],
+        charges=(*ctx.charges, *charges)[-CHARGES_KEPT_MAX:],
         resized_s=ctx.at_s if resized else ctx.resized_s,
         boundary=False,
     )
@@ -68,16 +68,21 @@ def _cause(ctx: JobContext, event: FailoverStarted) -> Loss:
 
 
 def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
-    """What a restart of the whole job means: the queue again, or the end for the reason of the cause."""
+    """What a restart of the whole job means: the queue again, or the end for the reason of the cause.
+
+    A fault of the platform never uses up a retry: it has a budget of its own.
+    """
     assert ctx.spec is not None
-    free = cause.reason in NO_FAULT and ctx.free_requeues < FREE_REQUEUES_MAX
-    requeue = free or (ctx.retries < ctx.spec.retry and cause.reason is not Reason.DATA_ERROR)
+    free = by_platform(ctx, cause)
+    own = ctx.retries < ctx.spec.retry and cause.reason is not Reason.DATA_ERROR
+    requeue = platform_left(ctx, Level.JOB, ctx.at_s) > 0 if free else own
     fails = INFO[cause.reason].ends_in is not None
     return Ending(
         reason=cause.reason if fails else Reason.INTERNAL,
         requeue=requeue,
         counts=not free,
         grace_s=FAILED_GRACE_S,
+        save_s=ctx.spec.grace_s if requeue else 0.0,
         text=cause.text,
         role=cause.instance.role,
         rank=cause.instance.rank,
@@ -144,16 +149,8 @@ def _superseded(ctx: JobContext, by: Failover) -> tuple[Failover, ...]:
 
 def _restart_job(ctx: JobContext, cause: Loss) -> JobContext:
     ending = job_level_ending(ctx, cause)
-    return replace(
-        ctx,
-        state=JobState.RECOVERING if ending.requeue else JobState.STOPPING,
-        ending=ending,
-        losses=(),
-        escalated=None,
-        diagnosed=False,
-        checked=None,
-        open_failover=None,
-    )
+    ctx = stopping.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+    return replace(ctx, losses=(), escalated=None, diagnosed=False, checked=None, open_failover=None)
 
 
 def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) -> JobContext:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rota.job.core import stopping
 from rota.job.core.context import Ending, Instance, JobContext, Process
 from rota.job.core.sizing import PLANNED, sized, waits_for_answers
 from rota.spec.ids import Epoch, RoleName
@@ -17,8 +18,10 @@ def settle(ctx: JobContext) -> JobContext:
         return ctx
     if ctx.ending is None and ctx.placement is not None:
         ctx = _succeed(_run(_start(sized(ctx))))
+    if ctx.ending is not None and ctx.ending.phase != "stop":
+        ctx = _at_its_end(_succeed(ctx))
     if ctx.ending is not None:
-        return _wind_down(ctx)
+        return _wind_down(ctx) if ctx.ending.phase == "stop" else ctx
     return ctx if ctx.placement is None else _with_state(ctx)
 
 
@@ -97,6 +100,12 @@ def _succeed(ctx: JobContext) -> JobContext:
     if not members or not all(one.ended for one in members):
         return ctx
     return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
+
+
+def _at_its_end(ctx: JobContext) -> JobContext:
+    """A loop that has returned comes to no further commit."""
+    waits = ctx.ending is not None and ctx.ending.phase == "commit"
+    return stopping.saved_first(ctx) if waits and ctx.loop is not None and ctx.loop.ended else ctx
 
 
 def _with_state(ctx: JobContext) -> JobContext:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rota.job.core.context import Ending, GangState, JobContext, Loss
-from rota.job.core.failover import keeps_on_host
+from rota.job.core import memory, stopping
+from rota.job.core.context import Charge, Ending, GangState, JobContext, Loss
+from rota.job.core.diagnosis import PLATFORM
 from rota.job.core.recovering import job_level_ending
 from rota.job.core.sizing import first, refused
 from rota.spec.events import GangReserveFailed, JobRequeued, StopAsked
-from rota.spec.ids import Epoch, GangId
+from rota.spec.ids import Epoch, GangId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import JobState
+from rota.spec.states import JobState, Level
 
 CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry", "labels"})
 """Fields of a job that may change after submit without a new attempt."""
@@ -33,7 +34,7 @@ def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
     first = next(iter(ctx.instances.values()))
     cause = Loss(instance=first.id, epoch=first.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
     ending = replace(job_level_ending(ctx, cause), role=None, rank=None)
-    return replace(without, state=JobState.RECOVERING if ending.requeue else JobState.STOPPING, ending=ending)
+    return stopping.begin(without, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
 
 
 def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch, state: GangState) -> JobContext:
@@ -43,11 +44,17 @@ def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch, state: GangState) 
 
 
 def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
-    """The attempt is over: nothing is held; the next admission starts anew, with fresh budgets."""
+    """The attempt is over: nothing is held; the next admission starts anew, with fresh budgets of its roles.
+
+    Faults of the platform are counted on: not the attempt, but a commit or the time makes them forgotten.
+    """
     if event.attempt != ctx.attempt or not ctx.released:
         return ctx  # a job in the queue holds nothing, so a report that comes before the release says nothing
     assert ctx.spec is not None
-    free = not event.counts and event.reason in (Reason.ENGINE_LOST, Reason.NODE_LOST, Reason.GANG_TIMEOUT)
+    charges = tuple(charge for charge in ctx.charges if charge.platform)
+    free = not event.counts and event.reason in PLATFORM
+    if free:
+        charges = (*charges, Charge(role=RoleName(""), level=Level.JOB, at_s=ctx.at_s, platform=True))
     return replace(
         ctx,
         state=JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
@@ -60,7 +67,7 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
         diagnosed=False,
         checked=None,
         escalated=None,
-        charges=(),
+        charges=charges,
         open_failover=None,
         retries=ctx.retries + (1 if event.counts else 0),
         free_requeues=ctx.free_requeues + (1 if free else 0),
@@ -80,13 +87,10 @@ def restore_point(ctx: JobContext) -> JobContext:
     State of a commit lives in the memory of the host where its instance ran; it survives the processes, and it is
     found again by an instance of the same role and rank on the same host.
     """
-    hosts = tuple((one, ctx.bundle(one)[1].host) for one in ctx.plan.instances if one in ctx.bound)
-    before = dict(ctx.hosts)
-    moved = any(host != before.get(one, host) and keeps_on_host(ctx, one) for one, host in hosts)
-    ctx = replace(ctx, hosts=hosts)
-    if moved and ctx.checkpoint_n < ctx.committed:
-        return replace(ctx, rollback_to=ctx.checkpoint_n)
-    return ctx
+    newest = min(ctx.checkpoint_n, ctx.committed) if memory.missing(ctx) else ctx.committed
+    if newest < ctx.committed:
+        return replace(ctx, rollback_to=newest)
+    return replace(ctx, rollback_to=None, hosts=memory.hosts_now(ctx))
 
 
 def changeable(changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""Stop at a commit: before devices are given back, the loop comes to its next commit and the state goes to disk.
+
+One way for everybody who takes the devices of a job: a preemption, a pause, a drain without another place, the time
+limit, a restart of the whole job. An ``Ending`` goes through up to three phases within its grace: ``commit`` (the loop
+works on to its next commit), ``save`` (the state of the last commit is written from memory to the checkpoint folder),
+``stop`` (processes are stopped). A phase that has nothing to do, or no process to do it, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rota.job.core import memory
+from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase
+from rota.spec.commands import SetTimer
+from rota.spec.events import Committed, InstanceLost, InstanceStopped, ProgressStalled
+from rota.spec.ids import InstanceId
+from rota.spec.states import InstanceState, JobState
+
+COMMIT_SHARE = 0.5
+"""Of the grace, for the loop to come to its next commit; the rest is for the state of it."""
+
+
+def begin(ctx: JobContext, ending: Ending, state: JobState) -> JobContext:
+    """End the attempt at a commit, ``ending.save_s`` at most from now."""
+    ctx = replace(ctx, state=state, ending=replace(ending, since_s=ctx.at_s))
+    if ending.save_s <= 0.0:
+        return ctx
+    return _in_phase(ctx, "commit") if _comes_to_a_commit(ctx, state) else saved_first(ctx)
+
+
+def saved_first(ctx: JobContext) -> JobContext:
+    """No further commit is waited for: save the last one, unless it is on disk."""
+    return _in_phase(ctx, "save") if memory.saving(ctx) is not None else stopped_now(ctx)
+
+
+def stopped_now(ctx: JobContext) -> JobContext:
+    """Stop the processes, politely for what is left of the grace."""
+    ending = ctx.ending
+    assert ending is not None
+    if ending.phase == "stop":
+        return ctx
+    left_s = ending.grace_s - (ctx.at_s - ending.since_s)
+    return replace(ctx, ending=replace(ending, phase="stop", grace_s=max(left_s, min(ending.grace_s, FAILED_GRACE_S))))
+
+
+def committed(ctx: JobContext, event: Committed) -> JobContext:
+    """The loop has come to its commit."""
+    ending = ctx.ending
+    return saved_first(ctx) if ending is not None and ending.phase == "commit" and ctx.committed == event.n else ctx
+
+
+def saved(ctx: JobContext) -> JobContext:
+    """A checkpoint is complete; once it is that of the last commit, the processes may go."""
+    ending = ctx.ending
+    return stopped_now(ctx) if ending is not None and ending.phase == "save" and not memory.unsaved(ctx) else ctx
+
+
+def lost(ctx: JobContext, event: InstanceLost | ProgressStalled) -> JobContext:
+    """An instance failed on the way: there is no further commit, and another process of the host saves its state."""
+    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    if one is None or one.process is None or one.ended or one.state is InstanceState.LOST:
+        return ctx
+    if not one.process.epoch <= event.epoch <= one.epoch:
+        return ctx
+    return gone(ctx, [one])
+
+
+def gone(ctx: JobContext, those: list[Instance]) -> JobContext:
+    """The same of processes that are known to be gone, or that failed."""
+    if ctx.ending is None or ctx.ending.phase == "stop" or not those:
+        return ctx
+    ctx = ctx.with_instances(replace(one, state=InstanceState.LOST, running=False) for one in those)
+    return saved_first(ctx)
+
+
+def went_without_saving(ctx: JobContext, event: InstanceStopped) -> bool:
+    """True when a process was stopped before that was asked for: in logs of versions that saved nothing."""
+    one = ctx.instances.get(InstanceId(event.role, event.rank))
+    early = ctx.ending is not None and ctx.ending.phase != "stop"
+    return early and one is not None and one.process is not None and one.process.epoch == event.epoch
+
+
+def timers(ctx: JobContext) -> Iterator[SetTimer]:
+    """How long the present phase may take."""
+    ending = ctx.ending
+    if ending is None or ending.phase == "stop":
+        return
+    share = COMMIT_SHARE if ending.phase == "commit" and next(memory.keepers(ctx), None) is not None else 1.0
+    timer = f"grace/{ending.phase}/{ctx.attempt}/{ending.since_s:.3f}"
+    yield SetTimer(timer=timer, since_s=ending.since_s, after_s=ending.save_s * share)
+
+
+def overdue(ctx: JobContext) -> JobContext:
+    """The time of the phase is over."""
+    assert ctx.ending is not None
+    return saved_first(ctx) if ctx.ending.phase == "commit" else stopped_now(ctx)
+
+
+def takes_commits(ctx: JobContext) -> bool:
+    """False once the commit that is saved must be the last one: of a job that is queued again, or while it is saved."""
+    ending = ctx.ending
+    if ending is None or ending.phase == "commit":
+        return True
+    return ending.phase == "stop" and not ending.requeue
+
+
+def _comes_to_a_commit(ctx: JobContext, state: JobState) -> bool:
+    loop = ctx.loop
+    calm = not ctx.losses and ctx.failover is None and ctx.rollback_to is None
+    works = loop is not None and loop.running and loop.state is InstanceState.READY
+    return calm and works and state is not JobState.RECOVERING
+
+
+def _in_phase(ctx: JobContext, phase: Phase) -> JobContext:
+    assert ctx.ending is not None
+    return replace(ctx, ending=replace(ctx.ending, phase=phase))

@@ -25,9 +25,10 @@ from rota.runtime import process
 from rota.runtime.clock import SystemClock
 from rota.runtime.logs import format_line
 from rota.runtime.node import asked_for_stacks
+from rota.spec.check import check
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId, RoleName
-from rota.spec.job import RoleSpec
+from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 
 BOOT = (sys.executable, "-m", "rota.job.bootstrap")
@@ -78,6 +79,83 @@ def test_a_world_asks_for_a_store_and_copies_of_a_plain_command_do_not() -> None
 def test_a_torchrun_line_that_cannot_be_read_is_refused(options: str) -> None:
     with pytest.raises(BadInput, match="role 'main'"):
         parse_command(role(f"torchrun {options}"))
+
+
+def test_variables_in_a_torchrun_line_are_expanded_in_each_rank_and_quotes_keep_their_meaning(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv[1:])")
+    line = "torchrun --nproc-per-node 2 \\\n  $WHERE/show.py --lr ${LR:-1} \"a & $RANK\" '$RANK | x' \n"
+    found = parse_command(role(line, replicas_min=2, replicas_max=2))
+    assert (found.local, found.store) == (2, True)
+    env = {**os.environ, "WHERE": str(tmp_path), "LR": "1e-3", "RANK": "3"}
+    shown = subprocess.run(found.argv, env=env, capture_output=True, text=True, timeout=60)
+    assert shown.stdout.strip() == str(["--lr", "1e-3", "a & 3", "$RANK | x"]), shown.stderr
+    assert "rota.job.bootstrap" in " ".join(found.argv)
+
+
+def test_torch_distributed_run_is_a_torchrun_line() -> None:
+    found = parse_command(role(("python", "-m", "torch.distributed.run", "--nproc-per-node", "3", "t.py", "-x")))
+    assert (found.argv, found.local, found.store) == ((*BOOT, "t.py", "-x"), 3, True)
+    assert role("python3 -m torch.distributed.run t.py", replicas_min=2, replicas_max=2).meshed
+
+
+@pytest.mark.parametrize(
+    ("line", "n", "text"),
+    [
+        ("torchrun t.py | tee log", 2, "with '|' a shell starts it in each of 2 instances: 2 worlds, not one"),
+        ("torchrun t.py > log; echo done", 2, "2 worlds, not one"),
+        ("torchrun t.py\ntorchrun u.py", 3, "3 worlds, not one"),
+        ("torchrun t.py &", 1, "'&' puts torchrun into the background"),
+        ("cd src && torchrun t.py", 2, "a shell in each of 2 instances starts torchrun: 2 worlds, not one"),
+        ("A=1 python -m torch.distributed.run t.py", 2, "2 worlds, not one"),
+        ("torchrun --nproc-per-node $N t.py", 1, "not '$N': options are read before a shell sees them"),
+        ("torchrun --nproc-per-node 2", 1, "torchrun needs a script"),
+    ],
+)
+def test_a_torchrun_line_that_would_not_be_one_world_is_refused_before_anything_starts(
+    line: str, n: int, text: str
+) -> None:
+    job = JobSpec(name="j", roles=(role(line, replicas_min=n, replicas_max=n),))
+    (found,) = check(job)
+    assert (found.path, text in found.message) == (("roles", "main", "run"), True), found
+    assert found.hint
+
+
+@pytest.mark.parametrize(
+    ("line", "n"),
+    [
+        ("torchrun t.py > out.txt 2>&1 && echo done", 1),
+        ("cd src && torchrun t.py", 1),
+        ("torchrun t.py --text 'a & b | c'", 2),
+        ("echo torchrun; python t.py &", 2),
+    ],
+)
+def test_a_line_that_a_shell_reads_rightly_is_left_to_it(line: str, n: int) -> None:
+    assert check(JobSpec(name="j", roles=(role(line, replicas_min=n, replicas_max=n),))) == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "fields", "ranked"),
+    [
+        ("python t.py", {}, False),
+        ("./tool --x", {}, False),
+        ("torchrun t.py", {}, True),
+        ("python t.py", {"mesh": (("dp", 1),)}, True),
+        ("python t.py", {"replicas_min": 2, "replicas_max": 2}, True),
+    ],
+)
+def test_only_what_has_ranks_gets_the_variables_of_torchrun(
+    line: str, fields: dict[str, Any], ranked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    seat: Any = SimpleNamespace(
+        role=role(line, **fields), id=InstanceId(RoleName("main"), 0), place=SimpleNamespace(job="j-1")
+    )
+    given = Forming(epoch=Epoch(1), world=1, restore=0)
+    env = spmd.rank_environment(seat, given, parse_command(seat.role), 0, "", Path("/w"))
+    contract = {name for name in env if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert len(contract) == (5 if ranked else 0), contract
+    assert any(name.startswith("TORCHELASTIC_") for name in env) == ranked
+    assert (env["ROTA_EPOCH"], env["ROLE_RANK"], env["ROTA_ERROR_FILE"]) == ("1", "0", "/w/error-0.json")
 
 
 def test_the_error_written_first_is_told_and_not_its_consequences(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=Path(stacks).open("w") if stacks else sys.stderr)  # noqa: SIM115 - kept
     if progress := get("ROTA_PROGRESS_FILE"):
         threading.Thread(target=StepCounter(Path(progress)).work, name="rota-progress", daemon=True).start()
-    if error_file := get("TORCHELASTIC_ERROR_FILE"):
+    if error_file := get("ROTA_ERROR_FILE"):
         show = sys.excepthook
 
         def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -26,6 +26,7 @@ from rota.runtime.node import asked_for_stacks, spied
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
+from rota.spec.torchrun import read_torchrun, shell_operators
 
 SETUP_MAX_S = 1800.0
 DISSOLVE_GRACE_S = 5.0
@@ -35,7 +36,6 @@ WORDS_MAX, WORDS_READ_MAX = 20, 400
 """Lines of stderr that are told of a command that failed, and lines of the log in which they are looked for."""
 WORDS_TRIES_MAX, WORDS_PAUSE_S = 5, 0.1
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~%!{}\n=")
-_TORCHRUN_FLAGS = frozenset({"--standalone", "--no-python", "-m", "--module", "--run-path"})
 
 
 class CommandFailed(Exception):
@@ -59,25 +59,24 @@ class Command:
 def parse_command(role: RoleSpec) -> Command:
     """The command of a ``run`` role: a torchrun line becomes its ranks, a plain line an argv, the rest goes to a shell.
 
-    Python scripts run under ``rota.job.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment.
-    Raises BadInput for a torchrun line that cannot be read.
+    Variables and patterns in the script and arguments of a torchrun line are expanded by a shell, in each rank. Python
+    scripts run under ``rota.job.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment. Raises BadInput
+    for a torchrun line that cannot be read.
     """
     assert role.run is not None, "only run roles have a command"
+    bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
+    if role.torchrun and not (role.shell and shell_operators(role.run[0])):
+        return _torchrun(role, bare=bare)
     words = _plain_words(role.run[0]) if role.shell else list(role.run)
     if words is None:
         return Command(argv=("/bin/sh", "-c", role.run[0]), store=role.meshed)
     if not words:
         raise BadInput(f"role {role.name!r}: run is empty")
-    bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
-    if Path(words[0]).name == "torchrun":
-        return _torchrun(role.name, words[1:], bare=bare)
     return Command(argv=_python(words, bare=bare), store=role.meshed)
 
 
 def _plain_words(text: str) -> list[str] | None:
-    """The words of a Python or torchrun line that needs no shell, or None: a shell knows its own commands best."""
-    if text.startswith("torchrun ") and not set(text) & set("|&;<>`\n"):
-        return shlex.split(text)
+    """The words of a Python line that needs no shell, or None: a shell knows its own commands best."""
     plain = text.startswith(("python ", "python3 ")) and not set(text) & _SHELL_CHARACTERS
     return text.split() if plain else None
 
@@ -91,62 +90,53 @@ def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
     return (sys.executable, *words[1:])
 
 
-def _torchrun(role: str, words: Sequence[str], *, bare: bool) -> Command:
-    local, module, no_python, index = 1, False, False, 0
-    while index < len(words) and words[index].startswith("-"):
-        name, sep, value = words[index].partition("=")
-        name = name.replace("_", "-")
-        index += 1
-        if name in _TORCHRUN_FLAGS:
-            module |= name in ("-m", "--module")
-            no_python |= name == "--no-python"
-            continue
-        if not sep:
-            if index >= len(words):
-                raise BadInput(f"role {role!r}: torchrun option {name} needs a value")
-            value = words[index]
-            index += 1
-        if name == "--nproc-per-node":
-            if not value.isdigit() or int(value) < 1:
-                raise BadInput(f"role {role!r}: --nproc-per-node must be a whole number of at least 1, not {value!r}")
-            local = int(value)
-    rest = words[index:]
-    if not rest:
-        raise BadInput(f"role {role!r}: torchrun needs a script")
-    as_python = (sys.executable, "-m", *rest) if module else _python(("python", *rest), bare=bare)
-    return Command(argv=tuple(rest) if no_python else as_python, local=local, store=True)
+def _torchrun(role: RoleSpec, *, bare: bool) -> Command:
+    try:
+        line = read_torchrun(role.run or (), shell=role.shell)
+    except ValueError as error:
+        raise BadInput(f"role {role.name!r}: {error}") from None
+    module = ("-m",) if line.module else ()
+    started = _python(("python", *module, line.program), bare=bare)[:-1] if line.python else ()
+    if line.words:
+        return Command(argv=(*started, *line.words), local=line.local, store=True)
+    text = f"exec {shlex.join(started)} {line.text}"
+    return Command(argv=("/bin/sh", "-c", text), local=line.local, store=True)
 
 
 def rank_environment(
     seat: Seat, forming: Forming, command: Command, local_rank: int, address: str, files: Path
 ) -> dict[str, str]:
-    """The variables that torchrun sets, and Rota's own.
+    """The variables that torchrun sets, where the role has ranks, and Rota's own.
 
-    Instances without a mesh are worlds of their own: ``RANK`` counts in the world, ``ROLE_RANK`` over the whole role.
+    A script that looks whether ``RANK`` is set sees none when it is the one process of its role. Instances without a
+    mesh are worlds of their own: ``RANK`` counts in the world, ``ROLE_RANK`` over the whole role.
     """
     copies = 1 if seat.role.meshed else seat.role.replicas_min
     copy = 0 if seat.role.meshed else seat.id.rank
     world = forming.world * command.local
     rank = forming.index * command.local + local_rank
     host, _, port = address.rpartition(":")
-    given = {
+    contract = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": command.local,
         "GROUP_RANK": forming.index,
         "GROUP_WORLD_SIZE": forming.world,
-        "ROLE_NAME": seat.id.role,
-        "ROLE_RANK": copy * world + rank,
-        "ROLE_WORLD_SIZE": copies * world,
         "MASTER_ADDR": host or "127.0.0.1",
         "MASTER_PORT": port or "0",
         "TORCHELASTIC_RESTART_COUNT": forming.restarts,
         "TORCHELASTIC_MAX_RESTARTS": seat.role.fail.limit_n,
         "TORCHELASTIC_RUN_ID": seat.place.job,
         "TORCHELASTIC_ERROR_FILE": files / f"error-{rank}.json",
+    }
+    given = (contract if seat.role.ranked else {}) | {
+        "ROLE_NAME": seat.id.role,
+        "ROLE_RANK": copy * world + rank,
+        "ROLE_WORLD_SIZE": copies * world,
         "OMP_NUM_THREADS": max(1, int(seat.role.res.cpus) // command.local),
         "ROTA_EPOCH": forming.epoch,
+        "ROTA_ERROR_FILE": files / f"error-{rank}.json",
         "ROTA_PROGRESS_FILE": files / f"progress-{rank}",
         "ROTA_STACKS_FILE": files / f"stacks-{rank}",
     }

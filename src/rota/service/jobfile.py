@@ -6,7 +6,6 @@ YAML 1.2 or JSON, strict. The steps are those of ``read_job``; nothing here read
 from __future__ import annotations
 
 import itertools
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +34,7 @@ from rota.spec.job import (
     sizes_of,
 )
 from rota.spec.resources import Res
+from rota.spec.torchrun import is_torchrun, plain_words
 
 ARROW = "->"
 
@@ -240,21 +240,8 @@ def _command(run: Any, node: Node) -> tuple[tuple[str, ...] | None, bool]:
         return None, False
     if node.kind == "list":
         return tuple(run), False
-    text = run[0]
-    words = _split(text)
-    if words[:1] == ["torchrun"] or words[1:3] == ["-m", "torch.distributed.run"]:
-        return tuple(words), False
-    return (text,), True
-
-
-def _split(text: str) -> list[str]:
-    """Words of a simple command; none when a shell must read it."""
-    if any(char in text for char in ";|&<>$`\n*?"):
-        return []
-    try:
-        return shlex.split(text)
-    except ValueError:
-        return []
+    words = plain_words(run[0]) if is_torchrun(tuple(run), shell=True) else None
+    return (tuple(words), False) if words else ((run[0],), True)
 
 
 def _fail(fields: Mapping[str, Any]) -> Fail:

@@ -226,7 +226,7 @@ ROLE = Record(
         ),
         "run": Field(
             kind=ListOf(item=Text(what="text", literal=True), single=True),
-            doc="a command: a text goes through the shell unless it is a torchrun line, a list does not",
+            doc="a command: a text goes through the shell, a list does not; a torchrun line becomes its ranks",
         ),
         "setup": Field(kind=TEXT, doc="shell command before the first start of an instance on a node"),
         "replicas": Field(kind=REPLICAS, doc="instances; elastic if min < max", default="1, or product of `mesh`"),

@@ -10,6 +10,7 @@ from math import prod
 from rota.spec.errors import nearest
 from rota.spec.ids import NAME_PATTERN
 from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec
+from rota.spec.torchrun import problem_of
 
 SELF = "self"
 ROLES_MAX = 64
@@ -152,6 +153,10 @@ def _check_workload(at: Path, role: RoleSpec) -> Iterator[Finding]:
         yield Finding(path=(*at, "workload"), message=message, hint=hint, code="BAD_NAME")
     elif role.run is not None and not any(part.strip() for part in role.run):
         yield Finding(path=(*at, "run"), message="the command is empty", code="MISSING")
+    elif role.run is not None:
+        found = problem_of(role.run, shell=role.shell, instances=role.replicas_max, meshed=bool(role.mesh))
+        if found[0]:
+            yield Finding(path=(*at, "run"), message=found[0], hint=found[1], code="BAD_COMMAND")
 
 
 def _check_plan(at: Path, role: RoleSpec) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
 from rota.spec.queue import DEFAULT_QUEUE
 from rota.spec.resources import Res
+from rota.spec.torchrun import is_torchrun
 
 SPEC_VERSION = 1
 LOOP_ROLE = RoleName("loop")
@@ -157,7 +158,12 @@ class RoleSpec:
     @property
     def torchrun(self) -> bool:
         """True when the command is a torchrun line: all ranks of all its instances are one world."""
-        return self.run is not None and self.run[0].split(" ", 1)[0].rpartition("/")[2] == "torchrun"
+        return self.run is not None and is_torchrun(self.run, shell=self.shell)
+
+    @property
+    def ranked(self) -> bool:
+        """True when the processes of a command have ranks: a torchrun line, a mesh, or more than one instance."""
+        return self.torchrun or bool(self.mesh) or self.replicas_max > 1
 
     @property
     def meshed(self) -> bool:

@@ -16,6 +16,8 @@ REDIS_URL = "ROTA_REDIS_URL"
 REDIS_SERVER = "ROTA_REDIS_SERVER"
 PRIVATE = (DB_URL, TOKEN)
 """What is the service's own; they may hold a password."""
+SERVICE = "ROTA_SERVICE"
+"""The home whose service started this process or one above it: so it is found when the records in the home are gone."""
 # set for every instance of a job
 JOB = "ROTA_JOB"
 ROLE = "ROTA_ROLE"

@@ -261,6 +261,24 @@ def marked(mark: str) -> tuple[ProcessId, ...]:
     return tuple(found)
 
 
+def holding(path: Path) -> tuple[ProcessId, ...]:
+    """Every running process of this user that has this file open, also when it was removed meanwhile."""
+    wanted, found = (str(path), f"{path} (deleted)"), list[ProcessId]()
+    for pid in _pids():
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            if any(_link(one) in wanted for one in Path(f"/proc/{pid}/fd").iterdir()):
+                identity = identify(pid)
+                found += [] if identity is None else [identity]
+    return tuple(found)
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # closed meanwhile
+        return ""
+
+
 def session_of(leader: ProcessId) -> tuple[ProcessId, ...]:
     """Every running process of the session that ``leader`` opened, dead or alive; none if its pid is another's now."""
     if start_time_of(leader.pid) not in (None, leader.start_time):
@@ -393,11 +411,20 @@ class RunFolder:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 by rename, so that a reader sees the old or the new text and never half of it."""
+    """Write a file of mode 0600 by rename, so that a reader sees the old or the new text and never half of it.
+
+    Also after a loss of power: the text is on the disk before the name is. Raises OSError, which names the file.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     partial.replace(path)
 
 

@@ -237,14 +237,20 @@ class _Mark:
     """
 
     def __init__(self, database: Path | None) -> None:
-        self._file, self._told = -1, False
+        self._file, self._told, self._path = -1, False, database
         if database is not None:
-            path = database.with_name(f"{database.name}-mark")
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+            self._path = database.with_name(f"{database.name}-mark")
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
 
     def read(self) -> int:
-        """The newest number that was acknowledged, as far as it is known."""
-        return int(os.pread(self._file, 20, 0) or b"0") if self._file >= 0 else 0
+        """The newest number that was acknowledged, as far as it is known. Raises StoreCorrupt for what is no number."""
+        raw = os.pread(self._file, 21, 0) if self._file >= 0 else b""
+        if raw and not (raw.isdigit() and len(raw) <= 20):
+            raise StoreCorrupt(
+                f"{self._path} holds no number but {raw!r}: what was acknowledged is not known",
+                hint="restore a back-up; or delete that file, and the event log is taken as it is",
+            )
+        return int(raw or b"0")
 
     def advance(self, number: int) -> None:
         """Remember that ``number`` was acknowledged.

@@ -79,7 +79,7 @@ class Audit:
             size = os.fstat(file).st_size
             if os.write(file, raw) < len(raw):
                 os.ftruncate(file, size)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             full = size + len(raw) > FILE_BYTES_MAX
         finally:
             os.close(file)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from rota.service.config import Settings, load_settings
-from rota.spec.errors import BadInput
+from rota.spec.errors import BadInput, StoreCorrupt
 
 RECORD = "service.json"
+RECORD_REMEDY = "rota down ends what runs there and removes the record; then rota up"
 LOGIN = "login.json"
 """Below ``$ROTA_HOME``: the address and token of ``rota login``, 0600. Flags and variables win over it."""
 
@@ -53,7 +55,10 @@ def keep_login(url: str, token: str) -> Path:
     partial = path.with_name(f".{LOGIN}")
     partial.unlink(missing_ok=True)
     partial.touch(mode=0o600)
-    partial.write_text(json.dumps({"url": url.rstrip("/"), "token": token}), encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"url": url.rstrip("/"), "token": token}))
+        file.flush()
+        os.fsync(file.fileno())
     return partial.replace(path)
 
 
@@ -76,11 +81,16 @@ def _read_login(settings: Settings) -> dict[str, str]:
 
 def _recorded_url(settings: Settings) -> str:
     """The address that the running service wrote down; empty when there is none."""
+    path = settings.root / "run" / RECORD
     try:
-        record = json.loads((settings.root / "run" / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = json.loads(path.read_bytes())
+    except OSError:
         return ""
-    return str(record.get("url", "")) if isinstance(record, dict) else ""
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("url"), str):
+        raise StoreCorrupt(f"{path} is not the record of a service", hint=RECORD_REMEDY)
+    return record["url"]
 
 
 def _token(settings: Settings) -> str:

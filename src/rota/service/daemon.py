@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import urllib.error
 import urllib.request
@@ -15,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rota.runtime import process
+from rota.runtime import environ, process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.gateway_client import RECORD, GatewayFiles
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.service.config import Settings
+from rota.service.connect import RECORD_REMEDY
 from rota.service.problems import cannot_use
-from rota.spec.errors import Conflict, NotReachable, RotaError, TimedOut
+from rota.spec.errors import Conflict, NotReachable, RotaError, StoreCorrupt, TimedOut
 
 UP_TIMEOUT_S = 60.0
 STOP_JOBS_S = 60.0
@@ -33,6 +35,15 @@ LOG_SHOWN_LINES = 20
 ROOM_MIN_BYTES = 2**20
 SERVE_MODULE = "rota.service.serve"
 PRIVATE = ("db_url", "redis_url", "token")
+PARTS = {
+    SERVE_MODULE: "service",
+    "rota up": "service",
+    "rota.runtime.gateway": "gateway",
+    "valkey": "registry",
+    "redis": "registry",
+    "ray": "engine",
+}
+"""What a part of the installation is recognised by in its command, the most telling first."""
 
 
 def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
@@ -62,7 +73,7 @@ def login_url(home: Home) -> str:
 def ensure_up(settings: Settings) -> bool:
     """Make sure that the service answers; True when it had to be started. Raises what ``up`` raises."""
     home = Home.of(settings.home)
-    if find_service(home) is not None and _ready(home):
+    if _found(home) is not None and _ready(home):
         return False
     return bool(up(settings)["started"])
 
@@ -75,14 +86,15 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
     ``force`` asks nobody and skips the polite part. Returns what was ended and what, if anything, could not be.
     """
     home = Home.of(settings.home)
-    if not home.root.exists():
-        return _down_document([], [], [])
+    if not home.root.exists():  # removed under what may still run
+        ended, left = _end_unrecorded(home, grace_s=0.0 if force else STOP_GRACE_S)
+        return _down_document(ended, left, [])
     home.make()
     with process.locked(home.up_lock):
         ended: list[str] = []
         left: list[ProcessId] = []
         stopped: list[str] = []
-        record = find_service(home)
+        record = _found(home)
         if record is not None:
             if jobs == "stop" and not force:
                 stopped = _stop_jobs(home)
@@ -96,6 +108,9 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
         text = _sweep(home, address, grace_s=grace_s) if address else ""
         kept = RunFolder(home.run).read(RECORD) if text else None
         left += _end_rest(home, ended, grace_s=grace_s)
+        more, still = _end_unrecorded(home, grace_s=grace_s)
+        ended += [name for name in more if name not in ended]
+        left += [one for one in still if one not in left]
         _note_left(home, left, kept)
     return _down_document(ended, left, stopped, text)
 
@@ -106,18 +121,31 @@ def status(settings: Settings) -> dict[str, Any]:
     record = find_service(home)
     if record is None:
         rest = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
+        rest = rest or [f"{_kind(one)} (process {one.pid})" for one in _unrecorded(home)]
         return {"api": "rota/v1", "kind": "Status", "state": "down", "home": str(home.root), "still_running": rest}
     return ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"}
 
 
 def find_service(home: Home) -> dict[str, Any] | None:
-    """The record of the service if its very process lives, else None."""
+    """The record of the service if its very process lives, else None. Raises StoreCorrupt for what is no record."""
     try:
-        record: dict[str, Any] = json.loads(home.service_record.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        record: dict[str, Any] = json.loads(home.service_record.read_bytes())
+        me, boot = _identity(record), record["boot_id"]
+        str(record["url"])
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    alive = record.get("boot_id") == process.boot_id() and process.is_alive(_identity(record))
-    return record if alive else None
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        text = f"{home.service_record} is not the record of a service: {type(error).__name__}: {error}"
+        raise StoreCorrupt(text, hint=RECORD_REMEDY) from None
+    return record if boot == process.boot_id() and process.is_alive(me) else None
+
+
+def _found(home: Home) -> dict[str, Any] | None:
+    """The same for those who start and end it: a damaged record is none, and the next start writes a whole one."""
+    try:
+        return find_service(home)
+    except StoreCorrupt:
+        return None
 
 
 def ask(home: Home, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -162,13 +190,14 @@ def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
     # what may hold a password goes by the environment: arguments stand in the list of processes
     private: dict[str, str | None] = {f"ROTA_{name.upper()}": flags.pop(name) for name in PRIVATE if name in flags}
     command = (sys.executable, "-m", SERVE_MODULE, json.dumps(flags | {"home": str(home.root)}))
-    child = process.spawn(Spawn(command=command, env=private, log=home.service_log, cwd=home.root), name="service")
+    marked = {**private, environ.SERVICE: str(home.root)}
+    child = process.spawn(Spawn(command=command, env=marked, log=home.service_log, cwd=home.root), name="service")
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + timeout_s
     while clock.monotonic_s() < until_s:
         if child.poll() is not None:
             raise _failure(home.service_log, seen, child.returncode)
-        record = find_service(home)
+        record = _found(home)
         if record is not None and _ready(home):
             return record
         blocking_sleep(POLL_S)
@@ -181,7 +210,7 @@ def _wait_answer(home: Home, timeout_s: float) -> dict[str, Any] | None:
     """The record of a service that answers; None once there is none (one that was just killed may still be going)."""
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + timeout_s
-    while (record := find_service(home)) is not None:
+    while (record := _found(home)) is not None:
         if _ready(home):
             return record
         if clock.monotonic_s() > until_s:
@@ -296,6 +325,27 @@ def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId
     if end_registry(home.root):  # and the shared memory of its namespaces
         ended.append("registry")
     return left
+
+
+def _unrecorded(home: Home) -> list[ProcessId]:
+    """What runs of a home by the mark of its service, recorded or not, and who has it locked; never the caller."""
+    found = {*process.marked(f"{environ.SERVICE}={home.root}"), *process.holding(home.service_lock)}
+    return sorted((one for one in found if one.pid != os.getpid()), key=lambda one: one.pid)
+
+
+def _end_unrecorded(home: Home, *, grace_s: float) -> tuple[list[str], list[ProcessId]]:
+    """End what no record names, as the home or its records were removed; what it was, and what could not be ended."""
+    found = _unrecorded(home)
+    names = sorted({_kind(one) for one in found})
+    for one in found if grace_s else ():
+        process.send_signal(one, signal.SIGTERM)
+    process.wait_gone(found, grace_s)
+    return names, list(process.kill_all(lambda: _unrecorded(home))) if found else []
+
+
+def _kind(one: ProcessId) -> str:
+    command = process.command_line(one.pid)
+    return next((name for part, name in PARTS.items() if part in command), f"process {one.pid}")
 
 
 def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Protocol
 
 from rota.service.yamltree import Node, Sink, plain_value
@@ -109,7 +110,7 @@ class Number:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return refuse(node, loc, sink, self.words, hint=_number_hint(node))
         if self.whole and not isinstance(value, int):
-            hint = f"write {int(value)}" if value == int(value) else ""
+            hint = f"write {int(value)}" if isfinite(value) and value == int(value) else ""
             return refuse(node, loc, sink, self.words, hint=hint)
         if not self.low <= value <= self.high:
             return refuse(node, loc, sink, self.words, code="OUT_OF_RANGE")

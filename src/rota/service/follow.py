@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from fastapi.sse import format_sse_event
 from rota.runtime.clock import iso
 from rota.runtime.logs import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
 from rota.service.loop import ServiceLoop
+from rota.service.notify import without_password
 from rota.service.views.story import JobStory
 from rota.spec.errors import BadInput, NotAllowed, NoToken, UnknownName
-from rota.spec.events import JobEnded, Record, event_to_json
+from rota.spec.events import JobEnded, Record, WebhookSet, event_to_json
 from rota.spec.ids import JobId
 
 REFUSALS = (NotAllowed, NoToken, UnknownName)
@@ -31,13 +32,16 @@ OFFSET_DIGITS_MAX = 18
 
 
 def record_document(record: Record) -> dict[str, Any]:
-    """One event of the log."""
+    """One event of the log; the address of a webhook without its password."""
+    event = record.event
+    if isinstance(event, WebhookSet):  # one of before, when it was kept whole
+        event = replace(event, url=without_password(event.url))
     return {
         "number": record.number,
         "job": record.job,
         "seq": record.seq,
         "at": iso(record.at),
-        **event_to_json(record.event),
+        **event_to_json(event),
     }
 
 

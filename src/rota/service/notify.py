@@ -8,8 +8,11 @@ import hmac
 import ipaddress
 import json
 import logging
+import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +27,7 @@ from rota.runtime.vault import Vault
 from rota.service.loop import ServiceLoop
 from rota.service.views.story import JobStory
 from rota.spec import events as e
-from rota.spec.errors import BadInput, NotAllowed, RotaError
+from rota.spec.errors import BadInput, NotAllowed, RotaError, UnknownName
 from rota.spec.events import Record, WebhookRemoved, WebhookSet
 from rota.spec.resources import Health
 from rota.spec.states import JobState
@@ -34,6 +37,9 @@ KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "los
 WEBHOOKS_MAX = 50
 OWNER = "webhooks"
 """Under which the vault keeps the signing keys; no user may have this name."""
+WHOLE = "_url"
+"""Behind the id of a webhook: where the vault keeps its whole address, which the event log and answers show without
+its password."""
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 """All that IANA gives out as global; outside of it lie site-local addresses and translators of every local kind."""
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -66,6 +72,11 @@ def notice_of(record: Record, story: JobStory | None = None) -> str:
             return ""
 
 
+def without_password(url: str) -> str:
+    """The address as it may be shown: ``https://user:***@host/path``."""
+    return re.sub(r"(//[^/?#]*?:)[^/?#]*@", r"\1***@", url)
+
+
 def signature(secret: str, at: int, body: bytes) -> str:
     """``t=<unix seconds>,v1=<hex HMAC-SHA256 of "t.body">``: the header ``Rota-Signature``."""
     return f"t={at},v1={hmac.new(secret.encode(), f'{at}.'.encode() + body, hashlib.sha256).hexdigest()}"
@@ -81,9 +92,9 @@ def addresses_of(url: str, allowed: frozenset[str]) -> tuple[str, ...]:
         port = parts.port or 80
         httpx.URL(url)
     except (ValueError, httpx.InvalidURL) as error:
-        raise BadInput(f"{url!r} is not an http address: {error}") from error
+        raise BadInput(f"{without_password(url)!r} is not an http address: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise BadInput(f"{url!r} is not an http address")
+        raise BadInput(f"{without_password(url)!r} is not an http address")
     try:
         answers = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -159,10 +170,19 @@ class Notifier:
         if len(self.targets) >= WEBHOOKS_MAX:
             raise BadInput(f"there are {WEBHOOKS_MAX} webhooks", hint="remove one: rota webhook rm ID")
         addresses_of(url, self.allowed)
-        made = WebhookSet(id=f"w{self._chance.fresh(40).lower()}", url=url, on=tuple(on), queue=queue, by=by)
+        shown = without_password(url)
+        made = WebhookSet(id=f"w{self._chance.fresh(40).lower()}", url=shown, on=tuple(on), queue=queue, by=by)
         secret = secret_token()
         self._vault.put(OWNER, made.id, secret)
+        if made.url != url:
+            self._vault.put(OWNER, made.id + WHOLE, url)
         return made, secret
+
+    def forget(self, one: str) -> None:
+        """Drop what the vault keeps of a webhook."""
+        for name in (one, one + WHOLE):
+            with suppress(UnknownName):
+                self._vault.remove(OWNER, name)
 
     async def run(self) -> None:
         """Until cancelled: keep a task for each webhook, and none for one that was removed."""
@@ -198,7 +218,9 @@ class Notifier:
 
     async def _serve(self, one: str) -> None:
         target, since = self.targets[one]
-        secret = self._vault.open(OWNER, [one])[one]
+        kept = [one, one + WHOLE] if one + WHOLE in self._vault.names(OWNER) else [one]
+        values = self._vault.open(OWNER, kept)
+        secret, target = values[one], replace(target, url=values.get(one + WHOLE, target.url))
         cursor = written = self._places[one] if one in self._places else self._place(one, since)
         async with httpx.AsyncClient(timeout=ANSWER_S, follow_redirects=False, trust_env=False) as http:
             while True:

@@ -178,6 +178,7 @@ def run(settings: Settings) -> None:
     os.umask(0o077)
     # children find the same home, log and registry, however this process was told of them
     environ.export(environ.HOME, settings.home)
+    environ.export(environ.SERVICE, settings.home)
     environ.export(environ.DB_URL, settings.db_url)
     environ.export(environ.REDIS_URL, settings.redis_url)
     with only_one(Home.of(settings.home)):

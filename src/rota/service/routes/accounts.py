@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.runtime.clock import iso
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
-from rota.service.notify import OWNER
+from rota.service.notify import OWNER, without_password
 from rota.service.routes.doors import Asker, Document, Doors, Parts
 from rota.service.views.jobs import API, when
 from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
@@ -212,7 +212,7 @@ async def remove_webhook(webhook: Name, doors: Parts, caller: Asker) -> Document
         raise UnknownName(f"no webhook {webhook!r}", hint="see: rota webhook ls")
     made, _ = doors.notifier.targets[webhook]
     await doors.loop.append([WebhookRemoved(id=webhook, by=caller.user)])
-    await asyncio.to_thread(doors.vault.remove, OWNER, webhook)
+    await asyncio.to_thread(doors.notifier.forget, webhook)
     return {"api": API, "kind": "Webhook", **_webhook(made)}
 
 
@@ -257,7 +257,7 @@ def _user(name: str, grants: dict[str, Role]) -> dict[str, Any]:
 
 
 def _webhook(made: WebhookSet) -> dict[str, Any]:
-    return {"id": made.id, "url": made.url, "on": list(made.on), "queue": made.queue, "by": made.by}
+    return {"id": made.id, "url": without_password(made.url), "on": list(made.on), "queue": made.queue, "by": made.by}
 
 
 def _token(one: Token) -> dict[str, Any]:

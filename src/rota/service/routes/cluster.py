@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -28,6 +29,8 @@ from rota.spec.resources import Health
 
 NODES_MAX = 10_000
 QUEUE_FIELDS = [one.name for one in fields(Queue)]
+DISK_LOW_BYTES, DISK_FULL_BYTES = 256 * 2**20, 2 * 2**20
+"""Free bytes on the disk of the event log below which the status warns, and below which writes may fail."""
 NOTICE_S = 600.0
 """So long jobs on a drained node have to move, unless somebody says otherwise."""
 
@@ -111,7 +114,22 @@ def _warnings(doors: Doors) -> list[str]:
         found.append("the service listens beyond this machine; who submits a job runs code as this user")
     if doors.settings.ray_address and not doors.settings.db_url:
         found.append("the event log is a file here: masters on other machines need ROTA_DB_URL=postgresql://...")
-    return found
+    return found + _disk_warnings(doors)
+
+
+def _disk_warnings(doors: Doors) -> list[str]:
+    """The disk of the event log, when it is full or soon will be."""
+    home = doors.home
+    file = home.root if doors.settings.db_url else home.db
+    try:
+        free = shutil.disk_usage(home.root).free
+    except OSError as error:
+        return [f"{home.root}: {error.strerror}"]
+    if free >= DISK_LOW_BYTES:
+        return []
+    what = f"{free / 2**20:.1f} MiB are free on the disk of {file}"
+    full = "a change that does not fit is refused with 503" if free < DISK_FULL_BYTES else "soon nothing can be written"
+    return [f"{what}: {full}; free space there"]
 
 
 @router.get("/nodes")

@@ -119,7 +119,7 @@ def skip_together(rank: int) -> None:
     def loss(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         if rank:
             output.register_hook(lambda gradient: gradient * float("inf"))
-        return output.float().mean()
+        return output.float().sum()
 
     plan = replace(data_parallel(layers=SHAPE.layers, dp=2, micro_batch=2), sync=Sync(mode="local_sgd", H=8))
     trained = parallelize(Gpt(SHAPE), plan, optimizer=SGD, loss=loss, clip_norm=1.0)

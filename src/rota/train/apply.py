@@ -2,53 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rota.train.sync  # noqa: F401 - registers what plans name
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
 from rota.train import hooks, state
+from rota.train.batch import Inputs, call, check_rows, each, in_two, micro_batches, seq_of
+from rota.train.buffers import Buffers
 from rota.train.clip import clip_global_norm
-from rota.train.context_parallel import columns, split_attention
+from rota.train.context_parallel import check_cores, check_places, columns, split_attention
 from rota.train.data_parallel import only_data, replicate_model, shard_model, sync_gradients
 from rota.train.experts import spread_experts
 from rota.train.keep import DTYPES, mixed, recompute
+from rota.train.loss import IGNORED as IGNORED
+from rota.train.loss import LossScale, known_as_sum
+from rota.train.loss import cross_entropy_sum as cross_entropy_sum
 from rota.train.machine import check_memory, this_machine
 from rota.train.mesh import PlanMesh, plan_mesh
 from rota.train.optimizers import MakeOptimizer, fill_state, optimizer_for
-from rota.train.parts import Absent, Parts
+from rota.train.parts import Parts
 from rota.train.pipeline import Loss, schedule, stages_of
+from rota.train.places import place_holders, set_places
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
 from rota.train.tensor_parallel import Rules, split_layers
 from rota.train.ties import Ties, holders, tie_again, tied_names
 
-IGNORED = -100
-"""Targets with this value count neither for the loss nor as tokens, as in torch's cross entropy."""
-
-
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum over the real tokens: logits ``[..., V]`` and targets ``[...]``, computed in fp32."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One optimizer step, equal on all ranks: mean loss of the global batch, its real tokens, the norm before clipping
     (None without ``clip_norm``; the mean of the replicas' norms where ``sync`` does not reduce gradients); ``skipped``
-    when loss or norm was not finite and no weight changed. Of this rank are ``wait_s``, for others before and after the
-    passes, and ``compute_s``, the rest of the step: collectives inside the passes are in it."""
+    when loss or norm was not finite, or a gradient of fp16 overflowed, and no weight changed. Of this rank are
+    ``wait_s``, for others before and after the passes, and ``compute_s``, the rest of the step: collectives inside the
+    passes are in it."""
 
     loss: float
     tokens: int
@@ -80,6 +82,7 @@ def parallelize(
     check_model(model, plan, parts)  # 1. the plan fits the model and the world
     mesh = plan_mesh(plan.mesh, device, dist.group.WORLD)
     pieces, ties = [model], [(names, holders(model, names, parts, plan)) for names in tied_names(model)]
+    partial, places = list[str](), WeakSet(place_holders(model))
     if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
     for piece in pieces:
@@ -88,17 +91,19 @@ def parallelize(
         if plan.mesh.ep > 1:
             spread_experts(piece, parts, mesh)
         if plan.mesh.tp > 1:  # 4. tensor and sequence parallel
-            split_layers(piece, parts, plan, mesh, rules)
+            partial += split_layers(piece, parts, plan, mesh, rules)
             tie_again(piece, [names for names, _ in ties])
         for index, layer in parts.layers(piece):  # 5. recompute, layer by layer
             recompute(layer, parts.kind(plan, index))
     if DTYPES[plan.dtype.master] != torch.float32:
         model.to(DTYPES[plan.dtype.master])
+    for piece in pieces:
+        places.update(place_holders(piece))
     agree = hooks.synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
     made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder)  # 8. optimizer
     tied = Ties(ties, pieces, mesh)
-    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device, tied)
+    return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device, tied, partial, places)
 
 
 def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
@@ -106,6 +111,7 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
 
     A model without a ``shape`` is only checked for what can be seen: its layers.
     """
+    check_storage(model)
     parts.check(model, plan)
     shape = getattr(model, "shape", None)
     known = isinstance(shape, ModelShape)
@@ -121,6 +127,42 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
         raise BadInput(f"schedule = {plan.schedule}: the first stage is frozen", hint="use 1f1b or interleaved")
     if known:
         check_memory(plan, shape, this_machine())
+
+    check_numbers(plan)
+    if plan.mesh.cp > 1:
+        check_cores(model, parts, plan)
+        check_places(model, parts, plan)
+    if plan.mesh.dp_shard > 1 and parts.rest(model, plan).zero == 3 and not parts.count(model) and not dist.get_rank():
+        log.warning(
+            "zero = 3: %s has no %r, so its weights are gathered all at once and shared memory is saved between steps "
+            "only; hold its layers in a ModuleList, parallelize(..., parts=Parts(stack=...)) names it",
+            type(model).__name__, parts.stack,
+        )  # fmt: skip
+
+
+def check_storage(model: nn.Module) -> None:
+    """Raises BadInput for tensors on the meta device, which have no values to split."""
+    empty = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    if empty:
+        raise BadInput(
+            f"model: {empty[0]} and {len(empty) - 1} more are on the meta device and have no values",
+            hint="build the model on cpu, all ranks with the same seed; it is split from there",
+        )
+
+
+def check_numbers(plan: ParallelPlan) -> None:
+    """Raises BadInput for uses of fp16 in which small numbers are lost whatever the scale of the loss."""
+    if plan.dtype.master == "fp16":
+        raise BadInput("dtype.master = fp16: updates below 1/2048 of a weight are lost", hint="use fp32 or bf16")
+    sync = plan.sync
+    if scales(plan) and (sync.mode != "allreduce" or sync.compression != "none"):
+        text = f"dtype.param = fp16 with sync.mode {sync.mode} and compression {sync.compression}"
+        raise BadInput(f"{text}: these add up gradients over steps, whose scale changes", hint="use param bf16")
+
+
+def scales(plan: ParallelPlan) -> bool:
+    """True when gradients are computed or summed in fp16, so that the loss needs a scale."""
+    return "fp16" in (plan.dtype.param, plan.dtype.reduce)
 
 
 def wrap(
@@ -162,13 +204,19 @@ class Parallel:
         clip_norm: float | None,
         device: torch.device,
         tied: Ties,
+        partial: Sequence[str],
+        places: WeakSet[nn.Module],
     ) -> None:
         self.plan, self.mesh, self.pieces, self.optimizer = plan, mesh, pieces, optimizer
-        self.agree, self.device, self._parts = agree, device, parts
+        self.agree, self.device, self._parts, self._places = agree, device, parts, places
         self._columns: torch.Tensor | None = None
         self._wrapped, self._loss, self._clip_norm = wrapped, loss, clip_norm
         self._parameters = list(dict.fromkeys(one for piece in pieces for one in piece.parameters()))
-        self._tied = tied
+        self._tied, self._buffers = tied, Buffers(pieces, mesh)
+        named = {name: one for piece in pieces for name, one in piece.named_parameters()}
+        self._partial = [named[name] for name in partial if name in named]
+        self._loss_scale = LossScale() if scales(plan) else None
+        self._is_sum = False
         self._replicas = mesh.axis("data").size()
         self._scale, self._clock, self._wait_s = 1.0, SystemClock(), 0.0
         self._loss_sum = torch.zeros((), device=device)
@@ -181,11 +229,24 @@ class Parallel:
         """Sequences that this rank sees in one step."""
         return self.plan.micro_batch * self.plan.micro_batches
 
-    def share(self, batch: torch.Tensor) -> torch.Tensor:
-        """The rows of a global batch that this rank trains. Raises BadInput for a batch of another size."""
-        if batch.shape[0] != self.plan.global_batch:
-            raise BadInput(f"batch: {batch.shape[0]} sequences, the plan steps over {self.plan.global_batch}")
-        return batch[self.rows]
+    @overload
+    def share(self, batch: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def share(self, batch: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def share(self, batch: Inputs) -> Inputs:
+        """The rows of a global batch, or of each tensor of a mapping, that this rank trains.
+
+        Raises BadInput for a batch of another size.
+        """
+
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[0] != self.plan.global_batch:
+                raise BadInput(f"batch: {tensor.shape[0]} sequences, the plan steps over {self.plan.global_batch}")
+            return tensor[self.rows]
+
+        return each(batch, part)
 
     @property
     def rows(self) -> slice:
@@ -193,31 +254,38 @@ class Parallel:
         first = self.mesh.data_index * self.local_batch
         return slice(first, first + self.local_batch)
 
-    def step(self, inputs: torch.Tensor | Sequence[torch.Tensor], targets: torch.Tensor | None = None) -> StepResult:
-        """Train on this rank's share (``local_batch`` rows, the whole sequence), given as two tensors or as a pair of
-        them; one optimizer update. The gradient is that of the mean over all real tokens of the global batch, however
-        they are spread. Raises BadInput for a length of sequence that this plan cannot split.
+    def step(
+        self,
+        inputs: Inputs | tuple[Inputs, torch.Tensor] | Sequence[torch.Tensor],
+        targets: torch.Tensor | None = None,
+    ) -> StepResult:
+        """Train on this rank's share (``local_batch`` rows, the whole sequence), given as inputs and targets, as a pair
+        of them, or as one mapping whose ``labels`` are the targets; one optimizer update. Inputs are a tensor, or a
+        mapping of what the model takes by keyword.
+
+        The gradient is that of the mean over all real tokens of the global batch, however they are spread. Raises
+        BadInput for rows that are not this rank's, a mapping under stages or context ranks, a length of sequence that
+        the plan cannot split, and a loss that is a mean.
         """
-        inputs, targets = inputs if targets is None else (cast("torch.Tensor", inputs), targets)
+        given, wanted = in_two(inputs, targets)
         began_s, self._wait_s = self._clock.monotonic_s(), 0.0
-        tp = self.plan.mesh.tp
-        if any(kind.sp for kind in self.plan.layers) and inputs.shape[1] % tp:
-            raise BadInput(f"batch: {inputs.shape[1]} tokens a sequence do not divide by tp {tp}, as sp needs")
-        if self.plan.mesh.cp > 1:
-            here = self._held_columns(inputs.shape[1])
-            inputs, targets = inputs[:, here], targets[:, here]
+        given, wanted = self._of_rank(given, wanted)
         with self._waiting():
-            tokens = self._count(targets)
+            tokens = self._count(wanted)
         self._loss_sum = torch.zeros((), device=self.device)
         if self._pipeline is None:
-            self._accumulate(inputs, targets)
+            self._accumulate(given, wanted)
         else:
-            self._run_pipeline(inputs, targets)
+            self._run_pipeline(cast("torch.Tensor", given), wanted)
         settle(self._parameters)
+        sum_partial(self._partial, self.mesh.group("tp"), self.device)
         self._tied.sum_gradients()
         with self._waiting():
+            fits = self._loss_scale is None or self._loss_scale.scale_back(self._parameters, self.device)
             loss, norm = self._finish()
-        skipped = not _finite(loss) or (norm is not None and not _finite(norm))
+            if self.agree is None or self.agree.reduces:
+                self._buffers.agree()
+        skipped = not fits or not _finite(loss) or (norm is not None and not _finite(norm))
         if not skipped:
             self.optimizer.step() if self.agree is None else self.agree.update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=self._set_to_none)
@@ -225,6 +293,22 @@ class Parallel:
         return StepResult(
             loss=loss, tokens=tokens, grad_norm=norm, skipped=skipped, compute_s=compute_s, wait_s=self._wait_s
         )
+
+    def _of_rank(self, inputs: Inputs, targets: torch.Tensor) -> tuple[Inputs, torch.Tensor]:
+        """The columns of a share that this rank holds; refuses what the plan cannot split."""
+        check_rows(inputs, targets, self.local_batch, self.plan.global_batch)
+        tp, mesh = self.plan.mesh.tp, self.plan.mesh
+        if not isinstance(inputs, torch.Tensor) and max(mesh.pp, mesh.cp) > 1:
+            raise BadInput(
+                f"batch: a mapping of {', '.join(inputs)} under pp {mesh.pp} and cp {mesh.cp}, which take one tensor",
+                hint="give step(inputs, targets) two tensors, or use a plan with pp = cp = 1",
+            )
+        if any(kind.sp for kind in self.plan.layers) and seq_of(inputs) % tp:
+            raise BadInput(f"batch: {seq_of(inputs)} tokens a sequence do not divide by tp {tp}, as sp needs")
+        if isinstance(inputs, torch.Tensor) and mesh.cp > 1:
+            here = self._held_columns(inputs.shape[1])
+            return inputs[:, here], targets[:, here]
+        return inputs, targets
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -241,8 +325,11 @@ class Parallel:
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over copies of a ``state_dict`` of the same plan. Raises BadInput for a tensor that it lacks."""
+        """Take over copies of a ``state_dict`` of the same plan. Raises BadInput for a tensor that it lacks, and for
+        weights in it that this model does not have."""
         own = self.state_dict()
+        if unknown := [name for name in tensors if name.startswith("model.") and name not in own]:
+            raise BadInput(f"load: this model has no {unknown[0]} and {len(unknown) - 1} more")
         if missing := [name for name in own if name not in tensors]:
             raise BadInput(f"load: {missing[0]} and {len(missing) - 1} more are not in it")
         with torch.no_grad():
@@ -256,13 +343,11 @@ class Parallel:
         self._wrapped, self._pipeline, self.pieces = [], None, []
 
     def _held_columns(self, seq: int) -> torch.Tensor:
-        """The positions of a sequence that this rank holds; the embedding is told when their number changes."""
+        """The positions of a sequence that this rank holds; modules that read them learn when their number changes.
+        Layers of any stage may read them from the embedding, which only one stage runs."""
         if self._columns is None or len(self._columns) * self.plan.mesh.cp != seq:
             self._columns = columns(self.plan, self.mesh.index("cp"), seq).to(self.device)
-            for piece in self.pieces:
-                embed = getattr(piece, self._parts.embed)
-                if not isinstance(embed, Absent):
-                    embed.positions = self._columns
+            set_places(self._places, self._columns)
         return self._columns
 
     @property
@@ -279,20 +364,25 @@ class Parallel:
         return int(whole)
 
     def _scaled_loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss(output, targets) * self._scale
+        self._is_sum = self._is_sum or known_as_sum(self._loss, output, targets)
+        return self._loss(output, targets) * (self._scale * self._factor)
 
-    def _accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.factor
+
+    def _accumulate(self, inputs: Inputs, targets: torch.Tensor) -> None:
         """Forward and backward of each micro-batch; gradients are reduced in the last one."""
         model, many = self._wrapped[0], self.plan.micro_batches
-        for index, (x, y) in enumerate(zip(inputs.tensor_split(many), targets.tensor_split(many), strict=True)):
+        for index, (x, y) in enumerate(zip(micro_batches(inputs, many), targets.tensor_split(many), strict=True)):
             last = index == many - 1
             sync_gradients(model, self._parts, self.plan, last=last)
             with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
                 with self._autocast():
-                    output = model(x)
+                    output = call(model, x)
                 loss = self._scaled_loss(output, y)
                 loss.backward()
-                self._loss_sum += loss.detach()
+                self._loss_sum += loss.detach() / self._factor
 
     def _autocast(self) -> Any:
         """Mixed precision for replicas whose wrapper does not cast."""
@@ -308,7 +398,7 @@ class Parallel:
         wanted = {"target": targets, "losses": losses} if len(self.plan.stages) - 1 in mine else {}
         self._pipeline.step(*given, return_outputs=False, **wanted)
         for loss in losses:  # of the micro-batches; the function also sees empty data when shapes are probed
-            self._loss_sum += loss.detach()
+            self._loss_sum += loss.detach() / self._factor
 
     def _finish(self) -> tuple[float, float | None]:
         """Mean loss of the global batch, and the gradient norm when it is clipped."""
@@ -332,6 +422,21 @@ def settle(parameters: Iterable[torch.Tensor]) -> None:
         grad = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def sum_partial(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Weights that all tensor ranks hold whole and use on a part each: their gradients are summed."""
+    if not parameters:
+        return
+    used = torch.tensor([one.grad is not None for one in parameters], device=device, dtype=torch.int32)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    for parameter, by_any in zip(parameters, used.tolist(), strict=True):
+        if by_any:  # an expert may have no token here; one that has none anywhere is not stepped
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grad = state.local(parameter.grad)
+            whole = grad.to(device)  # the same tensor, unless gradients wait on the host
+            dist.all_reduce(whole, group=group)
+            grad.copy_(whole)
 
 
 def _finite(number: float) -> bool:

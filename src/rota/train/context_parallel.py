@@ -1,13 +1,15 @@
 """Split long sequences over ranks: ring attention and Ulysses.
 
-Ring: keys and values travel around the ring while each rank keeps its queries; partial results are merged by their
-log-sum-exp (Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers"). A causal sequence is cut into
-2 * cp chunks and rank i holds chunks i and 2 * cp - 1 - i, so that every rank has equal work. Ulysses: an all-to-all
-turns a part of the sequence with all heads into the whole sequence with some heads (Jacobs et al. 2023).
+Ring: in place of ``scaled_dot_product_attention`` inside a core, keys and values travel around the ring while each rank
+keeps its queries; partial results are merged by their log-sum-exp (Liu, Zaharia, Abbeel 2023, "Ring Attention with
+Blockwise Transformers"). A sequence is cut into 2 * cp chunks and rank i holds chunks i and 2 * cp - 1 - i, so that
+every rank has equal work under a causal mask. Ulysses: an all-to-all turns a part of the sequence with all heads into
+the whole sequence with some heads (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -18,8 +20,25 @@ from torch import nn
 from rota.spec.errors import BadInput
 from rota.train.all_to_all import all_to_all
 from rota.train.mesh import PlanMesh
-from rota.train.parts import Absent, Parts
+from rota.train.parts import Parts
+from rota.train.places import (
+    Attend,
+    Attention,
+    Instead,
+    asked,
+    check_alone,
+    evaluated,
+    instead_of,
+    look,
+    place_holders,
+    same_by_part,
+    set_places,
+    token_by_token,
+)
+from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
+
+log = logging.getLogger(__name__)
 
 
 def columns(plan: ParallelPlan, rank: int, seq: int) -> torch.Tensor:
@@ -36,38 +55,127 @@ def columns(plan: ParallelPlan, rank: int, seq: int) -> torch.Tensor:
 
 
 def split_attention(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh) -> None:
-    """Let every attention ``core`` of this piece span the ranks of a cp group.
-
-    Raises BadInput when a layer has no ``core``, or the embedding no ``positions`` to set.
-    """
+    """Let every attention ``core`` of this piece span the ranks of a cp group. Its names stay."""
     group = mesh.group("cp")
     for index, layer in parts.layers(piece):
-        cores = {
-            owner: core for owner in layer.modules() if isinstance(core := getattr(owner, "core", None), nn.Module)
-        }
-        if not cores:
-            raise BadInput(
-                f"mesh.cp = {plan.mesh.cp}: layer {index} ({type(layer).__name__}) has no attention module 'core'",
-                hint="put softmax(q k) v into a module 'core' that takes q, k, v as [batch, heads, seq, width]",
-            )
-        for owner, core in cores.items():
-            owner.core = RingCore(group) if plan.cp_kind == "ring" else UlyssesCore(core, group)
-    embed = getattr(piece, parts.embed)
-    if not isinstance(embed, Absent) and not hasattr(embed, "positions"):
+        for core in cores_of(layer):
+            name, inner = _name(index, core), inner_of(core)
+            spans = Ring(name, inner, group) if plan.cp_kind == "ring" else Ulysses(name, inner, group)
+            core.forward = spans
+
+
+def cores_of(layer: nn.Module) -> list[nn.Module]:
+    """The modules named ``core`` of a layer, each once."""
+    named = (part for name, part in layer.named_modules() if name.rpartition(".")[2] == "core")
+    return list(named)
+
+
+def inner_of(core: nn.Module) -> Attend:
+    """What a core computes by itself, before it spanned ranks."""
+    forward = core.forward
+    return forward.inner if isinstance(forward, Ring | Ulysses) else forward
+
+
+def _name(index: int, core: nn.Module) -> str:
+    return f"the core of layer {index} ({type(core).__name__})"
+
+
+def check_cores(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
+    """Raises BadInput for a layer without a ``core``, and for attention that would be another one over ranks.
+
+    Without a ``shape`` the heads are not known: a core that takes only its own number or width of them is looked at
+    in the first step.
+    """
+    shape, cp, tp = getattr(model, "shape", None), plan.mesh.cp, plan.mesh.tp
+    heads, key_heads, width = 2 * cp, 2 * cp, 8
+    if isinstance(shape, ModelShape):
+        heads, key_heads, width = shape.heads // tp, max(1, shape.key_heads // tp), shape.head_dim
+    device = next(model.parameters()).device
+    with evaluated(model):
+        for index, layer in parts.layers(model):
+            cores = cores_of(layer)
+            if not cores:
+                raise BadInput(
+                    f"mesh.cp = {cp}: layer {index} ({type(layer).__name__}) has no attention module 'core'",
+                    hint="put softmax(q k) v into a module 'core' that takes q, k, v as [batch, heads, seq, width]",
+                )
+            for core in cores:
+                q = torch.empty(1, heads, 1, width, device=device)
+                try:
+                    if plan.cp_kind == "ring":
+                        look(_name(index, core), inner_of(core), q, key_heads, width, cp, 6)
+                    else:
+                        look_at_heads(_name(index, core), inner_of(core), q, cp)
+                except BadInput:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a core of the user's, for heads that are only guessed
+                    log.debug("%s is looked at in the first step: %s", _name(index, core), error)
+
+
+def look_at_heads(name: str, core: Attend, q: torch.Tensor, ranks: int) -> None:
+    """Raises BadInput when some of the heads alone give another output, as with a bias for each head."""
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, q.shape[1], 4 * ranks, q.shape[3], generator=draw).to(q) for _ in range(3)]
+    outs = [core(*some) for some in zip(*(one.chunk(ranks, dim=1) for one in whole), strict=True)]
+    if not same_by_part(core(*whole), torch.cat(outs, dim=1)):
         raise BadInput(
-            f"mesh.cp = {plan.mesh.cp}: {type(embed).__name__} has no attribute 'positions'",
-            hint="read the places of the columns from self.positions when it is set",
+            f"cp_kind = ulysses: {name} treats heads by their number, and a rank has some of them",
+            hint="use cp_kind ring when it is softmax(q k) v without a mask, or cp = 1",
         )
 
 
-class UlyssesCore(nn.Module):
+def check_places(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
+    """Raises BadInput for a part of the model that treats tokens by their place in what it is given: a rank of a cp
+    group has other places."""
+    cp, seq = plan.mesh.cp, 4 * plan.mesh.cp
+    here = [columns(plan, rank, seq) for rank in range(cp)]
+    kinds = {type(layer): (f"layer {index}", layer) for index, layer in reversed(list(parts.layers(model)))}
+    ends = [(name, getattr(model, name)) for name in (parts.embed, parts.head)]
+    cores = list({core: None for _, layer in parts.layers(model) for core in cores_of(layer)})  # one may be in several
+    x = torch.arange(seq, device=next(model.parameters()).device)[None] % 2
+    with evaluated(model), instead_of(cores, token_by_token):
+        for name, part in (ends[0], *kinds.values(), ends[1]):
+            try:
+                whole, equal = compare_places(model, part, x, here)
+            except Exception as error:
+                if place_holders(model):
+                    log.debug("places of %s are not looked at: %s", name, error)
+                    return
+                raise BadInput(
+                    f"mesh.cp = {cp}: {name} ({type(part).__name__}) cannot be run on {seq} tokens ({error}), and no "
+                    "module has an attribute 'positions'",
+                    hint="let forward be head(layers(embed(x))); read places from self.positions, None = 0 to T - 1",
+                ) from error
+            if not equal:
+                raise BadInput(
+                    f"mesh.cp = {cp}: {name} ({type(part).__name__}) treats a token by its place in what it is given, "
+                    "and a rank holds other places; it has no attribute 'positions', or does not read it",
+                    hint="read the places of the columns from self.positions of that module, None = 0 to T - 1",
+                )
+            x = whole
+
+
+def compare_places(
+    model: nn.Module, part: nn.Module, x: torch.Tensor, here: list[torch.Tensor]
+) -> tuple[torch.Tensor, bool]:
+    """The output of a part of the model for ``x``, and whether its pieces give the same when their places are set."""
+    set_places(place_holders(model), None)
+    whole, outs = part(x), list[torch.Tensor]()
+    for some in here:
+        set_places(place_holders(model), some.to(x.device))
+        outs.append(part(x[:, some]))
+    return whole, same_by_part(whole[:, torch.cat(here)], torch.cat(outs, dim=1))
+
+
+class Ulysses:
     """Any attention core, run on the whole sequence with 1/cp of the heads."""
 
-    def __init__(self, core: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.inner, self.group = core, group
+    def __init__(self, name: str, core: Attend, group: dist.ProcessGroup) -> None:
+        self.name, self.inner, self.group = name, core, group
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        """Attention of this rank's part of the sequence, all heads. Raises BadInput for further tensors."""
+        check_alone(self.name, rest, named)
         ranks = self.group.size()
         if k.shape[1] % ranks:  # fewer key heads than ranks: give each query head its own
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
@@ -82,29 +190,45 @@ class UlyssesCore(nn.Module):
         return all_to_all(rows, self.group).movedim(0, 2).flatten(2, 3)
 
 
-class RingCore(nn.Module):
-    """Causal attention over a sequence that the ranks of ``group`` hold in chunks as ``columns`` says."""
+class Ring:
+    """A core whose attention spans a sequence that the ranks of ``group`` hold in chunks as ``columns`` says.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
+    What the core does before and after, causal or not, and its scale stay; ``name`` is for errors.
+    """
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return _Ring.apply(q, k, v, self.group)
+    def __init__(self, name: str, core: Attend, group: dist.ProcessGroup) -> None:
+        self.name, self.inner, self.group = name, core, group
+        self._how: Attention | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        """Attention of this rank's part of the sequence. Raises BadInput for one that a ring cannot compute."""
+        check_alone(self.name, rest, named)
+        if self._how is None:
+            self._how = look(self.name, self.inner, q, k.shape[1], v.shape[3], self.group.size(), q.shape[2])
+        if not self._how.called:
+            return _Ring.apply(q, k, v, self.group, self._how)
+        with Instead(self._attend):
+            return self.inner(q, k, v)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        return _Ring.apply(q, k, v, self.group, asked(self.name, *rest, **named))
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, how: Attention
+    ) -> torch.Tensor:
+        scale = 1.0 / math.sqrt(q.shape[-1]) if how.scale is None else how.scale
         queries = [part.float() for part in q.chunk(2, dim=2)]
         outs = [torch.zeros_like(part) for part in queries]
         sums = [part.new_full(part.shape[:-1], -math.inf) for part in queries]
         moving = torch.stack([k, v])
         for turn in range(group.size()):
             coming = _pass_on(moving, group) if turn + 1 < group.size() else None
-            for mine, theirs, causal in _pairs(group, turn):
+            for mine, theirs, masked in _pairs(group, turn, how.is_causal):
                 keys, values = (_chunk(part, theirs, q.shape[1]) for part in moving)
-                scores = _scores(queries[mine], keys, causal)
+                scores = _scores(queries[mine], keys, scale, masked)
                 part_sum = scores.logsumexp(-1)
                 both = torch.logaddexp(sums[mine], part_sum)
                 part_out = (scores - part_sum[..., None]).exp() @ values
@@ -114,44 +238,45 @@ class _Ring(torch.autograd.Function):
             moving = _arrived(coming) if coming else moving
         out = torch.cat(outs, dim=2).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, torch.cat(sums, dim=2))
-        ctx.group = group
+        ctx.group, ctx.is_causal, ctx.scale = group, how.is_causal, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         """With the sum of all blocks known, each block's share of the softmax is exact: p = exp(score - sum)."""
         q, k, v, out, sums = ctx.saved_tensors
-        group, heads = ctx.group, q.shape[1]
+        group, scale, heads = ctx.group, ctx.scale, q.shape[1]
         queries, d_outs = ([part.float() for part in whole.chunk(2, dim=2)] for whole in (q, grads[0]))
         whole_sums = sums.chunk(2, dim=2)
         dots = (grads[0].float() * out.float()).sum(-1).chunk(2, dim=2)
         d_queries = [torch.zeros_like(part) for part in queries]
         moving = torch.stack([k.float(), v.float(), torch.zeros_like(k.float()), torch.zeros_like(v.float())])
-        scale = 1.0 / math.sqrt(q.shape[-1])
         for turn in range(group.size()):
-            for mine, theirs, causal in _pairs(group, turn):
+            for mine, theirs, masked in _pairs(group, turn, ctx.is_causal):
                 keys, values = (_chunk(part, theirs, heads) for part in moving[:2])
-                share = (_scores(queries[mine], keys, causal) - whole_sums[mine][..., None]).exp()
+                share = (_scores(queries[mine], keys, scale, masked) - whole_sums[mine][..., None]).exp()
                 d_share = d_outs[mine] @ values.transpose(-1, -2)
                 d_scores = share * (d_share - dots[mine][..., None]) * scale
                 d_queries[mine] += d_scores @ keys
                 _add(moving[2], theirs, d_scores.transpose(-1, -2) @ queries[mine])
                 _add(moving[3], theirs, share.transpose(-1, -2) @ d_outs[mine])
             moving = _arrived(_pass_on(moving, group))  # the last turn brings the gradients home
-        return torch.cat(d_queries, dim=2).to(q.dtype), moving[2].to(k.dtype), moving[3].to(v.dtype), None
+        return torch.cat(d_queries, dim=2).to(q.dtype), moving[2].to(k.dtype), moving[3].to(v.dtype), None, None
 
 
-def _pairs(group: dist.ProcessGroup, turn: int) -> list[tuple[int, int, bool]]:
-    """(my chunk, their chunk, on the diagonal) for the blocks that causal attention needs in this turn."""
+def _pairs(group: dist.ProcessGroup, turn: int, is_causal: bool) -> list[tuple[int, int, bool]]:
+    """(my chunk, their chunk, later keys are masked) for the blocks that attention needs in this turn."""
+    if not is_causal:
+        return [(i, j, False) for i in range(2) for j in range(2)]
     ranks, rank = group.size(), group.rank()
     other = (rank - turn) % ranks
     held, theirs = (rank, 2 * ranks - 1 - rank), (other, 2 * ranks - 1 - other)
     return [(i, j, held[i] == theirs[j]) for i in range(2) for j in range(2) if held[i] >= theirs[j]]
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, causal: bool) -> torch.Tensor:
-    scores = queries @ keys.transpose(-1, -2) / math.sqrt(queries.shape[-1])
-    if not causal:
+def _scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, masked: bool) -> torch.Tensor:
+    scores = queries @ keys.transpose(-1, -2) * scale
+    if not masked:
         return scores
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -math.inf)

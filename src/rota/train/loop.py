@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from rota.runtime.devices import group_backend
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm_group
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
+from rota.train.batch import Inputs
 from rota.train.checkpoint import Checkpoints, candidates, own_group
 from rota.train.checkpoint_memory import MemoryCheckpoints
 from rota.train.elastic import plan_for_world
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 SKIPPED_MAX = 10
 """So many steps in a row without a finite loss end the training."""
 
-Data = Callable[[int, slice], tuple[torch.Tensor, torch.Tensor]]
-"""(step, rows of the global batch) to (inputs, targets) of those rows: the same for any world that steps."""
+Data = Callable[[int, slice], tuple[Inputs, torch.Tensor] | Mapping[str, Any]]
+"""(step, rows of the global batch) to (inputs, targets) of those rows, or to one mapping with ``labels``: the same for
+any world that steps."""
 
 
 def fit(
@@ -116,7 +118,7 @@ def _run(
         while step < steps:
             if rate is not None:
                 set_rate(trained.optimizer, rate(step))
-            result = trained.step(*data(step, trained.rows))
+            result = trained.step(data(step, trained.rows))
             step += 1
             skipped = skipped + 1 if result.skipped else 0
             if skipped >= SKIPPED_MAX:

@@ -24,6 +24,8 @@ MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 FILE_BUDGET_BYTES = 64 << 20
 """State that may be resident at once: of the group that steps, the one before it and the one after."""
 ALIGN_BYTES = 64
+NEEDS_WHOLE, NEEDS_CLOSURE = {"Adafactor", "Rprop"}, {"LBFGS"}
+"""Kinds that step a whole parameter only, in torch 2.13, and those that compute the loss again."""
 
 
 def optimizer_for(
@@ -39,6 +41,7 @@ def optimizer_for(
     ``group`` are the data ranks, ``folder`` is where files of state go. Raises BadInput for what cannot be kept so.
     """
     made: list[torch.optim.Optimizer] = []
+    make = functools.partial(_checked, make)
     for (shared, offload), parameters in _by_kind(pieces, parts, plan).items():
         place = functools.partial(_placed, make, offload, folder)
         made.append(Shared(place, parameters, group) if shared and group.size() > 1 else place(parameters))
@@ -46,6 +49,22 @@ def optimizer_for(
     for settings in optimizer.param_groups:
         if any(isinstance(parameter, DTensor) for parameter in settings["params"]):
             settings["foreach"] = False  # loops over lists refuse lists of sharded and plain tensors
+    return optimizer
+
+
+def _checked(make: MakeOptimizer, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Raises BadInput for one that steps a whole parameter only and was given parts of it, or needs a closure."""
+    optimizer = make(parameters)
+    kinds, given = {kind.__name__ for kind in type(optimizer).__mro__}, optimizer.param_groups
+    if kinds & NEEDS_CLOSURE:
+        raise BadInput(
+            f"optimizer: {type(optimizer).__name__} computes the loss again in its step, which a plan cannot"
+        )
+    if kinds & NEEDS_WHOLE and any(isinstance(one, DTensor) for group in given for one in group["params"]):
+        raise BadInput(
+            f"optimizer: {type(optimizer).__name__} needs whole parameters, ZeRO 2 and 3, tp and ep give it parts",
+            hint="use zero 0 or 1 without tp and ep, or AdamW",
+        )
     return optimizer
 
 

@@ -23,10 +23,14 @@ from rota.train.mesh import PlanMesh
 from rota.train.parts import Absent, Parts
 from rota.train.plan.model import Layer, ParallelPlan
 
-Role = Literal["enter", "column", "row", "norm"]
+Role = Literal["enter", "column", "row", "norm", "inside", "outside"]
 Rules = Mapping[str, Role]
 """Name of a module inside a layer to its role. ``enter`` is the block whose input its column layers share: it is
-prepared once, so that backward sums one gradient instead of one for each of them."""
+prepared once, so that backward sums one gradient instead of one for each of them.
+
+Of modules (or parameters) that every rank holds whole, ``norm`` works on the residual stream token by token, on
+DTensors with ``sp``; ``outside`` does the same on plain tensors; ``inside`` works between column and row, on the heads
+of a rank, as a norm of queries. Gradients of ``inside``, and of ``outside`` with ``sp``, are partial and summed."""
 
 GPT_RULES: Rules = {
     "attn": "enter",
@@ -47,50 +51,86 @@ LLAMA_RULES: Rules = {
     "input_layernorm": "norm",
     "post_attention_layernorm": "norm",
 }
+QWEN3_RULES: Rules = {**LLAMA_RULES, "self_attn.q_norm": "inside", "self_attn.k_norm": "inside"}
 
 
-def split_layers(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh, rules: Rules | None) -> None:
+def split_layers(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh, rules: Rules | None) -> list[str]:
     """Shard the layers of this piece over ``tp``; embedding and head too where the plan says so.
 
-    Raises BadInput for a layer that no rule fits, and for sequence parallelism in some layers only.
+    Returns the names of parameters whose gradients are of a part on each rank. Raises BadInput for a layer that no rule
+    fits, for weights of which no rule says whether they see parts, and for sequence parallelism in some layers only.
     """
     tp = mesh.axis("tp")
     kinds = {parts.kind(plan, index).sp for index in range(parts.count(piece))}
     if len(kinds) > 1:
         raise BadInput("layers.sp: some layers split the sequence and some do not", hint="set sp for all or none")
-    sp = kinds == {True}
+    sp, partial = kinds == {True}, list[str]()
     for index, layer in parts.layers(piece):
         kind = parts.kind(plan, index)
         if kind.tp > 1:
-            parallelize_module(layer, tp, _styles(layer, kind, rules), src_data_rank=None)
+            chosen = _rules_of(layer, kind, rules)
+            partial += [f"{parts.stack}.{index}.{name}" for name in partial_names(layer, chosen, sp)]
+            styles = {name: _style(name, role, chosen, sp) for name, role in chosen.items()}
+            given = {name: style for name, style in styles.items() if style is not None}
+            parallelize_module(layer, tp, given, src_data_rank=None)
     _split_ends(piece, parts, plan, tp, sp)
+    return partial
 
 
-def _styles(layer: nn.Module, kind: Layer, rules: Rules | None) -> dict[str, ParallelStyle]:
-    names = {name for name, _ in layer.named_modules()}
-    tables = [rules] if rules is not None else [GPT_RULES, LLAMA_RULES]
+def partial_names(layer: nn.Module, rules: Rules, sp: bool) -> list[str]:
+    """Parameters of a layer that every rank holds whole and that see a part of the heads or, with ``sp``, the tokens.
+
+    Raises BadInput for those that no rule names: beside column and row layers, and anywhere with ``sp``.
+    """
+    blocks = {name.rpartition(".")[0] for name, role in rules.items() if role in ("column", "row")}
+    found: list[str] = []
+    unknown: list[str] = []
+    for name, parameter in layer.named_parameters():
+        role = next((role for rule, role in rules.items() if role != "enter" and _below(name, rule)), None)
+        if role == "inside" or (role == "outside" and sp):
+            found.append(name)
+        elif role is None and parameter.requires_grad and (sp or any(_below(name, block) for block in blocks)):
+            unknown.append(name)
+    if unknown:
+        raise BadInput(
+            f"mesh.tp: no rule names {', '.join(unknown)} of {type(layer).__name__}, so it is unknown whether their "
+            f"gradients are whole on each rank{', sp splits the tokens' if sp else ''}",
+            hint='add rules={"attn.q_norm": "inside", ...} between column and row layers, else "norm" or "outside"',
+        )
+    return found
+
+
+def _below(name: str, module: str) -> bool:
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _rules_of(layer: nn.Module, kind: Layer, rules: Rules | None) -> Rules:
+    names = {name for name, _ in layer.named_modules()} | {name for name, _ in layer.named_parameters()}
+    tables = [rules] if rules is not None else [GPT_RULES, QWEN3_RULES, LLAMA_RULES]
     chosen = next((table for table in tables if set(table) <= names), None)
     if chosen is None:
         raise BadInput(
             f"mesh.tp = {kind.tp}: no rule says how to split {type(layer).__name__} with modules "
-            f"{', '.join(sorted(name for name in names if name))}",
+            f"{', '.join(sorted(name for name, _ in layer.named_modules() if name))}",
             hint='give rules={"attn": "enter", "attn.q": "column", "attn.o": "row", ...}',
         )
-    styles = {name: _style(role, kind.sp) for name, role in chosen.items()}
-    return {name: style for name, style in styles.items() if style is not None}
+    return chosen
 
 
-def _style(role: Role, sp: bool) -> ParallelStyle | None:
+def _style(name: str, role: Role, rules: Rules, sp: bool) -> ParallelStyle | None:
     whole, outside = Replicate(), Shard(1) if sp else Replicate()
     match role:
         case "enter":
             return PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(whole,), use_local_output=False)
         case "column":
-            return ColwiseParallel(input_layouts=whole)
+            entered = any(other == "enter" and _below(name, block) for block, other in rules.items())
+            return ColwiseParallel(input_layouts=whole if entered else outside)
         case "row":
             return RowwiseParallel(output_layouts=outside)
         case "norm":
             return SequenceParallel(use_local_output=True) if sp else None
+        case "inside" | "outside":
+            return None
 
 
 def _split_ends(piece: nn.Module, parts: Parts, plan: ParallelPlan, tp: DeviceMesh, sp: bool) -> None:

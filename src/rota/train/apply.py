@@ -128,7 +128,6 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
     if known:
         check_memory(plan, shape, this_machine())
 
-    check_numbers(plan)
     if plan.mesh.cp > 1:
         check_cores(model, parts, plan)
         check_places(model, parts, plan)
@@ -148,16 +147,6 @@ def check_storage(model: nn.Module) -> None:
             f"model: {empty[0]} and {len(empty) - 1} more are on the meta device and have no values",
             hint="build the model on cpu, all ranks with the same seed; it is split from there",
         )
-
-
-def check_numbers(plan: ParallelPlan) -> None:
-    """Raises BadInput for uses of fp16 in which small numbers are lost whatever the scale of the loss."""
-    if plan.dtype.master == "fp16":
-        raise BadInput("dtype.master = fp16: updates below 1/2048 of a weight are lost", hint="use fp32 or bf16")
-    sync = plan.sync
-    if scales(plan) and (sync.mode != "allreduce" or sync.compression != "none"):
-        text = f"dtype.param = fp16 with sync.mode {sync.mode} and compression {sync.compression}"
-        raise BadInput(f"{text}: these add up gradients over steps, whose scale changes", hint="use param bf16")
 
 
 def scales(plan: ParallelPlan) -> bool:

@@ -133,6 +133,8 @@ def test_a_plan_that_can_be_applied_has_no_fault(plan: ParallelPlan) -> None:
         (replace(GOOD, sync=Sync(backup=1)), "sync.backup", "mode allreduce"),
         (replace(GOOD, sync=Sync(mode="ps_ssp", servers=1, s=-1)), "sync.s", "no less than 0"),
         (replace(GOOD, embed=Layer(zero=1), sync=Sync(mode="ps_async", servers=1)), "sync.mode", "zero 1"),
+        (replace(GOOD, dtype=Dtype(param="fp16", master="fp16")), "dtype.master", "1/2048"),
+        (replace(GOOD, dtype=Dtype(param="fp16"), sync=Sync(mode="local_sgd")), "dtype", "mode local_sgd"),
         (replace(PIPELINED, stages=PIPELINED.stages[::-1]), "stages[0].layers", "begins at 0"),
         (replace(PIPELINED, stages=(Stage(layers=(0, 2)), PIPELINED.stages[1])), "stages[0]", "the embedding"),
         (replace(PIPELINED, micro_batches=1), "micro_batches", "got 1 for pp 2"),

@@ -41,6 +41,7 @@ def check(plan: ParallelPlan, model: ModelShape, hardware: Hardware | None = Non
         *_sequence(plan, model),
         *_sync(plan),
         *_servers(plan),
+        *_numbers(plan),
     )
 
 
@@ -195,3 +196,16 @@ def _servers(plan: ParallelPlan) -> Iterator[Fault]:
         yield Fault("sync.backup", sync.backup, rule, f"use mode ps_sync and at most {max(dp - 1, 0)}, or 0")
     if sync.s < 0:
         yield Fault("sync.s", sync.s, "a lead is no less than 0", "use 0 for lock step")
+
+
+def _numbers(plan: ParallelPlan) -> Iterator[Fault]:
+    """Uses of fp16 in which small numbers are lost whatever the scale of the loss is."""
+    dtype, sync = plan.dtype, plan.sync
+    if dtype.master == "fp16":
+        rule = "steps below 1/2048 of a weight are lost in it"
+        yield Fault("dtype.master", "fp16", rule, "use fp32, or bf16 where parameters are bf16, too")
+    if "fp16" in (dtype.param, dtype.reduce) and (sync.mode != "allreduce" or sync.compression != "none"):
+        rule = (
+            f"gradients have a scale that changes, which mode {sync.mode} with compression {sync.compression} adds up"
+        )
+        yield Fault("dtype", f"param {dtype.param}, reduce {dtype.reduce}", rule, "use bf16")

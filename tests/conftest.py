@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections import Counter
@@ -34,6 +35,12 @@ def no_sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     for name in ("connect", "connect_ex", "bind"):
         monkeypatch.setattr(socket.socket, name, refused)
+
+
+def pytest_collection_finish() -> None:
+    """Full passes of the garbage collector leave out what was imported; over it they took a sixth of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -589,7 +589,8 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
             assert row in table
         (tmp_path / "job.yaml").write_text(HELLO)
         assert (await ask("run", "job.yaml", "-q", "cores", "-d")).status == 0
-        assert re.search(r" (0 cpus|1 cpu) used, limit 8 cpus\n", (await ask("explain", "hello-1")).out)
+        await service.until("hello-1", JobState.ADMITTED)
+        assert re.search(r" 1 cpu used, limit 8 cpus\n", (await ask("explain", "hello-1")).out)
         assert "cores uses 2 gpus, above a limit of 1 gpu" in (await ask("queues", "apply", "lower.yaml")).out
         assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
         nodes = (await ask("nodes", "--json")).document["items"]

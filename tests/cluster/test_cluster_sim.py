@@ -19,7 +19,7 @@ from rota.cluster.forecast import Estimates, Forecast
 from rota.cluster.plots import means, waits
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.cluster.runs import SimInput, compare, lines_of, load, run_sim, simulate
-from rota.cluster.sim import Simulation
+from rota.cluster.sim import Overheads, Simulation
 from rota.cluster.traces import Tenant, TraceError, generate, read_trace
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import SystemClock, VirtualClock
@@ -50,6 +50,21 @@ def test_a_private_run_has_the_times_that_follow_by_hand(tmp_path: Path) -> None
     assert figures["wait_s"]["max"] == 95
     assert figures["utilisation"] == pytest.approx((8 * 110 + 16 * 7) / (24 * 110))
     assert figures["invariant_violations"] == 0
+
+
+def test_the_response_of_a_job_is_from_its_submission_to_its_first_work(tmp_path: Path) -> None:
+    """A start costs 30 s: the response is the wait and 30 s; who is stopped before that responds at its next start."""
+    costs = Overheads(start_s=30.0)
+    shown = run_sim(*files(tmp_path), "private", overheads=costs)
+    times = {job["job_id"]: (job["wait_s"], job["response_s"], job["end_s"]) for job in shown["jobs"]}
+    assert times == {"first": (0, 30, 130), "late": (125, 155, 170), "other": (0, 30, 37)}
+    figures = shown["summary"]
+    assert (figures["wait_s"]["max"], figures["response_s"]["max"]) == (125, 155)
+    assert run_sim(*files(tmp_path), "private")["summary"]["response_s"]["max"] == 95, "without costs it is the wait"
+    trace = "job_id,submit_s,duration_s,gpus,vc,priority\nlow,0,10,8,a,1\nhigh,20,10,8,a,90\n"
+    shown = run_sim(*files(tmp_path, trace, "vc,nodes\na,1\n"), "default", overheads=costs)
+    times = {job["job_id"]: (job["first_start_s"], job["wait_s"], job["response_s"]) for job in shown["jobs"]}
+    assert times == {"high": (20, 0, 30), "low": (0, 0, 90)}
 
 
 def test_the_gap_of_dominant_shares_is_that_between_who_has_most_and_the_one_that_waits(tmp_path: Path) -> None:

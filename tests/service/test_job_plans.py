@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,10 +28,11 @@ from rota.service.plans import FILE_BYTES_MAX, read_json
 from rota.service.submission import Submission
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
-from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.job import JobSpec, RoleSpec, SizedPlan
+from rota.spec.resources import Device
 from rota.train.plan.exchange import model_from_json
-from rota.train.plan.hardware import LevelSpec, cpu_ranks
-from rota.train.plan.model import ParallelPlan, data_parallel
+from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, cpu_ranks
+from rota.train.plan.model import Mesh, ParallelPlan, data_parallel
 
 FILE = """
 name: trains
@@ -57,6 +59,98 @@ def test_each_size_gets_the_best_plan_for_its_ranks_and_other_sizes_are_no_world
         assert (plan.mesh.world, plan.global_batch) == (2 * one.replicas, 16)
         assert "One step takes" in one.why and "Gap to the bound 0 %" in one.why
     assert [world_of(role, n) for n in (1, 2, 3, 4)] == [1, 2, 2, 4]
+
+
+GPUS = """
+name: trains
+roles:
+  main:
+    run: torchrun --nproc-per-node 8 train.py
+    replicas: 2
+    resources: {gpus: 8, gpu_type: "TYPE"}
+    plan: auto
+    model: {layers: 32, hidden: 4096, heads: 32, seq: 4096, vocab: 32000, batch: 64}
+"""
+ANY = GPUS.replace(', gpu_type: "TYPE"', "")
+
+
+def for_devices(text: str, **there: int) -> SizedPlan:
+    devices = [Device(index=0, type=name.replace("_", "-"), memory_bytes=gib * 2**30) for name, gib in there.items()]
+    [plan] = with_plans(read_job(text, filename="j"), "", SystemClock(), devices).role("main").plans
+    return plan
+
+
+def step_s(plan: SizedPlan) -> float:
+    found = re.search(r"One step takes ([\d.]+) s", plan.why)
+    assert found is not None
+    return float(found.group(1))
+
+
+def test_a_plan_is_for_the_type_of_device_that_the_role_asks_for() -> None:
+    a100, h100 = (for_devices(GPUS.replace("TYPE", kind)) for kind in ("A100", "H100"))
+    named = for_devices(ANY.replace("batch: 64", "batch: 64, hardware: h100-96g"))
+    assert step_s(h100) == step_s(named) < step_s(a100) / 2
+    assert a100.why.endswith("Planned for a100-80g-dgx.") and h100.why.endswith("Planned for h100-96g.")
+
+
+def test_a_device_with_less_memory_than_the_described_one_gets_a_plan_that_fits_it() -> None:
+    def most(plan: SizedPlan) -> float:
+        found = re.search(r"of ([\d.]+) GiB", plan.why)
+        assert found is not None
+        return float(found.group(1))
+
+    assert most(for_devices(GPUS.replace("TYPE", "A100-SXM4-40GB"))) == 40, "as its name says"
+    assert most(for_devices(GPUS.replace("TYPE", "H100"), H100=80)) == 80, "as the devices of the cluster have"
+
+
+def test_of_several_types_the_plan_fits_all_and_says_whose_times_are_told() -> None:
+    both = for_devices(GPUS.replace("TYPE", "A100|H100"))
+    assert step_s(both) == step_s(for_devices(GPUS.replace("TYPE", "A100")))
+    assert both.why.endswith("Planned for a100-80g-dgx, which has the least memory of A100 and H100: it fits them all.")
+
+
+def test_a_type_without_a_description_is_refused_by_name() -> None:
+    with pytest.raises(BadInput, match=r"roles\.main\.plan: there is no description of devices of type V100") as told:
+        for_devices(GPUS.replace("TYPE", "A100|V100"))
+    assert "model.hardware" in told.value.hint and "h100-96g" in told.value.hint
+
+
+def test_a_role_of_any_type_is_planned_for_what_the_cluster_has_and_a_guess_is_called_one() -> None:
+    assert for_devices(ANY, H100=96).why.endswith("Planned for h100-96g.")
+    assert "has the least memory of H100 and A100" in for_devices(ANY, H100=96, A100=80).why
+    guess = for_devices(ANY, PRETEND=40)
+    assert "of 40 GiB" in guess.why
+    assert guess.why.endswith(
+        "The role names no gpu_type and there is no description of PRETEND devices: planned for a100-80g-dgx; "
+        "name gpu_type or model.hardware for others."
+    )
+    assert "the cluster has no devices yet" in for_devices(ANY).why
+
+
+def test_a_plan_says_how_many_instances_hold_a_tensor_parallel_group(tmp_path: Path) -> None:
+    """Ranks are dealt out to instances in order: groups of 4 on instances of 1, 2, 3 and 8 ranks."""
+    mesh = Mesh(dp_replicate=6, cp=2, tp=4)
+    plan = replace(data_parallel(layers=4, dp=6), mesh=mesh)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    text = NO_PLAN.replace("    replicas: {min: 1, max: 4}\n", "") + "    plan: plan.json\n"
+    found = [planned(text.replace("-node 2", f"-node {n}"), str(tmp_path)).plans[0] for n in (1, 2, 3, 8)]
+    assert [(one.together, one.close) for one in found] == [(4, 8), (2, 4), (4, 8), (1, 1)]
+
+
+def test_instances_that_come_and_go_hold_whole_tensor_parallel_groups() -> None:
+    """On devices of 24 GiB this model needs tensor parallelism; instances of one rank would share a group."""
+    text = ANY.replace("per-node 8", "per-node 1").replace("gpus: 8", "gpus: 1")
+    text = text.replace("batch: 64", "batch: 16, hardware: small.json")
+    assert for_small(text.replace("replicas: 2", "replicas: 8")).together > 1
+    assert for_small(text.replace("replicas: 2", "replicas: {min: 8, max: 9}")).together == 1
+
+
+def for_small(text: str) -> SizedPlan:
+    with TemporaryDirectory() as folder:
+        fast = replace(A100_80G_DGX.levels[0], gb_s=5000.0, latency_us=1.0)
+        small = replace(A100_80G_DGX.with_memory(24), levels=(fast, A100_80G_DGX.levels[1]))
+        (Path(folder) / "small.json").write_text(codec.dumps(small))
+        return with_plans(read_job(text, filename="j"), folder, SystemClock()).role("main").plans[0]
 
 
 def test_a_size_that_is_not_faster_than_a_smaller_one_is_left_out(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from rota.spec.check import Finding, check, dotted, find_circle
 from rota.spec.dispatch import OpSpec
 from rota.spec.errors import NAMED_MAX, nearest
 from rota.spec.ids import RoleName
-from rota.spec.job import Edge, Interface, JobSpec, RoleSpec
+from rota.spec.job import Edge, Interface, JobSpec, Near, RoleSpec
+from rota.spec.resources import Res
 
 LOOP = Interface(kind="loop")
 SERVES = Interface(kind="class", ops=(OpSpec(name="go"),))
@@ -51,6 +52,24 @@ def test_a_job_of_serving_roles_and_one_loop_is_whole() -> None:
 )  # fmt: skip
 def test_a_broken_rule_is_named_with_its_field(roles: tuple[RoleSpec, ...], more: dict[str, object], said: str) -> None:
     assert texts(*roles, **more) == [said]
+
+
+def on(name: str, kinds: str, *near: str) -> RoleSpec:
+    return role(name, res=Res(gpus=1, gpu_type=kinds), collocate=tuple(Near(role=one) for one in near))
+
+
+def test_roles_that_share_a_device_ask_for_a_type_that_it_can_have() -> None:
+    assert texts(on("a", "A100|H100"), on("b", "H100|B200", "a")) == []
+    assert texts(on("a", "A100"), on("b", "H100")) == [], "they do not share"
+    assert texts(on("a", "A100|H100"), on("b", "V100", "a")) == [
+        "roles.b.resources.gpu_type: V100 here, A100 or H100 for role 'a' on the same device; name one type for both"
+    ]
+    assert texts(on("a", "A100|H100"), on("b", "H100|B200", "a"), on("c", "A100", "b")) == [
+        "roles.c.resources.gpu_type: A100 here, H100 for role 'a' on the same device; name one type for both"
+    ]
+    assert texts(on("a", "A100|")) == [
+        "roles.a.resources.gpu_type: 'A100|' has a type without a name; write A100, or A100|H100 where either will do"
+    ]
 
 
 def test_a_hint_says_how_many_names_it_leaves_out() -> None:

@@ -22,6 +22,7 @@ class JobLine:
     gpus: float
     submit_s: float
     first_start_s: float | None
+    first_work_s: float | None
     end_s: float | None
     attempts: int
     preemptions: int
@@ -38,8 +39,13 @@ class JobLine:
 
     @property
     def wait_s(self) -> float | None:
-        """From submission to the first start."""
+        """From submission to the first start, when it was given devices."""
         return None if self.first_start_s is None else self.first_start_s - self.submit_s
+
+    @property
+    def response_s(self) -> float | None:
+        """From submission to the first work: the wait, the start cost, and attempts that ended before it was over."""
+        return None if self.first_work_s is None else self.first_work_s - self.submit_s
 
     @property
     def jct_s(self) -> float | None:
@@ -62,6 +68,7 @@ class JobLine:
             "lost_gpu_s": self.lost_gpu_s,
             "level": self.level,
             "state": self.state,
+            "response_s": self.response_s,
         }
 
 
@@ -103,7 +110,10 @@ def jain(shares: Sequence[float]) -> float | None:
 
 def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float], *, skipped: int) -> dict[str, Any]:
     """The ``summary`` of a run. ``entitled`` is the number of devices each tenant may count on, ``skipped`` of
-    jobs that the trace has and nobody could play."""
+    jobs that the trace has and nobody could play.
+
+    Seconds of a job: ``wait_s`` from submission to its devices, ``response_s`` to its first work, ``jct_s`` to its end.
+    """
     span = run.last_s - run.first_s
     done = [job for job in jobs if job.jct_s is not None]
     waits = [job.wait_s for job in jobs if job.wait_s is not None]
@@ -119,7 +129,7 @@ def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, flo
         "makespan_s": span,
         "throughput_jobs_h": len(done) * 3600 / span if span else None,
         "wait_s": spread_of(waits),
-        "response_s": spread_of(waits),
+        "response_s": spread_of([job.response_s for job in jobs if job.response_s is not None]),
         "jct_s": spread_of([job.jct_s for job in done if job.jct_s is not None]),
         "slowdown": spread_of([(job.jct_s or 0) / max(job.work_s, 1.0) for job in done]),
         "utilisation": run.used_gpu_s / (run.gpus * span) if span and run.gpus else None,

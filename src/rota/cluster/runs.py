@@ -73,7 +73,7 @@ def _sim_job(job: TraceJob, queue: str, shapes: dict[tuple[object, ...], Shape])
         slot = Slot(
             gpus=0 if 0 < job.milli_gpu < 1000 else job.gang[1],
             milli=job.milli_gpu if job.milli_gpu < 1000 else 0,
-            type=job.gpu_type[0] if len(job.gpu_type) == 1 else None,
+            type="|".join(job.gpu_type) or None,
             cpu_milli=job.cpu_milli,
             mem=job.mem_mib * 2**20,
         )
@@ -123,6 +123,7 @@ def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
             gpus=run.job.ask.shape.gpu_milli / 1000,
             submit_s=run.job.submit_s,
             first_start_s=run.first_start_s,
+            first_work_s=run.first_work_s,
             end_s=run.end_s,
             attempts=abs(run.attempts),
             preemptions=run.preemptions,

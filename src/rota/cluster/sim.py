@@ -77,6 +77,8 @@ class JobRun:
     job: SimJob
     state: str = "QUEUED"
     first_start_s: float | None = None
+    first_work_s: float | None = None
+    """When it first computed: its start cost was over and it still had its devices."""
     end_s: float | None = None
     attempts: int = 0
     preemptions: int = 0
@@ -299,6 +301,8 @@ class Simulation:
         facts.apply(self.state, facts.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
 
     def _account(self, run: JobRun) -> None:
+        if run.first_work_s is None and self.now >= run.work_from_s:
+            run.first_work_s = run.work_from_s
         used = (self.now - run.started_s) * run.gpus
         run.used_gpu_s += used
         self.result.used_gpu_s += used

@@ -149,7 +149,8 @@ class Intake:
         except TimeoutError:
             raise LimitExceeded("plans of other jobs are being searched", hint="submit it again later") from None
         try:
-            return await asyncio.to_thread(with_plans, spec, workdir_of(spec, given), self._clock)
+            devices = [device for node in self._loop.scheduler.state.nodes for device in node.devices]
+            return await asyncio.to_thread(with_plans, spec, workdir_of(spec, given), self._clock, devices)
         finally:
             self._searches.release()
 

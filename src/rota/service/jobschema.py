@@ -147,7 +147,7 @@ RESOURCES = Record(
     fields={
         "cpus": Field(kind=Number(low=0, whole=False), doc="logical cores, fractions allowed", default="1"),
         "gpus": Field(kind=Number(low=0, whole=False), doc="whole devices, or a fraction below 1", default="0"),
-        "gpu_type": Field(kind=Text(), doc="type of device, for example H100", default="any"),
+        "gpu_type": Field(kind=Text(), doc="type of device: H100, or several to choose from: A100|H100", default="any"),
         "memory": Field(kind=size(), doc="host memory", default="0B"),
     },
 )

@@ -10,6 +10,7 @@ from math import prod
 from rota.spec.errors import nearest
 from rota.spec.ids import NAME_PATTERN
 from rota.spec.job import AUTO_PLAN, DRAIN, Edge, JobSpec, Near, RoleSpec
+from rota.spec.resources import types_of
 from rota.spec.torchrun import problem_of
 
 SELF = "self"
@@ -251,6 +252,7 @@ def _check_near(spec: JobSpec) -> Iterator[Finding]:
                 path = ("roles", role.name, "apart", index)
                 yield Finding(path=path, message=message, hint=hint, code="CONTRADICTION")
     yield from _check_fractions(spec)
+    yield from _check_types(spec)
 
 
 def _check_near_entry(path: Path, role: RoleSpec, near: Near, names: Sequence[str]) -> Iterator[Finding]:
@@ -291,6 +293,25 @@ def _check_fractions(spec: JobSpec) -> Iterator[Finding]:
                 hint = "lower 'gpus', or take turns with share: lease"
                 path: Path = ("roles", role.name, "collocate", index)
                 yield Finding(path=path, message=message, hint=hint, code="OUT_OF_RANGE")
+
+
+def _check_types(spec: JobSpec) -> Iterator[Finding]:
+    """Roles that share a device ask for types that one device can be."""
+    same = _same_cell(spec, "device")
+    left: dict[str, tuple[str, set[str]]] = {}
+    for role in spec.roles:
+        names = types_of(role.res.gpu_type)
+        path: Path = ("roles", role.name, "resources", "gpu_type")
+        if "" in names:
+            hint = "write A100, or A100|H100 where either will do"
+            yield Finding(path=path, message=f"{role.res.gpu_type!r} has a type without a name", hint=hint)
+        if not names:
+            continue
+        other, kinds = left.get(same[role.name], (role.name, set(names)))
+        left[same[role.name]] = (other, kinds & set(names))
+        if not kinds & set(names):
+            message = f"{role.res.gpu_type} here, {' or '.join(sorted(kinds))} for role {other!r} on the same device"
+            yield Finding(path=path, message=message, hint="name one type for both", code="CONTRADICTION")
 
 
 def _check_streams(spec: JobSpec) -> Iterator[Finding]:

@@ -40,12 +40,18 @@ class Together:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GangRequest:
-    """Everything that starts together or not at all. ``bundles[i].index == i``."""
+    """Everything that starts together or not at all. ``bundles[i].index == i``.
+
+    ``tied`` groups of bundles must each be on one node, as a parallel plan needs it; ``close`` ones, each of which
+    holds whole tied groups, should be.
+    """
 
     gang: GangId
     bundles: tuple[BundleAsk, ...]
     apart: tuple[Apart, ...] = ()
     together: tuple[Together, ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()
+    close: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

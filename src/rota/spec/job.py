@@ -105,11 +105,17 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedPlan:
-    """The parallel plan of a role of ``replicas`` instances as canonical JSON, and why it was chosen."""
+    """The parallel plan of a role of ``replicas`` instances as canonical JSON, and why it was chosen.
+
+    ``together`` consecutive instances must be on one node, as they share tensor-parallel groups; ``close`` consecutive
+    ones should be, as they share context-parallel groups. 1 = no rule.
+    """
 
     replicas: int
     plan: str
     why: str
+    together: int = 1
+    close: int = 1
 
 
 Sizes = tuple[int, int, tuple[tuple[str, int], ...], str | None]

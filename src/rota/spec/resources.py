@@ -44,6 +44,11 @@ def parse_duration(text: str) -> float:
     return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
 
 
+def types_of(gpu_type: str | None) -> tuple[str, ...]:
+    """The device types that ``A100|H100`` names, in that order and each once; nothing for any type."""
+    return tuple(dict.fromkeys(name.strip() for name in gpu_type.split("|"))) if gpu_type else ()
+
+
 def counted(count: float | str, noun: str, many: str = "") -> str:
     """``1 job``, ``2 jobs``, ``1..4 instances``: how many of a thing; ``many`` where its plural has more than an s."""
     text = f"{count:g}" if isinstance(count, float) else str(count)
@@ -65,7 +70,7 @@ class Res:
     """What one instance asks for.
 
     ``cpus`` are logical cores (fractions allowed), ``gpus`` whole devices or, for shared devices, a fraction below 1,
-    ``gpu_type`` a device type label or None for any, ``memory_bytes`` host memory.
+    ``gpu_type`` a device type label, several with ``|`` between them, or None for any, ``memory_bytes`` host memory.
     """
 
     cpus: float = 1.0
@@ -105,6 +110,8 @@ class Device:
     health: Health = Health.HEALTHY
 
 
+DEVICES_MAX = 160_000
+"""Of the largest cluster; a node without devices counts as one."""
 CORES_LABEL = "cores"
 """Node label: how many cores there are, where more than that may be asked because they are shared in time."""
 
@@ -140,14 +147,14 @@ class Node:
 def pretend_nodes(shape: str, *, host: str, cpus: float = 16.0, memory_bytes: int = 64 * 2**30) -> tuple[Node, ...]:
     """Nodes of a pretend cluster from ``RACKSxNODESxDEVICES``, for example ``3x4x8``: 3 racks of 4 nodes of 8 devices.
 
-    Raises ValueError for any other form or for more than 100,000 devices.
+    Raises ValueError for any other form or for more than ``DEVICES_MAX`` devices.
     """
     try:
         racks, nodes, devices = (int(part) for part in shape.lower().split("x"))
     except ValueError:
         raise ValueError(f"{shape!r} is not RACKSxNODESxDEVICES, for example 3x4x8") from None
-    if min(racks, nodes) < 1 or devices < 0 or racks * nodes * max(devices, 1) > 100_000:
-        raise ValueError(f"{shape!r}: racks and nodes must be at least 1, with at most 100000 devices in all")
+    if min(racks, nodes) < 1 or devices < 0 or racks * nodes * max(devices, 1) > DEVICES_MAX:
+        raise ValueError(f"{shape!r}: racks and nodes must be at least 1, with at most {DEVICES_MAX} devices in all")
     return tuple(
         Node(
             id=NodeId(f"r{rack}n{node}"),

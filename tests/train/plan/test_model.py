@@ -164,6 +164,7 @@ def test_the_gang_of_a_plan_is_its_world_with_close_tensor_ranks() -> None:
     plan = replace(GOOD, mesh=Mesh(pp=2, dp_shard=4, tp=8), prediction={"memory_gib": 70.0})
     shape = plan.gang()
     assert (shape.world, shape.ranks_adjacent, shape.memory_bytes) == (64, 8, 70 * 2**30)
+    assert shape.ranks_together == plan.mesh.tp
 
 
 def test_parameters_are_counted_one_by_one() -> None:

@@ -111,29 +111,32 @@ def amount(dim: str, value: int) -> str:
 
 
 def _slot_shortfall(empty: State, shape: Shape) -> Shortfall | None:
-    """The first slot that alone fits no node."""
+    """The first slot, or group of slots that a plan ties, that alone fits no node."""
     checked: set[Slot] = set()
-    for i, slot in enumerate(shape.slots):
+    joined = shape.joined
+    for i, slot in enumerate(joined.shape.slots):
         if slot in checked:
             continue
         checked.add(slot)
         with empty.txn() as txn:
             if place(empty, txn, Shape(slots=(slot,))) is None:
-                return _largest_node(empty, slot, shape.role(i))
+                count = len(joined.groups[i])
+                role = shape.role(joined.groups[i][0])
+                return _largest_node(empty, slot, role if count == 1 else f"the plan of {role}")
     return None
 
 
 def _largest_node(empty: State, slot: Slot, role: str) -> Shortfall:
     """What one node lacks for a slot."""
-    if slot.type is not None and slot.type not in empty.types:
+    columns = empty.type_rows(slot.type)
+    if not columns:
         return Shortfall(
             reason=Reason.WRONG_TYPE,
             role=role,
             resource="gpu_type",
-            asked=f"devices of type {slot.type}",
+            asked=f"devices of type {' or '.join(slot.types)}",
             available=f"devices of type {', '.join(t for t in empty.types if t) or 'none'}",
         )
-    columns = [empty.types.index(slot.type)] if slot.type else list(range(len(empty.types)))
     free = empty.free[:, columns].max(axis=1, initial=0).astype(np.int64) * 1000
     checks = (
         ("gpu", free, max(slot.gpus * 1000, slot.milli)),
@@ -171,11 +174,13 @@ def _gang_shortfall(empty: State, shape: Shape) -> Shortfall:
                 asked=f"{amount(dim, wanted)} at once",
                 available=f"{amount(dim, have)} in all",
             )
-    bound = bool(shape.together or shape.apart)
+    bound = bool(shape.together or shape.apart or shape.tied)
+    rules = " with their collocate and apart rules" if shape.together or shape.apart else ""
+    rules += f" with {len(shape.tied)} groups on one node each by their plan" if shape.tied else ""
     return Shortfall(
         reason=Reason.TOPOLOGY if bound else Reason.TOO_LARGE,
         role="the whole gang",
         resource="topology" if bound else "nodes",
-        asked=f"{len(shape.slots)} bundles at once" + (" with their collocate and apart rules" if bound else ""),
+        asked=f"{len(shape.slots)} bundles at once{rules}",
         available=f"{len(empty.nodes)} nodes on which they do not fit together",
     )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from rota.spec.gang import CellLevel, GangRequest
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE
+from rota.spec.resources import types_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One bundle: whole devices, or thousandths of one device; thousandths of cores; bytes of memory."""
+    """One bundle: whole devices, or thousandths of one device; thousandths of cores; bytes of memory.
+
+    All its devices are of one type: any, or one of those that ``type`` names, with ``|`` between them.
+    """
 
     gpus: int = 0
     milli: int = 0
@@ -23,18 +27,27 @@ class Slot:
     cpu_milli: int = 0
     mem: int = 0
 
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The types that ``type`` names; empty for any."""
+        return types_of(self.type)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shape:
     """All bundles of one job in order, with what must lie together or apart; equal shapes are equal values.
 
-    ``names`` gives per slot the gang, the bundle index in it, and the role, for messages only.
+    Each group of ``tied`` slots must be on one node, as its parallel plan needs it. Each group of ``close`` slots,
+    which holds whole tied groups, should be. ``names`` gives per slot the gang, the bundle index in it, and the role,
+    for messages only.
     """
 
     slots: tuple[Slot, ...]
     together: tuple[tuple[tuple[int, ...], CellLevel], ...] = ()
     apart: tuple[tuple[tuple[int, ...], tuple[int, ...], CellLevel], ...] = ()
     names: tuple[tuple[str, int, str], ...] = ()
+    tied: tuple[tuple[int, ...], ...] = ()
+    close: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def gpus(self) -> int:
@@ -49,11 +62,26 @@ class Shape:
     @cached_property
     def uniform(self) -> bool:
         """All slots equal, whole devices, no constraint: the common case, placed without search."""
-        return len(set(self.slots)) == 1 and not self.slots[0].milli and not self.together and not self.apart
+        bound = self.together or self.apart or self.tied
+        return len(set(self.slots)) == 1 and not self.slots[0].milli and not bound
+
+    @cached_property
+    def closest(self) -> Shape | None:
+        """The same with what should be on one node as a rule; None where nothing more than the rules is wished."""
+        return None if self.close in ((), self.tied) else replace(self, tied=self.close, close=())
+
+    @cached_property
+    def joined(self) -> Joined:
+        """The same with each tied group as one slot, which is on one node by itself."""
+        return Joined(self)
+
+    @cached_property
+    def _value(self) -> tuple[object, ...]:
+        return (self.slots, self.together, self.apart, self.tied, self.close)
 
     @cached_property
     def _key(self) -> int:
-        return hash((self.slots, self.together, self.apart))
+        return hash(self._value)
 
     def __hash__(self) -> int:
         return self._key
@@ -61,16 +89,58 @@ class Shape:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Shape) and (self._key, self.slots, self.together, self.apart) == (
-            other._key,
-            other.slots,
-            other.together,
-            other.apart,
-        )
+        return isinstance(other, Shape) and self._key == other._key and self._value == other._value
 
     def role(self, slot: int) -> str:
         """Name of the role of a slot, or its number."""
         return self.names[slot][2] if self.names else f"bundle {slot}"
+
+
+class Joined:
+    """A shape with each tied group as one slot, and the slots of the given shape that each of its slots has.
+
+    A group of which a slot is a share of a device, is of another type than the rest, or has a rule about places inside
+    a node cannot be one slot: it is a ``together`` rule instead.
+    """
+
+    def __init__(self, given: Shape) -> None:
+        whole = {i: group for group in given.tied if _is_one(given, group) for i in group}
+        groups = dict.fromkeys(whole.get(i, (i,)) for i in range(len(given.slots)))
+        self.groups: tuple[tuple[int, ...], ...] = tuple(groups)
+        at = {i: new for new, group in enumerate(self.groups) for i in group}
+
+        def moved(group: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(at[i] for i in group))
+
+        rules: list[tuple[tuple[int, ...], CellLevel]] = []
+        rules.extend((moved(group), level) for group, level in given.together)
+        rules.extend((moved(group), "node") for group in given.tied if group[0] not in whole)
+        self.shape = Shape(
+            slots=tuple(_joined([given.slots[i] for i in group]) for group in self.groups),
+            together=tuple(rule for rule in rules if len(rule[0]) > 1),
+            apart=tuple((moved(a), moved(b), level) for a, b, level in given.apart),
+            names=tuple(given.names[group[0]] for group in self.groups) if given.names else (),
+        )
+
+
+def _is_one(given: Shape, group: tuple[int, ...]) -> bool:
+    slots = [given.slots[i] for i in group]
+    if any(slot.milli for slot in slots) or len({slot.type for slot in slots}) > 1:
+        return False
+    mine = set(group)
+    inside = [members for members, level in given.together if level in ("device", "socket")]
+    inside += [(*a, *b) for a, b, level in given.apart if level in ("device", "socket")]
+    split = any(mine.intersection(a) and mine.intersection(b) for a, b, _ in given.apart)
+    return not split and not any(mine.intersection(members) for members in inside)
+
+
+def _joined(slots: Sequence[Slot]) -> Slot:
+    return replace(
+        slots[0],
+        gpus=sum(slot.gpus for slot in slots),
+        cpu_milli=sum(slot.cpu_milli for slot in slots),
+        mem=sum(slot.mem for slot in slots),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +191,8 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
     names: list[tuple[str, int, str]] = []
     together: list[tuple[tuple[int, ...], CellLevel]] = []
     apart: list[tuple[tuple[int, ...], tuple[int, ...], CellLevel]] = []
+    tied: list[tuple[int, ...]] = []
+    close: list[tuple[int, ...]] = []
     for request in requests:
         base = len(slots)
         for bundle in request.bundles:
@@ -140,4 +212,13 @@ def compile_shape(requests: Sequence[GangRequest]) -> Shape:
         apart.extend(
             (tuple(base + i for i in a.left), tuple(base + i for i in a.right), a.level) for a in request.apart
         )
-    return Shape(slots=tuple(slots), together=tuple(together), apart=tuple(apart), names=tuple(names))
+        for found, groups in ((tied, request.tied), (close, request.close)):
+            found.extend(tuple(base + i for i in group) for group in groups)
+    return Shape(
+        slots=tuple(slots),
+        together=tuple(together),
+        apart=tuple(apart),
+        names=tuple(names),
+        tied=tuple(tied),
+        close=tuple(close),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,14 +50,10 @@ def hardest(shape: Shape) -> Slot:
 
 
 def tally(state: State, shape: Shape) -> list[Tally]:
-    """Nodes left for the hardest slot, constraint by constraint."""
-    slot = hardest(shape)
+    """Nodes left for the hardest slot, or group of slots that a plan ties, constraint by constraint."""
+    slot = hardest(shape.joined.shape)
     wanted = slot.gpus or (1 if slot.milli else 0)
-    typed = (
-        np.ones(len(state.types), dtype=np.bool_)
-        if slot.type is None
-        else np.array([t == slot.type for t in state.types])
-    )
+    typed = state.type_rows(slot.type)
     per_node = np.zeros((len(state.nodes), len(state.types)), dtype=np.int32)
     np.add.at(per_node, (state.dev_node, state.dev_type), 1)
     free = state.free if slot.gpus else _shareable(state, slot.milli)
@@ -99,6 +95,8 @@ def waits_because(state: State, ask: JobAsk, placer: Placer) -> Wait:
         return _out_of_use(state, "It would fit on nodes that take no new work", fields)
     for reason, relaxed in _relaxations(shape):
         if _fits(state, replace(ask, shape=relaxed), placer):
+            if reason is Reason.TOPOLOGY:
+                return _too_far(state, ask, placer, fields)
             return Wait(reason=reason, text=_TEXTS[reason], fields={**fields})
     if not shape.gpu_milli:
         return _cores_and_memory(state, shape)
@@ -174,8 +172,45 @@ def _relaxations(shape: Shape) -> Iterator[tuple[Reason, Shape]]:
         yield Reason.WRONG_TYPE, replace(shape, slots=tuple(replace(s, type=None) for s in shape.slots))
     if shape.gpu_milli and any(slot.cpu_milli or slot.mem for slot in shape.slots):
         yield Reason.CPU_OR_MEMORY, replace(shape, slots=tuple(replace(s, cpu_milli=0, mem=0) for s in shape.slots))
-    if shape.together or shape.apart:
-        yield Reason.TOPOLOGY, replace(shape, together=(), apart=())
+    if shape.together or shape.apart or shape.tied:
+        yield Reason.TOPOLOGY, replace(shape, together=(), apart=(), tied=(), close=())
+
+
+def _too_far(state: State, ask: JobAsk, placer: Placer, fields: Mapping[str, object]) -> Wait:
+    """Enough is free, but not where the gang needs it: the first rule without which it fits, and its level."""
+    shape = ask.shape
+    for relaxed, text, more in _rules(state, shape):
+        if _fits(state, replace(ask, shape=relaxed), placer):
+            return Wait(reason=Reason.TOPOLOGY, text=text, fields={**fields, **more})
+    return Wait(reason=Reason.TOPOLOGY, text=_TEXTS[Reason.TOPOLOGY], fields={**fields})
+
+
+def _rules(state: State, shape: Shape) -> Iterator[tuple[Shape, str, dict[str, object]]]:
+    """The shape without each of its rules about closeness, what the rule says, and its numbers."""
+
+    def roles(slots: Sequence[int]) -> list[str]:
+        return list(dict.fromkeys(shape.role(i) for i in slots))
+
+    if shape.tied:
+        group = max(shape.tied, key=lambda group: sum(shape.slots[i].gpus for i in group))
+        gpus = sum(shape.slots[i].gpus for i in group)
+        nodes = tally(state, shape)[-1].nodes_left
+        what = f"{gpus} gpus" if gpus else f"{len(group)} instances"
+        text = (
+            f"The plan of {shape.role(group[0])} needs {len(shape.tied)} times {what} on one node; nodes that have "
+            f"them free: {nodes}."
+        )
+        numbers = {"level": "node", "rule": "plan", "roles": roles(group), "groups": len(shape.tied)}
+        yield replace(shape, tied=(), close=()), text, {**numbers, "group_gpus": gpus, "nodes_left": nodes}
+    for i, (group, level) in enumerate(shape.together):
+        rest = replace(shape, together=(*shape.together[:i], *shape.together[i + 1 :]))
+        text = f"Enough is free, but no {level} has room for {' and '.join(roles(group))} together."
+        yield rest, text, {"level": level, "rule": "collocate", "roles": roles(group)}
+    for i, (left, right, level) in enumerate(shape.apart):
+        rest = replace(shape, apart=(*shape.apart[:i], *shape.apart[i + 1 :]))
+        names = roles((*left, *right))
+        text = f"Enough is free, but not for {' and '.join(names)} apart, each in a {level} of its own."
+        yield rest, text, {"level": level, "rule": "apart", "roles": names}
 
 
 def _fits(state: State, ask: JobAsk, placer: Placer) -> bool:
@@ -185,12 +220,12 @@ def _fits(state: State, ask: JobAsk, placer: Placer) -> bool:
 
 def _free_of_types(state: State, shape: Shape) -> int:
     """Free thousandths on usable nodes, of the asked types if every device slot names one."""
-    wanted = {slot.type for slot in shape.slots if slot.gpus or slot.milli}
-    if None in wanted and _all_well(state):
+    wanted = {row for slot in shape.slots if slot.gpus or slot.milli for row in state.type_rows(slot.type)}
+    if len(wanted) == len(state.types) and _all_well(state):
         return int(state.dev_milli.sum())
     able = (state.dev_health == 0) & state.usable[state.dev_node]
-    if None not in wanted:
-        able &= np.isin(state.dev_type, [i for i, t in enumerate(state.types) if t in wanted])
+    if len(wanted) < len(state.types):
+        able &= np.isin(state.dev_type, sorted(wanted))
     return int(state.dev_milli[able].sum())
 
 

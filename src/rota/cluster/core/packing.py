@@ -57,7 +57,7 @@ def share_with(
         and not other.held[0].milli
         and other.ask.preemptible
         and other.ask.shape.slots[0].gpus == slot.gpus
-        and slot.type in (None, state.types[int(state.dev_type[other.held[0].devices[0]])])
+        and int(state.dev_type[other.held[0].devices[0]]) in state.type_rows(slot.type)
         and pair_of(row, other) not in undone
         and state.cpu[other.held[0].node] >= slot.cpu_milli
         and state.mem[other.held[0].node] >= slot.mem

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -71,9 +71,17 @@ def place(
     """Find a slot holding for every slot of the shape at once, or None; the state is as before either way.
 
     With ``close`` one enclosing cell is tried first (fewest free devices), then the whole cluster. Deterministic.
-    Exact for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots. Slots that are
-    ``placed`` already lie there, and the others are found around them.
+    Exact for uniform gangs, and for others as long as the search stays under ``TRIES_MAX`` slots. Slots of a shape
+    without tied groups that are ``placed`` already lie there, and the others are found around them. With ``close``
+    equal slots come in the order of cells, so that neighbours in a mesh are close and its outer axes cross racks.
     """
+    if shape.closest is not None:
+        found = place(state, txn, shape.closest, prefer=prefer, allowed=allowed, close=close)
+        if found is not None:
+            return found
+    if shape.tied:
+        found = place(state, txn, shape.joined.shape, prefer=prefer, allowed=allowed, close=close)
+        return None if found is None else parted(shape, found)
     mask = state.usable if allowed is None else state.usable & allowed
     if placed:
         return _search(state, txn, shape, prefer, mask, placed)
@@ -84,13 +92,26 @@ def place(
         for part in _domains(state, shape, mask) if close else ():
             found = _place_uniform(state, txn, shape, prefer, room * part)
             if found is not None:
-                return found
-        return _place_uniform(state, txn, shape, prefer, room)
+                return _in_cell_order(state, found)
+        found = _place_uniform(state, txn, shape, prefer, room)
+        return _in_cell_order(state, found) if found is not None and close else found
     for part in _domains(state, shape, mask) if close else ():
         found = _search(state, txn, shape, prefer, part, {})
         if found is not None:
             return found
     return _search(state, txn, shape, prefer, mask, {})
+
+
+def parted(shape: Shape, found: Sequence[Held]) -> tuple[Held, ...]:
+    """What the slots of ``shape.joined`` hold, as holdings of the slots of the shape."""
+    parts: dict[int, Held] = {}
+    for group, held in zip(shape.joined.groups, found, strict=True):
+        devices = list(held.devices)
+        for i in group:
+            count = shape.slots[i].gpus if len(group) > 1 else len(devices)
+            parts[i] = asked(shape.slots[i], held.node, tuple(devices[:count]))
+            del devices[:count]
+    return tuple(parts[i] for i in range(len(shape.slots)))
 
 
 def _domains(state: State, shape: Shape, mask: Mask) -> Iterator[Mask]:
@@ -120,7 +141,7 @@ def _search(
 
 def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
     """Per node, how many such slots of whole devices fit now."""
-    free = state.free if slot.type is None else state.free[:, _types_of(state, slot)]
+    free = state.free if slot.type is None else state.free[:, state.type_rows(slot.type)]
     room = free_of(free if slot.gpus <= 1 else free // slot.gpus)
     if slot.cpu_milli:
         room = np.minimum(room, state.cpu // slot.cpu_milli)
@@ -135,12 +156,6 @@ def enough(room: Rows, count: int) -> bool:
     """Whether so many slots fit in all; a full cluster, where none fits anywhere, is told at once."""
     nodes = room.nonzero()[0]
     return len(nodes) >= count or int(room[nodes].sum()) >= count
-
-
-def _types_of(state: State, slot: Slot) -> list[int]:
-    if slot.type is None:
-        return list(range(len(state.types)))
-    return [state.types.index(slot.type)] if slot.type in state.types else []
 
 
 def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, room: Rows) -> tuple[Held, ...] | None:
@@ -161,13 +176,17 @@ def _place_uniform(state: State, txn: Txn, shape: Shape, prefer: Preference, roo
     return tuple(found)
 
 
+def _in_cell_order(state: State, found: Sequence[Held]) -> tuple[Held, ...]:
+    return tuple(sorted(found, key=lambda held: (int(state.domain[held.node]), held.node, held.devices)))
+
+
 def _whole_devices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, ...]]:
     """Choices of free devices of one type for a slot, the tightest socket that holds them all first."""
     first, end = int(state.dev0[node]), int(state.dev0[node + 1])
     # A node has few devices: lists are quicker here than arrays.
     milli, health = state.dev_milli[first:end].tolist(), state.dev_health[first:end].tolist()
     types, places = state.dev_type[first:end].tolist(), state.dev_socket[first:end].tolist()
-    for kind in _types_of(state, slot):
+    for kind in state.type_rows(slot.type):
         free = [i for i in range(end - first) if milli[i] == 1000 and not health[i] and types[i] == kind]
         if len(free) < slot.gpus:
             continue
@@ -298,7 +317,7 @@ class _Search:
         slot, state = self.shape.slots[i], self.state
         mask = self.mask & (state.cpu >= slot.cpu_milli) & (state.mem >= slot.mem)
         if slot.gpus:
-            types = _types_of(state, slot)
+            types = state.type_rows(slot.type)
             mask = mask & (state.free[:, types] >= slot.gpus).any(axis=1)
         for group, level in self.together[i]:
             mask = mask & self._room_for_group(group, level)
@@ -358,7 +377,7 @@ def _device_choices(state: State, slot: Slot, node: int) -> Iterator[tuple[int, 
         yield from _whole_devices(state, slot, node)
     elif slot.milli:
         rows: Rows = np.arange(int(state.dev0[node]), int(state.dev0[node + 1]))
-        types = _types_of(state, slot)
+        types = state.type_rows(slot.type)
         fits = (state.dev_milli[rows] >= slot.milli) & (state.dev_health[rows] == 0)
         able = rows[fits & np.isin(state.dev_type[rows], types)]
         for dev in able[np.argsort(state.dev_milli[able], kind="stable")]:

@@ -94,7 +94,7 @@ class QueueTree:
         return 3 + self.types.index(name) if name in self.types else None
 
     def need(self, shape: Shape) -> Vector:
-        """The quota vector of a shape. Devices of no stated type count only in the sum over types."""
+        """The quota vector of a shape. Devices of any type, or of one of several, count in the sum over types only."""
         known = self._needs.get(shape)
         if known is None:
             known = self._needs[shape] = self._need(shape)

@@ -135,7 +135,7 @@ class _Room:
 
     def _fit(self, state: State) -> int:
         slot = self._slot
-        room = sum(n // slot.gpus for n, kind in zip(self._free, state.types) if slot.type in (None, kind))
+        room = sum(self._free[kind] // slot.gpus for kind in state.type_rows(slot.type))
         room = min(room, self._cpu // slot.cpu_milli) if slot.cpu_milli else room
         room = min(room, self._mem // slot.mem) if slot.mem else room
         return max(room, 0) if self._able else 0

@@ -21,7 +21,7 @@ from rota.cluster.core.rows import Held, JobRow, LineKey, line_key
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
-from rota.spec.resources import Health, Node
+from rota.spec.resources import Health, Node, types_of
 
 HEALTH_ROW: dict[Health, int] = {health: i for i, health in enumerate(Health)}
 LOST = len(HEALTH_ROW)
@@ -89,6 +89,7 @@ class State:
         self.nodes: tuple[Node, ...] = in_cell_order(nodes)
         self.node_row: dict[NodeId, int] = {node.id: i for i, node in enumerate(self.nodes)}
         self.types: tuple[str, ...] = tuple(dict.fromkeys(d.type for node in self.nodes for d in node.devices)) or ("",)
+        self._type_rows: dict[str | None, list[int]] = {}
         self.cells = Cells(forest_of(self.nodes))
         self.queues = QueueTree(queues, self.types)
         self.jobs: dict[JobId, JobRow] = {}
@@ -156,6 +157,15 @@ class State:
         return self.queues.row.get(dict(node.labels).get(TENANT_LABEL, ""), -1)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def type_rows(self, asked: str | None) -> list[int]:
+        """The rows of ``types`` that serve a slot of this type; one that no device has gives none."""
+        rows = self._type_rows.get(asked)
+        if rows is None:
+            names = types_of(asked)
+            known = [self.types.index(name) for name in names if name in self.types]
+            rows = self._type_rows[asked] = known if names else list(range(len(self.types)))
+        return rows
 
     @property
     def usable(self) -> NDArray[np.bool_]:

@@ -39,6 +39,8 @@ def without(shape: Shape, gone: set[int]) -> Shape:
         together=tuple((moved(group), level) for group, level in shape.together if len(moved(group)) > 1),
         apart=tuple((moved(a), moved(b), level) for a, b, level in shape.apart if moved(a) and moved(b)),
         names=tuple(shape.names[i] for i in kept) if shape.names else (),
+        tied=tuple(moved(group) for group in shape.tied if len(moved(group)) > 1),
+        close=tuple(moved(group) for group in shape.close if len(moved(group)) > 1),
     )
 
 
@@ -64,26 +66,35 @@ def largest(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def smaller(shape: Shape, fits: Callable[[Shape], bool]) -> Iterator[Variant]:
-    """The least single changes that make the shape fit: instances, devices, cores, memory of a role; a constraint."""
+    """The least single changes that make the shape fit: instances, devices, cores, memory of a role; a constraint.
+
+    A role with tied slots has the instances and devices that its plan is for.
+    """
+    planned = {shape.role(i) for group in shape.tied for i in group}
     for role, slots in roles_of(shape).items():
         rest = 1 if len(slots) == len(shape.slots) else 0
-        count = largest(max(rest, 1), len(slots) - 1, lambda n, r=role: fits(with_instances(shape, r, n)))
+        most = 0 if role in planned else len(slots) - 1
+        count = largest(max(rest, 1), most, lambda n, r=role: fits(with_instances(shape, r, n)))
         if count is not None:
             yield Variant(
                 change={"set": f"roles.{role}.replicas", "value": count},
                 text=f"{count} instead of {len(slots)} instances of {role}",
                 shape=with_instances(shape, role, count),
             )
-        yield from _smaller_slots(shape, role, shape.slots[slots[0]], fits)
+        yield from _smaller_slots(shape, role, shape.slots[slots[0]], fits, planned=role in planned)
     yield from _unbound(shape, fits)
 
 
-def _smaller_slots(shape: Shape, role: str, slot: Slot, fits: Callable[[Shape], bool]) -> Iterator[Variant]:
+def _smaller_slots(
+    shape: Shape, role: str, slot: Slot, fits: Callable[[Shape], bool], *, planned: bool
+) -> Iterator[Variant]:
     def attempt(name: str, n: int) -> Shape:
         return with_slots(shape, role, lambda s: replace(s, **{name: min(n, getattr(s, name))}))
 
     core = 1000 if fits(attempt("cpu_milli", 1000)) else 100  # below one core a tenth counts
     for name, unit, key in (("gpus", 1, "gpus"), ("cpu_milli", core, "cpus"), ("mem", 2**30, "memory")):
+        if name == "gpus" and planned:
+            continue
         have: int = getattr(slot, name)
         count = largest(1, -(-have // unit) - 1, lambda n, a=name, u=unit: fits(attempt(a, n * u)))
         if count is not None:

@@ -122,7 +122,7 @@ class LeastFragments:
 
 
 def _kind(state: State, slot: Slot) -> Kind:
-    types = (state.types.index(slot.type),) if slot.type in state.types else ()
+    types = tuple(state.type_rows(slot.type)) if slot.type else ()
     if slot.gpus:
         return Kind(slot.cpu_milli, slot.gpus, WHOLE, types)
     return Kind(slot.cpu_milli, int(slot.milli > 0), slot.milli, types)

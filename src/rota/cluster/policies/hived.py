@@ -11,7 +11,7 @@ from rota.cluster.core.asks import Shape
 from rota.cluster.core.cells import CellSpec
 from rota.cluster.core.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
 from rota.cluster.core.intra import Leaves
-from rota.cluster.core.placement import place
+from rota.cluster.core.placement import parted, place
 from rota.cluster.core.plugins import Placer, Profile, Victim
 from rota.cluster.core.quota import GPU
 from rota.cluster.core.rows import Held, JobRow, Wait, line_key
@@ -59,7 +59,7 @@ class CellBook:
 
     def hold(self, txn: Txn, state: State, row: JobRow) -> None:
         """A job runs: find its virtual cells, or let it run as opportunistic if its tenant has none for it."""
-        members = [[self.leaf[d] for d in held.devices] for held in row.held if held.devices]
+        members = [[self.leaf[d] for d in devices] for devices in _members_of(row) if devices]
         if row.ask.id in self.claimed:
             txn.drop(self.claimed, row.ask.id)
         if members:
@@ -104,7 +104,9 @@ class CellBook:
 
         try:
             kept = self.claimed.get(row.ask.id, ())
-            found = self.cluster.find(txn, gang_ask(row), None if usable.all() else allowed, kept)
+            asks = (gang_ask(row, kind) for kind in _members(row.ask.shape)[1])
+            plans = (self.cluster.find(txn, ask, None if usable.all() else allowed, kept) for ask in asks)
+            found = next((plan for plan in plans if plan is not None), None)
         except BadInput:
             return None
         if found is None and row.ask.opportunistic and not self.cluster.reserver:
@@ -129,9 +131,9 @@ def _prepare(state: State) -> None:
     book.forget_gone(state)
 
 
-def gang_ask(row: JobRow) -> GangAsk:
-    """The gang of a job: one member a slot with devices, ascending."""
-    members, kind = _members(row.ask.shape)
+def gang_ask(row: JobRow, kind: str | None = None) -> GangAsk:
+    """The gang of a job, on devices of one kind: one member a slot with devices, ascending."""
+    members, _ = _members(row.ask.shape)
     return GangAsk(
         name=row.ask.id,
         tenant=row.ask.queue,
@@ -142,10 +144,20 @@ def gang_ask(row: JobRow) -> GangAsk:
 
 
 @lru_cache(maxsize=4096)
-def _members(shape: Shape) -> tuple[tuple[int, ...], str | None]:
-    slots = [slot for slot in shape.slots if slot.gpus]
-    kinds = {slot.type for slot in slots}
-    return tuple(sorted(slot.gpus for slot in slots)), next(iter(kinds)) if len(kinds) == 1 else None
+def _members(shape: Shape) -> tuple[tuple[int, ...], tuple[str | None, ...]]:
+    """Devices of each member, and the kinds that all of them take: None for any, nothing where they differ."""
+    slots = [slot for slot in shape.joined.shape.slots if slot.gpus]
+    named = [slot.types for slot in slots if slot.types]
+    common = tuple(kind for kind in named[0] if all(kind in names for names in named)) if named else (None,)
+    return tuple(sorted(slot.gpus for slot in slots)), common
+
+
+def _members_of(row: JobRow) -> list[tuple[int, ...]]:
+    """The devices of each member of a gang that runs; what a plan ties is one member."""
+    if len(row.held) != len(row.ask.shape.slots):
+        return [held.devices for held in row.held]
+    groups = row.ask.shape.joined.groups
+    return [tuple(device for i in group for device in row.held[i].devices) for group in groups]
 
 
 def _node_cell(node: Node, types: dict[str, CellType]) -> CellSpec:
@@ -228,6 +240,9 @@ class WithinCells:
             return wait
         if any(slot.milli for slot in shape.slots):
             return Wait(reason=Reason.TOO_LARGE, text="Cells are made of whole devices; ask for whole ones.")
+        if not _members(shape)[1]:
+            kinds = " and ".join(sorted({slot.type for slot in shape.slots if slot.type}))
+            return Wait(reason=Reason.WRONG_TYPE, text=f"Cells have devices of one type; the roles ask {kinds}.")
         owned = book_of(state).owned.get(row.ask.queue, 0)
         if row.ask.opportunistic or shape.gpus <= owned:
             return None
@@ -250,11 +265,15 @@ class ByCells:
         plan = book.find(txn, state, row)
         if plan is None or plan.victims or plan.lazy:
             return None
-        return held_of(state, txn, book, row.ask.shape, plan)
+        found = held_of(state, txn, book, row.ask.shape.joined.shape, plan)
+        return None if found is None else parted(row.ask.shape, found)
 
 
 def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan) -> tuple[Held, ...] | None:
-    """The plan as holdings in slot order, slots without devices around them; None if anything beside is short."""
+    """The plan as holdings in slot order, slots without devices around them; None if anything beside is short.
+
+    The shape has no tied groups.
+    """
     order = sorted((i for i, slot in enumerate(shape.slots) if slot.gpus), key=lambda i: (shape.slots[i].gpus, i))
     found: dict[int, Held] = {}
     cpu: Counter[int] = Counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from rota.job.core.graph import Graph, Merged, expand
 from rota.spec.check import Path
@@ -12,7 +13,7 @@ from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest
 from rota.spec.ids import GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, Near, RoleSpec
 from rota.spec.placement import Placement
-from rota.spec.resources import Res
+from rota.spec.resources import Res, types_of
 
 WHOLE = GangId("all")
 """The one gang of a job with ``gang: all``."""
@@ -134,6 +135,8 @@ def _request(spec: JobSpec, graph: Graph, gang: GangId, members: Sequence[Instan
         bundles=tuple(BundleAsk(index=i, members=slot, res=_needs(spec, slot)) for i, slot in enumerate(slots)),
         apart=tuple(_apart(spec, graph, index)),
         together=tuple(_together(spec, graph, index)),
+        tied=tuple(_runs(spec, graph, index, "together")),
+        close=tuple(_runs(spec, graph, index, "close")),
     )
 
 
@@ -157,9 +160,14 @@ def _needs(spec: JobSpec, slot: Sequence[InstanceId]) -> Res:
     return Res(
         cpus=sum(role.res.cpus for role in roles),
         gpus=sum(gpus) if fractional else max(gpus),
-        gpu_type=next((role.res.gpu_type for role in roles if role.res.gpu_type), None),
+        gpu_type=_common_type([types_of(role.res.gpu_type) for role in roles if role.res.gpu_type]),
         memory_bytes=sum(role.res.memory_bytes for role in roles),
     )
+
+
+def _common_type(asked: Sequence[tuple[str, ...]]) -> str | None:
+    """The types that all of these take; ``spec.check`` lets none in that have nothing in common."""
+    return "|".join(name for name in asked[0] if all(name in names for names in asked)) if asked else None
 
 
 def _apart(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> Iterator[Apart]:
@@ -183,6 +191,21 @@ def _together(spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int]) -> I
         for bundle in sorted(tied):
             classes.setdefault(merged.root(bundle), []).append(bundle)
         yield from (Together(bundles=tuple(one), level=level) for one in classes.values() if len(one) > 1)
+
+
+def _runs(
+    spec: JobSpec, graph: Graph, index: Mapping[InstanceId, int], rule: Literal["together", "close"]
+) -> Iterator[tuple[int, ...]]:
+    """Runs of consecutive instances that the plan of their role keeps on one node, or should.
+
+    A role of several sizes has no such runs: its instances come and go one by one.
+    """
+    for role in spec.roles:
+        size = max((getattr(plan, rule) for plan in role.plans), default=1)
+        members = graph.ranks[role.name] if size > 1 and len(role.plans) == 1 else ()
+        for first in range(0, len(members), size):
+            if len(run := _indices(members[first : first + size], index)) > 1:
+                yield run
 
 
 def _indices(members: Sequence[InstanceId], index: Mapping[InstanceId, int]) -> tuple[int, ...]:

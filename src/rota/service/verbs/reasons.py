@@ -48,6 +48,7 @@ def _explanation(term: Terminal, doc: Mapping[str, Any]) -> None:
         ("nodes left after each rule", [f"{row['constraint']}: {row['nodes_left']}" for row in doc["tally"]]),
         ("held by", [_blocker(row) for row in doc["blocked_by"]]),
         ("would start now with", [_change(row) for row in doc["would_start_now_with"]]),
+        ("plans", [f"{row['role']}, {counted(row['replicas'], 'instance')}: {row['why']}" for row in doc["plans"]]),
         ("decisions", [_decision(row) for row in doc["decisions"]]),
     ):
         if rows:

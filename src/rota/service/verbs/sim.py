@@ -35,6 +35,7 @@ def run(
     out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
     jobs: Annotated[bool, Parameter(help="Show every job, however many.")] = False,
     plots: PLOTS = None,
+    start_s: Annotated[float, Parameter(help="Seconds from its devices to the first work of a job.")] = 0.0,
     checkpoint_s: Annotated[float, Parameter(help="Seconds that saving takes a job.")] = 0.0,
     restore_s: Annotated[float, Parameter(help="Seconds that a job takes to go on after a stop.")] = 0.0,
     sharing_speed: Annotated[float, Parameter(help="Speed of each of two jobs on one device, 1 = alone.")] = 0.5,
@@ -57,7 +58,7 @@ def run(
     if trace is None or vcs is None:
         raise BadInput("a run needs --trace and --vcs, or --log")
     _positive(scale)
-    costs = {"checkpoint_s": checkpoint_s, "restore_s": restore_s}
+    costs = {"start_s": start_s, "checkpoint_s": checkpoint_s, "restore_s": restore_s}
     for name, seconds in costs.items():
         if not 0 <= seconds < float("inf"):
             raise BadInput(f"--{name.replace('_', '-')} {seconds:g}: a number of seconds, 0 or more")

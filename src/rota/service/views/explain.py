@@ -49,6 +49,11 @@ def explanation(story: JobStory, installation: Installation, found: dict[str, An
         **base,
         "blocked_by": _blockers(story, installation) if waiting else [],
         "placement": _placement(story),
+        "plans": [
+            {"role": role.name, "replicas": one.replicas, "why": one.why}
+            for role in story.spec.roles
+            for one in role.plans
+        ],
         "decisions": _decisions(story),
         "see": f"rota why {story.id}" if story.state is JobState.RUNNING else f"rota show {story.id}",
     }

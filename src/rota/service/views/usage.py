@@ -24,6 +24,7 @@ class _Sum:
     gpu_s: float = 0.0
     cpu_s: float = 0.0
     waits_s: list[float] = field(default_factory=list)
+    responses_s: list[float] = field(default_factory=list)
     restarts: int = 0
 
 
@@ -32,7 +33,8 @@ def usage_report(
 ) -> dict[str, Any]:
     """``Report`` of the time from ``since`` to ``now``, in Unix seconds: the devices that attempts held meanwhile.
 
-    A job counts where it held devices, waited or ended in that time. ``wait_s`` is from submit to the first admission.
+    A job counts where it held devices, waited or ended in that time. ``wait_s`` is from submit to the first admission,
+    ``response_s`` from submit to when it first ran, with all instances ready, whichever attempt that was.
     Devices of gangs that were granted to a running job later are not counted.
     """
     if by not in GROUPS:
@@ -88,6 +90,9 @@ def _held(
 def _count(one: _Sum, story: JobStory) -> None:
     if story.attempts:
         one.waits_s.append(story.attempts[0].admitted_at - story.submitted_at)
+    ran_at = next((attempt.running_at for attempt in story.attempts if attempt.running_at is not None), None)
+    if ran_at is not None:
+        one.responses_s.append(ran_at - story.submitted_at)
     one.restarts += sum(instance.restarts for instance in story.instances.values())
     if story.state.terminal:
         one.ends[JobState(story.state).value] += 1
@@ -103,6 +108,7 @@ def _row(by: str, key: str, one: _Sum) -> dict[str, Any]:
         "gpu_hours": _hours(one.gpu_s),
         "cpu_hours": _hours(one.cpu_s),
         "wait_s": spread_of(one.waits_s),
+        "response_s": spread_of(one.responses_s),
         "restarts": one.restarts,
     }
 

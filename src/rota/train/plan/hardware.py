@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,6 +116,11 @@ class Hardware:
             inner = level.gb_s if beside > 1 else math.inf
         raise AssertionError("a hardware has at least one level")
 
+    def with_memory(self, at_most_gib: float) -> Hardware:
+        """The same with no more memory a device than this."""
+        memory_gib = min(self.device.memory_gib, at_most_gib)
+        return replace(self, device=replace(self.device, memory_gib=memory_gib))
+
     def link_over(self, first: int, last: int) -> Link:
         """The link of the innermost level with a unit that holds both ranks."""
         held = 1
@@ -211,5 +217,22 @@ def cpu_ranks(memory_gib: float, ranks: int) -> Hardware:
 
 CPU_LOCAL = replace(cpu_ranks(16, 2), name="cpu-local")
 """Two cores and 16 GiB, so that a plan for a small machine can be searched on any; a real one is measured."""
+
+DESCRIBED: dict[str, Hardware] = {"A100": A100_80G_DGX, "H100": H100_96G}
+"""The description of each family of devices, by the word that names it in a type such as ``A100-SXM4-80GB``."""
+
+
+def hardware_of_type(gpu_type: str, memory_bytes: int = 0) -> Hardware | None:
+    """The description of devices of this type, None where there is none.
+
+    A device that has less memory than the described one has what its type says (``40GB``), or ``memory_bytes``.
+    """
+    words = re.split(r"[^A-Z0-9]+", gpu_type.upper())
+    found = next((DESCRIBED[word] for word in words if word in DESCRIBED), None)
+    if found is None:
+        return None
+    said = [float(size.group(1)) for word in words if (size := re.fullmatch(r"(\d{2,3})(?:G|GB|GIB)?", word))]
+    return found.with_memory(min(*said, memory_bytes / 2**30 or math.inf, math.inf))
+
 
 SHIPPED: dict[str, Hardware] = {one.name: one for one in (A100_80G_DGX, H100_96G, CPU_LOCAL)}

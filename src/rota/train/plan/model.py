@@ -105,11 +105,13 @@ class Cadence:
 class GangShape:
     """What the scheduler must know of a plan.
 
-    ``ranks_adjacent`` consecutive ranks should share the innermost level; ``servers`` further instances hold shards of
-    a parameter server; ``memory_bytes`` is the predicted need of one rank, 0 when unknown.
+    ``ranks_together`` consecutive ranks are one tensor-parallel group and must share a node; ``ranks_adjacent``, with
+    context ranks, should; ``servers`` further instances hold shards of a parameter server; ``memory_bytes`` is the
+    predicted need of one rank, 0 when unknown.
     """
 
     world: int
+    ranks_together: int
     ranks_adjacent: int
     servers: int = 0
     memory_bytes: int = 0
@@ -180,6 +182,7 @@ class ParallelPlan:
         memory = (self.prediction or {}).get("memory_gib")
         return GangShape(
             world=self.mesh.world,
+            ranks_together=self.mesh.tp,
             ranks_adjacent=self.mesh.tp * self.mesh.cp,
             servers=self.sync.servers,
             memory_bytes=int(memory * 2**30) if isinstance(memory, int | float) else 0,

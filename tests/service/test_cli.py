@@ -593,8 +593,7 @@ def test_queues_and_nodes_change_only_as_told(tmp_path: Path) -> None:
         assert re.search(r" 1 cpu used, limit 8 cpus\n", (await ask("explain", "hello-1")).out)
         assert "cores uses 2 gpus, above a limit of 1 gpu" in (await ask("queues", "apply", "lower.yaml")).out
         assert (await ask("nodes", "drain", "r0n1", "--reason", "new driver")).status == 0
-        nodes = (await ask("nodes", "--json")).document["items"]
-        found = [(node["id"], node["state"], node["text"]) for node in nodes]
+        found = [(one["id"], one["state"], one["text"]) for one in (await ask("nodes", "--json")).document["items"]]
         assert found == [("r0n0", "healthy", ""), ("r0n1", "drained", "new driver")]
 
     with_cli(tmp_path / "service", test)

@@ -95,7 +95,7 @@ RIGHTS = {
     "DELETE /api/v1/webhooks/{webhook}": ADMIN,
     "GET /api/v1/audit": ADMIN,
 }
-OPEN = {"GET /healthz", "GET /readyz", "GET /login"}
+OPEN = {"GET /healthz", "GET /readyz", "GET /login", "POST /login"}
 BODIES: dict[str, dict[str, Any]] = {
     "PATCH /api/v1/jobs/{job}": {"changes": {"priority": 51}},
     "POST /api/v1/jobs/{job}:scale": {"role": "main", "n": 2},

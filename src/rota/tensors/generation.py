@@ -23,6 +23,7 @@ import numpy as np
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.tensors import errors, faults
 from rota.tensors.core.protocol import SLOTS_MAX
+from rota.tensors.lockfiles import LockFile
 
 SLOT_BYTES: Final = 16
 _BLOCKED_S: Final = 1.0
@@ -32,21 +33,20 @@ _STRIPES: Final = 64
 _DELETED: Final = 1 << 63
 
 
-class GenerationTable:
-    """The table of one namespace, mapped into this process.
+class GenerationTable(LockFile):
+    """The table of one namespace, mapped into this process once, whatever the number of its clients.
 
     ``words`` is a view of unsigned 64-bit words; aligned stores and loads of one word are atomic on x86-64 and arm64.
     ``creations`` (the second word of slot 0) changes whenever a name gets its first version.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self.path = path
+        super().__init__(path)
         self._clock = clock
         size = (SLOTS_MAX + 1) * SLOT_BYTES
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if os.fstat(self._fd).st_size < size:
-            os.posix_fallocate(self._fd, 0, size)
-        self._map = mmap.mmap(self._fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if os.fstat(self.fd).st_size < size:
+            os.posix_fallocate(self.fd, 0, size)
+        self._map = mmap.mmap(self.fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.words = memoryview(self._map).cast("Q")
         self._stripes = [threading.RLock() for _ in range(_STRIPES)]
         self._inside: set[int] = set()
@@ -99,9 +99,9 @@ class GenerationTable:
         try:
             if slot in self._inside:
                 return False
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
             self.store(slot, version)
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
+            fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
         except (BlockingIOError, PermissionError):
             return False
         finally:
@@ -134,12 +134,12 @@ class GenerationTable:
                 yield
             finally:
                 self._inside.discard(slot)
-                fcntl.lockf(self._fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, SLOT_BYTES, slot * SLOT_BYTES)
 
     def blocker(self, slot: int) -> int:
         """Pid of the process inside the slot's lock, 0 when there is none (or it is this one)."""
         ask = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, slot * SLOT_BYTES, SLOT_BYTES, 0)
-        kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self._fd, fcntl.F_GETLK, ask))
+        kind, _, _, _, pid = struct.unpack("hhqqi4x", fcntl.fcntl(self.fd, fcntl.F_GETLK, ask))
         return 0 if kind == fcntl.F_UNLCK else pid
 
     def _lock(self, slot: int, name: str) -> None:
@@ -147,7 +147,7 @@ class GenerationTable:
         delay_s = _RETRY_FIRST_S
         while True:
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, SLOT_BYTES, slot * SLOT_BYTES)
             except (BlockingIOError, PermissionError):
                 if self._clock.monotonic_s() > deadline_s:
                     pid = self.blocker(slot)

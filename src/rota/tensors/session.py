@@ -26,6 +26,7 @@ from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
 from rota.tensors.liveness import sweep_client, sweep_dead, sweep_unfiled, sweeping
+from rota.tensors.lockfiles import LockFile, shared
 from rota.tensors.reader import Reader
 from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
 from rota.tensors.registry import RedisMachine, Refused, Registry
@@ -148,9 +149,9 @@ class Session:
         segments = Segments(folder, file.Spill.of(folder))
         if segments.spill is not None:
             segments.spill.sweep()
-        table = GenerationTable(folder / "gen", clock)
-        self._sweeper_fd = _open_lock(folder / "sweeper.lock")
-        self._recover_fd = _open_lock(folder / "recover.lock")
+        table = shared(folder / "gen", GenerationTable, lambda path: GenerationTable(path, clock))
+        self._sweeper = shared(folder / "sweeper.lock", LockFile, LockFile)
+        self._recover = shared(folder / "recover.lock", LockFile, LockFile)
         client = KEEPER_MARK * keeper + chance.fresh(96)
         identity = self._identity(client)
         mirror = ClientFile(folder / "c", client, identity)  # last of what a full file system refuses
@@ -193,7 +194,7 @@ class Session:
                 self._restart_server()
                 epoch = 0
             if epoch == 0 or epoch != self.space.table.epoch:
-                with _locked(self._recover_fd):
+                with _locked(self._recover.fd):
                     epoch = self.machine.find_epoch()
                     if epoch == 0 or epoch != self.space.table.epoch:
                         rebuild(self.space, self.machine)
@@ -210,7 +211,7 @@ class Session:
     def recover(self, *, dry_run: bool = False) -> Recovered:
         """Rebuild the registry now, lost or not; with ``dry_run`` only say what would come back."""
         self.space.check()
-        with self._recover_gate, _locked(self._recover_fd):
+        with self._recover_gate, _locked(self._recover.fd):
             done = rebuild(self.space, self.machine, dry_run=dry_run)
             if not dry_run:
                 self._join()
@@ -218,7 +219,7 @@ class Session:
 
     def fence(self, label: str, epoch: int) -> int:
         """Fence a label, and note it for a loss of the registry; the fence that now stands."""
-        with self._recover_gate, _locked(self._recover_fd):
+        with self._recover_gate, _locked(self._recover.fd):
             write_note(self.space, "fences", label, max(epoch, read_notes(self.space.folder)["fences"].get(label, -1)))
         return self.space.retry(lambda: self.space.registry.fence(label, epoch))
 
@@ -234,14 +235,14 @@ class Session:
                 self.unpin(holder)
                 raise
             faults.point("pinned")
-            with self._recover_gate, _locked(self._recover_fd):
+            with self._recover_gate, _locked(self._recover.fd):
                 if space.table.epoch == epoch:  # else the registry was rebuilt, and knew nothing of this lease
                     write_note(space, "pins", holder, version)
                     return version
 
     def unpin(self, holder: str) -> None:
         """End a pin; harmless when it ended before."""
-        with self._recover_gate, _locked(self._recover_fd):
+        with self._recover_gate, _locked(self._recover.fd):
             write_note(self.space, "pins", holder, None)
         self.space.retry(lambda: sweep_client(self.space, holder))
 
@@ -267,7 +268,7 @@ class Session:
 
     def sweep(self) -> list[str]:
         """Undo what dead clients had, if nobody else is at it; the clients swept."""
-        with sweeping(self.space, self._sweeper_fd) as mine:
+        with sweeping(self.space, self._sweeper.fd) as mine:
             if not mine:
                 return []
             return self.space.retry(lambda: sweep_dead(self.space) + sweep_unfiled(self.space))
@@ -350,7 +351,7 @@ class Session:
                 self._leave()
 
     def _trim(self) -> None:
-        with sweeping(self.space, self._sweeper_fd) as mine:
+        with sweeping(self.space, self._sweeper.fd) as mine:
             if mine:
                 self.writer.free_room(idle_ms=_TRIM_IDLE_MS)
         self.space.segments.forget_gone()
@@ -409,10 +410,6 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 def _line(identity: dict[str, Any]) -> str:
     """An identity as one line for the registry."""
     return " ".join(f"{key}={value}" for key, value in identity.items())
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ import rota.tensors
 from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import errors
+from rota.tensors.generation import GenerationTable
+from rota.tensors.lockfiles import shared
 from rota.tensors.plane import Plane
 
 
@@ -219,3 +222,46 @@ def test_two_threads_that_leave_and_recover_at_once_never_stand_still(home: Path
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.stdout == "done\n", done.stderr
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    links = Path("/proc/self/fd").iterdir()
+    return sorted(str(link.readlink()) for link in links if link.is_symlink())
+
+
+def test_joining_and_leaving_again_and_again_leaves_no_descriptor_open(home: Path, plane: Plane) -> None:
+    def use() -> None:
+        with rota.tensors.connect(home=home, namespace="again", keep=True) as made:
+            made.put("x", np.ones(4))
+            made.get("x")
+        gc.collect()
+
+    use()
+    once = descriptors()
+    for _ in range(5):
+        use()
+    assert descriptors() == once
+
+
+def test_a_closed_client_does_not_end_the_locks_of_another_in_the_same_process(plane: Plane) -> None:
+    """A record lock ends when its process closes any descriptor of the file: a live client keeps what it locks."""
+    plane.put("x", np.ones(4))
+    space = plane._session.space
+    row = space.find_row("x")
+    assert row is not None
+    table, slot = space.table, row.slot
+    path = table.path
+    with table.changing(slot, "x"):
+        again = shared(path, GenerationTable, lambda at: GenerationTable(at, table._clock))
+        assert again is table
+        del again
+        gc.collect()
+        ask = (
+            "import fcntl, os, struct, sys;"
+            "fd = os.open(sys.argv[1], os.O_RDWR);"
+            f"row = struct.pack('hhqqi4x', fcntl.F_WRLCK, os.SEEK_SET, {slot * 16}, 16, 0);"
+            "print(struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, row))[4])"
+        )
+        seen = subprocess.run([sys.executable, "-c", ask, path], capture_output=True, text=True, check=True)
+        assert int(seen.stdout) == os.getpid()

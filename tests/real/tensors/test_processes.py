@@ -120,7 +120,7 @@ def _halt(plane: Plane, pid: int) -> None:
         time.sleep(0.002)
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-        with sweeping(session.space, session._sweeper_fd) as mine:
+        with sweeping(session.space, session._sweeper.fd) as mine:
             pass
 
 

@@ -32,6 +32,7 @@ from rota.spec.events import (
     GangAsked,
     GangGranted,
     GangReleased,
+    GangWaits,
     JobAdmitted,
     JobChanged,
     JobEnded,
@@ -510,6 +511,27 @@ def test_a_job_that_lost_a_node_gets_the_spare_that_nobody_else_gets() -> None:
     log.add(GangAsked(request=replace(request, gang=GangId("more")), avoid=(NodeId("r0n0"),)), "runs", 4.0)
     granted = [event for _, event in log.decide(5.0) if isinstance(event, GangGranted)]
     assert [slot.node for event in granted for slot in event.bundles] == ["r0n1"]
+
+
+@pytest.mark.parametrize("back", ["joined", "healthy"])
+def test_a_node_that_was_lost_and_is_back_is_given_to_those_who_wait_for_another_in_its_place(back: str) -> None:
+    log = Log()
+    home = pretend_nodes("1x1x8", host="real")[0]
+    log.add(NodeJoined(node=home))
+    log.submit("runs", 1, 4)
+    log.decide(1.0)
+    (request,) = requests_of(spec("runs", 1, 4))
+    asked = GangAsked(request=replace(request, gang=GangId("moved-2")), avoid=(home.id,), lost=True)
+    log.add(asked, "runs", 4.0)
+    assert [type(event) for _, event in log.decide(5.0)] == [GangWaits]
+    log.add(GangReleased(gang=GangId("all"), epoch=Epoch(1), gone=True), "runs", 6.0)
+    for mark in log.scheduler.decide(6.0).marks:
+        log.add(mark, at=6.0)
+    assert not [event for _, event in log.decide(7.0) if isinstance(event, GangGranted)], "it is in doubt"
+    log.add(NodeJoined(node=home) if back == "joined" else NodeMarked(node=home.id, health=Health.HEALTHY), at=8.0)
+    granted = [event for _, event in log.decide(9.0) if isinstance(event, GangGranted)]
+    assert [slot.node for event in granted for slot in event.bundles] == [home.id]
+    assert log.scheduler.decide(10.0).marks == (), "and it is not in doubt again"
 
 
 def test_who_made_room_for_another_cools_down_and_who_was_paused_may_go_on_at_once() -> None:

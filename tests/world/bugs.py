@@ -10,7 +10,7 @@ import pytest
 
 from rota.job import executor
 from rota.job import master as master_module
-from rota.job.core import failover, intent, ledger, losing, machine, settling
+from rota.job.core import failover, intent, ledger, losing, machine, memory, settling, stopping
 from rota.job.core.context import JobContext
 from rota.runtime import log as log_module
 from rota.runtime.launch_sim import SimFaults
@@ -24,6 +24,8 @@ SHORT = Swarm(faults_s=60.0, quiet_max_s=900.0, jobs=2)
 KILLS = replace(SHORT, kill_instance_s=4.0)
 MASTERS = replace(SHORT, kill_master_s=3.0)
 BOTH = replace(SHORT, kill_instance_s=6.0, kill_master_s=4.0)
+STOPS = replace(SHORT, jobs=3, apart=True, preempt_job_s=8.0, stop_grace_s=(30.0,))
+"""Jobs that come up again on other hosts; nothing fails."""
 SLOW_CALLS = SimFaults(call_s=0.5)
 
 
@@ -194,6 +196,16 @@ def cut_of_the_commit_before(patch: Patch) -> None:
     patch.setattr(ledger.Ledger, "cut", cut)
 
 
+def devices_before_state(patch: Patch) -> None:
+    """A job that stops gives its devices back at once, its state in memory alone."""
+    patch.setattr(stopping, "begin", lambda ctx, ending, state: replace(ctx, state=state, ending=ending))
+
+
+def disk_before_memory(patch: Patch) -> None:
+    """A job goes back to its checkpoint though all find the last commit in the memory of their hosts."""
+    patch.setattr(memory, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
+
+
 BUGS = (
     Bug("no_epoch_check", no_epoch_check, replace(KILLS, kill_instance_s=1.5, store_s=0.3)),
     Bug("lost_wake_up", lost_wake_up, MASTERS),
@@ -214,4 +226,6 @@ BUGS = (
     Bug("open_items_forgotten", open_items_forgotten, KILLS),
     Bug("age_not_looked_at", age_not_looked_at, KILLS),
     Bug("cut_of_the_commit_before", cut_of_the_commit_before, KILLS),
+    Bug("devices_before_state", devices_before_state, STOPS),
+    Bug("disk_before_memory", disk_before_memory, KILLS),
 )

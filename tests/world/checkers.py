@@ -17,20 +17,29 @@ from rota.spec.events import (
     FailoverStarted,
     GangGranted,
     GangReleased,
+    InstanceLost,
     InstanceReady,
     InstanceStarted,
     JobAdmitted,
     JobEnded,
     JobRequeued,
     MasterStarted,
+    PreemptAsked,
+    ProgressStalled,
     Record,
     RolledBack,
+    StopAsked,
+    TimerFired,
 )
 from rota.spec.gang import Grant
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
 from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
+from rota.spec.states import JobState
 from tests.world.bodies import Store
+
+GRACE_S = 10.0
+"""Enough for a step and the disk, whatever the simulated calls take."""
 
 
 class Violation(AssertionError):
@@ -52,6 +61,8 @@ class Checkers:
     batches: dict[JobId, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
     """Job -> commit -> the items of streams that it made trained."""
     ended: set[JobId] = field(default_factory=set[JobId])
+    in_peace: dict[JobId, float] = field(default_factory=dict[JobId, float])
+    """Jobs that give their devices back, nothing having failed since they were asked to, and their grace in seconds."""
     restarts: dict[tuple[JobId, int, str], int] = field(default_factory=lambda: defaultdict(int))
 
     def see(self, record: Record, *, snapshot: bool = False) -> None:
@@ -65,6 +76,7 @@ class Checkers:
         self._commits(job, record, before)
         self._samples(job, record, before)
         self._budgets(job, record, before)
+        self._stops(job, record, before)
         after, _ = step(before, record)
         self.shadows[job] = after
         self._readiness(record, before, after)
@@ -197,6 +209,23 @@ class Checkers:
                 self.restarts[key] += 1
                 if fail.limit_window_s >= 3600 and self.restarts[key] > fail.limit_n:
                     raise Violation(f"{job}: restart {self.restarts[key]} of {role}, its limit is {fail.limit_n}")
+            case _:
+                pass
+
+    def _stops(self, job: JobId, record: Record, before: JobContext) -> None:
+        """A job that was given time to stop at a commit loses none, wherever it comes up."""
+        match record.event:
+            case PreemptAsked(grace_s=grace_s, gang=None) if before.state is JobState.RUNNING and grace_s >= GRACE_S:
+                self.in_peace[job] = grace_s
+            case InstanceLost() | ProgressStalled() | MasterStarted() | StopAsked() | PreemptAsked() | JobEnded():
+                self.in_peace.pop(job, None)
+            case TimerFired(timer=timer) if timer.startswith("grace/save"):
+                self.in_peace.pop(job, None)
+            case InstanceReady():
+                self.in_peace.pop(job, None)
+            case RolledBack(from_commit=old, to_commit=new) if new < old and job in self.in_peace:
+                grace_s = self.in_peace[job]
+                raise Violation(f"{job}: back from {old} to {new}, though it had {grace_s:g} s to stop at a commit")
             case _:
                 pass
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from rota.spec.events import FailoverStarted, TimerFired
+from rota.spec.events import FailoverStarted, JobAdmitted, RolledBack, TimerFired
+from rota.spec.ids import JobId
 from tests.real.jobs import deep
-from tests.world.bugs import BUGS, Bug
+from tests.world.bugs import BUGS, STOPS, Bug
 from tests.world.world import Swarm, play
 
 SEEDS = (0, 2, 4, 6, 7, 8, 9, 11)
@@ -34,6 +35,21 @@ def test_a_master_that_begins_with_a_kept_context_knows_what_the_whole_log_says(
     """The world compares each living master with a replay from the first record; some get torn contexts."""
     world = play(60, Swarm(jobs=2, faults_s=60.0, kill_master_s=4.0, kill_instance_s=9.0, torn_context_p=0.3))
     assert min(world.given) >= 2
+
+
+@pytest.mark.slow
+def test_a_job_that_has_time_to_stop_at_a_commit_loses_none_though_it_comes_up_on_another_host():
+    moved, swarm = 0, replace(STOPS, pause_job_s=15.0)
+    for seed in range(8):
+        seen, homes = play(seed, swarm).log.read(limit=10**9), dict[JobId | None, set[str]]()
+        for record in seen:
+            if isinstance(record.event, JobAdmitted):
+                home = {bundle.host for bundle in record.event.placement.bundles}
+                moved += homes.get(record.job, home) != home
+                homes[record.job] = home
+        back = [one.event for one in seen if isinstance(one.event, RolledBack)]
+        assert [one for one in back if one.to_commit < one.from_commit] == []
+    assert moved > 5
 
 
 def test_who_is_still_importing_is_not_taken_for_one_that_hangs():

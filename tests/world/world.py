@@ -562,17 +562,22 @@ class World:
     def _preempt_a_job(self) -> None:
         holding = [job for job in self._live_jobs() if self.checkers.shadows[job].state.holds_devices]
         if holding:
-            self._append(self.rng.choice(holding), self._leave(Reason.PREEMPTED_PRIORITY))
+            self._leave(self.rng.choice(holding), Reason.PREEMPTED_PRIORITY)
 
     def _pause_a_job(self) -> None:
         live = [job for job in self._live_jobs() if self.checkers.shadows[job].state in PAUSABLE]
         if live:
             job = self.rng.choice(live)
-            self._append(job, self._leave(Reason.PAUSED))
+            self._leave(job, Reason.PAUSED)
             self.own(self._resume(job))
 
-    def _leave(self, reason: Reason) -> PreemptAsked:
-        return PreemptAsked(reason=reason, grace_s=self.rng.choice(self.swarm.stop_grace_s))
+    def _leave(self, job: JobId, reason: Reason) -> None:
+        """The job is to give its devices back; where hosts are apart, one of its nodes is out of use for a while."""
+        placement = self.checkers.shadows[job].placement
+        if self.swarm.apart and placement is not None:
+            node = self.rng.choice(sorted({bundle.node for bundle in placement.bundles}))
+            self._mark(NodeMarked(node=node, health=Health.SUSPECT, by="admin"))
+        self._append(job, PreemptAsked(reason=reason, grace_s=self.rng.choice(self.swarm.stop_grace_s)))
 
     async def _resume(self, job: JobId) -> None:
         await self.clock.sleep(self.rng.expovariate(1 / 10.0))

@@ -110,6 +110,8 @@ class Scheduler:
         self._suspects: dict[NodeId, NodeMarked] = {}
         self._left: dict[JobId, tuple[NodeId, ...]] = {}
         """Row of a gang that is asked for to the nodes that its members leave."""
+        self._gone: dict[JobId, tuple[NodeId, ...]] = {}
+        """The same of nodes that were lost: they may be used again once they are back."""
         self._drains: dict[NodeId, float] = {}
         """Nodes that jobs must leave, and until when."""
         self._told: dict[tuple[NodeId, JobId], float] = {}
@@ -135,6 +137,8 @@ class Scheduler:
                 self._lost.discard(node.id)
                 self._drains.pop(node.id, None)
                 self._laid_out_at = record.at
+                if node.health is Health.HEALTHY:
+                    self._is_back(node.id, record.at)
             case NodeLost(node=node):
                 self._lost.add(node)
                 self._fact(facts.NodeChanged(node=node, health=None), record.at)
@@ -224,6 +228,7 @@ class Scheduler:
         ask = replace(ask, part_of=job, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
         self._fact(facts.JobArrived(ask=ask), known.queued_at)
         self._left[row] = event.avoid
+        self._gone[row] = event.avoid if event.lost else ()
         for node in event.avoid if event.lost else ():
             self._suspect(node, f"lost, as {job} reports")
 
@@ -232,6 +237,7 @@ class Scheduler:
         request = next((one for one in known.asks if one.gang == event.gang), None)
         if request is None or row not in self.state.jobs:
             return
+        self._gone.pop(row, None)
         for node in self._left.pop(row, ()):
             self._suspect(node, f"{job} left it after its processes died there")
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
@@ -244,10 +250,20 @@ class Scheduler:
         if known is not None and known.health is Health.HEALTHY:
             self._suspects[node] = NodeMarked(node=node, health=Health.SUSPECT, by=by, text=text)
 
+    def _is_back(self, node: NodeId, at: float) -> None:
+        """A node that was lost may be used again, also by those that wait for another one in its place."""
+        for row in [row for row, gone in self._gone.items() if node in gone and row in self.state.jobs]:
+            self._gone[row] = tuple(one for one in self._gone[row] if one != node)
+            self._left[row] = tuple(one for one in self._left[row] if one != node)
+            avoid = list(self.state.jobs[row].ask.avoid)
+            avoid.remove(node)  # once: another reason to be apart from it stays
+            self._fact(facts.JobArrived(ask=replace(self.state.jobs[row].ask, avoid=tuple(avoid))), at)
+
     def _forget(self, job: JobId, known: _Known | None, which: Callable[[GangRequest], bool], at: float) -> None:
         gone = [request for request in known.asks if which(request)] if known else []
         for request in gone:
             self._left.pop(row_of(job, request.gang), None)
+            self._gone.pop(row_of(job, request.gang), None)
             self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
@@ -297,6 +313,8 @@ class Scheduler:
             if event.health is Health.DRAINED and event.notice_s is not None:
                 self._drains[event.node] = at + event.notice_s
         self._fact(facts.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
+        if event.health is Health.HEALTHY and not event.devices:
+            self._is_back(event.node, at)
 
     def _fact(self, fact: facts.Fact, at: float) -> None:
         facts.apply(self.state, fact, at)

@@ -13,15 +13,19 @@ from tests.makers import admitted, at, loop, mesh, rl, service, spec
 from rota.job.core.context import PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S
 from rota.job.core.intent import wanted
 from rota.job.core.machine import accepts_commit, initial, replay
+from rota.service.views.failures import failure_list
+from rota.service.views.story import begin_story
 from rota.spec.commands import SaveCommit, SetTimer, StopInstance
 from rota.spec.events import (
     CheckpointSaved,
     Committed,
     Event,
     FailoverStarted,
+    GangGranted,
     InstanceEnded,
     InstanceLost,
     JobEnded,
+    JobRequeued,
     MasterStarted,
     MoveAsked,
     PreemptAsked,
@@ -30,8 +34,10 @@ from rota.spec.events import (
     StopAsked,
     TimerFired,
 )
+from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.reasons import Reason
+from rota.spec.resources import Res
 from rota.spec.states import JobState
 
 PREEMPT = PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=30.0)
@@ -273,12 +279,25 @@ def test_a_node_that_is_lost_and_comes_back_has_the_state_of_the_last_commit_in_
         commit(driven, n)
     driven.feed(*(lost(one.id.role, one.id.rank, 1, Reason.NODE_LOST) for one in driven.ctx.instances.values()))
     driven.settle()
-    assert rollbacks(driven) == [], "where it comes up is not known yet"
-    driven.free = ["h0"]
-    ask = driven.ctx.asks[-1]
-    driven.ctx = replace(driven.ctx, asks=(replace(ask, avoid=()),))  # the scheduler knows that the node is back
+    assert (driven.ctx.state, rollbacks(driven)) == (JobState.RECOVERING, []), "where it comes up is not known yet"
+    lose_the_engine(driven)
+    assert driven.records[-1].event == JobRequeued(attempt=1, reason=Reason.ENGINE_LOST, counts=False)
+    admit_on(driven, "h0")
+    assert (driven.ctx.committed, rollbacks(driven)) == (7, [])
+
+
+def test_who_is_left_waits_for_the_node_of_the_others_and_none_goes_back_before_it_is_known_where_they_come_up(driven):
+    driven.run(rl(), "h0", "h1", "h1", "h1", "h1")
+    for n in (1, 2):
+        commit(driven, n)
+    driven.feed(lost("actor", 0, 1, Reason.NODE_LOST))
     driven.settle()
-    assert (driven.ctx.state, driven.ctx.committed, rollbacks(driven)) == (JobState.RUNNING, 7, [])
+    assert (driven.ctx.state, rollbacks(driven)) == (JobState.RECOVERING, [])
+    (ask,) = driven.ctx.asks
+    bundle = BundleGrant(index=0, node=NodeId("h0"), host="h0", devices=(), res=Res())
+    driven.feed(GangGranted(gang=ask.gang, bundles=(bundle,)))  # the scheduler knows that the node is back
+    driven.settle()
+    assert (driven.ctx.state, driven.ctx.committed, rollbacks(driven)) == (JobState.RUNNING, 2, [])
 
 
 def test_state_of_a_lost_node_comes_from_the_disk_elsewhere(driven):
@@ -317,6 +336,32 @@ def test_a_checkpoint_that_is_gone_ends_the_job_by_its_own_budgets(driven):
             driven.settle()
     assert (driven.ctx.state, driven.ctx.end_reason) == (JobState.FAILED, Reason.STATE_LOST)
     assert driven.ctx.failover_count == 2
+
+
+def failures_of(driven) -> list[tuple[str, int, str, int]]:
+    """What ``rota failures`` shows: reason, the commit gone back to, where its state was, commits lost."""
+    story = begin_story(driven.records[0])
+    for record in driven.records[1:]:
+        story.apply(record)
+    items = failure_list(story)["items"]
+    return [(one["reason"], one["restore"], one["restored_from"], one["lost_commits"]) for one in items]
+
+
+def test_the_list_of_failures_says_where_the_state_came_from_and_what_it_cost(driven):
+    driven.run(rl())
+    for n in (1, 2, 3):
+        commit(driven, n)
+    driven.feed(CheckpointSaved(n=2, path="/c"), lost("actor", 0, 1))
+    driven.settle()
+    assert failures_of(driven) == [(Reason.SIGNALLED, 3, "memory", 0)]
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=0.0))
+    driven.settle()
+    admit_on(driven, "h9")
+    assert failures_of(driven)[1:] == [(Reason.PREEMPTED_PRIORITY, 2, "checkpoint", 1)]
+    driven.feed(PREEMPT)
+    driven.settle()
+    admit_on(driven, "h0")
+    assert len(failures_of(driven)) == 2, "a stop at a commit costs nothing, so there is nothing to show"
 
 
 # -- what faults of the platform cost ---------------------------------------------------------------------------------

@@ -58,6 +58,13 @@ def restorable(ctx: JobContext) -> int | None:
     return ctx.checkpoint_n if missing(ctx) else ctx.committed
 
 
+def source_of(ctx: JobContext, to_commit: int) -> str:
+    """Where a rollback finds the state of its commit: ``memory``, ``checkpoint``, or ``start`` for no state at all."""
+    if to_commit == 0:
+        return "start"
+    return "checkpoint" if to_commit < ctx.committed or missing(ctx) else "memory"
+
+
 def unsaved(ctx: JobContext) -> bool:
     """True when the state of the last commit is in memory only."""
     return ctx.checkpoint_n < ctx.committed and next(keepers(ctx), None) is not None

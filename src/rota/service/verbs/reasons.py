@@ -113,7 +113,18 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
     first, end = doc.get("first"), doc.get("end")
     over = "the job ended" if JobState(doc["state"]).terminal else "open"
     term.table(
-        ["#", "SEEN", "INSTANCE", "REASON", "LEVEL", "SCOPE", "DECIDED AFTER", "HEALED AFTER", "LOST COMMITS"],
+        [
+            "#",
+            "SEEN",
+            "INSTANCE",
+            "REASON",
+            "LEVEL",
+            "SCOPE",
+            "DECIDED AFTER",
+            "HEALED AFTER",
+            "BACK TO",
+            "LOST COMMITS",
+        ],
         [
             (
                 item["n"],
@@ -124,12 +135,13 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
                 len(item["scope"]),
                 lasting(item["detect_to_decide_s"]),
                 lasting(item["seconds"]) if item["healed"] else "open",
+                f"{item['restore']} ({item['restored_from']})" if item.get("restored_from") else item["restore"],
                 item["lost_commits"],
             )
             for item in doc["items"]
         ]
         + [
-            ("", clock_time(one["at"]), one["instance"], one["reason"], "", "", "", over, "")
+            ("", clock_time(one["at"]), one["instance"], one["reason"], "", "", "", over, "", "")
             for one in doc["open_losses"]
         ],
         empty=f"{doc['job']}: no instance has failed",

@@ -50,6 +50,7 @@ def _item(n: int, one: Failure) -> dict[str, Any]:
         "traceback": cause.traceback,
         "scope": [{"instance": f"{role}/{rank}", "epoch": epoch} for role, rank, epoch in one.scope],
         "restore": one.restore,
+        "restored_from": one.restored_from,
         "lost_commits": one.lost_commits,
         "seen_at": when(one.seen_at),
         "decided_at": when(one.decided_at),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
 from rota.job.core.machine import fold, initial
+from rota.job.core.memory import source_of
 from rota.job.core.placement import bindings
 from rota.spec import events as e
 from rota.spec.events import Record
@@ -92,6 +93,8 @@ class Failure:
     ended_at: float | None = None
     joined_by: int | None = None
     lost_commits: int = 0
+    restored_from: str = ""
+    """Where the state of commit ``restore`` was: ``memory``, ``checkpoint``, ``start``; empty when no role had any."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -293,13 +296,42 @@ class JobStory:
                 pass  # a size or a place that somebody wanted is no failure
             case e.FailoverStarted() if self.ctx.open_failover == event.failover != before.open_failover:
                 self._open(_failure(at, event, self.unclaimed, attempt=self.ctx.attempt))
-            case e.RolledBack(from_commit=old, to_commit=new) if self.failures:
-                self.failures[-1].lost_commits += max(0, old - new)
+            case e.RolledBack(from_commit=old, to_commit=new):
+                if before.open_failover is None and new < old:
+                    self._came_back_without(at, event)
+                if self.failures and self.failures[-1].ended_at is None:
+                    last = self.failures[-1]
+                    last.restore, last.restored_from = new, source_of(before, new)
+                    last.lost_commits += max(0, old - new)
             case _:
                 pass
         if self.state is JobState.RUNNING and before.state is not JobState.RUNNING:
             for failure in self.failures:
                 failure.ended_at = failure.ended_at or at
+
+    def _came_back_without(self, at: float, event: e.RolledBack) -> None:
+        """A new attempt begins where the last commit is not at hand: its cost belongs to what ended the one before."""
+        ended = next((one for one in reversed(self.attempts) if one.ended_at is not None), None)
+        if ended is None or ended.reason is None or (self.failures and self.failures[-1].ended_at is None):
+            return
+        first = next(iter(self.ctx.instances.values()))
+        text = f"commit {event.from_commit} was only in the memory of other hosts"
+        cause = e.InstanceLost(
+            role=first.id.role, rank=first.id.rank, epoch=first.epoch, reason=ended.reason, text=text
+        )
+        scope = tuple((role, rank, one.now.epoch) for (role, rank), one in self.instances.items())
+        self._open(
+            Failure(
+                number=None,
+                attempt=ended.attempt,
+                level=Level.JOB,
+                cause=cause,
+                seen_at=ended.ended_at or at,
+                decided_at=at,
+                losses=(),
+                scope=scope,
+            )
+        )
 
     def _open(self, failure: Failure) -> None:
         for earlier in self.failures:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rota.job import spmd
@@ -299,6 +300,27 @@ def test_a_setup_command_that_is_cancelled_ends_with_all_it_started(tmp_path: Pa
 
     asyncio.run(asyncio.wait_for(main(), 60))
     assert ended.read_text() == "x\n"
+
+
+def test_a_setup_command_that_is_cancelled_while_it_starts_ends_with_all_it_started(tmp_path: Path) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    os.mkfifo(begun)
+    os.mkfifo(gate)
+    seat = seat_with(f"sh -c 'echo > {begun}; read x < {gate}'; true", tmp_path)
+    before = len(psutil.Process().children())
+
+    async def main() -> None:
+        first = asyncio.create_task(run_setup(seat))
+        while len(psutil.Process().children()) == before:
+            await asyncio.sleep(0)
+        begun.read_text()  # in the event loop: it runs, and nothing here knows of it yet
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert first.cancelled()
+        with pytest.raises(OSError, match="No such device"):  # what it started is gone, too
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_setup_command_at_its_limit_ends_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -415,6 +416,28 @@ def test_a_running_job_gives_everything_back_before_it_is_paused(tmp_path: Path)
         assert [one["reason"] for one in again["attempts"]] == ["PAUSED", None]
 
     with_service(tmp_path, test)
+
+
+def test_a_job_that_is_still_inspected_is_paused_as_soon_as_it_is_queued(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "slow.py").write_text(f"open({str(gate)!r}).read()\ndef work(ctx): ...\n")
+
+    async def test(service: Standing) -> None:
+        job = (await service.submit("name: slow\nroles: {main: {workload: slow:work}}\n", workdir=str(tmp_path)))["id"]
+        with await asyncio.to_thread(gate.open, "w"):  # opens when the import has come there, which waits for its end
+            assert (await service.get(f"/jobs/{job}"))["state"] == "SUBMITTED"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(jobs, "RESUME_WAIT_S", 0.05)
+                refused = await service.http.post(f"/api/v1/jobs/{job}:pause")
+            assert (refused.status_code, refused.json()["code"]) == (409, "CONFLICT")
+            paused = asyncio.create_task(service.http.post(f"/api/v1/jobs/{job}:pause"))
+            await asyncio.sleep(0.1)
+            assert not paused.done(), "it waits for the end of the inspection"
+        assert (await paused).status_code == 202
+        await service.until(job, JobState.PAUSED, JobState.PREEMPTING)  # the latter if it was admitted in between
+
+    with_service(tmp_path / "service", test)
 
 
 def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_why(tmp_path: Path) -> None:

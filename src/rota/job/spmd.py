@@ -204,7 +204,7 @@ class CommandBody:
 
     async def _spawn(self, env: dict[str, str]) -> asyncio.subprocess.Process:
         try:
-            return await asyncio.create_subprocess_exec(*self._command.argv, env=env)
+            return await _started(*self._command.argv, env=env)
         except OSError as error:
             text = (
                 f"{self._command.argv[0]!r} cannot be run in {Path.cwd()}: {error.strerror}; put it on PATH or into the"
@@ -293,6 +293,20 @@ class CommandBody:
         await asyncio.gather(*(_end(child, grace_s) for child in children))
 
 
+async def _started(*argv: str, env: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
+    """A child process. Who is cancelled while it is being started ends it with all below it. Raises OSError.
+
+    asyncio itself would then kill the child alone, which may have started others by then.
+    """
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*argv, env=env))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            await _end(await starting, 0.0)
+        raise
+
+
 async def _end(child: asyncio.subprocess.Process, grace_s: float) -> int:
     """End a child and all below it; returns its status, as of one that had ended by itself."""
     if child.returncode is None and (found := process.identify(child.pid)):
@@ -364,7 +378,7 @@ async def run_setup(seat: Seat) -> None:
         return
     since = log_size(seat)
     with seat.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
-        child = await asyncio.create_subprocess_exec("/bin/sh", "-c", seat.role.setup)
+        child = await _started("/bin/sh", "-c", seat.role.setup)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETUP_MAX_S):

@@ -34,7 +34,7 @@ SOURCE_BYTES_MAX = 2**20
 STOP_TRIES_MAX = 20
 TRACE_RECORDS_MAX = 100_000
 RESUME_WAIT_S = 20.0
-"""How long a request to resume waits for a job that is being paused; clients wait for an answer for 30 s."""
+"""How long a request to resume (to pause) waits for a job that is being paused (inspected); clients wait for 30 s."""
 EXEC_TIMEOUT_MAX_S = 600.0
 EXEC_AUDITED_MAX = 1000
 """Characters of a command that the audit keeps."""
@@ -196,9 +196,11 @@ async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = No
 async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Document:
     """Give the devices back and keep the job: it stops within ``grace_s`` and waits, PAUSED, until it is resumed.
 
-    What it committed stays. Asking again is harmless.
+    What it committed stays. Asking again is harmless. One whose workloads are being inspected is waited for; after 20 s
+    that is a conflict.
     """
     story = doors.steered(caller, job)
+    await _wait_while(doors, story, JobState.SUBMITTED)
     if story.state in (JobState.SUBMITTED, JobState.STOPPING):
         raise Conflict(f"{story.id} is {story.state.value}: it cannot be paused now", state=story.state.value)
     pausing = story.preempt is not None and story.preempt.reason is Reason.PAUSED
@@ -215,10 +217,7 @@ async def resume(job: str, doors: Parts, caller: Asker) -> Document:
     One that still gives its devices back is waited for; after 20 s that is a conflict.
     """
     story = doors.steered(caller, job)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(RESUME_WAIT_S):
-            while story.state is JobState.PREEMPTING and not doors.loop.stopping:
-                await doors.loop.wait_for(doors.loop.installation.number + 1)
+    await _wait_while(doors, story, JobState.PREEMPTING)
     if story.ended is not None or story.state is JobState.PREEMPTING:
         hint = "" if story.ended else "ask again when it is PAUSED"
         raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)
@@ -362,6 +361,14 @@ def show_document(
 
 def _told(doors: Doors) -> Told:
     return lambda job: doors.loop.scheduler.wait_of(job, doors.clock.wall_s())
+
+
+async def _wait_while(doors: Doors, story: JobStory, state: JobState) -> None:
+    """Wait until the job has left a state that it leaves by itself; for ``RESUME_WAIT_S`` at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RESUME_WAIT_S):
+            while story.state is state and not doors.loop.stopping:
+                await doors.loop.wait_for(doors.loop.installation.number + 1)
 
 
 async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:

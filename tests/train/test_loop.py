@@ -58,6 +58,19 @@ def test_a_folder_may_be_named_by_a_text_and_must_be_empty_when_nothing_may_be_r
         train(checkpoint=tmp_path, resume="never")
 
 
+def test_a_mapping_with_labels_trains_like_a_pair(alone: None) -> None:
+    losses: list[list[float]] = [[], []]
+
+    def fields(step: int, rows: slice) -> dict[str, torch.Tensor]:
+        ids, targets = data(step, rows)
+        return {"ids_BT": ids, "labels": targets}
+
+    for given, found in zip((data, fields), losses, strict=True):
+        note = partial(lambda found, _, result: found.append(result.loss), found)
+        fit(partial(Gpt, SHAPE), given, optimizer=SGD, batch=BATCH, plan=ALONE, steps=2, on_step=note)
+    assert losses[0] == losses[1]
+
+
 def test_training_does_not_begin_anew_where_all_checkpoints_are_damaged(alone: None, tmp_path: Path) -> None:
     assert train(checkpoint=tmp_path) == 2
     for path in candidates(tmp_path):

@@ -406,7 +406,7 @@ class Parallel:
 
 def settle(parameters: Iterable[torch.Tensor]) -> None:
     """Give gradients the layout of their parameters: parts on tensor ranks are summed once, not in every use of them,
-    and nobody keeps rows that another rank steps."""
+    and no rank keeps rows that another one steps."""
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:

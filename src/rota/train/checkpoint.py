@@ -34,7 +34,7 @@ from rota.train.state import local
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 20
 WAIT_S = 600.0
-"""A rank that hears nothing of the others for so long gives a save up."""
+"""After this time without an answer of the others a rank gives a save up."""
 NAMED = 6
 """Parameters that an error lists."""
 _FOLDER = re.compile(r"^step-(\d+)\.(\d+)$")
@@ -90,7 +90,7 @@ class Checkpoints:
         def write() -> None:
             try:
                 self._write(step, dict(extra))
-            except Exception as error:  # noqa: BLE001 - the edge of this thread: told by the next save or wait
+            except Exception as error:  # noqa: BLE001 - the edge of this thread: raised by the next save or wait
                 errors.append(error)
 
         self._saving = _Save(threading.Thread(target=write, name="checkpoint", daemon=True), errors)
@@ -125,7 +125,7 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with (
             suppress(OSError, RuntimeError) if kind else nullcontext()
-        ):  # the error that ended training is the one told
+        ):  # the error that ended training is the one raised
             self.close()
 
     def find(self) -> Found | None:
@@ -322,7 +322,7 @@ def commit(
 
 @contextmanager
 def _as_os_error(what: str) -> Iterator[None]:
-    """torch's CheckpointException is no Exception: it would pass every ``except Exception`` unseen."""
+    """torch's CheckpointException is not an Exception: it would pass every ``except Exception`` unseen."""
     try:
         yield
     except CheckpointException as error:

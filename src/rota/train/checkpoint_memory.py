@@ -74,5 +74,5 @@ class MemoryCheckpoints:
         return found[full].clone() if full in found else None
 
     def drop(self) -> None:
-        """Forget everything: the run goes on from an older step."""
+        """Forget everything: the run continues from an older step."""
         self._plane.delete(self._group, missing_ok=True)

@@ -60,7 +60,7 @@ def register(name: str) -> Callable[[Maker], Maker]:
 
 
 def synchroniser(plan: ParallelPlan, mesh: PlanMesh) -> Synchroniser | None:
-    """The synchroniser a plan asks for; None for the plain all-reduce. Raises BadInput when nobody registered it."""
+    """The synchroniser a plan asks for; None for the plain all-reduce. Raises BadInput when it is not registered."""
     sync = plan.sync
     if sync.mode != "allreduce":
         name = sync.mode

@@ -35,7 +35,7 @@ from rota.train.state import restore_settings, settings
 log = logging.getLogger(__name__)
 
 SKIPPED_MAX = 10
-"""So many steps in a row without a finite loss end the training."""
+"""Steps in a row without finite loss and gradients that end the training."""
 
 Data = Callable[[int, slice], tuple[Inputs, torch.Tensor] | Mapping[str, Any]]
 """(step, rows of the global batch) to (inputs, targets) of those rows, or to one mapping with ``labels``: the same for
@@ -65,9 +65,9 @@ def fit(
     """Train to ``steps`` optimizer steps of ``batch`` sequences each on the ranks that torchrun started, or alone.
 
     Plan ``auto`` is the one of the job (``plan`` in its file), else the planner finds one for the ranks there are. With
-    ``checkpoint`` it goes on from the newest good one, under whatever plan it was written (``resume`` never: a folder
+    ``checkpoint`` it continues from the newest good one, under whatever plan it was written (``resume`` never: a folder
     that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor plane of this machine:
-    state copied there survives the processes and is preferred when it is no older and of the same plan.
+    state copied there survives the processes and is preferred when it is as new and of the same plan.
     ``rate(step)`` gives the learning rate.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
     number of replicas; RotaError when the loss stays not finite.
@@ -122,7 +122,9 @@ def _run(
             step += 1
             skipped = skipped + 1 if result.skipped else 0
             if skipped >= SKIPPED_MAX:
-                raise RotaError(f"the loss was not finite in steps {step - skipped + 1} to {step}; nothing was updated")
+                raise RotaError(
+                    f"loss or gradients were not finite in steps {step - skipped + 1} to {step}; nothing was updated"
+                )
             if on_step is not None:
                 on_step(step, result)
             due = clock.monotonic_s() - saved_s >= every_s
@@ -140,7 +142,7 @@ def _run(
 
 
 def save(saves: Checkpoints, trained: Parallel, step: int) -> None:
-    """Begin a save of everything that ``resume`` needs. A save that failed before is told and does not end training."""
+    """Begin a save of everything that ``resume`` needs. A save that failed before is logged; training continues."""
     try:
         saves.wait()
     except OSError as error:

@@ -77,7 +77,7 @@ class PlanMesh:
 
 
 def expert_shards(degrees: Mesh) -> int:
-    """How many ranks of ``dp_shard`` an expert group spans. Raises BadInput when ``ep`` is no multiple of ``cp``."""
+    """How many ranks of ``dp_shard`` an expert group spans. Raises BadInput when ``ep`` is not a multiple of ``cp``."""
     if degrees.ep == 1:
         return 1
     inner, rest = divmod(degrees.ep, degrees.cp)

@@ -41,7 +41,7 @@ class Parts:
                     hint="name its parts: parallelize(..., parts=Parts(embed=..., stack=..., head=...))",
                 )
         if (cut or apart) and not self._stack(model):
-            text = f"model.{self.stack} is no ModuleList or Sequential with layers"
+            text = f"model.{self.stack} is not a ModuleList or Sequential with layers"
             raise BadInput(text, hint="hold the layers in one ModuleList")
 
     def _stack(self, model: nn.Module) -> nn.ModuleList | nn.Sequential | tuple[()]:

@@ -125,7 +125,7 @@ class PsClient:
         return [head for head, _ in self._ask_all([({"op": "stats"}, {})] * len(self._links))]
 
     def close(self, *, leave: bool = True) -> None:
-        """Hang up; with ``leave`` nobody waits for this worker any more."""
+        """Hang up; with ``leave`` others stop waiting for this worker."""
         if leave and self._takes_part:
             with contextlib.suppress(ServerLost, Fenced):
                 self._ask_all([({"op": "leave"}, {})] * len(self._links))

@@ -110,7 +110,7 @@ def _layers(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
     counted = sum(layer.count for layer in plan.layers)
     if counted != model.layers:
         rule = f"the counts of the runs add up to {counted}, the model has {model.layers} layers"
-        yield Fault("layers", f"{counted} layers", rule, "mend the counts")
+        yield Fault("layers", f"{counted} layers", rule, "correct the counts")
 
 
 def _zero(plan: ParallelPlan, name: str, kind: Layer) -> Iterator[Fault]:

@@ -252,3 +252,41 @@ def test_a_start_is_late_when_nobody_comes_further_in_it_and_its_message_says_at
     assert doing == {"actor/1": "last heard 0 s ago, in its setup, last import slow"}
     ready = [replace(one, state=InstanceState.READY) for one in coming[:1]]
     assert bench.manager.coming(bench.ctx.with_instances(ready))[0] == 0.0
+
+
+def test_one_whose_process_is_stopped_is_told_at_the_third_look_whatever_its_limit_and_a_shorter_stop_is_not() -> None:
+    bench = Bench()
+    stopped = {"now": True}
+    bench.ctx = replace(
+        bench.ctx,
+        instances={
+            one: each if str(one) == "reward/0" else replace(each, process=None)
+            for one, each in bench.ctx.instances.items()
+        },
+    )
+    bench.manager.is_stopped = lambda which: stopped["now"]
+    bench.say("loop/0", ("reward/0", "call"), idle_s=3.0, busy=("train",))
+    bench.say("reward/0", idle_s=0.5, busy=("score",))
+    assert [bench.told(), bench.told()] == [{}, {}]
+    stopped["now"] = False
+    assert bench.told() == {}
+    stopped["now"] = True
+    assert [bench.told(), bench.told()] == [{}, {}]
+    found = bench.told()
+    assert set(found) == {"reward/0"}
+    assert found["reward/0"].text == (
+        "reward/0 makes no progress: its process 7 is stopped by a signal; loop/0 waits for it"
+    )
+    assert found["reward/0"].idle_s == 3.0
+    assert bench.told() == {}, "once an epoch"
+
+
+def test_one_that_is_stopped_while_it_starts_is_lost_and_not_waited_for() -> None:
+    bench = Bench()
+    one = replace(bench.ctx.instances[at("reward/0")], state=InstanceState.STARTING)
+    bench.ctx = replace(bench.ctx, instances={at("reward/0"): one})
+    bench.manager.is_stopped = lambda which: True
+    events = [event for _ in range(3) for event in bench.manager.overdue(bench.ctx)]
+    (lost,) = events
+    assert isinstance(lost, InstanceLost)
+    assert (lost.role, lost.reason, lost.alive) == ("reward", Reason.NO_PROGRESS, True)

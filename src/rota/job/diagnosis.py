@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rota.job.core.context import Instance, JobContext
+from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.symptoms import Pace, RateWatch, memory_evidence, stragglers
 from rota.job.core.waits import Rank, Root, Standing, Wait, WaitGraph, collective_waits
 from rota.job.probes import BEAT_S, SETTING_UP, Beat
 from rota.runtime.clock import Clock
+from rota.runtime.hang import LOOK_S, STOPPED_LOOKS
 from rota.spec import codec
 from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
 from rota.spec.ids import Epoch, InstanceId, RoleName
@@ -33,6 +34,7 @@ STILL_MIN_S = 1.5
 STACKS_AT_ONCE_MAX = 4
 MASTER = "master"
 STRANGER = "no part of this job"
+STOPPED = "nothing: its process is stopped by a signal"
 
 Meetings = Mapping[str, tuple[str, ...]]
 """Role to the instances that have not come to the meeting of its process group."""
@@ -49,6 +51,10 @@ class DiagnosisManager:
     clock: Clock
     oom_kills: Callable[[], int | None] = lambda: None
     """How many processes the kernel has ended for memory here; None when nobody counts."""
+    is_stopped: Callable[[Process], bool] = lambda which: False
+    """Whether a process of this node is stopped by a signal."""
+    halted: Mapping[tuple[InstanceId, Epoch], int] = field(default_factory=dict)
+    """Looks in a row that found the process of an instance stopped."""
     kills: int | None = None
     beats: dict[InstanceId, tuple[Beat, float]] = field(default_factory=dict[InstanceId, tuple[Beat, float]])
     since: dict[tuple[InstanceId, Epoch], float] = field(default_factory=dict[tuple[InstanceId, Epoch], float])
@@ -223,6 +229,8 @@ class DiagnosisManager:
                 still_s = beat.idle_s + extra_s
             elif waited_s is not None:
                 still_s = min(waited_s, beat.still_s + extra_s)
+        if looks := self.halted.get((one.id, one.epoch), 0):
+            still_s, excuse, doing = max(still_s or 0.0, looks * LOOK_S), "", STOPPED
         return Standing(
             name=str(one.id),
             limit_s=limit_s,
@@ -250,7 +258,9 @@ class DiagnosisManager:
                     role=one.id.role, rank=one.id.rank, epoch=one.epoch, reason=Reason.HANG, text=text
                 )
         self.coming(ctx)
+        self._look(ctx)
         graph = self.graph(ctx, absent)
+        found |= dict(self._stopped(ctx, graph))
         for root in graph.roots():
             for one in self._accused(graph, root, watched):
                 found.setdefault(one.id, _stall(graph, root, one))
@@ -258,6 +268,28 @@ class DiagnosisManager:
         new = [event for key, event in fresh.items() if key not in self.stalled]
         self.stalled |= set(fresh)
         return new
+
+    def _look(self, ctx: JobContext) -> None:
+        """Count the looks that found a process stopped. It cannot make progress, whatever its limit is."""
+        alive = [one for one in ctx.instances.values() if one.process is not None and one.alive]
+        stopped = [(one.id, one.epoch) for one in alive if one.process is not None and self.is_stopped(one.process)]
+        self.halted = {key: self.halted.get(key, 0) + 1 for key in stopped}
+
+    def _stopped(self, ctx: JobContext, graph: WaitGraph) -> Iterator[tuple[InstanceId, JobEvent]]:
+        """Who is given up because its process was stopped at each of the last looks."""
+        for (one, epoch), looks in self.halted.items():
+            if looks < STOPPED_LOOKS:
+                continue
+            pid = process.pid if (process := ctx.instances[one].process) is not None else 0
+            text = f"{one} makes no progress: its process {pid} is stopped by a signal"
+            if waiters := graph.waiters(Root(members=(str(one),))):
+                text = f"{text}; {_are_waiting(waiters)}"
+            role, rank, reason = one.role, one.rank, Reason.NO_PROGRESS
+            if ctx.instances[one].state is InstanceState.READY:
+                idle_s = looks * LOOK_S
+                yield one, ProgressStalled(role=role, rank=rank, epoch=epoch, idle_s=idle_s, reason=reason, text=text)
+            else:
+                yield one, InstanceLost(role=role, rank=rank, epoch=epoch, reason=reason, text=text, alive=True)
 
     def _accused(self, graph: WaitGraph, root: Root, watched: Iterable[Instance]) -> list[Instance]:
         """The members of a root; when it is no part of the job, those who wait for it: only they can be replaced."""
@@ -331,8 +363,11 @@ def sentence(graph: WaitGraph, root: Root) -> str:
     if one.silent_s > SILENT_S[0]:
         parts.append(f"and does not answer since {one.silent_s:.0f} s")
     waiters = graph.waiters(root)
-    tail = f"; {', '.join(waiters[:8])} {'waits' if len(waiters) == 1 else 'wait'} for it" if waiters else ""
-    return " ".join(parts) + tail
+    return " ".join(parts) + (f"; {_are_waiting(waiters)}" if waiters else "")
+
+
+def _are_waiting(waiters: tuple[str, ...]) -> str:
+    return f"{', '.join(waiters[:8])} {'waits' if len(waiters) == 1 else 'wait'} for it"
 
 
 def _stall(graph: WaitGraph, root: Root, one: Instance) -> ProgressStalled:

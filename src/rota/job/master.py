@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from rota.job import shadow
 from rota.job.core import moving, stopping
-from rota.job.core.context import JobContext
+from rota.job.core.context import JobContext, Process
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial, step
 from rota.job.core.sizing import saved_by_script
@@ -37,7 +37,7 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.node import seen_from_outside
-from rota.runtime.process import ProcessId, oom_kills
+from rota.runtime.process import ProcessId, is_stopped, oom_kills
 from rota.spec.commands import Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -69,7 +69,7 @@ PUSH_MAX_S, STACKS_MAX_S = 5.0, 3.0
 CRASH_PAUSE_S = 1.0
 """A master that fails again and again does so no faster than this."""
 STORY_MAX = 30
-ASKED = frozenset({"beat", "commit", "meet", "stacks", "status", "why"})
+ASKED = frozenset({"beat", "commit", "meet", "ping", "stacks", "status", "why"})
 """Methods of a JobMaster for the processes of the job and the service."""
 
 
@@ -78,7 +78,8 @@ class JobMaster:
 
     ``offload`` runs a blocking call elsewhere (in virtual time: at once). ``give_back`` drops the tensors of the job,
     before the end is written: whoever reads the end may end this process. ``look_at`` gives the stacks of a process of
-    this node that does not answer, empty when it cannot; ``oom_kills`` counts what the kernel ended for memory.
+    this node that does not answer, empty when it cannot; ``oom_kills`` counts what the kernel ended for memory;
+    ``is_stopped`` says whether a process of this node is stopped by a signal.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class JobMaster:
         give_back: Callable[[], None] = lambda: None,
         look_at: Callable[[ProcessId], str] = lambda which: "",
         oom_kills: Callable[[], int | None] = lambda: None,
+        is_stopped: Callable[[Process], bool] = lambda which: False,
     ) -> None:
         self.ctx: JobContext = initial(job)
         self.epoch = Epoch(0)
@@ -103,7 +105,7 @@ class JobMaster:
         self._kept_seq = 0
         self._inbox = Inbox()
         self._story: deque[Record] = deque(maxlen=STORY_MAX)
-        self._watch = DiagnosisManager(clock, oom_kills=oom_kills)
+        self._watch = DiagnosisManager(clock, oom_kills=oom_kills, is_stopped=is_stopped)
         self._executor: Executor | None = None
         self._owned: set[asyncio.Task[Any]] = set()
         self._table = PeerTable()
@@ -368,10 +370,12 @@ class JobMaster:
     async def stacks(self, role: str, rank: int) -> str:
         """The stacks of one instance; one that does not answer is looked at from outside, if it is on this node."""
         await self._loaded.wait()
+        one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
         try:
+            if one is not None and one.process is not None and self._watch.is_stopped(one.process):
+                raise ProcessGone("its process is stopped by a signal")
             return str(await self._tell(role, rank, Call(method="stacks", timeout_s=STACKS_MAX_S, control=True)))
         except (ProcessGone, CallTimeout, RemoteError) as error:
-            one = self.ctx.instances.get(InstanceId(RoleName(role), rank))
             if one is None or one.process is None:
                 return f"no stacks: {error}"
             which = ProcessId(pid=one.process.pid, start_time=one.process.start_time)
@@ -381,6 +385,9 @@ class JobMaster:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""
         await self._loaded.wait()
         return await self._watch.explain(self.ctx, self._meetings.absent(self.ctx), self.stacks)
+
+    async def ping(self) -> None:
+        """Answers at once while the loop of this master turns, whatever else it waits for."""
 
     async def status(self) -> dict[str, Any]:
         """The state of the job and the last beat of every instance, with its age."""
@@ -450,6 +457,7 @@ class Master:
             give_back=functools.partial(shadow.give_back, self._job, home),
             look_at=seen_from_outside,
             oom_kills=oom_kills,
+            is_stopped=lambda which: is_stopped(ProcessId(pid=which.pid, start_time=which.start_time)),
         )
 
     async def _live(self) -> None:

@@ -6,9 +6,9 @@
                                rota.runtime.engine watch    the watcher (same pid): reaps, restarts a dead GCS, and on
                                                             SIGTERM or death of the raylet ends everything it started
 
-One watcher a node; the head's also watches the GCS. A dead watcher leaves GCS and raylet running; the next
-``start_engine`` puts a new watcher over them. Leftovers are found, whoever their parent is, by their session and by
-``ROTA_ENGINE=<engine>/<host>``, which every process of a node inherits.
+One watcher a node; the head's also watches the GCS. What hangs is ended, as if it had died. A dead watcher leaves GCS
+and raylet running; the next ``start_engine`` puts a new watcher over them. Leftovers are found, whoever their parent
+is, by their session and by ``ROTA_ENGINE=<engine>/<host>``, which every process of a node inherits.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from rota.runtime import process
 from rota.runtime.devices import cores_allowed
+from rota.runtime.hang import LOOK_S, HangWatch, end_hung, listens_http2, note_replaced
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable
 
@@ -406,7 +407,12 @@ class Watcher:
         self._path = state_path
         self._state = state
         self._stopping = False
+        self._looked_s = time.monotonic()
         self._gcs_deaths = list[float]()
+        self._looks = dict[ProcessId, HangWatch]()
+        self._ports = dict[ProcessId, int]()
+        self._ended = set[ProcessId]()
+        """What hung: its death is noted already."""
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -420,10 +426,40 @@ class Watcher:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while self._keep():
             watched = [self._state.raylet, *([self._state.gcs] if self._state.gcs else [])]
-            process.watch_exits(watched, self._wake_out.fileno(), None)
+            process.watch_exits(watched, self._wake_out.fileno(), LOOK_S)
             self._drain()
             process.reap_adopted()
+            self._look()
+        if not self._stopping and not process.is_alive(self._state.raylet):
+            self._note_death("raylet", self._state.raylet)
         self._end()
+
+    def _look(self) -> None:
+        """End what hangs; from there on it is a death like any other. No more often than is due."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S / 2:
+            return
+        self._looked_s = now_s
+        parts = {"raylet": self._state.raylet, "control store": self._state.gcs}
+        watched = {which: part for part, which in parts.items() if which is not None and process.is_alive(which)}
+        self._looks = {which: self._looks.get(which) or HangWatch(which) for which in watched}
+        for which, look in self._looks.items():
+            if why := look.look(answers=process.is_stopped(which) or self._answers(which)):
+                end_hung(which, self._path.parent.parent, watched[which], why)
+                self._ended.add(which)
+                process.wait_gone((which,), _STOP_S)
+
+    def _answers(self, which: ProcessId) -> bool:
+        """Silence counts from the first answer on: one that has just begun listens nowhere yet."""
+        if which in self._ports:
+            return listens_http2(self._ports[which])
+        port = next((port for port in process.ports_of(which) if listens_http2(port)), None)
+        self._ports |= {which: port} if port is not None else {}
+        return True
+
+    def _note_death(self, part: str, which: ProcessId) -> None:
+        if which not in self._ended:
+            note_replaced(self._path.parent.parent, part, which.pid, "ended")
 
     def _ask_stop(self, *_: object) -> None:
         self._stopping = True
@@ -442,6 +478,7 @@ class Watcher:
             return True
         if self._state.volatile:  # a GCS that forgot everything is of no use to what still runs
             return False
+        self._note_death("control store", self._state.gcs)
         now = time.monotonic()
         self._gcs_deaths = [at for at in self._gcs_deaths if now - at < _GCS_DEATHS_S] + [now]
         if len(self._gcs_deaths) > _GCS_DEATHS_MAX:

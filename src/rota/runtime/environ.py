@@ -145,6 +145,11 @@ class Home:
         return self.run / "service.json"
 
     @property
+    def service_pulse(self) -> Path:
+        """Touched once a second by the loop of the service, so that its keeper sees that it turns."""
+        return self.run / "service.pulse"
+
+    @property
     def restoring(self) -> Path:
         """What a back-up holds, on its way to its place; there only while a restore runs, or when one was killed."""
         return self.root / ".restoring"

@@ -22,8 +22,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rota.runtime import process
+from rota.runtime import environ, process
 from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine, stop_engine
+from rota.runtime.environ import Home
 from rota.runtime.gateway_client import (
     IN_FLIGHT_MAX,
     MESSAGE_BYTES_MAX,
@@ -32,6 +33,8 @@ from rota.runtime.gateway_client import (
     read_message,
     settings_mark,
 )
+from rota.runtime.hang import HangWatch, end_hung
+from rota.runtime.process import KEEPER, RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ ANSWERS_MAX = 4096
 ENGINE_LOST = 75
 _ENGINE_CHECK_S = 1.0
 _FAILURE_MAX = 500
+_KEEPER_GONE = 3
+"""Looks at which the keeper of the service is gone before it is started from here."""
 
 
 class Gateway:
@@ -48,6 +53,10 @@ class Gateway:
 
     def __init__(self, home: Path, settings: EngineSettings, namespace: str) -> None:
         self._home, self._settings, self._namespace = home, settings, namespace
+        self._run = home / "run"
+        self._looks = dict[process.ProcessId, HangWatch]()
+        self._keeper: HangWatch | None = None
+        self._keeper_gone = 0
         self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
         self._tasks = set[asyncio.Task[Any]]()
         self._attaching: asyncio.Future[GatewayOps] | None = None
@@ -209,6 +218,7 @@ class Gateway:
         while True:
             await asyncio.sleep(_ENGINE_CHECK_S)
             process.reap_adopted()
+            self._keep_keeper()
             if self._raylet is None:
                 continue
             if not process.is_alive(self._raylet):
@@ -216,10 +226,35 @@ class Gateway:
                 self._leaving.set()
                 return
             if find_engine(self._home) is not None:
+                self._end_hung_watchers()
                 try:
                     await asyncio.to_thread(start_engine, self._home, self._settings)
                 except (EngineUnavailable, OSError) as error:  # the loss of the raylet must still be seen
                     sys.stderr.write(f"no watcher over the engine: {error}\n")
+
+    def _keep_keeper(self) -> None:
+        """Start the keeper of the service again where the service, whose task that is, does not: it may be gone too."""
+        record = RunFolder(self._run).read(KEEPER)
+        if record is None:
+            self._keeper = None
+            return
+        if self._keeper is None or self._keeper.which != record.id:
+            self._keeper, self._keeper_gone = HangWatch(record.id), 0
+        if why := self._keeper.look():
+            end_hung(record.id, self._run, KEEPER, why)
+        self._keeper_gone = 0 if process.is_alive(record.id) else self._keeper_gone + 1
+        if self._keeper_gone == _KEEPER_GONE:
+            log = Home.of(self._home).service_log
+            process.spawn(Spawn(command=record.command, env={}, log=log, cwd=self._home), name=KEEPER)
+
+    def _end_hung_watchers(self) -> None:
+        """Who watches the engine is watched from here."""
+        records = [one for one in RunFolder(self._run).alive() if one.name.startswith("engine-")]
+        self._looks = {one.id: self._looks.get(one.id) or HangWatch(one.id) for one in records}
+        for which, looks in self._looks.items():
+            if why := looks.look():
+                end_hung(which, self._run, "watcher of the engine", why)
+                process.wait_gone((which,), _ENGINE_CHECK_S)
 
     def _stamped(self, message: dict[str, Any]) -> dict[str, Any]:
         return {**message, "gateway": os.getpid(), "engine": self._engine}
@@ -266,6 +301,7 @@ def main(arguments: list[str]) -> int:
         except BlockingIOError:
             return 0
         process.become_subreaper()
+        os.environ[environ.HOME] = str(given.home)
         gateway = Gateway(given.home, EngineSettings(**json.loads(given.engine)), given.namespace)
         asyncio.run(_serve_and_exit(gateway, files))
     return 0

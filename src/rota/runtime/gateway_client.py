@@ -26,6 +26,7 @@ from typing import Any
 from rota.runtime import process
 from rota.runtime.chance import Chance, SystemChance
 from rota.runtime.engine import SOCKET_PATH_MAX, EngineSettings
+from rota.runtime.hang import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
@@ -128,6 +129,7 @@ class GatewayClient:
         self._connected = asyncio.Event()
         self._parted = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._waiting = dict[str, asyncio.Future[Any]]()
         self._generation = 0
@@ -148,6 +150,7 @@ class GatewayClient:
         """Start or adopt the gateway and keep it alive from now on; harmless when it was started before."""
         if self._keeper is None:
             self._keeper = asyncio.get_running_loop().create_task(self._keep(), name="gateway-keeper")
+            self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="gateway-watcher")
 
     # -- what can be asked ----------------------------------------------------------------------------------------
 
@@ -274,10 +277,11 @@ class GatewayClient:
 
     async def close(self, *, stop_gateway: bool = False) -> None:
         """Stop keeping the gateway; with ``stop_gateway`` end it too (the engine goes on)."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
-            self._keeper = None
+        tasks = [task for task in (self._keeper, self._watcher) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._keeper = self._watcher = None
         if self._writer is not None:
             self._writer.close()
         if stop_gateway:
@@ -307,6 +311,31 @@ class GatewayClient:
                 await self._read_replies(reader)
             finally:
                 self._lost()
+
+    async def _watch(self) -> None:
+        """End a gateway that hangs, so that another is started, whoever started this one."""
+        looks: HangWatch | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            record = self._files.run.find_alive(RECORD)
+            if record is None:
+                continue
+            looks = looks if looks is not None and looks.which == record.id else HangWatch(record.id)
+            if why := looks.look(answers=await self._is_heard()):
+                _log.error("the gateway, process %s, %s: it is started again", record.pid, why)
+                end_hung(record.id, self._files.run.path, RECORD, why)
+
+    async def _is_heard(self) -> bool:
+        """True while the gateway answers; also without a connection, which the keeper is about then."""
+        if self._writer is None:
+            return True
+        try:
+            await self.request("ping", {}, timeout_s=ANSWER_S)
+        except TimedOut:
+            return False
+        except (EngineUnavailable, ValueError):  # gone meanwhile, or too much in flight
+            return True
+        return True
 
     async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         if self._child is not None:

@@ -1,9 +1,10 @@
-"""What the gateway does in Ray: masters kept alive, names listed, the remains of a job ended."""
+"""What the gateway does in Ray: masters kept alive and watched, names listed, the remains of a job ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,9 +15,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime import ray_claims
+from rota.runtime import process, ray_claims
+from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import local_node
 from rota.runtime.engine import HOST_LABEL, EngineState
+from rota.runtime.environ import Home
+from rota.runtime.hang import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, note_replaced
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.launch_ray import MasterStart, RayLauncher
 from rota.runtime.machines import Machines
@@ -34,6 +38,10 @@ _WHY_S = 15.0
 """Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
 
+_LOOK_THERE_S = 60.0
+"""A look at a process of another machine has so long: a process is started for it there, and looks for ten seconds."""
+
+
 def connect(address: str, namespace: str) -> GatewayOps:
     """Become a client of the engine; its environment must be set already. Blocks. Raises ConnectionError."""
     ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
@@ -44,9 +52,12 @@ class GatewayOps:
     """One method an operation; arguments and results are JSON."""
 
     def __init__(self, namespace: str) -> None:
+        self._run = Home.find().run
+        """Where it is noted what was replaced."""
         self._launcher = RayLauncher(namespace, watches=False)
         self._warm: asyncio.Task[None] | None = None
         self._kept = dict[JobId, asyncio.Task[None]]()
+        self._watched = dict[JobId, asyncio.Task[None]]()
         self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
         """One start of a master at a time; a lock is gone with the last who uses it."""
         self.machines = Machines(_ask_machine)
@@ -75,10 +86,13 @@ class GatewayOps:
         """Start the master or find it alive; from now on start it again whenever it is dead for good."""
         wanted = MasterStart(job=JobId(job), target=target, args=args, env=env, log_path=log_path)
         lock = self._locks.setdefault(wanted.job, asyncio.Lock())
+        loop = asyncio.get_running_loop()
         async with lock:
+            if wanted.job not in self._watched:  # one that is there already may hang, and would hold up the start
+                self._watched[wanted.job] = loop.create_task(self._watch(wanted.job))
             handle = await self._start(wanted)
             if wanted.job not in self._kept:
-                self._kept[wanted.job] = asyncio.get_running_loop().create_task(self._keep(wanted))
+                self._kept[wanted.job] = loop.create_task(self._keep(wanted))
         return {"name": handle.name, "pid": handle.pid, "start_time": handle.start_time}
 
     async def _start(self, wanted: MasterStart) -> Handle:
@@ -95,6 +109,41 @@ class GatewayOps:
             except Exception as error:  # noqa: BLE001 - a constructor may raise anything; it is tried again, more slowly
                 _say(f"master of {wanted.job} ended ({cause}) and does not start: {type(error).__name__}: {error}")
                 pause_s = min(pause_s * 2, pause_max_s)
+
+    async def _watch(self, job: JobId) -> None:
+        """End a master that hangs, also while it starts; Ray starts it again, as after any other death."""
+        looks: HangWatch | None = None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                looks = await self._look(job, looks)
+            except Exception as error:  # noqa: BLE001 - whatever Ray raises while the engine or the master is away
+                _say(f"the {_part(job)} is looked at later: {type(error).__name__}: {error}")
+
+    async def _look(self, job: JobId, looks: HangWatch | None) -> HangWatch | None:
+        answers, why = await self._answers(job), ""
+        if looks is not None and process.is_alive(looks.which):
+            why, pid = looks.look(answers=answers), looks.which.pid
+            why = why if why and end_hung(looks.which, self._run, _part(job), why) else ""
+        else:
+            pid, node = await self._launcher.place_of(master_name(job))
+            known = process.identify(pid) if node == ray.get_runtime_context().get_node_id() else None
+            looks = None if known is None else HangWatch(known)
+            if pid and known is None and not answers and (why := await _end_if_hung_there(node, pid)):
+                note_replaced(self._run, _part(job), pid, why)
+        if why:
+            _say(f"the {_part(job)}, process {pid}, {why}: it is started again")
+        return looks
+
+    async def _answers(self, job: JobId) -> bool:
+        """True when the loop of the master turns."""
+        try:
+            await self._launcher.call(_master(job), Call(method="ping", timeout_s=ANSWER_S, control=True))
+        except (ProcessGone, CallTimeout):
+            return False
+        except AttributeError:  # one of a version that has no ping
+            return True
+        return True
 
     async def find(self, job: str) -> dict[str, Any]:
         """Master, instances and reservations of a job."""
@@ -159,15 +208,15 @@ class GatewayOps:
         if self._warm is not None:
             self._warm.cancel()
             await asyncio.gather(self._warm, return_exceptions=True)
-        for job in tuple(self._kept):
+        for job in (*self._kept, *self._watched):
             await self._let_go(job)
         await self._launcher.close()
 
     async def _let_go(self, job: JobId) -> None:
-        task = self._kept.pop(job, None)
-        if task is not None:
+        tasks = [task for tasks in (self._kept, self._watched) if (task := tasks.pop(job, None)) is not None]
+        for task in tasks:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,6 +238,35 @@ def _inventory_of(host: str, cpus: float) -> dict[str, Any]:
     node = local_node(host)
     labels = tuple(pair for pair in node.labels if pair[0] != CORES_LABEL)  # Ray's number is not shared in time
     return codec.to_json_value(replace(node, cpus=cpus, labels=labels))
+
+
+async def _end_if_hung_there(node: str, pid: int) -> str:
+    """Look at a process of another machine, from there; why it was ended, empty while it is busy or nothing answers."""
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    asked = _end_if_hung.options(scheduling_strategy=here).remote(pid)
+    try:
+        return str(await asyncio.wait_for(asked, _LOOK_THERE_S))
+    except (TimeoutError, RayError):
+        await asyncio.to_thread(ray.cancel, asked, force=True)
+        return ""
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _end_if_hung(pid: int) -> str:
+    """Ten looks at a silent process of this machine; one that hangs is ended."""
+    if (which := process.identify(pid)) is None:
+        return ""
+    looks = HangWatch(which)
+    for _ in range(SILENT_LOOKS + 1):
+        if why := looks.look(answers=False):
+            process.send_signal(which, signal.SIGKILL)
+            return why
+        blocking_sleep(LOOK_S)
+    return ""
+
+
+def _part(job: JobId) -> str:
+    return f"master of {job}"
 
 
 def _master(job: str) -> Handle:

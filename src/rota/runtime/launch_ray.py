@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -265,6 +266,16 @@ class RayLauncher:
             return None
         return self._handle(name, begun)
 
+    async def place_of(self, name: str) -> tuple[int, str]:
+        """The pid of a living process and Ray's id of its node, by Ray's table; 0 and empty when there is none."""
+        try:
+            actor = await self._lookup(name)
+        except ProcessGone:
+            return 0, ""
+        row = await self._blocking(lambda: state.actors(actor._actor_id.hex()))
+        alive = bool(row) and row.get("State") == "ALIVE"
+        return (int(row["Pid"]), str(row["Address"]["NodeID"])) if alive else (0, "")
+
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         """See Launcher. Works for a master too, which is then not started again."""
         try:
@@ -272,12 +283,15 @@ class RayLauncher:
         except ProcessGone:
             return
         known = handle if handle.pid else await self.find_one(handle.name)
-        if grace_s > 0:
+        which = None if known is None else ProcessId(pid=known.pid, start_time=known.start_time)
+        if which is not None and process.is_stopped(which):  # it can neither say goodbye nor obey Ray
+            process.send_signal(which, signal.SIGKILL)
+        elif grace_s > 0:
             with contextlib.suppress(CallTimeout, RayActorError, OutOfMemoryError):  # deaf, or gone already: force it
                 await _answer(actor.end.remote(), grace_s)
         await self._kill(actor)
-        if known is not None:
-            await self._wait_gone(ProcessId(pid=known.pid, start_time=known.start_time))
+        if which is not None:
+            await self._wait_gone(which)
         await self._wait_unnamed(handle.name)
 
     async def _kill(self, actor: Any) -> None:

@@ -13,7 +13,7 @@ from rota.runtime import process
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.runtime.process import ProcessId, Usage
 
-_STACKS_S = 10.0
+_STACKS_S, _STOPPED_STACKS_S = 10.0, 2.0
 _ASKED_S = 0.5
 """A process writes its stacks within milliseconds; a busy machine takes longer."""
 
@@ -67,8 +67,11 @@ class Load:
 def spied(which: ProcessId) -> str:
     """Python stacks of a process, by py-spy; empty where it is not installed or may not look. Blocks up to 10 s."""
     spy = _py_spy()
-    command = (spy, "dump", "--pid", str(which.pid)) if spy else ()
-    return (process.output_of(command, timeout_s=_STACKS_S) or "") if command else ""
+    if not spy:
+        return ""
+    stopped = process.is_stopped(which)  # it moves no further: nobody has to hold it, which may take long
+    command = (spy, "dump", "--pid", str(which.pid), *(("--nonblocking",) if stopped else ()))
+    return process.output_of(command, timeout_s=_STOPPED_STACKS_S if stopped else _STACKS_S) or ""
 
 
 def asked_for_stacks(which: ProcessId, file: Path) -> str:

@@ -25,6 +25,8 @@ import psutil
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SWEEP_ROUNDS_MAX = 50
+KEEPER = "keeper"
+"""The record of the process that watches the service."""
 # struct pidfd_info of linux/pidfd.h: mask, cgroup id, eleven identifiers, wait status.
 _PIDFD_INFO = struct.Struct("=QQ11Ii")
 _PIDFD_GET_INFO = 0xC000FF0B | _PIDFD_INFO.size << 16
@@ -61,6 +63,14 @@ class Usage:
     cpu_s: float
     rss_bytes: int
     threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a process wants of the processors: seconds that its threads ran or waited to run; ``runs``: one does now."""
+
+    seconds: float
+    runs: bool
 
 
 def boot_id() -> str:
@@ -114,6 +124,28 @@ def state_of(process: ProcessId) -> str | None:
     """What the kernel says of a process, in words; None when it is gone."""
     stat = _stat_of(process.pid)
     return None if stat is None or not is_alive(process) else _STATES.get(stat[0], f"is in state {stat[0]}")
+
+
+def is_stopped(process: ProcessId) -> bool:
+    """True when this very process is stopped by a signal (SIGSTOP and its like), not by a debugger."""
+    stat = _stat_of(process.pid)
+    return stat is not None and stat[0] == "T" and is_alive(process)
+
+
+def demand_of(process: ProcessId) -> Demand | None:
+    """Processor time used and waited for by all threads of a process since they began; None when it is gone."""
+    seconds, runs = 0.0, False
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                stat = (task / "stat").read_text().rpartition(")")[2].split()
+                runs = runs or stat[0] == "R"
+                try:
+                    used, waited = (task / "schedstat").read_text().split()[:2]
+                    seconds += (int(used) + int(waited)) / 1e9
+                except OSError:  # a kernel without it
+                    seconds += (int(stat[11]) + int(stat[12])) / _TICKS_PER_S
+    return Demand(seconds=seconds, runs=runs) if is_alive(process) else None
 
 
 def is_alive(process: ProcessId) -> bool:
@@ -341,6 +373,14 @@ def listening_on(port: int) -> tuple[int, str, tuple[str, ...]] | None:
                 holder = psutil.Process(one.pid)
                 return holder.pid, holder.name(), tuple(file.path for file in holder.open_files())
     return None
+
+
+def ports_of(process: ProcessId) -> tuple[int, ...]:
+    """The TCP ports that a process of this user listens on, sorted; none when it is gone."""
+    with contextlib.suppress(psutil.Error):
+        found = psutil.Process(process.pid).net_connections("tcp")
+        return tuple(sorted({one.laddr[1] for one in found if one.status == psutil.CONN_LISTEN}))
+    return ()
 
 
 class ExitWatch:

@@ -25,6 +25,7 @@ from typing import Any
 import ray
 
 from rota.runtime import environ, log_pump, process, vault
+from rota.runtime.hang import LOOK_S, HangWatch
 from rota.runtime.launch import RemoteError
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
@@ -233,12 +234,17 @@ def _keep_pumping(start: Callable[[int], int], pump: int, pipes: Sequence[int]) 
 
 
 def _wait_gone(pid: int) -> None:
+    """Until a pump is gone; one that hangs is ended."""
     with contextlib.suppress(ProcessLookupError):
         gone = os.pidfd_open(pid)
         try:
             poller = select.poll()
             poller.register(gone, select.POLLIN)
-            poller.poll()
+            which = process.identify(pid)
+            looks = None if which is None else HangWatch(which)
+            while not poller.poll(LOOK_S * 1000):
+                if looks is not None and looks.look():  # stopped: the pipes fill up, and hold up who writes
+                    process.send_signal(looks.which, signal.SIGKILL)
         finally:
             os.close(gone)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ Argument = bytes | str | int
 Exchange = Callable[[Sequence[tuple[Argument, ...]]], list[Any]]
 """Sends commands over one connection; their replies."""
 _CHUNK_BYTES = 65_536
+_SILENT_S = 1.0
 _DEFAULT_PORT = 6379
 
 
@@ -85,7 +87,8 @@ class ReplyError(Exception):
 class _Connection:
     """One socket with its parser."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(self, address: Address, timeout_s: float, silent: Callable[[], None] | None = None) -> None:
+        self._timeout_s, self._silent = timeout_s, silent
         if address.path:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.socket.settimeout(timeout_s)
@@ -108,9 +111,26 @@ class _Connection:
         self.socket.sendall(b"".join(packed))
         return [self._read() for _ in commands]
 
+    def _receive(self) -> bytes:
+        """The next bytes. ``silent`` is called for each second without any."""
+        if self._silent is None:
+            return self.socket.recv(_CHUNK_BYTES)
+        until_s = time.monotonic() + self._timeout_s
+        try:
+            while True:
+                self.socket.settimeout(_SILENT_S)
+                try:
+                    return self.socket.recv(_CHUNK_BYTES)
+                except TimeoutError:
+                    if time.monotonic() > until_s:
+                        raise
+                    self._silent()
+        finally:
+            self.socket.settimeout(self._timeout_s)
+
     def _read(self) -> Any:
         while (reply := self.reader.gets()) is False:
-            chunk = self.socket.recv(_CHUNK_BYTES)
+            chunk = self._receive()
             if not chunk:
                 raise ConnectionError("the registry closed the connection")
             self.reader.feed(chunk)
@@ -128,13 +148,20 @@ class RedisClient:
 
     A command whose reply was lost is sent once more over a new socket: callers make every command repeatable. Raises
     RegistryUnavailable when the server cannot be reached or does not answer within ``timeout_s``, ReplyError when it
-    refuses. ``greet`` is called with each new connection before any command goes over it.
+    refuses. ``greet`` is called with each new connection before any command goes over it, ``silent`` for each second
+    that a command waits for its answer.
     """
 
     def __init__(
-        self, address: Address, *, timeout_s: float = 10.0, greet: Callable[[Exchange], None] | None = None
+        self,
+        address: Address,
+        *,
+        timeout_s: float = 10.0,
+        greet: Callable[[Exchange], None] | None = None,
+        silent: Callable[[], None] | None = None,
     ) -> None:
         self.address = address
+        self._silent = silent
         self._greet = greet
         self._timeout_s = timeout_s
         self._local = threading.local()
@@ -193,7 +220,7 @@ class RedisClient:
         return replies
 
     def _connect(self) -> _Connection:
-        connection = _Connection(self.address, self._timeout_s)
+        connection = _Connection(self.address, self._timeout_s, self._silent)
         if self._greet is not None:
             try:
                 self._greet(lambda commands: [_checked(reply) for reply in connection.exchange(commands)])

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.runtime import environ, process
+from rota.runtime.hang import LOOK_S, HangWatch, end_hung
 from rota.runtime.redis_client import Address, RedisClient, ReplyError
 from rota.spec.errors import RegistryUnavailable
 
@@ -154,7 +155,12 @@ def _wait_or_kill(home: environ.Home) -> Server | None:
     Raises RegistryUnavailable when it does not even die.
     """
     deadline = time.monotonic() + _SILENT_S
+    end_stopped = StoppedServer(home)
     while (server := _find_recorded(home)) is not None:
+        end_stopped()
+        if process.is_stopped(server.process):
+            time.sleep(LOOK_S)
+            continue
         if _why_no_answer(server.address) is None:
             return server
         if time.monotonic() > deadline:
@@ -162,6 +168,31 @@ def _wait_or_kill(home: environ.Home) -> Server | None:
             if process.wait_gone((server.process,), _STOP_S):
                 raise RegistryUnavailable(f"the registry server, process {server.pid}, neither answers nor dies")
     return None
+
+
+class StoppedServer:
+    """Called about once a second by who waits for the server of a home: one that was stopped by a signal is ended.
+
+    From there on it is dead, and the next command starts another.
+    """
+
+    def __init__(self, home: environ.Home) -> None:
+        self._home = home
+        self._looks: HangWatch | None = None
+        self._looked_s = 0.0
+
+    def __call__(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_S / 2:  # several threads wait
+            return
+        self._looked_s = now_s
+        server = _find_recorded(self._home)
+        if server is None:
+            return
+        if self._looks is None or self._looks.which != server.process:
+            self._looks = HangWatch(server.process)
+        if why := self._looks.look():
+            end_hung(server.process, self._home.run, "registry", why)
 
 
 def was_ended(home: environ.Home) -> bool:

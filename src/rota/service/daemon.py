@@ -1,4 +1,7 @@
-"""up, down, status of the embedded service: start it detached, adopt what lives, end what was recorded."""
+"""up, down, status of the embedded service: start it detached, adopt what lives, end what was recorded.
+
+Beside the service runs its keeper (``rota.service.keeper``): each of the two starts the other again.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from rota.runtime import environ, process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.gateway_client import RECORD, GatewayFiles
-from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
+from rota.runtime.process import KEEPER, ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.service.config import Settings
 from rota.service.connect import RECORD_REMEDY
 from rota.service.problems import cannot_use
@@ -33,10 +36,11 @@ REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LOG_SHOWN_LINES = 20
 ROOM_MIN_BYTES = 2**20
-SERVE_MODULE = "rota.service.serve"
+SERVE_MODULE, KEEPER_MODULE = "rota.service.serve", "rota.service.keeper"
 PRIVATE = ("db_url", "redis_url", "token")
 PARTS = {
     SERVE_MODULE: "service",
+    KEEPER_MODULE: "keeper",
     "rota up": "service",
     "rota.runtime.gateway": "gateway",
     "valkey": "registry",
@@ -57,10 +61,11 @@ def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]
         record = _wait_answer(home, timeout_s)
         started = record is None
         if record is None:
-            record = _start(settings, home, timeout_s)
+            record = start_service(settings, home, timeout_s)
         elif settings.pretend and settings.pretend != record.get("pretend"):
             has = record.get("pretend") or "this machine alone"
             raise Conflict(f"the service runs already with {has}", hint="rota down, then rota up --pretend again")
+        ensure_keeper(settings, home)
     document = ask(home, "GET", "/api/v1/status")
     return document | {"started": started, "login": login_url(home)}
 
@@ -95,10 +100,12 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
         left: list[ProcessId] = []
         stopped: list[str] = []
         record = _found(home)
+        if record is not None and jobs == "stop" and not force:
+            stopped = _stop_jobs(home)
+        _end_keeper(home)
+        record = _found(home)
         if record is not None:
-            if jobs == "stop" and not force:
-                stopped = _stop_jobs(home)
-            service = _identity(record)
+            service = identity_of(record)
             ended.append("service")
             if not process.stop(service, grace_s=0.0 if force else STOP_GRACE_S):
                 left.append(service)
@@ -128,16 +135,24 @@ def status(settings: Settings) -> dict[str, Any]:
 
 def find_service(home: Home) -> dict[str, Any] | None:
     """The record of the service if its very process lives, else None. Raises StoreCorrupt for what is no record."""
+    record = last_service(home)
+    return record if record is not None and process.is_alive(identity_of(record)) else None
+
+
+def last_service(home: Home) -> dict[str, Any] | None:
+    """The record of a service of this boot that runs, or that was killed; None if it ended in order.
+
+    Raises StoreCorrupt for what is no record.
+    """
     try:
         record: dict[str, Any] = json.loads(home.service_record.read_bytes())
-        me, boot = _identity(record), record["boot_id"]
-        str(record["url"])
+        named = (identity_of(record), str(record["boot_id"]), str(record["url"]))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         text = f"{home.service_record} is not the record of a service: {type(error).__name__}: {error}"
         raise StoreCorrupt(text, hint=RECORD_REMEDY) from None
-    return record if boot == process.boot_id() and process.is_alive(me) else None
+    return record if named[1] == process.boot_id() else None
 
 
 def _found(home: Home) -> dict[str, Any] | None:
@@ -184,14 +199,35 @@ def holder_of(port: int) -> str:
     return f"the Rota service of {root} (process {pid})" if root else f"process {pid} ({name})"
 
 
-def _start(settings: Settings, home: Home, timeout_s: float) -> dict[str, Any]:
-    seen = home.service_log.stat().st_size if home.service_log.exists() else 0
+def ensure_keeper(settings: Settings, home: Home) -> None:
+    """Start the keeper of the service unless one runs; of two that start at once one ends again."""
+    if RunFolder(home.run).find_alive(KEEPER) is None:
+        process.spawn(_command(KEEPER_MODULE, settings, home), name=KEEPER)
+
+
+def _end_keeper(home: Home) -> None:
+    """Its record goes first, so that the service does not start another."""
+    run = RunFolder(home.run)
+    keeper = run.find_alive(KEEPER)
+    run.forget(KEEPER)
+    if keeper is not None:
+        process.stop(keeper.id, grace_s=0.0)
+
+
+def _command(module: str, settings: Settings, home: Home) -> Spawn:
+    """How to start a process of the service with the settings that were given as flags."""
     flags = {name: getattr(settings, name) for name, origin in settings.origins.items() if origin == "flag"}
     # what may hold a password goes by the environment: arguments stand in the list of processes
     private: dict[str, str | None] = {f"ROTA_{name.upper()}": flags.pop(name) for name in PRIVATE if name in flags}
-    command = (sys.executable, "-m", SERVE_MODULE, json.dumps(flags | {"home": str(home.root)}))
+    command = (sys.executable, "-m", module, json.dumps(flags | {"home": str(home.root)}))
     marked = {**private, environ.SERVICE: str(home.root)}
-    child = process.spawn(Spawn(command=command, env=marked, log=home.service_log, cwd=home.root), name="service")
+    return Spawn(command=command, env=marked, log=home.service_log, cwd=home.root)
+
+
+def start_service(settings: Settings, home: Home, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
+    """Start a service and wait until it answers; its record. To be called under the lock of ``up``."""
+    seen = home.service_log.stat().st_size if home.service_log.exists() else 0
+    child = process.spawn(_command(SERVE_MODULE, settings, home), name="service")
     clock: Clock = SystemClock()
     until_s = clock.monotonic_s() + timeout_s
     while clock.monotonic_s() < until_s:
@@ -380,5 +416,6 @@ def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str], 
     }
 
 
-def _identity(record: Mapping[str, Any]) -> ProcessId:
+def identity_of(record: Mapping[str, Any]) -> ProcessId:
+    """The process that a record of the service names."""
     return ProcessId(pid=int(record["pid"]), start_time=float(record["start_time"]))

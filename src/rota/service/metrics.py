@@ -56,6 +56,7 @@ class Metrics(Collector):
         self._installation, self._clock, self._version = installation, clock, version
         self._jobs: Counter[tuple[str, str, str]] = Counter()
         self._preemptions: Counter[tuple[str, str]] = Counter()
+        self._replaced: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
         self._failovers: Counter[tuple[str, str]] = Counter()
         self._samples: Counter[tuple[str, str]] = Counter()
@@ -105,6 +106,8 @@ class Metrics(Collector):
 
     def apply(self, record: Record) -> None:
         """Count one record; the installation has taken it in before."""
+        if isinstance(record.event, e.PartReplaced):
+            self._replaced[record.event.part.partition(" of ")[0]] += 1
         story = self._installation.jobs.get(record.job) if record.job is not None else None
         if story is None:
             return
@@ -175,6 +178,11 @@ class Metrics(Collector):
         for queue, count in self._restarts.items():
             restarts.add_metric((queue,), count)
         yield restarts
+        text = "Processes of the installation itself that hung or died and were replaced."
+        replaced = CounterMetricFamily("rota_parts_replaced", text, labels=("part",))
+        for part, count in self._replaced.items():
+            replaced.add_metric((part,), count)
+        yield replaced
         decisions = CounterMetricFamily("rota_decisions", "Decisions of the scheduler.", labels=("kind",))
         for kind, count in self._decisions.items():
             decisions.add_metric((kind,), count)

@@ -32,8 +32,8 @@ from rota.spec.events import Record, WebhookRemoved, WebhookSet
 from rota.spec.resources import Health
 from rota.spec.states import JobState
 
-KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "lost")
-"""What a webhook can be told of; the last two are of nodes."""
+KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "lost", "replaced")
+"""What a webhook can be told of; ``drained`` and ``lost`` are of nodes, ``replaced`` is of a part of the service."""
 WEBHOOKS_MAX = 50
 OWNER = "webhooks"
 """Under which the vault keeps the signing keys; no user may have this name."""
@@ -68,6 +68,8 @@ def notice_of(record: Record, story: JobStory | None = None) -> str:
             return "drained"
         case e.NodeLost():
             return "lost"
+        case e.PartReplaced():
+            return "replaced"
         case _:
             return ""
 

@@ -27,6 +27,7 @@ from rota.service.config import Settings, load_settings, rota_version
 from rota.service.connections import server_config, watch_accepts
 from rota.service.daemon import holder_of
 from rota.service.nodes import keep_nodes, not_known
+from rota.service.parts import show_life, watch_parts
 from rota.service.problems import cannot_use
 from rota.service.rest import make_app
 from rota.service.retention import keep_logs
@@ -125,6 +126,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     looking = [asyncio.create_task(keep_nodes(doors), name="nodes")] if settings.ray_address else []
     doors.ready = True
     _record(doors)
+    watching = [asyncio.create_task(work, name="parts") for work in (show_life(doors), watch_parts(doors))]
     _log.info("serving %s from %s as install epoch %s", doors.home.root, settings.url, doors.loop.writer.epoch)
     # 4. until told, or until a part fails
     waiting = asyncio.create_task(stopping.wait(), name="signal")
@@ -137,9 +139,9 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
         server.should_exit = True
         await doors.loop.stop()
         waiting.cancel()
-        for task in (telling, keeping, *looking):
+        for task in (telling, keeping, *watching, *looking):
             task.cancel()
-        await asyncio.gather(telling, keeping, return_exceptions=True)
+        await asyncio.gather(telling, keeping, *watching, return_exceptions=True)
         ends = await asyncio.gather(turning, answering, *looking, return_exceptions=True)
         await doors.engine.close(stop_engine=False)
         log.close()

@@ -442,6 +442,16 @@ class EngineLost(ClusterEvent):
     text: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReplaced(ClusterEvent):
+    """A process of the installation itself hung or died and is replaced: a raylet, the gateway, the master of a job."""
+
+    part: str
+    pid: int = 0
+    text: str = ""
+    found_at: float = 0.0
+
+
 ACCOUNT_EVENTS = (UserChanged, TokenMade, TokenRevoked, SecretChanged, WebhookSet, WebhookRemoved)
 """What is told to admins alone; defined in ``account_events``."""
 

@@ -148,8 +148,10 @@ class Machine(Protocol):
 class RedisMachine:
     """The scripts on a Redis server."""
 
-    def __init__(self, address: Address, namespace: str, clock: Clock) -> None:
-        self.client = RedisClient(address, greet=self._greet)
+    def __init__(
+        self, address: Address, namespace: str, clock: Clock, *, silent: Callable[[], None] | None = None
+    ) -> None:
+        self.client = RedisClient(address, greet=self._greet, silent=silent)
         self.prefix = f"{{{namespace}}}:"
         self.epoch = 0
         self.run_id = ""

@@ -145,7 +145,8 @@ class Session:
         if server.ours and _text_of(self.root / _HOME_MARK) != str(home.root):
             process.write_private(self.root / _HOME_MARK, str(home.root))
         _wipe_after_reboot(folder)
-        self.machine = RedisMachine(server.address, namespace, clock)
+        silent = redis_server.StoppedServer(home) if server.ours else None
+        self.machine = RedisMachine(server.address, namespace, clock, silent=silent)
         segments = Segments(folder, file.Spill.of(folder))
         if segments.spill is not None:
             segments.spill.sweep()

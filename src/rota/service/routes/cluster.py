@@ -21,7 +21,7 @@ from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
 from rota.spec import codec
 from rota.spec.errors import BadInput, EngineUnavailable, nearest, unknown
-from rota.spec.events import NodeMarked, QueuesChanged
+from rota.spec.events import NodeMarked, PartReplaced, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import INFO
@@ -33,6 +33,8 @@ DISK_LOW_BYTES, DISK_FULL_BYTES = 256 * 2**20, 2 * 2**20
 """Free bytes on the disk of the event log below which the status warns, and below which writes may fail."""
 NOTICE_S = 600.0
 """So long jobs on a drained node have to move, unless somebody says otherwise."""
+RECENT_S = 600.0
+"""A part that was replaced within this time is among the warnings."""
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"])
 
@@ -105,9 +107,15 @@ async def status_document(doors: Doors) -> Document:
     }
 
 
+def _replaced_text(one: PartReplaced, now: float) -> str:
+    return f"{one.text}; it was replaced {max(0.0, now - one.found_at):.0f} s ago"
+
+
 def _warnings(doors: Doors) -> list[str]:
+    now = doors.clock.wall_s()
     found = [f"no job starts: {doors.loop.undecided}"] if doors.loop.undecided else []
     found += [f"the scheduler contradicts itself: {text}" for text in doors.loop.broken]
+    found += [_replaced_text(one, now) for one in doors.loop.installation.replaced if now - one.found_at < RECENT_S]
     if doors.loop.installation.engine_volatile is not None:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if doors.settings.host not in ("127.0.0.1", "localhost", "::1"):

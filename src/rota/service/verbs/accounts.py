@@ -238,7 +238,7 @@ def webhook(
     what: Annotated[str, Parameter(help="The address for add, the id for rm.")] = "",
     *,
     on: Annotated[
-        list[str] | None, Parameter(help="started, healed, preempted, failed, finished, drained, lost.")
+        list[str] | None, Parameter(help="started, healed, preempted, failed, finished, drained, lost, replaced.")
     ] = None,
     queue: Annotated[str, Parameter(help="Only of jobs of this queue and those below.")] = "",
     flags: Flags = DEFAULT_FLAGS,

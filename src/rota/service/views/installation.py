@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,9 @@ from rota.spec.events import Record
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE, Queue
 from rota.spec.resources import Device, Health, Node
+
+REPLACED_KEPT = 100
+"""Replaced parts that are remembered, the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ class Installation:
     number: int = 0
     service: e.ServiceStarted | None = None
     engine_volatile: e.EngineStateVolatile | None = None
+    replaced: deque[e.PartReplaced] = field(default_factory=lambda: deque(maxlen=REPLACED_KEPT))
 
     def apply(self, record: Record) -> None:
         """Take in one record, in order; a repeated one changes nothing."""
@@ -81,6 +86,8 @@ class Installation:
                 self.queues = tuple(queue_from_json(raw) for raw in event.queues)
             case e.EngineStateVolatile():
                 self.engine_volatile = event
+            case e.PartReplaced():
+                self.replaced.append(event)
             case _:
                 pass
 

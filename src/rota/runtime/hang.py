@@ -1,0 +1,114 @@
+"""Tell a process that hangs from one that is busy, end it, and note that it has to be replaced.
+
+A process hangs when it was stopped by a signal at each of three looks a second apart, or when it gave no answer at ten
+looks and wanted no processor in that time. One that computes, or waits for a core, is busy, however long it is silent;
+one under a debugger is left alone. Looks are counted, not seconds: where the one who looks was held up itself, as on a
+suspended machine, nothing is held against the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rota.runtime import process
+from rota.runtime.process import ProcessId
+
+LOOK_S = 1.0
+"""Between two looks at a process."""
+STOPPED_LOOKS, SILENT_LOOKS = 3, 10
+ANSWER_S = 1.0
+"""Longest wait for the answer of a port, so that one silent process does not hide another."""
+_WANTS = 0.05
+"""Cores that a process must have used or waited for since the look before, to count as busy."""
+_KEPT_MAX = 100
+# The preface of a client of HTTP/2 with an empty SETTINGS frame (RFC 9113): every gRPC server answers with its own.
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+
+
+class HangWatch:
+    """The looks at one process; ``look`` is to be called about every ``LOOK_S``."""
+
+    def __init__(self, which: ProcessId) -> None:
+        self.which = which
+        self._stopped = self._silent = 0
+        self._before: tuple[float, float] | None = None
+
+    def look(self, *, answers: bool = True) -> str:
+        """Why the process counts as hung, empty while it does not. ``answers``: it answered since the last look."""
+        stopped, wants = process.is_stopped(self.which), self._wants()
+        self._stopped = self._stopped + 1 if stopped else 0
+        self._silent = 0 if answers or wants else self._silent + 1
+        if self._stopped >= STOPPED_LOOKS:
+            return "is stopped by a signal"
+        if self._silent >= SILENT_LOOKS:
+            return f"gave no answer for {SILENT_LOOKS * LOOK_S:.0f} s and used no processor"
+        return ""
+
+    @property
+    def suspected(self) -> bool:
+        """True when the last look found it stopped, or silent and idle."""
+        return self._stopped + self._silent > 0
+
+    def _wants(self) -> bool:
+        demand, now_s = process.demand_of(self.which), time.monotonic()
+        if demand is None:  # it is gone, which is not a hang
+            return True
+        before, self._before = self._before, (now_s, demand.seconds)
+        if before is None or demand.runs:
+            return True
+        return demand.seconds - before[1] > _WANTS * (now_s - before[0])
+
+
+def listens_http2(port: int, host: str = "127.0.0.1") -> bool:
+    """True when a gRPC server on this machine answers the first words of a client."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=ANSWER_S) as asked:
+        asked.sendall(_GREETING)
+        return len(asked.recv(9)) > 0
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """A part of the installation that hung or died and was replaced: ``at`` in wall time, ``why`` after its name."""
+
+    part: str
+    pid: int
+    why: str
+    at: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.part}-{self.pid}-{self.at:.3f}"
+
+
+def end_hung(which: ProcessId, run: Path, part: str, why: str) -> bool:
+    """SIGKILL a process that hangs and note it in the folder ``run`` of the installation; False when it was gone."""
+    if not process.send_signal(which, signal.SIGKILL):
+        return False
+    note_replaced(run, part, which.pid, why)
+    return True
+
+
+def note_replaced(run: Path, part: str, pid: int, why: str) -> None:
+    """Leave a note for the service, which puts it into the log; without room on the disk there is none."""
+    found = Replaced(part=part, pid=pid, why=why, at=time.time())
+    folder = run / "replaced"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if sum(1 for _ in folder.iterdir()) < _KEPT_MAX:  # while no service takes them
+            process.write_private(folder / f"{found.id.replace('/', '_')}.json", json.dumps(asdict(found)))
+
+
+def noted(run: Path) -> dict[Path, Replaced]:
+    """The notes that no service has taken yet, the oldest first; to be removed by who has put them into the log."""
+    found: dict[Path, Replaced] = {}
+    for path in (run / "replaced").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            found[path] = Replaced(**json.loads(path.read_text()))
+    return dict(sorted(found.items(), key=lambda pair: pair[1].at))

@@ -1,0 +1,110 @@
+"""The service and its keeper, stopped and killed: each starts the other again, and ``down`` ends both for good."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from rota.runtime import process
+from rota.runtime.environ import Home
+from rota.runtime.process import KEEPER, ProcessId, RunFolder
+from rota.service import daemon
+from rota.service.config import Settings, load_settings
+from rota.spec.errors import RotaError
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+LIMIT_S = 180.0
+T = TypeVar("T")
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    found = load_settings({"home": str(root), "port": 0, "pretend": "1x2x4"}, environ={})
+    try:
+        yield found
+    finally:
+        daemon.down(found, force=True)
+        left = [pid for pid in process._pids() if str(root) in process.command_line(pid)]
+        shutil.rmtree(root, ignore_errors=True)
+        assert left == []
+
+
+def until(found: Callable[[], T | None], what: str, log: Path | None = None) -> T:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        if (value := found()) is not None:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"{what} not within {LIMIT_S} s; {log.read_text() if log else ''}")
+
+
+def another_service(home: Home, old: dict[str, Any]) -> dict[str, Any] | None:
+    record = daemon.find_service(home)
+    try:
+        answers = record is not None and record["pid"] != old["pid"] and daemon.ask(home, "GET", "/readyz")["ok"]
+    except RotaError:
+        return None
+    return record if answers else None
+
+
+def another_keeper(home: Home, old: ProcessId) -> ProcessId | None:
+    record = RunFolder(home.run).find_alive(KEEPER)
+    return record.id if record is not None and record.id != old else None
+
+
+def keeper_of(home: Home) -> ProcessId:
+    return until(lambda: another_keeper(home, ProcessId(pid=0, start_time=0.0)), "a keeper")
+
+
+def parts(home: Home) -> list[str]:
+    return [one["part"] for one in daemon.ask(home, "GET", "/api/v1/events?type=PartReplaced")["items"]]
+
+
+def test_a_service_that_hangs_or_dies_is_back_at_its_address_and_says_so(settings: Settings) -> None:
+    home = Home.of(settings.home)
+    daemon.up(settings)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        old = daemon.find_service(home)
+        assert old is not None
+        keeper_of(home)
+        os.kill(old["pid"], number)
+        new = until(
+            lambda old=old: another_service(home, old), f"another service after {number.name}", home.service_log
+        )
+        assert new["url"] == old["url"], "who knows its address goes on"
+    until(lambda: parts(home) == ["service", "service"] or None, "two events")
+    assert any("service, process" in text for text in daemon.ask(home, "GET", "/api/v1/status")["warnings"])
+
+
+def test_a_keeper_that_hangs_or_dies_is_started_again_by_the_service(settings: Settings) -> None:
+    home = Home.of(settings.home)
+    served = daemon.up(settings)["pid"]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        old = keeper_of(home)
+        os.kill(old.pid, number)
+        until(lambda old=old: another_keeper(home, old), f"another keeper after {number.name}")
+    assert daemon.ask(home, "GET", "/api/v1/status")["pid"] == served
+
+
+def test_up_after_a_kill_is_faster_than_the_keeper_and_down_is_the_end(settings: Settings) -> None:
+    home = Home.of(settings.home)
+    daemon.up(settings)
+    keeper = keeper_of(home)
+    record = daemon.find_service(home)
+    assert record is not None
+    os.kill(record["pid"], signal.SIGKILL)
+    process.wait_gone((daemon.identity_of(record),), LIMIT_S)
+    assert daemon.up(settings)["started"] is True
+    assert keeper_of(home) == keeper, "one is enough"
+    assert daemon.down(settings)["state"] == "down"
+    assert not process.is_alive(keeper) and daemon.find_service(home) is None
+    assert daemon.status(settings)["still_running"] == []

@@ -33,11 +33,17 @@ AREAS = (
     Area(
         name="log",
         sources=("runtime/sql_log.py", "runtime/db.py", "spec/codec.py"),
-        tests=("tests/runtime/test_log.py", "tests/spec", "tests/logs", "tests/service/test_backup.py"),
+        tests=(
+            "tests/runtime/test_log.py",
+            "tests/spec",
+            "tests/runtime/test_db.py",
+            "tests/logs",
+            "tests/service/test_backup.py",
+        ),
     ),
     Area(
         name="rights",
         sources=("service/auth.py", "service/accounts.py", "service/routes/accounts.py"),
-        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rest_doors", "notify")),
+        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_doors", "notify")),
     ),
 )

@@ -211,6 +211,7 @@ def replace_code(mutant: Mutant) -> bool:
     new = compile(mutant.mutation.applied(source), str(mutant.path), "exec", dont_inherit=True)
     changed = {(code.co_qualname, code.co_firstlineno): code_now for code, code_now in _pairs(old, new)}
     done = 0
+    gc.unfreeze()  # what was left out of garbage collection is not listed
     for one in gc.get_objects():
         if isinstance(one, FunctionType) and one.__code__.co_filename == str(mutant.path):
             code = changed.get((one.__code__.co_qualname, one.__code__.co_firstlineno))

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections import Counter
 
+from tests.world.kept import keep_seed, kept_seeds
 from tests.world.world import World, play
 
 
@@ -26,27 +27,32 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--log", choices=("memory", "sql"), default="memory", help="sql: on SQLite, opened again")
     args = parser.parse_args()
     if args.seed is not None:
         try:
-            show(play(args.seed))
+            show(play(args.seed, log=args.log))
         except BaseException as error:
-            if getattr(error, "world", None):
-                show(error.world)
+            if (world := getattr(error, "world", None)) is not None:
+                show(world)
             raise
         return 0
     began_s, failed, seen = time.monotonic(), list[int](), Counter[str]()
-    for seed in range(args.first, args.first + args.seeds):
+    seeds = sorted({*range(args.first, args.first + args.seeds), *kept_seeds()})
+    for seed in seeds:
         try:
-            seen.update(type(record.event).__name__ for record in play(seed).log.read(limit=10**9))
+            seen += play(seed, log=args.log).seen
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failed.append(seed)
+            keep_seed(seed, f"{type(error).__name__}: {error}")
             print(f"seed {seed}: {''.join(traceback.format_exception_only(error)).strip()}", flush=True)
     seconds = time.monotonic() - began_s
     print(", ".join(f"{kind} {n}" for kind, n in seen.most_common()))
-    print(f"{args.seeds} seeds in {seconds:.1f} s, {len(failed)} failed{': ' + str(failed[:20]) if failed else ''}")
+    print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds:.1f} a second), {len(failed)} failed")
+    if failed:
+        print(f"failed, and kept: {failed[:20]}")
     return 1 if failed else 0
 
 

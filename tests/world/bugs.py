@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from rota.cluster.core import facts, preemption
+from rota.cluster.core.quota import QueueTree
+from rota.cluster.core.snapshot import State
+from rota.cluster.live import Scheduler
 from rota.job import executor
 from rota.job import master as master_module
-from rota.job.core import failover, intent, ledger, losing, machine, memory, settling, stopping
+from rota.job.core import failover, intent, ledger, losing, machine, memory, settling, stopping, winding
 from rota.job.core.context import JobContext
 from rota.runtime import log as log_module
 from rota.runtime.launch_sim import SimFaults
-from rota.spec.commands import SetTimer
-from rota.spec.events import MasterStarted
+from rota.runtime.sql_log import SqlLog
+from rota.spec.commands import SetTimer, StopInstance
+from rota.spec.errors import StoreCorrupt
+from rota.spec.events import Committed, InstanceEnded, JobEnded, MasterStarted, StopAsked
+from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
 from tests.world.world import Swarm
 
@@ -26,7 +33,12 @@ MASTERS = replace(SHORT, kill_master_s=3.0)
 BOTH = replace(SHORT, kill_instance_s=6.0, kill_master_s=4.0)
 STOPS = replace(SHORT, jobs=3, apart=True, preempt_job_s=8.0, stop_grace_s=(30.0,))
 """Jobs that come up again on other hosts; nothing fails."""
+CANCELS = replace(SHORT, stop_job_s=15.0)
+PREEMPTS = replace(SHORT, preempt_job_s=8.0, jobs=3)
+LIMITED = replace(SHORT, jobs=5, limited=True)
+RESTARTS = replace(SHORT, restart_service_s=5.0, second_master_s=4.0, kill_master_s=6.0)
 SLOW_CALLS = SimFaults(call_s=0.5)
+LATE = SimFaults(call_s=0.5, late_p=0.3, seen_after_s=3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,7 @@ class Bug:
     swarm: Swarm
     shows_as: type[Exception] | tuple[type[Exception], ...] = AssertionError
     """A broken law or a job that never ends, unless the system itself refuses what comes of the bug."""
+    log: Literal["memory", "sql"] = "memory"
 
 
 def no_epoch_check(patch: Patch) -> None:
@@ -206,6 +219,222 @@ def disk_before_memory(patch: Patch) -> None:
     patch.setattr(memory, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
 
 
+def stale_death_believed(patch: Patch) -> None:
+    """The report of the end of an earlier process counts against the present one."""
+    patch.setattr(losing, "_concerns", lambda one, event: one.process is not None)
+
+
+def timer_of_an_old_epoch(patch: Patch) -> None:
+    """A timer is not ended with its time, and when it fires it counts."""
+    real = losing.fire
+    patch.setattr(executor.Executor, "keep", lambda self, wanted: None)
+
+    def fire(ctx: JobContext, timer: str, doing: Any) -> JobContext:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(losing, "timers", lambda ctx: (SetTimer(timer=timer, since_s=0.0, after_s=0.0),))
+            return real(ctx, timer, doing)
+
+    patch.setattr(losing, "fire", fire)
+
+
+def cancel_overwritten_by_finish(patch: Patch) -> None:
+    """A job that is being cancelled and whose work ends meanwhile counts as a success."""
+    real = machine._apply_ending
+
+    def apply(ctx: JobContext, event: Any, ending: Any) -> JobContext:
+        if isinstance(event, InstanceEnded | Committed):
+            return replace(ctx, ending=replace(ending, reason=Reason.COMPLETED))
+        return real(ctx, event, ending)
+
+    patch.setattr(machine, "_apply_ending", apply)
+
+
+def two_terminal_events(patch: Patch) -> None:
+    """The end of a job is written and does not end it."""
+    real = machine._apply_always
+    patch.setattr(machine, "_apply_always", lambda ctx, event: ctx if isinstance(event, JobEnded) else real(ctx, event))
+
+
+def reserved_before_released(patch: Patch) -> None:
+    """A reservation is asked for while an older one is still held."""
+    real = intent._of_gangs
+
+    def of_gangs(ctx: JobContext) -> Iterator[Any]:
+        yield from real(ctx)
+        yield from real(replace(ctx, gangs=tuple(one for one in ctx.gangs if one.state != "releasing")))
+
+    patch.setattr(intent, "_of_gangs", of_gangs)
+
+
+def _without_grace(patch: Patch, which: Callable[[JobContext], bool]) -> None:
+    real = intent._of_instances
+
+    def of_instances(ctx: JobContext) -> Iterator[Any]:
+        for one in real(ctx):
+            yield replace(one, grace_s=0.0) if isinstance(one, StopInstance) and which(ctx) else one
+
+    patch.setattr(intent, "_of_instances", of_instances)
+
+
+def grace_skipped(patch: Patch) -> None:
+    """Who is cancelled is killed at once."""
+    _without_grace(patch, lambda ctx: ctx.ending is not None and not ctx.ending.requeue)
+
+
+def grace_of_the_preempted_skipped(patch: Patch) -> None:
+    """Who is preempted or paused is killed at once."""
+    _without_grace(patch, lambda ctx: ctx.ending is not None and ctx.ending.requeue)
+
+
+def _with_facts(patch: Patch, change: Callable[[Any, Any], Any]) -> None:
+    """The scheduler takes in another fact than the one that is true, or none."""
+    real = Scheduler._fact
+
+    def fact(self: Any, one: Any, at: float) -> None:
+        if (other := change(self, one)) is not None:
+            real(self, other, at)
+
+    patch.setattr(Scheduler, "_fact", fact)
+
+
+def released_twice(patch: Patch) -> None:
+    """What a job held is counted as free twice."""
+    real = State.release
+
+    def release(self: Any, txn: Any, job: Any, **more: Any) -> None:
+        held = self.jobs[job].held
+        real(self, txn, job, **more)
+        for slot in held:
+            self.take(txn, slot, -1)
+
+    patch.setattr(State, "release", release)
+
+
+def half_a_gang_kept(patch: Patch) -> None:
+    """A job that lets go keeps the first of its places."""
+    real = State.release
+
+    def release(self: Any, txn: Any, job: Any, **more: Any) -> None:
+        first = self.jobs[job].held[0]
+        real(self, txn, job, **more)
+        self.take(txn, first, 1)
+
+    patch.setattr(State, "release", release)
+
+
+def retry_without_id(patch: Patch) -> None:
+    """A commit that is asked for again, since its answer was lost, is taken for another one."""
+    patch.setattr(master_module.JobMaster, "_has", lambda self, n, loop_epoch: False)
+
+
+def node_used_early(patch: Patch) -> None:
+    """A drained or suspected node is used before somebody has found it fit."""
+    _with_facts(patch, lambda self, one: None if isinstance(one, facts.NodeChanged) and not one.devices else one)
+
+
+def paused_job_admitted(patch: Patch) -> None:
+    """The scheduler does not know that a job is paused."""
+    _with_facts(patch, lambda self, one: None if isinstance(one, facts.JobPaused) and one.paused else one)
+
+
+def rollback_ignored(patch: Patch) -> None:
+    """After a return to an earlier commit the job counts on from the last one."""
+    real = losing.roll_back
+
+    def roll_back(ctx: JobContext, event: Any) -> JobContext:
+        return replace(real(ctx, event), committed=ctx.committed)
+
+    patch.setattr(losing, "roll_back", roll_back)
+
+
+def weights_forgotten(patch: Patch) -> None:
+    """The cursor of a commit names the versions that are due with it alone."""
+    real = master_module.cursor_with
+    patch.setattr(master_module, "cursor_with", lambda cursor, *args: real({}, *args))
+
+
+def snapshot_without_tail(patch: Patch) -> None:
+    """A new master begins with a kept context and does not replay what came after it."""
+    real = master_module.newest
+
+    def newest(log: Any, job: Any) -> Any:
+        found = real(log, job)
+        return replace(found, number=log.last_number()) if found.number else found
+
+    patch.setattr(master_module, "newest", newest)
+
+
+def mark_before_the_commit(patch: Patch) -> None:
+    """A record is marked as acknowledged before it is written; the service finds it missing when it starts again."""
+    real = SqlLog.append
+
+    def append(self: Any, events: Any, **more: Any) -> Any:
+        self._mark.advance(self.last_number() + len(events))
+        return real(self, events, **more)
+
+    patch.setattr(SqlLog, "append", append)
+
+
+def quota_off_by_one(patch: Patch) -> None:
+    """A queue may pass its limit by one core."""
+    real = QueueTree.over_limit
+
+    def over_limit(self: Any, used: Any, by_user: Any, path: str, user: str, need: Any) -> Any:
+        less = need.copy()
+        less[1] -= 1000
+        return real(self, used, by_user, path, user, less)
+
+    patch.setattr(QueueTree, "over_limit", over_limit)
+
+
+def superfluous_victim(patch: Patch) -> None:
+    """Everybody who may be preempted is, whether that is needed or not."""
+    patch.setattr(preemption, "enough_of", lambda state, txn, row, placer, order: list(order))
+    patch.setattr(preemption, "_cheapest", lambda state, txn, row, placer, order, cost, chosen: chosen)
+
+
+def requeue_forgets_commits(patch: Patch) -> None:
+    """A job that goes back to the queue begins again with commit 1."""
+    real = winding.requeue
+    patch.setattr(winding, "requeue", lambda ctx, event: replace(real(ctx, event), committed=0))
+
+
+def cancel_lost_in_the_queue(patch: Patch) -> None:
+    """A job that is cancelled while it waits for another attempt runs on."""
+    real = machine._apply_waiting
+
+    def apply(ctx: JobContext, event: Any) -> JobContext:
+        return ctx if isinstance(event, StopAsked) and ctx.attempt else real(ctx, event)
+
+    patch.setattr(machine, "_apply_waiting", apply)
+
+
+def requeued_before_released(patch: Patch) -> None:
+    """A job is back in the queue while its processes still run."""
+    patch.setattr(JobContext, "released", property(lambda self: True))
+
+
+def commit_taken_twice(patch: Patch) -> None:
+    """The same commit may be made a second time."""
+    real = machine.accepts_commit
+
+    def accepts(ctx: JobContext, n: int, loop_epoch: Any) -> bool:
+        return real(ctx, n, loop_epoch) or real(ctx, n + 1, loop_epoch)
+
+    patch.setattr(machine, "accepts_commit", accepts)
+    patch.setattr(master_module, "accepts_commit", accepts)
+    patch.setattr(master_module.JobMaster, "_has", lambda self, n, loop_epoch: False)
+
+
+def victims_places_given_too_early(patch: Patch) -> None:
+    """What a job that is asked to leave still holds is given to the next one at once."""
+
+    def change(self: Any, one: Any) -> Any:
+        return facts.JobReleased(job=one.job) if isinstance(one, facts.JobStopping) else one
+
+    _with_facts(patch, change)
+
+
 BUGS = (
     Bug("no_epoch_check", no_epoch_check, replace(KILLS, kill_instance_s=1.5, store_s=0.3)),
     Bug("lost_wake_up", lost_wake_up, MASTERS),
@@ -228,4 +457,27 @@ BUGS = (
     Bug("cut_of_the_commit_before", cut_of_the_commit_before, KILLS),
     Bug("devices_before_state", devices_before_state, STOPS),
     Bug("disk_before_memory", disk_before_memory, KILLS),
+    Bug("stale_death_believed", stale_death_believed, replace(BOTH, kill_instance_s=2.0, engine=LATE)),
+    Bug("timer_of_an_old_epoch", timer_of_an_old_epoch, replace(KILLS, failing_code=True)),
+    Bug("cancel_overwritten_by_finish", cancel_overwritten_by_finish, CANCELS),
+    Bug("two_terminal_events", two_terminal_events, SHORT),
+    Bug("reserved_before_released", reserved_before_released, replace(BOTH, preempt_job_s=8.0, scale_role_s=5.0)),
+    Bug("grace_skipped", grace_skipped, CANCELS),
+    Bug("grace_of_the_preempted_skipped", grace_of_the_preempted_skipped, PREEMPTS),
+    Bug("released_twice", released_twice, PREEMPTS),
+    Bug("half_a_gang_kept", half_a_gang_kept, PREEMPTS),
+    Bug("retry_without_id", retry_without_id, replace(SHORT, store_error_p=0.2)),
+    Bug("node_used_early", node_used_early, replace(PREEMPTS, drain_node_s=10.0), (AssertionError, ValueError)),
+    Bug("paused_job_admitted", paused_job_admitted, replace(SHORT, pause_job_s=10.0)),
+    Bug("rollback_ignored", rollback_ignored, replace(BOTH, lose_node_s=15.0, failing_code=True)),
+    Bug("weights_forgotten", weights_forgotten, SHORT),
+    Bug("snapshot_without_tail", snapshot_without_tail, MASTERS, (ValueError, AssertionError)),
+    Bug("mark_before_the_commit", mark_before_the_commit, RESTARTS, (StoreCorrupt, AssertionError), log="sql"),
+    Bug("quota_off_by_one", quota_off_by_one, LIMITED),
+    Bug("superfluous_victim", superfluous_victim, LIMITED),
+    Bug("requeue_forgets_commits", requeue_forgets_commits, PREEMPTS),
+    Bug("cancel_lost_in_the_queue", cancel_lost_in_the_queue, replace(PREEMPTS, pause_job_s=6.0, stop_job_s=8.0)),
+    Bug("requeued_before_released", requeued_before_released, PREEMPTS),
+    Bug("commit_taken_twice", commit_taken_twice, replace(SHORT, store_error_p=0.2)),
+    Bug("victims_places_given_too_early", victims_places_given_too_early, replace(LIMITED, preempt_job_s=6.0)),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from rota.job.core.context import JobContext
 from rota.job.core.diagnosis import PLATFORM
+from rota.job.core.intent import timers
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, initial, step
 from rota.job.core.memory import keepers
@@ -22,8 +23,11 @@ from rota.spec.events import (
     InstanceStarted,
     JobAdmitted,
     JobEnded,
+    JobQueued,
     JobRequeued,
     MasterStarted,
+    NodeJoined,
+    NodeMarked,
     PreemptAsked,
     ProgressStalled,
     Record,
@@ -35,7 +39,8 @@ from rota.spec.gang import Grant
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
 from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
-from rota.spec.states import JobState
+from rota.spec.resources import Health
+from rota.spec.states import InstanceState, JobState
 from tests.world.bodies import Store
 
 GRACE_S = 10.0
@@ -64,14 +69,24 @@ class Checkers:
     in_peace: dict[JobId, float] = field(default_factory=dict[JobId, float])
     """Jobs that give their devices back, nothing having failed since they were asked to, and their grace in seconds."""
     restarts: dict[tuple[JobId, int, str], int] = field(default_factory=lambda: defaultdict(int))
+    health: dict[NodeId, Health] = field(default_factory=dict[NodeId, Health])
+    stops: dict[JobId, Reason] = field(default_factory=dict[JobId, Reason])
+    """Jobs that somebody asked to stop, and why: they end for that reason."""
+    paused: set[JobId] = field(default_factory=set[JobId])
+    graces: dict[JobId, tuple[float, set[tuple[InstanceId, Epoch]]]] = field(default_factory=dict)
+    """Until when those who are asked to leave have time (seconds of the wall clock), and who was ready then."""
+    queues: dict[str, float] = field(default_factory=dict[str, float])
+    """The limit of cores of each queue that has one."""
 
     def see(self, record: Record, *, snapshot: bool = False) -> None:
         """Check one record against everything before it."""
         job = record.job
         if job is None:
+            self._nodes(record)
             return
         before = self.shadows.get(job) or initial(job)
         self._order(job, record)
+        self._asked(job, record, before)
         self._placements(job, record)
         self._commits(job, record, before)
         self._samples(job, record, before)
@@ -80,6 +95,7 @@ class Checkers:
         after, _ = step(before, record)
         self.shadows[job] = after
         self._readiness(record, before, after)
+        self._old_reports(record, before, after)
         if snapshot:
             self.snapshots[job] = after.to_json()
 
@@ -103,10 +119,12 @@ class Checkers:
                 self.holding.pop(job, None)
             case JobAdmitted(placement=placement):
                 self.holding[job] = placement
+                self._fit(job, placement)
                 self._capacity(job)
             case GangGranted(gang=gang, bundles=bundles) if job in self.holding:
                 grant = Grant(gang=gang, bundles=bundles)
                 self.holding[job] = Placement(gangs=(*self.holding[job].gangs, grant))
+                self._fit(job, Placement(gangs=(grant,)))
                 self._capacity(job)
             case GangReleased(gang=gang, gone=gone) if job in self.holding and (
                 gone or (gang != "all" and not gang.startswith("part"))
@@ -129,6 +147,91 @@ class Checkers:
         for node, used in cpus.items():
             if used > self.capacity[node] + 1e-9:
                 raise Violation(f"{node}: {used} of {self.capacity[node]} CPUs placed when {job} came")
+
+        for queue, limit in self.queues.items():
+            mine = [placement for holder, placement in self.holding.items() if self._queue_of(holder) == queue]
+            used = sum(bundle.res.cpus for placement in mine for bundle in placement.bundles)
+            if used > limit + 1e-9:
+                raise Violation(f"queue {queue}: {used} of {limit} CPUs held when {job} came")
+
+    def _queue_of(self, job: JobId) -> str:
+        spec = self.shadows[job].spec
+        return spec.queue if spec is not None else ""
+
+    def _fit(self, job: JobId, placement: Placement) -> None:
+        for bundle in placement.bundles:
+            health = self.health.get(bundle.node, Health.HEALTHY)
+            if health is not Health.HEALTHY:
+                raise Violation(f"{job}: placed on {bundle.node}, which is {health}")
+
+    def _nodes(self, record: Record) -> None:
+        match record.event:
+            case NodeJoined(node=node):
+                self.health.pop(node.id, None)
+            case NodeMarked(node=node, health=health, devices=()):
+                self.health[node] = health
+            case _:
+                pass
+
+    def _asked(self, job: JobId, record: Record, before: JobContext) -> None:
+        """Who was asked to stop ends for that reason; who is paused is not admitted; both have their grace."""
+        match record.event:
+            case StopAsked(reason=reason, grace_s=grace_s):
+                if before.state is not JobState.STOPPING and not before.state.terminal:
+                    self.stops[job] = reason
+                    self._grace(job, record.at + grace_s, before)
+            case PreemptAsked(gang=None, grace_s=grace_s):
+                self._grace(job, record.at + grace_s, before)
+            case JobRequeued(reason=reason):
+                self.graces.pop(job, None)
+                if reason is Reason.PAUSED:
+                    self.paused.add(job)
+            case JobQueued():
+                self.paused.discard(job)
+            case JobAdmitted() if job in self.paused:
+                raise Violation(f"{job}: admitted while it is paused")
+            case JobEnded(reason=reason):
+                self.graces.pop(job, None)
+                if self.stops.get(job, reason) is not reason:
+                    raise Violation(f"{job}: asked to stop for {self.stops[job]}, and it ended for {reason}")
+            case _:
+                pass
+
+    def _grace(self, job: JobId, until_s: float, before: JobContext) -> None:
+        ready = {
+            (one.id, one.process.epoch)
+            for one in before.instances.values()
+            if one.state is InstanceState.READY and one.process is not None
+        }
+        sooner, those = self.graces.get(job, (until_s, ready))
+        self.graces[job] = (min(sooner, until_s), those)
+
+    def stopping(self, job: JobId, instance: InstanceId, epoch: Epoch, until_s: float) -> None:
+        """A process is being stopped, and killed at that time of the wall clock."""
+        promised_s, those = self.graces.get(job, (0.0, ()))
+        if (instance, epoch) in those and until_s < promised_s - 1e-3:
+            raise Violation(f"{job}: {instance} is killed {promised_s - until_s:.3f} s before its grace is over")
+
+    def reserving(self, job: JobId, epoch: Epoch) -> None:
+        """A reservation is asked for: older ones that go are given back before."""
+        before = self.shadows.get(job)
+        for gang in before.gangs if before is not None else ():
+            if gang.state == "releasing" and gang.epoch < epoch:
+                raise Violation(f"{job}: reserves under {epoch} before {gang.id} of {gang.epoch} is given back")
+
+    def _old_reports(self, record: Record, before: JobContext, after: JobContext) -> None:
+        """A timer of an earlier time and the death of an earlier process change nothing."""
+        match record.event:
+            case TimerFired(timer=timer) if timer not in {one.timer for one in timers(before)}:
+                if after.losses != before.losses or after.ending != before.ending:
+                    raise Violation(f"{after.job}: the timer {timer} of an earlier time counted")
+            case InstanceLost(role=role, rank=rank, epoch=epoch):
+                one = before.instances.get(InstanceId(role, rank))
+                old = one is not None and (one.process is None or epoch < one.process.epoch)
+                if old and len(after.losses) > len(before.losses):
+                    raise Violation(f"{after.job}: the end of {role}/{rank} under {epoch} counted again")
+            case _:
+                pass
 
     def _commits(self, job: JobId, record: Record, before: JobContext) -> None:
         match record.event:

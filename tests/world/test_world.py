@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,14 +11,17 @@ from rota.spec.events import FailoverStarted, JobAdmitted, RolledBack, TimerFire
 from rota.spec.ids import JobId
 from tests.real.jobs import deep
 from tests.world.bugs import BUGS, STOPS, Bug
+from tests.world.kept import keep_seed, kept_seeds
 from tests.world.world import Swarm, play
 
 SEEDS = (0, 2, 4, 6, 7, 8, 9, 11)
 SLOW_SEEDS = (1, 3, 5, 10, *range(12, 30))
-BUG_SEEDS_MAX = 40
-KEPT = (65, 80, 188, 2072)
-"""Seeds that once found something."""
-KEPT_SLOW = (79, 192, 821, 1006, 1039, 1408, 1979, 2041)
+BUG_SEEDS_MAX = 500 if os.environ.get("ROTA_DEEP") else 40
+LONG = {"snapshot_without_tail", "superfluous_victim", "timer_of_an_old_epoch", "reserved_before_released"}
+"""Planted bugs that take many seeds, or a long one, to be found."""
+KEPT = tuple(kept_seeds())[:4]
+"""Seeds that once found something; the later ones of the file are slow tests."""
+KEPT_SLOW = tuple(kept_seeds())[4:]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,10 @@ def test_the_master_may_die_before_and_after_each_of_its_appends(scenario):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "bug", [pytest.param(one, id=one.name, marks=[deep] if one.name in LONG else []) for one in BUGS]
+)
 def test_the_world_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch):
     bug.plant(monkeypatch)
     assert any(finds(bug, seed) for seed in range(BUG_SEEDS_MAX)), f"not found: {bug.plant.__doc__}"
@@ -80,7 +87,34 @@ def test_the_world_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch
 
 def finds(bug: Bug, seed: int) -> bool:
     try:
-        play(seed, bug.swarm)
+        play(seed, bug.swarm, log=bug.log)
     except bug.shows_as:
         return True
     return False
+
+
+@pytest.mark.parametrize("seed", (3, pytest.param(8, marks=pytest.mark.slow)))
+def test_the_world_over_the_sql_log_gives_the_trace_of_the_one_in_memory(seed):
+    over_sql = play(seed, log="sql")
+    assert (over_sql.trace.hexdigest(), over_sql.unread) == (play(seed).trace.hexdigest(), over_sql.given[1])
+
+
+def test_jobs_of_queues_with_limits_keep_every_law_and_some_are_preempted():
+    seen = play(15, Swarm(faults_s=60.0, jobs=5, limited=True)).seen
+    assert seen["PreemptAsked"] and seen["JobEnded"] == 5
+
+
+def test_a_seed_that_failed_is_kept_once_with_what_it_found(tmp_path):
+    file = tmp_path / "seeds.txt"
+    file.write_text("65\n")
+    for _ in range(2):
+        keep_seed(7, "Violation: j0: commit 3\nafter 1", file)
+    assert kept_seeds(file) == {65: "", 7: "Violation: j0: commit 3 after 1"}
+
+
+def test_a_context_is_unreadable_only_when_it_was_cut_short(capfd):
+    torn = Swarm(jobs=2, faults_s=60.0, kill_master_s=4.0, kill_instance_s=9.0, torn_context_p=0.3)
+    world = play(60, torn)
+    assert world.unread >= world.given[1] > 0
+    assert play(60, replace(torn, torn_context_p=0.0)).unread == 0
+    assert "is left out" not in capfd.readouterr().err

@@ -8,12 +8,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from rota.cluster.core.preemption import _place_without as place_without
 from rota.cluster.live import Outcome, Scheduler
+from rota.cluster.policies.default import default
 from rota.cluster.policies.fifo import fifo
+from rota.job import kept as kept_module
 from rota.job import master as master_module
 from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
@@ -23,9 +28,11 @@ from rota.job.executor import JobPlace
 from rota.job.master import JobMaster
 from rota.job.peers import master_handle
 from rota.runtime.clock import VirtualClock
-from rota.runtime.launch import InstanceSpec
+from rota.runtime.launch import Handle, InstanceSpec, Reservation
 from rota.runtime.launch_sim import NO_FAULTS, SimEngine, SimFaults, SimLauncher, SimProcess
-from rota.runtime.log import INSTALL_SCOPE, KeptContext, MemoryLog, Writer
+from rota.runtime.log import INSTALL_SCOPE, EventLog, KeptContext, MemoryLog, Writer
+from rota.runtime.sql_log import SqlLog
+from rota.spec.codec import to_json_value
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
     Event,
@@ -36,14 +43,17 @@ from rota.spec.events import (
     NodeJoined,
     NodeMarked,
     PreemptAsked,
+    QueuesChanged,
     Record,
     ScaleAsked,
     StopAsked,
 )
+from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, JobId, NodeId
 from rota.spec.job import JobSpec
+from rota.spec.queue import Queue
 from rota.spec.reasons import Reason, final_state
-from rota.spec.resources import Device, Health, Node
+from rota.spec.resources import Device, Health, Node, Res
 from rota.spec.states import JobState
 from tests.world.bodies import SimInstance, Store
 from tests.world.checkers import Checkers, Violation
@@ -98,6 +108,8 @@ class Swarm:
     store_error_p: float = 0.0
     torn_context_p: float = 0.0
     store_s: float = 0.003
+    limited: bool = False
+    """Two queues with limits, jobs of several priorities, and the policy that preempts for them."""
     engine: SimFaults = NO_FAULTS
 
     @staticmethod
@@ -151,6 +163,29 @@ class Swarm:
         )
 
 
+class WatchedEngine(SimEngine):
+    """The simulated engine; the checkers see what is asked of it."""
+
+    checkers: Checkers
+
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        until_s = self.clock.wall_s() + grace_s
+        self._see(lambda: self.checkers.stopping(handle.job, handle.instance, handle.epoch, until_s))
+        await super().stop(handle, grace_s=grace_s)
+
+    async def reserve(
+        self, reservation: Reservation, bundles: Sequence[BundleGrant], *, timeout_s: float
+    ) -> Reservation:
+        self._see(lambda: self.checkers.reserving(reservation.job, reservation.epoch))
+        return await super().reserve(reservation, bundles, timeout_s=timeout_s)
+
+    def _see(self, look: Callable[[], None]) -> None:
+        try:
+            look()
+        except Violation as error:
+            self.violations.append(str(error))
+
+
 Turn = tuple[str, str, str]
 """``job`` or ``instance``, the state before, the state after."""
 
@@ -197,7 +232,11 @@ class ClientLog:
             or self._world.kills_at("before", turning)
         ):
             self._crash()
-        records = self._world.write(events, writer=writer, job=job, expected_seq=expected_seq)
+        try:
+            records = self._world.write(events, writer=writer, job=job, expected_seq=expected_seq)
+        except (Fenced, SeqConflict):
+            self._world.open_again()  # what was refused left nothing behind
+            raise
         if rng.random() < swarm.crash_after_append_p or due or self._world.kills_at("after", turning):
             self._crash()
         if rng.random() < swarm.store_error_p:
@@ -246,14 +285,34 @@ class MasterProcess:
     launcher: SimLauncher
 
 
+def check_victims(scheduler: Scheduler, victims: Sequence[JobId]) -> None:
+    """With one job to preempt for, nobody is asked to leave without whom that job had its place as well."""
+    state = scheduler.state
+    least = min((state.jobs[job].ask.priority for job in victims), default=0)
+    waiting = [row for row in state.waiting() if row.ask.priority > least]
+    if len(waiting) != 1 or any(state.jobs[job].phase == "stopping" for job in state.jobs):
+        return
+    with state.txn() as txn:
+        for victim in victims:
+            rest = [other for other in victims if other != victim]
+            if place_without(state, txn, waiting[0], scheduler.profile.placer, rest) is not None:
+                raise Violation(f"{victim} was asked to leave for {waiting[0].ask.id}, which needs not that")
+
+
+OpenLog = Callable[[VirtualClock], EventLog]
+"""How the log is opened: at the start, and a durable one again when the service starts again."""
+
+
 class World:
     """Everything of one run."""
 
-    def __init__(self, seed: int, clock: VirtualClock, swarm: Swarm | None = None) -> None:
+    def __init__(
+        self, seed: int, clock: VirtualClock, swarm: Swarm | None = None, open_log: OpenLog = MemoryLog
+    ) -> None:
         self.seed, self.clock = seed, clock
         self.rng = random.Random(seed)
         self.swarm = swarm or Swarm.draw(self.rng).with_changes(random.Random(-seed))
-        self.log = MemoryLog(clock)
+        self.log, self._open_log = open_log(clock), open_log
         self.store = Store()
         self.nodes = [
             Node(
@@ -263,11 +322,11 @@ class World:
                 memory_bytes=2**36,
                 devices=tuple(Device(index=d, type="SIM") for d in range(4)),
             )
-            for i in range(self.rng.randint(1, 3))
+            for i in range(1 if self.swarm.limited else self.rng.randint(1, 3))
         ]
         capacity = {node.id: node.cpus for node in self.nodes}
         self.checkers = Checkers(capacity=capacity, store=self.store)
-        self.engine = SimEngine(
+        self.engine = WatchedEngine(
             clock=clock,
             rng=self.rng,
             make_body=self._body,
@@ -275,16 +334,21 @@ class World:
             capacity=capacity,
             hosts=frozenset(node.host for node in self.nodes),
         )
+        self.engine.checkers = self.checkers
         self.specs: dict[JobId, JobSpec] = {}
         self.scripts: dict[JobId, Scripts] = {}
         self.masters: dict[JobId, list[MasterProcess]] = {}
         self.appends = 0
         self.given = [0, 0]
         """How often a new master got kept contexts, and how often torn ones."""
+        self.unread = 0
+        """How many of them could not be read; the runs print nothing of it."""
         self.mastered: set[JobId] = set()
         self.kills_at: Callable[[str, frozenset[Turn]], bool] = lambda when, turning: False
         """Whether the master dies ``before`` or ``after`` an append that changes these states."""
         self.trace = hashlib.sha256()
+        self.seen: Counter[str] = Counter()
+        """How often each kind of event was written."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     # -- main path ----------------------------------------------------------------------------------------------------
@@ -302,7 +366,9 @@ class World:
             task.cancel()
         self.engine.faults = replace(NO_FAULTS, start_s=self.swarm.engine.start_s)
         swarm = self.swarm
-        self.swarm = Swarm(jobs=swarm.jobs, quiet_max_s=swarm.quiet_max_s, crash_at=swarm.crash_at)
+        self.swarm = Swarm(
+            jobs=swarm.jobs, quiet_max_s=swarm.quiet_max_s, crash_at=swarm.crash_at, limited=swarm.limited
+        )
         await self._until(self.clock.monotonic_s() + self.swarm.quiet_max_s, self._all_ended)
         await self._until(self.clock.monotonic_s() + 200.0, self._nothing_left)
         service.cancel()
@@ -313,6 +379,12 @@ class World:
         if not self._nothing_left():
             left = [*self.engine.processes, *self.engine.reservations]
             raise Violation(f"left behind: {', '.join(left)}")
+
+    def left_out(self, kept: KeptContext, error: Exception) -> None:
+        """A context that cannot be read is one that ``torn_context_p`` cut short; a whole one is always read."""
+        if kept.body.endswith("}"):
+            self.engine.violations.append(f"the context kept at record {kept.seq} cannot be read: {error!r}")
+        self.unread += 1
 
     async def _until(self, deadline_s: float, done: Callable[[], bool]) -> None:
         while self.clock.monotonic_s() < deadline_s and not done():
@@ -347,6 +419,12 @@ class World:
         self._tasks.add(task)
         return task
 
+    def open_again(self) -> None:
+        """A durable log is opened as a service does that was killed before. Raises what that finds wrong."""
+        if isinstance(self.log, SqlLog):
+            self.log.close()
+            self.log = self._open_log(self.clock)
+
     # -- the log ------------------------------------------------------------------------------------------------------
 
     def write(
@@ -358,6 +436,7 @@ class World:
             raise Violation(f"{writer.scope}: epoch {writer.epoch} wrote {records[0].event} while fenced")
         for record in records:
             self.trace.update(f"{record.number} {record.job} {record.at:.6f} {record.event}".encode())
+            self.seen[type(record.event).__name__] += 1
             self.checkers.see(record, snapshot=self.rng.random() < 0.01)
             if isinstance(record.event, NodeMarked) and record.event.health is Health.SUSPECT:
                 self.own(self._look_at(record.event.node))
@@ -377,10 +456,23 @@ class World:
             )
             if (imports_s := swarm.imports_s) is not None:
                 scripts = {role: replace(script, setup_s=imports_s) for role, script in scripts.items()}
+            if swarm.limited:
+                spec = self._limited(spec)
             self.specs[job], self.scripts[job] = spec, scripts
             self._append(job, JobSubmitted(spec=spec))
             self._append(job, JobQueued())
             await self.clock.sleep(self.rng.expovariate(1 / 5.0))
+
+    def _limited(self, spec: JobSpec) -> JobSpec:
+        """The job in one of two queues, of which one has a limit, which the largest job fits in alone."""
+        queue, limits = self.rng.choice(("a", "b", "b")), self.checkers.queues
+        need = sum(bundle.res.cpus for request in requests_of(spec) for bundle in request.bundles)
+        limits |= {name: max(need, limits.get(name, 0.0)) for name in ("a", "b")}
+        limits["b"] = max(limits["b"], 100.0)  # this one never binds, so that jobs meet at the node
+        queues = tuple(to_json_value(Queue(path=name, limit=Res(cpus=limit))) for name, limit in limits.items())
+        writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
+        self.write([QueuesChanged(queues=queues)], writer=writer)
+        return replace(spec, queue=queue, priority=10 * len(self.specs))
 
     def _append(self, job: JobId, event: Event, seq: int | None = None) -> None:
         writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
@@ -408,6 +500,7 @@ class World:
     async def _service_for_ever(self) -> None:
         while True:
             self.restart_service = asyncio.Event()
+            self.open_again()
             life = asyncio.get_running_loop().create_task(self._service())
             await asyncio.wait(
                 [life, asyncio.ensure_future(self.restart_service.wait())], return_when=asyncio.FIRST_COMPLETED
@@ -419,7 +512,7 @@ class World:
 
     async def _service(self) -> None:
         self.log.take_epoch(INSTALL_SCOPE)
-        scheduler, seen = Scheduler(fifo(), requests_of), 0
+        scheduler, seen = Scheduler(default() if self.swarm.limited else fifo(), requests_of), 0
         seqs: dict[JobId, int] = {}
         look_at_s = 0.0
         while True:
@@ -436,6 +529,7 @@ class World:
             outcome = scheduler.decide(now_s) if due else Outcome(events=())
             if outcome.broken:
                 raise Violation("; ".join(outcome.broken))
+            check_victims(scheduler, [job for job, event in outcome.events if isinstance(event, PreemptAsked)])
             for job, event in outcome.events:
                 try:
                     self._append(job, event, seqs[job])
@@ -640,21 +734,39 @@ class World:
         )
 
 
-def play(seed: int, swarm: Swarm | None = None, prepare: Callable[[World], None] = lambda world: None) -> World:
+def open_sql(folder: str) -> OpenLog:
+    """A log on SQLite in ``folder``."""
+    return lambda clock: SqlLog(f"sqlite:///{folder}/log.db", clock=clock, migrate=True)
+
+
+def play(
+    seed: int,
+    swarm: Swarm | None = None,
+    prepare: Callable[[World], None] = lambda world: None,
+    *,
+    log: Literal["memory", "sql"] = "memory",
+) -> World:
     """One seed from its start to its end. Raises what it found, with the world as ``world`` and how to replay it."""
     master_module.POLL_S, master_module.WATCH_S = 0.5, 5.0  # virtual hours would be spent on looking into the log
     master_module.KEEP_EVERY = 20  # jobs are short here
     kept: list[World] = []
+    with tempfile.TemporaryDirectory(prefix="rota-world-") as folder:
 
-    async def main(clock: VirtualClock) -> None:
-        kept.append(World(seed, clock, swarm))
-        prepare(kept[0])
-        await kept[0].run()
+        async def main(clock: VirtualClock) -> None:
+            kept.append(World(seed, clock, swarm, open_sql(folder) if log == "sql" else MemoryLog))
+            kept_module.left_out = kept[0].left_out
+            prepare(kept[0])
+            await kept[0].run()
 
-    try:
-        run(main)
-    except BaseException as error:
-        error.add_note(f"replay with: make sim SEED={seed}")
-        error.world = kept[0] if kept else None  # type: ignore[attr-defined]
-        raise
+        said = kept_module.left_out
+        try:
+            run(main)
+        except BaseException as error:
+            error.add_note(f"replay with: make sim SEED={seed}{' LOG=sql' if log == 'sql' else ''}")
+            error.world = kept[0] if kept else None  # type: ignore[attr-defined]
+            raise
+        finally:
+            kept_module.left_out = said
+            if kept and isinstance(kept[0].log, SqlLog):
+                kept[0].log.close()
     return kept[0]

@@ -30,8 +30,13 @@ def newest(log: EventLog, job: JobId) -> Replayed:
         try:
             return Replayed(ctx=JobContext.from_json(json.loads(kept.body)), number=kept.number)
         except (ValueError, TypeError, KeyError) as error:
-            sys.stderr.write(f"the context kept at record {kept.seq} is left out: {error}\n")
+            left_out(kept, error)
     return Replayed(ctx=initial(job))
+
+
+def left_out(kept: KeptContext, error: Exception) -> None:
+    """Report a kept context that this code does not read: the master replays more records, and loses nothing."""
+    sys.stderr.write(f"the context kept at record {kept.seq} is left out: {error}\n")
 
 
 def keep(log: EventLog, found: Replayed, writer: Writer) -> None:

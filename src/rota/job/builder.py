@@ -248,21 +248,21 @@ class Job:
 
     # The service lies above this package; its doors are looked up by name because only these two need them.
 
-    def plan(self) -> Any:
+    def plan(self, *, ignore_image: bool = False) -> Any:
         """What it would become on this machine: ``PlanReport`` as a dict; its ``show()`` prints it. Starts nothing.
 
         Raises what ``submit`` raises for the job itself.
         """
         not_while_imported()
-        return importlib.import_module("rota.service.verbs.run").PlanReport.of(self)
+        return importlib.import_module("rota.service.verbs.run").PlanReport.of(self, ignore_image=ignore_image)
 
-    def submit(self, client: Any = None) -> Any:
-        """Hand the job to the service; returns the handle that ``Client.run`` returns.
+    def submit(self, client: Any = None, **options: Any) -> Any:
+        """Hand the job to the service; ``options`` (``key``, ``ignore_image``) and result are those of ``Client.run``.
 
         A module that an instance imports ends here: what follows the submission at its top is not for instances.
         """
         not_while_imported()
-        return (client or importlib.import_module("rota.service.client").Client()).run(self)
+        return (client or importlib.import_module("rota.service.client").Client()).run(self, **options)
 
     def _stream(self, stream: model.StreamSpec) -> StreamName:
         self._spec = replace(self._spec, streams=(*self._spec.streams, stream))

@@ -105,11 +105,12 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
         command: Sequence[str] | None = None,
         workdir: str = "",
         key: str = "",
+        ignore_image: bool = False,
         **resources: Any,
     ) -> Document:
         """See ``Client.run``; gives the ``Job`` document."""
         made = partial(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
-        return await self.submit(await self._way.do(made), key=key)
+        return await self.submit(await self._way.do(made) | ({"ignore_image": True} if ignore_image else {}), key=key)
 
     async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
         """See ``Client.wait``."""

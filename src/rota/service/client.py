@@ -111,14 +111,16 @@ class Client(Questions[Document]):
         command: Sequence[str] | None = None,
         workdir: str = "",
         key: str = "",
+        ignore_image: bool = False,
         **resources: Any,
     ) -> JobHandle:
         """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` (words, or a text for a shell)
-        with cpus, gpus, memory.
+        with cpus, gpus, memory. One that names an image is refused without ``ignore_image``.
 
         Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
         """
-        made = self._talk.run(job, set=set, command=command, workdir=workdir, key=key, **resources)
+        given: dict[str, Any] = {"command": command, "workdir": workdir, "key": key, "ignore_image": ignore_image}
+        made = self._talk.run(job, set=set, **given, **resources)
         return JobHandle(self, _now(made))
 
     def attach(self, job: str) -> JobHandle:

@@ -17,10 +17,10 @@ from rota.service.accounts import Caller, Role
 from rota.service.jobfile import problems_of, read_job
 from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
-from rota.service.submission import Submission, with_interfaces, workdir_of
+from rota.service.submission import Submission, check_image, with_interfaces, workdir_of
 from rota.service.views.story import JobStory
 from rota.spec import codec
-from rota.spec.check import fixed_size
+from rota.spec.check import fixed_size, unenforced
 from rota.spec.errors import (
     BadInput,
     IdempotencyConflict,
@@ -107,6 +107,7 @@ class Intake:
             "starts_now": placement is not None,
             "why": None if placement is not None else explanation["why"],
             "explanation": explanation,
+            "notes": list(unenforced(completed)),
             "roles": _roles(completed),
             "gangs": [codec.to_json_value(request) for request in requests_of(completed)],
             "subgraphs": [[str(member) for member in part.members] for part in expand(completed).subgraphs],
@@ -135,6 +136,7 @@ class Intake:
         """The job as it would run. Nothing is searched and no file opened for who may not submit it."""
         spec = await self._read(given)
         self._check_right(spec, caller)
+        check_image(spec, given)
         spec = await self._planned(spec, given)
         self._check_feasible(spec)
         return spec

@@ -148,7 +148,7 @@ RESOURCES = Record(
         "cpus": Field(kind=Number(low=0, whole=False), doc="logical cores, fractions allowed", default="1"),
         "gpus": Field(kind=Number(low=0, whole=False), doc="whole devices, or a fraction below 1", default="0"),
         "gpu_type": Field(kind=Text(), doc="type of device: H100, or several to choose from: A100|H100", default="any"),
-        "memory": Field(kind=size(), doc="host memory", default="0B"),
+        "memory": Field(kind=size(), doc="host memory: counted for placement, not enforced", default="0B"),
     },
 )
 
@@ -342,7 +342,9 @@ JOB = Record(
         "output": Field(kind=PATH, doc="`$ROTA_OUTPUT_DIR` is a folder for this job below it"),
         "env": Field(kind=LITERALS, doc="environment variables of every role"),
         "secrets": Field(kind=ListOf(item=TEXT), doc="names of secrets that become variables"),
-        "image": Field(kind=TEXT, doc="name of an image, kept with the job; nothing is started in a container"),
+        "image": Field(
+            kind=TEXT, doc="not used: nothing is started in a container; refused unless submitted with `--ignore-image`"
+        ),
         "labels": Field(kind=LITERALS, doc="for filters and groups"),
         "success_when": Field(
             kind=SUCCESS, doc="which ends make the job succeed", default="`loop` if there is one, else `all`"

@@ -46,7 +46,7 @@ def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | 
     """
     from rota.service.jobfile import placed
     from rota.service.submission import with_interfaces
-    from rota.spec.check import Finding
+    from rota.spec.check import Finding, image_refused
     from rota.spec.errors import JobFileError, nearest
 
     wrong: tuple[Problem, ...] = ()
@@ -55,6 +55,8 @@ def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | 
         hint = nearest(spec.queue, sorted(queues), "queues")
         one = Finding(path=("queue",), message=f"no queue {spec.queue!r} takes jobs", hint=hint, code="UNKNOWN_QUEUE")
         wrong = placed([one], given.source, filename=given.filename, sets=given.sets)
+    if not given.ignore_image:
+        wrong += placed(image_refused(spec), given.source, filename=given.filename, sets=given.sets)
     try:
         asyncio.run(with_interfaces(spec, given))
     except JobFileError as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rota.service.inspection import Refused, inspect_workloads
 from rota.service.jobfile import placed
+from rota.spec.check import image_refused
 from rota.spec.errors import JobFileError
 from rota.spec.job import JobSpec
 
@@ -18,7 +19,8 @@ from rota.spec.job import JobSpec
 class Submission:
     """What a caller sends: the text of a job file with its name and ``--set`` values, or a finished ``spec``.
 
-    ``workdir`` is the folder that the file's relative paths start from.
+    ``workdir`` is the folder that the file's relative paths start from. ``ignore_image`` takes a job that names
+    an image, which nothing uses.
     """
 
     source: str = ""
@@ -26,11 +28,19 @@ class Submission:
     sets: tuple[str, ...] = ()
     workdir: str = ""
     spec: dict[str, Any] | None = None
+    ignore_image: bool = False
 
     @property
     def digest(self) -> str:
         """What tells two submissions apart under one idempotency key."""
-        parts = [self.source, self.filename, list(self.sets), self.workdir, self.spec]
+        parts = [
+            self.source,
+            self.filename,
+            list(self.sets),
+            self.workdir,
+            self.spec,
+            *([True] if self.ignore_image else []),
+        ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -40,6 +50,12 @@ def workdir_of(spec: JobSpec, given: Submission) -> str:
     if not base.is_absolute():
         return spec.workdir if spec.workdir and Path(spec.workdir).is_absolute() else ""
     return str(base / spec.workdir) if spec.workdir else str(base)
+
+
+def check_image(spec: JobSpec, given: Submission) -> None:
+    """Raises JobFileError for an image that was not said to be ignored."""
+    if not given.ignore_image and (found := image_refused(spec)):
+        raise JobFileError(placed(found, given.source, filename=given.filename, sets=given.sets))
 
 
 async def with_interfaces(spec: JobSpec, given: Submission) -> JobSpec:

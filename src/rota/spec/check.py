@@ -70,6 +70,25 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
     )
 
 
+def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
+    """An image is not built yet: a job that names one would run in the environment of the service without a word."""
+    if spec.image is None:
+        return ()
+    message = f"{spec.image!r} would not be used: processes start in the environment of the service, in no container"
+    hint = "remove it and install what the job needs (setup:), or submit with --ignore-image (ignore_image)"
+    return (Finding(path=("image",), message=message, hint=hint, code="NOT_SUPPORTED"),)
+
+
+def unenforced(spec: JobSpec) -> tuple[str, ...]:
+    """What the job asks for and nothing enforces, a sentence each."""
+    roles = [role.name for role in spec.roles if role.res.memory_bytes]
+    memory = (
+        f"memory of {', '.join(roles)}: counted for placement, not enforced; a process may use more than it asked for"
+    )
+    image = f"image {spec.image}: ignored; processes start in the environment of the service, in no container"
+    return (*((memory,) if roles else ()), *((image,) if spec.image is not None else ()))
+
+
 def fixed_size(role: RoleSpec) -> str:
     """Why a role can never have more or fewer instances than it starts with; empty when it can."""
     if role.serves or (role.meshed and role.run is not None and role.replicas_max > role.replicas_min):

@@ -43,7 +43,10 @@ router = APIRouter(prefix="/api/v1", tags=["jobs"])
 
 
 class SubmitBody(BaseModel):
-    """A job file as text with its name, ``--set`` values and the folder that relative paths start from; or a spec."""
+    """A job file as text with its name, ``--set`` values and the folder that relative paths start from; or a spec.
+
+    A job that names an image is refused without ``ignore_image``: nothing is started in a container.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,6 +55,7 @@ class SubmitBody(BaseModel):
     sets: list[str] = []
     workdir: Annotated[str, Field(max_length=4096), KEPT] = ""
     spec: Annotated[dict[str, Any] | None, KEPT] = None
+    ignore_image: bool = False
 
     def submission(self) -> Submission:
         """The same as a value. Raises BadInput when there is neither text nor spec."""

@@ -14,7 +14,7 @@ from rota.service.problems import Problem
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
 from rota.service.verbs.words import ago_s, amount, replicas, resources, shortened
-from rota.spec.check import SIZES_HINT
+from rota.spec.check import SIZES_HINT, unenforced
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
 from rota.spec.resources import counted
 from rota.spec.states import JobState
@@ -49,6 +49,7 @@ def run(
     ] = False,
     dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
     pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
+    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image; nothing uses images.")] = False,
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
     timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job goes on.")] = "",
@@ -69,6 +70,8 @@ def run(
     """
     changes = _changes(set_, name, queue, priority, time_limit, env)
     body = _body(file, argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    if ignore_image:
+        body["ignore_image"] = True
     terminal = flags.terminal()
     follow = terminal.live and not detach and not terminal.json and not wait
     timeout_s = ago_s(timeout)  # every mistake is told before anything is started
@@ -84,6 +87,8 @@ def run(
     with _client(flags, terminal) as client:
         handle = client.submit(body)
         terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
+        for note in unenforced(spec):
+            terminal.note(f"note: {note}")
         if follow or wait:
             return _to_the_end(client, terminal, handle["id"], follow=follow, timeout_s=timeout_s)
         terminal.show(handle, lambda term: term.line(handle["id"]))
@@ -237,12 +242,12 @@ class PlanReport(dict[str, Any]):
     """The document of a plan; of a job built in Python, on this machine alone."""
 
     @staticmethod
-    def of(job: Any) -> PlanReport:
+    def of(job: Any, *, ignore_image: bool = False) -> PlanReport:
         """What ``job`` would become. Raises what submitting would raise."""
         from rota.service.offline import plan_job
         from rota.service.wire import source_of
 
-        return PlanReport(plan_job(source_of(job)))
+        return PlanReport(plan_job({**source_of(job), "ignore_image": ignore_image}))
 
     def show(self) -> None:
         """Print it as ``rota run --dry-run`` does."""
@@ -276,6 +281,8 @@ def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
             term.line(f"{role['name']} stays at {less}, never {most}: {role['fixed_size']}; {SIZES_HINT}")
         for plan in role["plans"]:
             term.line(f"plan of {plan['replicas']} {role['name']}: {plan['why']}")
+    for note in report.get("notes", ()):
+        term.line(f"note: {note}")
     gangs = [f"{gang['gang']} ({counted(len(gang['bundles']), 'slot')})" for gang in report["gangs"]]
     term.line(f"gangs: {', '.join(gangs)}")
 

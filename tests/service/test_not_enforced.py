@@ -1,0 +1,91 @@
+"""What a job may ask for and nothing enforces is said in the dry run and by rota run; an image is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standing import Standing, with_service
+from test_cli import own_home, with_cli
+
+import rota
+from rota.service.wire import body_of
+from rota.spec.errors import JobFileError
+
+assert own_home  # the fixture of every test here, too
+
+IMAGE = "name: boxed\nimage: pytorch:2\nroles: {main: {run: [x], resources: {memory: 1GiB}}}\n"
+OLDER = "jobName: boxed\nimage: pytorch:2\ntaskRoles:\n  - {name: main, taskNumber: 1, command: x, memoryMB: 1024}\n"
+REFUSED = "'pytorch:2' would not be used: processes start in the environment of the service, in no container"
+MEMORY = "memory of main: counted for placement, not enforced; a process may use more than it asked for"
+
+
+@pytest.mark.parametrize("source", [IMAGE, OLDER], ids=["roles", "taskRoles"])
+def test_an_image_is_refused_at_its_line_by_every_verb_and_taken_when_it_is_said_to_be_ignored(
+    source: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(source)
+
+    async def test(service: Standing, ask: Callable[..., Any]) -> None:
+        for option in ("--check", "--dry-run", "-d"):
+            refused = await ask("run", str(file), option)
+            assert (refused.status, f"{file}:2:8: image: {REFUSED}" in refused.err) == (2, True), refused.err
+            assert "--ignore-image" in refused.err
+        assert service.doors.loop.installation.jobs == {}, "nothing was submitted"
+        assert (await ask("run", str(file), "--check", "--ignore-image")).status == 0
+        shown = await ask("run", str(file), "--dry-run", "--ignore-image")
+        assert f"note: {MEMORY}" in shown.out and "note: image pytorch:2: ignored" in shown.out
+        taken = await ask("run", str(file), "-d", "--ignore-image")
+        assert taken.status == 0 and f"note: {MEMORY}" in taken.err and "note: image pytorch:2: ignored" in taken.err
+        assert [*service.doors.loop.installation.jobs] == ["boxed-1"]
+
+    with_cli(tmp_path / "service", test)
+
+
+def test_rest_and_python_refuse_an_image_and_take_it_with_ignore_image(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        for path in ("/api/v1/jobs", "/api/v1/jobs:plan"):
+            refused = await service.http.post(path, json={"source": IMAGE})
+            assert (refused.status_code, REFUSED in refused.text) == (422, True)
+            taken = await service.http.post(path, json={"source": IMAGE, "ignore_image": True})
+            assert taken.status_code in (200, 201), taken.text
+        assert any(MEMORY in note for note in taken.json()["notes"])
+
+    with_service(tmp_path, test)
+    job = rota.Job("boxed", image="pytorch:2")
+    job.role("main", run="x", res=rota.Res(memory="1GiB"))
+    assert body_of(job)["spec"]["image"] == "pytorch:2"
+    with pytest.raises(JobFileError, match="would not be used"):
+        job.plan()
+    assert MEMORY in job.plan(ignore_image=True)["notes"]
+
+    class Client:
+        def run(self, given: object, **options: object) -> object:
+            return options
+
+    assert job.submit(Client(), ignore_image=True) == {"ignore_image": True}
+
+
+def test_the_clients_send_ignore_image(tmp_path: Path) -> None:
+    sent: list[Any] = []
+
+    async def test(service: Standing) -> None:
+        from rota.service.async_client import AsyncClient
+
+        token = service.http.headers["Authorization"].removeprefix("Bearer ")
+        async with AsyncClient(str(service.http.base_url), token, transport=service.http._transport) as client:
+            with pytest.raises(JobFileError, match="would not be used"):
+                await client.run(IMAGE)
+            sent.append(await client.run(IMAGE, ignore_image=True))
+
+    with_service(tmp_path, test)
+    assert sent[0]["name"] == "boxed"
+
+
+def test_a_job_that_asks_for_neither_has_no_notes() -> None:
+    job = rota.Job("plain")
+    job.role("main", run="x")
+    assert job.plan()["notes"] == []

@@ -1,0 +1,496 @@
+"""Parts of the scheduler core by values: what is asked, what never fits and why, who shares, who claims, who moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from cluster_makers import ask, node, shape, slot, state
+
+from rota.cluster.core import packing
+from rota.cluster.core.admission import LIMITS, Shortfall, amount, empty_twin, feasible
+from rota.cluster.core.asks import Shape, compile_shape
+from rota.cluster.core.binding import _rules
+from rota.cluster.core.claims import Claims, take_what_is_free
+from rota.cluster.core.facts import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, JobStopping, apply
+from rota.cluster.core.growth import grown, shrunk_for
+from rota.cluster.core.placement import place
+from rota.cluster.core.rows import Held, JobRow, Wait, line_key, place_key
+from rota.cluster.core.shares import ceei
+from rota.cluster.core.slicing import AffinityNode, choose_by_affinity, choose_migration, kinship, potential
+from rota.cluster.core.snapshot import State
+from rota.cluster.core.variants import largest, roles_of, smaller, with_instances, with_slots, without
+from rota.cluster.policies.fifo import Fit
+from rota.spec.gang import Apart, BundleAsk, GangRequest, Together
+from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
+from rota.spec.queue import Queue
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health, Res
+
+GIB = 2**30
+
+
+def bundle(index: int, *roles: str, **res: Any) -> BundleAsk:
+    members = tuple(InstanceId(RoleName(role), index) for role in roles)
+    return BundleAsk(index=index, members=members, res=Res(**{"cpus": 1.0, **res}))
+
+
+def request(*bundles: BundleAsk, gang: str = "all", **rules: Any) -> GangRequest:
+    return GangRequest(gang=GangId(gang), bundles=bundles, **rules)
+
+
+def running(s: State, name: str, held: tuple[Held, ...], *slots: Any, now: float = 0.0, **more: Any) -> JobId:
+    job = ask(name, *slots, **more)
+    apply(s, JobArrived(ask=job), now)
+    apply(s, JobHolds(job=job.id, held=held), now)
+    return job.id
+
+
+# -- asks -------------------------------------------------------------------------------------------------------------
+
+
+def test_all_gangs_of_a_job_come_in_one_line_with_their_rules() -> None:
+    first = request(
+        bundle(0, "a", gpus=2.0, memory_bytes=5, gpu_type="A"),
+        bundle(1, "a", "b", gpus=0.25),
+        together=(Together(bundles=(0, 1), level="node"),),
+    )
+    second = request(
+        bundle(0, "c", gpus=1.5, cpus=2.5),
+        bundle(1, gpus=0.0),
+        bundle(2, "d", "d"),
+        gang="two",
+        together=(Together(bundles=(0, 1), level="rack"),),
+        apart=(Apart(left=(0,), right=(1, 2), level="node"),),
+        tied=((1, 2),),
+        close=((0, 1, 2),),
+    )
+    found = compile_shape([first, second])
+    assert [(one.gpus, one.milli, one.type, one.cpu_milli, one.mem) for one in found.slots] == [
+        (2, 0, "A", 1000, 5), (0, 250, None, 1000, 0), (2, 0, None, 2500, 0), *[(0, 0, None, 1000, 0)] * 2,
+    ]  # fmt: skip
+    assert found.names == (("all", 0, "a"), ("all", 1, "a+b"), ("two", 0, "c"), ("two", 1, "bundle 1"), ("two", 2, "d"))
+    assert found.together == (((0, 1), "node"), ((2, 3), "rack"))
+    assert found.apart == (((2,), (3, 4), "node"),)
+    assert (found.tied, found.close) == (((3, 4),), ((2, 3, 4),))
+    assert (found.gpu_milli, found.gpus, found.uniform) == (4250, 5, False)
+    assert [found.role(i) for i in (0, 1, 3)] == ["a", "a+b", "bundle 1"]
+    assert shape(slot(), slot()).role(1) == "bundle 1"
+
+
+def test_a_shape_is_uniform_when_its_slots_are_equal_whole_and_free_of_rules() -> None:
+    assert shape(slot(2), slot(2)).uniform
+    for other in (
+        shape(slot(2), slot(1)),
+        shape(slot(0.5), slot(0.5)),
+        shape(slot(), slot(), together=(((0, 1), "node"),)),
+        shape(slot(), slot(), apart=(((0,), (1,), "node"),)),
+        replace(shape(slot(), slot()), tied=((0, 1),)),
+    ):
+        assert not other.uniform
+    assert shape(slot(2)) == shape(slot(2)) != shape(slot(3))
+    assert shape(slot()) != "a shape"
+
+
+def test_a_tied_group_is_one_slot_where_that_says_the_same() -> None:
+    four = replace(
+        shape(*[slot(1, cpus=2, gib=3)] * 4), tied=((0, 1), (2, 3)), names=tuple(("g", i, f"r{i}") for i in range(4))
+    )
+    joined = four.joined
+    assert joined.groups == ((0, 1), (2, 3))
+    assert [(one.gpus, one.cpu_milli, one.mem) for one in joined.shape.slots] == [(2, 4000, 6 * GIB)] * 2
+    assert joined.shape.names == (("g", 0, "r0"), ("g", 2, "r2"))
+    ruled = replace(four, together=(((0, 1, 2), "rack"),), apart=(((0, 1), (2, 3), "node"),)).joined.shape
+    assert (ruled.together, ruled.apart) == ((((0, 1), "rack"),), (((0,), (1,), "node"),))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"slots": (slot(0.5), slot(0.5))},
+        {"slots": (slot(1, type="A"), slot(1, type="B"))},
+        {"together": (((0, 1), "device"),)},
+        {"together": (((0, 1), "socket"),)},
+        {"apart": (((0,), (1,), "rack"),)},
+        {"apart": (((0,), (1,), "socket"),)},
+    ),
+)
+def test_a_tied_group_that_cannot_be_one_slot_is_a_rule(changes: dict[str, Any]) -> None:
+    given = replace(shape(slot(), slot()), tied=((0, 1),), **changes)
+    assert given.joined.groups == ((0,), (1,))
+    assert ((0, 1), "node") in given.joined.shape.together
+
+
+def test_what_is_wished_close_is_tried_as_a_rule_first() -> None:
+    pair = shape(slot(), slot())
+    assert pair.closest is None
+    assert replace(pair, tied=((0, 1),), close=((0, 1),)).closest is None
+    assert replace(pair, close=((0, 1),)).closest == replace(pair, tied=((0, 1),))
+
+
+def test_who_may_be_a_victim_and_who_is_opportunistic() -> None:
+    assert ask("a").may_stop and not ask("a", preemptible=False).may_stop
+    assert not ask("a", part_of=JobId("b")).may_stop and ask("a", part_of=JobId("b"), spare=True).may_stop
+    assert [ask("a", priority=n).opportunistic for n in (-1, 0, 1)] == [True, False, False]
+
+
+# -- what never fits --------------------------------------------------------------------------------------------------
+
+
+def short(*bundles: BundleAsk, nodes: tuple[Any, ...] = (node("n", 4),), **more: Any) -> Shortfall:
+    queues, queue = more.pop("queues", ()), more.pop("queue", None)
+    found = feasible(state(*nodes, queues=queues), [request(*bundles, **more)], queue)
+    assert found is not None
+    return found
+
+
+def test_what_fits_is_not_short() -> None:
+    s = state(node("n", 4, cpus=8, gib=4))
+    assert feasible(s, [request(bundle(0, "a", gpus=4.0, cpus=8.0, memory_bytes=4 * GIB))]) is None
+    assert feasible(s, [request(bundle(0, "a", gpus=2.0), bundle(1, "a", gpus=2.0))], "default") is None
+
+
+@pytest.mark.parametrize(
+    ("res", "resource", "asked", "available"),
+    (
+        ({"gpus": 5.0}, "gpu", "5 gpus on one node", "at most 4 gpus on one node"),
+        ({"cpus": 16.5}, "cpu", "16.5 cpus on one node", "at most 16 cpus on one node"),
+        ({"memory_bytes": 65 * GIB}, "mem", "65GiB memory on one node", "at most 64GiB memory on one node"),
+    ),
+)
+def test_a_slot_that_is_larger_than_every_node_is_named(res: Any, resource: str, asked: str, available: str) -> None:
+    found = short(bundle(0, "big", **res), bundle(1, "small"))
+    assert (found.reason, found.role, found.resource, found.asked, found.available) == (
+        Reason.TOO_LARGE, "big", resource, asked, available,
+    )  # fmt: skip
+    assert found.text == f"big asks {asked}; the cluster has {available}"
+
+
+def test_what_no_node_has_together_is_named_by_the_nodes_that_are_left() -> None:
+    nodes = (node("devices", 4, cpus=2), node("cores", 0, cpus=32))
+    found = short(bundle(0, "a", gpus=1.0, cpus=8.0), nodes=nodes)
+    assert (found.resource, found.asked, found.available) == ("cpu", "8 cpus on one node", "at most 2 cpus on one node")
+
+
+def test_a_type_that_is_not_there_is_named_with_those_that_are() -> None:
+    found = short(bundle(0, "a", gpus=1.0, gpu_type="X|Y"), nodes=(node("n", 2, type="B"), node("m", 2, type="A")))
+    assert (found.reason, found.resource, found.asked) == (Reason.WRONG_TYPE, "gpu_type", "devices of type X or Y")
+    assert set(found.available.removeprefix("devices of type ").split(", ")) == {"A", "B"}
+    assert {k: found.nearest[0][k] for k in ("set", "value")} == {"set": "roles.a.resources.gpu_type", "value": None}
+    none = short(bundle(0, "a", gpus=1.0, gpu_type="X"), nodes=(node("n", 0),))
+    assert (none.available, none.nearest) == ("devices of type none", ())
+    assert none.remedy == "ask for devices that there are (gpus: 0 is none), or add nodes that have these"
+
+
+@pytest.mark.parametrize(
+    ("res", "resource", "asked", "available"),
+    (
+        ({"gpus": 3.0}, "gpu", "9 gpus at once", "8 gpus in all"),
+        ({"cpus": 12.0}, "cpu", "36 cpus at once", "32 cpus in all"),
+        ({"memory_bytes": 50 * GIB}, "mem", "150GiB memory at once", "128GiB memory in all"),
+    ),
+)
+def test_a_gang_that_is_larger_than_the_cluster_is_named(res: Any, resource: str, asked: str, available: str) -> None:
+    found = short(*(bundle(i, "a", **res) for i in range(3)), nodes=(node("n", 4), node("m", 4)))
+    assert (found.reason, found.role, found.resource, found.asked, found.available) == (
+        Reason.TOO_LARGE, "the whole gang", resource, asked, available,
+    )  # fmt: skip
+    assert found.nearest[0]["text"] == "2 instead of 3 instances of a"
+
+
+def test_a_gang_whose_rules_do_not_hold_anywhere_is_a_matter_of_closeness() -> None:
+    two = (bundle(0, "a", gpus=3.0), bundle(1, "b", gpus=3.0))
+    nodes = (node("n", 4), node("m", 4))
+    found = short(*two, nodes=nodes, together=(Together(bundles=(0, 1), level="node"),))
+    assert found.reason is Reason.TOPOLOGY
+    assert found.nearest[-1] == {
+        "drop": "collocate", "roles": ["a", "b"], "level": "node", "text": "without collocate (node) of a and b",
+    }  # fmt: skip
+    assert "without collocate (node) of a and b" in found.remedy and found.remedy.startswith("it would fit with ")
+    loose = short(bundle(0, "a", gpus=3.0), bundle(1, "b", gpus=3.0), bundle(2, "c", gpus=2.0), nodes=nodes)
+    assert (loose.reason, loose.role) == (Reason.TOO_LARGE, "the whole gang")
+
+
+def test_a_limit_of_the_queue_is_named() -> None:
+    queues = (Queue(path="q", limit=Res(cpus=0.0, gpus=2.0)),)
+    found = short(bundle(0, "a", gpus=3.0), queues=queues, queue="q")
+    assert (found.reason, found.role, found.asked) == (Reason.QUOTA_LIMIT, "the job", "3 gpus in all")
+    assert (found.available, found.reason in LIMITS) == ("a limit of 2 gpus for queue q", True)
+    assert found.text == "the job asks 3 gpus in all; there is a limit of 2 gpus for queue q"
+    assert replace(found, nearest=()).remedy == "ask for less, or an admin for a higher limit"
+    assert replace(found, nearest=(), reason=Reason.TOO_LARGE, resource="cpu").remedy == (
+        "ask for less, or add nodes that can hold it"
+    )
+
+
+def test_amounts_have_their_units() -> None:
+    assert [amount("gpu", 1500), amount("cpu", 500), amount("mem", GIB), amount("gpu:A", 2000)] == [
+        "1.5 gpus", "0.5 cpus", "1GiB memory", "2 A gpus",
+    ]  # fmt: skip
+
+
+def test_the_empty_twin_has_every_node_in_order_but_those_that_left_and_the_spares() -> None:
+    s = state(node("a"), node("b").with_health(Health.DRAINED), node("c"))
+    running(s, "j", (Held(0, (0, 1), 0, 0, 0),), slot(2))
+    twin = empty_twin(s)
+    assert ([one.id for one in twin.nodes], int(twin.free.sum()), not twin.node_health.any()) == (
+        ["a", "b", "c"],
+        12,
+        True,
+    )
+    assert [one.id for one in empty_twin(s, spares=1).nodes] == ["a", "b"]
+    assert empty_twin(s, spares=9).nodes == ()
+
+
+# -- near relatives ---------------------------------------------------------------------------------------------------
+
+
+def test_leaving_out_slots_moves_the_rules_with_them() -> None:
+    names = tuple(("g", i, role) for i, role in enumerate(("a", "a", "b", "b")))
+    given = Shape(
+        slots=tuple(slot(n) for n in (1, 2, 3, 4)),
+        together=(((0, 1), "node"), ((1, 2, 3), "rack")),
+        apart=(((0,), (2,), "node"), ((1,), (3,), "node")),
+        names=names,
+        tied=((2, 3), (0, 1)),
+        close=((1, 2, 3), (0, 1)),
+    )
+    found = without(given, {0})
+    assert [one.gpus for one in found.slots] == [2, 3, 4]
+    assert found.together == (((0, 1, 2), "rack"),)
+    assert found.apart == (((0,), (2,), "node"),)
+    assert (found.tied, found.close, found.names) == (((1, 2),), ((0, 1, 2),), names[1:])
+    assert roles_of(given) == {"a": [0, 1], "b": [2, 3]}
+    assert [one.gpus for one in with_instances(given, "a", 1).slots] == [1, 3, 4]
+    assert [one.gpus for one in with_slots(given, "b", lambda one: replace(one, gpus=9)).slots] == [1, 2, 9, 9]
+
+
+@pytest.mark.parametrize("most", range(8))
+def test_the_largest_number_that_fits_is_found_by_halves(most: int) -> None:
+    tried: list[int] = []
+
+    def fits(n: int) -> bool:
+        tried.append(n)
+        return n <= most
+
+    assert largest(2, 7, fits) == (most if most >= 2 else None)
+    assert len(tried) <= 4 and set(tried) <= set(range(2, 8))
+    assert largest(3, 2, fits) is None and largest(0, 0, lambda n: True) == 0
+
+
+def changes(given: Shape, *nodes: Any) -> list[tuple[str, Any]]:
+    s = state(*nodes)
+
+    def fits(one: Shape) -> bool:
+        with s.txn() as txn:
+            return place(s, txn, one) is not None
+
+    return [
+        (found.change.get("set", found.change.get("drop")), found.change.get("value")) for found in smaller(given, fits)
+    ]
+
+
+def test_the_least_single_changes_that_make_a_shape_fit_are_listed() -> None:
+    assert changes(shape(slot(6, cpus=20)), node("n", 4)) == []
+    assert changes(shape(slot(6)), node("n", 4)) == [("roles.bundle 0.resources.gpus", 4)]
+    assert changes(shape(slot(1, cpus=20)), node("n", 4)) == [("roles.bundle 0.resources.cpus", 16)]
+    assert changes(shape(slot(1, cpus=1)), node("n", 4, cpus=0.5)) == [("roles.bundle 0.resources.cpus", 0.5)]
+    assert changes(shape(slot(1, gib=70)), node("n", 4)) == [("roles.bundle 0.resources.memory", "64GiB")]
+    assert changes(shape(slot(1, type="B")), node("n", 4)) == [("roles.bundle 0.resources.gpu_type", None)]
+    planned = replace(shape(slot(3), slot(3)), tied=((0, 1),), names=(("g", 0, "r"), ("g", 1, "r")))
+    assert changes(planned, node("n", 4), node("m", 4)) == []
+    loose = replace(planned, tied=(), apart=(((0,), (1,), "rack"),))
+    assert changes(loose, node("n", 4, rack="x"), node("m", 4, rack="x")) == [("roles.r.replicas", 1), ("apart", None)]
+
+
+def test_the_rules_about_closeness_are_left_out_one_at_a_time() -> None:
+    names = (("g", 0, "a"), ("g", 1, "b"))
+    given = replace(
+        shape(slot(2), slot(2), together=(((0, 1), "node"),), apart=(((0,), (1,), "rack"),)),
+        names=names,
+        tied=((0, 1),),
+    )
+    rules = list(_rules(state(node("n", 4), node("m", 4)), given))
+    assert [rest for rest, _, _ in rules] == [
+        replace(given, tied=(), close=()),
+        replace(given, together=()),
+        replace(given, apart=()),
+    ]
+    assert [numbers["rule"] for _, _, numbers in rules] == ["plan", "collocate", "apart"]
+    assert rules[0][2] | {"nodes_left": 0} == {
+        "level": "node", "rule": "plan", "roles": ["a", "b"], "groups": 1, "group_gpus": 4, "nodes_left": 0,
+    }  # fmt: skip
+    assert rules[0][1].startswith("The plan of a needs 1 times 4 gpus on one node; nodes that have them free: ")
+    assert rules[1][1] == "Enough is free, but no node has room for a and b together."
+    assert rules[2][1] == "Enough is free, but not for a and b apart, each in a rack of its own."
+    bare = replace(given, slots=(slot(0), slot(0)))
+    assert "1 times 2 instances on one node" in next(_rules(state(node("n")), bare))[1]
+
+
+# -- who holds, claims and shares -------------------------------------------------------------------------------------
+
+
+def test_what_is_free_of_a_holding_is_taken_and_the_rest_is_owed() -> None:
+    s = state(node("n", 3, cpus=4, gib=4))
+    running(s, "j", (Held(0, (0,), 0, 3000, 3 * GIB),), slot(1, cpus=3, gib=3))
+    with s.txn() as txn:
+        part = take_what_is_free(s, txn, Held(0, (0, 1), 0, 2000, 2 * GIB))
+        assert part == Held(0, (1,), 0, 1000, GIB)
+        assert (list(s.dev_milli), int(s.cpu[0]), int(s.mem[0])) == ([0, 0, 1000], 0, 0)
+    with s.txn() as txn:
+        claims = Claims(s, txn)
+        assert (bool(claims), claims.given_back([JobId("j")])) == (False, 3000)
+        claims.keep([Held(0, (0, 1), 0, 2000, 2 * GIB)])
+        claims.jobs.append(JobId("k"))
+        assert bool(claims) and claims.given_back([JobId("j")]) == 1000
+        assert claims.given_back([]) == 0
+        with txn.trial():
+            claims.let_go([JobId("j")])
+            assert (list(s.dev_milli), int(s.cpu[0]), int(s.mem[0])) == ([0, 0, 1000], 2000, 2 * GIB)
+
+
+def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_others() -> None:
+    s = state(node("n", 4), node("m", 2))
+    a = running(s, "a", (Held(0, (0,), 0, 0, 0),), slot(1), slots_max=4)
+    b = running(s, "b", (Held(0, (1,), 0, 0, 0), Held(1, (4,), 0, 0, 0)), slot(1), slot(1), slots_max=3)
+    running(s, "c", (Held(0, (2,), 0, 0, 0),), slot(1))
+    with s.txn() as txn:
+        more = grown(s, txn, Fit())
+        assert {job: len(held) for job, held in more.items()} == {a: 3} or {job: len(h) for job, h in more.items()} == {
+            a: 2,
+            b: 3,
+        }
+        assert all(held[: len(s.jobs[job].held)] == s.jobs[job].held for job, held in more.items())
+        assert int(s.dev_milli.sum()) == 2000, "a trial"
+    lent = replace(s.jobs[a], held=(Held(0, (0,), 0, 0, 0), Held(0, (3,), 0, 0, 0), Held(1, (5,), 0, 0, 0)))
+    with s.txn() as txn:
+        for held in lent.held[1:]:
+            s.take(txn, held, 1)
+        s.put(txn, lent)
+        small, large = JobRow(ask=ask("w", slot(1))), JobRow(ask=ask("w", slot(3)))
+        found = shrunk_for(s, txn, small, Fit())
+        assert list(found) == [a] and len(found[a]) == 2 and found[a][0] == lent.held[0]
+        assert shrunk_for(s, txn, large, Fit()) == {}
+
+
+def test_a_row_knows_its_times_and_its_line() -> None:
+    row = JobRow(ask=ask("a", est_s=100.0, not_before=5.0), back_at=9.0, done_s=30.0, served_s=7.0, started_at=10.0)
+    assert (row.left_s, row.begins_at, row.served_by(50.0)) == (70.0, 9.0, 7.0)
+    assert replace(row, done_s=130.0).left_s == 0.0
+    assert JobRow(ask=ask("a")).left_s is None
+    assert replace(row, held=(Held(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
+    assert replace(row, back_at=1.0).begins_at == 5.0
+    told = replace(row, wait=Wait(reason=Reason.TOPOLOGY))
+    assert told.is_told(Reason.TOPOLOGY) and not told.is_told(Reason.TOO_LARGE) and not row.is_told(Reason.TOO_LARGE)
+    busy = JobRow(
+        ask=ask("a", queue="q", priority=70, user="u", preemptible=False, avoid=(NodeId("n"),), failover=True)
+    )
+    key = line_key(busy)
+    assert key == ("q", 70, "u", 0.0, False, busy.ask.shape, ("n",), True)
+    assert place_key(key) == ("", 0, "", 0.0, True, busy.ask.shape, ("n",), True)
+    assert place_key(key._replace(priority=-3)).priority == -3
+
+
+def test_facts_about_a_job_count_in_the_phase_that_they_belong_to() -> None:
+    s = state(node("n", 4))
+    job = running(s, "j", (Held(0, (0,), 0, 0, 0),), now=3.0)
+    assert (s.jobs[job].phase, s.jobs[job].started_at, int(s.free.sum())) == ("running", 3.0, 3)
+    apply(s, JobSaved(job=job), 8.0)
+    apply(s, JobPaused(job=job, paused=True), 8.0)
+    assert (s.jobs[job].saved_at, s.jobs[job].phase) == (8.0, "running")
+    apply(s, JobStopping(job=job), 9.0)
+    assert s.jobs[job].phase == "stopping"
+    apply(s, JobReleased(job=job, back_at=20.0, done_s=4.0), 10.0)
+    row = s.jobs[job]
+    assert (row.phase, row.held, row.back_at, row.left_at, row.served_s, row.done_s) == (
+        "queued",
+        (),
+        20.0,
+        10.0,
+        7.0,
+        4.0,
+    )
+    assert int(s.free.sum()) == 4
+    apply(s, JobHolds(job=job, held=(Held(0, (1,), 0, 0, 0),)), 21.0)
+    apply(s, JobReleased(job=job, back_at=21.0), 21.0)
+    assert (s.jobs[job].back_at, s.jobs[job].done_s) == (0.0, 4.0)
+    before = s.version
+    apply(s, JobStopping(job=JobId("none")), 22.0)
+    assert (s.version, s.jobs[job].phase) == (before + 1, "queued")
+
+
+def test_who_goes_where_when_nodes_are_kept_for_one_size_of_job() -> None:
+    def kept(name: str, free: int, **more: Any) -> AffinityNode:
+        return AffinityNode(name=name, free=free, **more)
+
+    assert [kinship((2,), 2), kinship((), 2), kinship((4,), 2)] == [0, 1, 2]
+    nodes = [
+        kept("other", 4, affinity=4),
+        kept("any", 4),
+        kept("same", 2, affinity=2, load=0.9),
+        kept("full", 1, affinity=2),
+    ]
+    assert choose_by_affinity(nodes, 2) == ("same", "exclusive")
+    assert choose_by_affinity(nodes[:2], 2) == ("any", "exclusive")
+    assert choose_by_affinity(nodes[:1], 2) == ("other", "exclusive")
+    assert choose_by_affinity([kept("a", 3, load=0.5), kept("b", 4, load=0.2)], 2)[0] == "b"
+    assert choose_by_affinity([kept("a", 4), kept("b", 3)], 2)[0] == "b"
+    full = [kept("x", 0, affinity=2, suspendable=True, load=0.9), kept("y", 1, affinity=2, suspendable=True, load=0.3)]
+    assert choose_by_affinity([*full, kept("z", 1, affinity=2)], 2) == ("y", "time-slice")
+    assert choose_by_affinity([kept("z", 1, affinity=2), kept("v", 0, affinity=4, suspendable=True)], 2) == (
+        None,
+        "queue",
+    )
+    assert potential([3, 1, 0]) == -10
+
+
+def test_the_move_that_brings_most_free_devices_together() -> None:
+    assert choose_migration({"a": 3, "b": 1, "c": 4}, 4, None, 1) == ("a", "b")
+    assert choose_migration({"a": 3, "b": 1, "c": 2}, 4, None, 2) == ("a", "c")
+    assert choose_migration({"a": 1, "b": 3}, 4, "a", 1) is None
+    assert choose_migration({"a": 2, "b": 2}, 4, "a", 1) == ("a", "b")
+    assert choose_migration({"a": 1, "b": 2}, 4, "a", 1) is None
+    assert choose_migration({"a": 4, "b": 4}, 4, None, 1) is None
+    assert choose_migration({"a": 3, "b": 0}, 4, None, 0) is None
+    assert choose_migration({"a": 4, "b": 1}, 4, "a", 1) is None
+    assert choose_migration({"a": 3, "b": 1, "c": 1}, 4, None, 1) == ("a", "b")
+
+
+def test_two_users_with_equal_incomes_have_the_largest_product_of_tasks() -> None:
+    F = Fraction
+    capacity = {"cpu": F(9), "mem": F(18)}
+    assert ceei(capacity, {"a": {"cpu": F(1), "mem": F(4)}, "b": {"cpu": F(3), "mem": F(1)}}) == {
+        "a": F(45, 11),
+        "b": F(18, 11),
+    }
+    assert ceei({"cpu": F(8)}, {"a": {"cpu": F(1)}, "b": {"cpu": F(2)}}) == {"a": F(4), "b": F(2)}
+    one_binds = ceei({"cpu": F(4), "mem": F(100)}, {"a": {"cpu": F(1), "mem": F(1)}, "b": {"cpu": F(1), "mem": F(2)}})
+    assert one_binds == {"a": F(2), "b": F(2)}
+    three = ceei({"cpu": F(9)}, {user: {"cpu": F(1)} for user in "abc"})
+    assert all(abs(tasks - 3) < F(1, 10**6) for tasks in three.values())
+
+
+def test_two_jobs_of_one_size_share_their_devices_the_oldest_first() -> None:
+    s = state(node("n", 4, cpus=8))
+    young = running(s, "y", (Held(0, (2, 3), 0, 0, 0),), slot(2), now=5.0, labels={"class": "x"})
+    old = running(s, "o", (Held(0, (0, 1), 0, 0, 0),), slot(2), now=1.0)
+    row = JobRow(ask=ask("w", slot(2, cpus=3)))
+    half, mine = (Held(0, (0, 1), 500, 0, 0),), (Held(0, (0, 1), 500, 3000, 0),)
+    assert packing.share_with(s, row, {}) == (old, half, mine)
+    assert packing.share_with(s, row, {("", ""): None})[0] == young  # type: ignore[index]
+    assert packing.pair_of(s.jobs[young], row) == ("", "x")
+    for other in (slot(1), slot(0.5), slot(2, cpus=9), slot(2, gib=65), slot(2, type="B"), slot(0)):
+        assert packing.share_with(s, JobRow(ask=ask("w", other)), {}) is None
+    assert packing.share_with(s, JobRow(ask=ask("w", slot(2), preemptible=False)), {}) is None
+    assert packing.share_with(s, JobRow(ask=ask("w", slot(2), slot(2))), {}) is None
+
+
+def test_two_that_share_are_too_slow_when_both_together_gain_nothing() -> None:
+    one, other = JobRow(ask=ask("a"), rate=0.6, started_at=1.0), JobRow(ask=ask("b"), rate=0.5, started_at=5.0)
+    assert packing.too_slow(one, other, 0.1, 70.0, 60.0)
+    assert not packing.too_slow(one, other, 0.09, 70.0, 60.0)
+    assert not packing.too_slow(one, other, 0.1, 59.0, 60.0), "not measured for a round"
+    assert not packing.too_slow(replace(one, rate=None), other, 0.1, 70.0, 60.0)
+    assert not packing.too_slow(one, replace(other, rate=None), 0.1, 70.0, 60.0)

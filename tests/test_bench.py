@@ -137,3 +137,20 @@ def test_without_a_cuda_device_the_script_of_devices_says_so_and_ends_well() -> 
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout)["skipped"].startswith("CUDA device not found")
+
+
+@pytest.mark.slow
+def test_on_a_pretended_device_the_script_of_devices_shares_reads_kills_readers_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    words = ["--device", "fakecuda:0", "--mib", "4", "--publishes", "20", "--kills", "2", "--rounds", "2"]
+    environment = os.environ | {"ROTA_BENCH_RESULT": str(tmp_path / "result.json")}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "tensors_gpu.py"), *words], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(done.stdout)["checks"]
+    assert checks["20 publishes and 2 killed readers leave 0 bytes"] == {"value": 0, "met": True}
+    assert checks["the last publish is read whole"]["met"]
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [row["named"] for row in rows] == ["device copy", "torch", "limit", "limit"]

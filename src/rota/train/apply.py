@@ -315,12 +315,18 @@ class Parallel:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over copies of a ``state_dict`` of the same plan. Raises BadInput for a tensor that it lacks, and for
-        weights in it that this model does not have."""
+        weights in it that this model does not have or has in another shape."""
         own = self.state_dict()
         if unknown := [name for name in tensors if name.startswith("model.") and name not in own]:
             raise BadInput(f"load: this model has no {unknown[0]} and {len(unknown) - 1} more")
         if missing := [name for name in own if name not in tensors]:
             raise BadInput(f"load: {missing[0]} and {len(missing) - 1} more are not in it")
+        shapes = {
+            name: (tuple(state.local(one).shape), tuple(state.local(tensors[name]).shape)) for name, one in own.items()
+        }
+        if unlike := [name for name, (here, there) in shapes.items() if here != there]:
+            here, there = shapes[unlike[0]]
+            raise BadInput(f"load: {unlike[0]} of shape {here} has shape {there} in it")
         with torch.no_grad():
             for name, tensor in own.items():
                 state.local(tensor).copy_(state.local(tensors[name]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rota.spec.errors import TensorError
+from rota.spec.errors import BadInput, TensorError
 from rota.tensors.plane import Plane
 from rota.train.checkpoint import Tensors
 from rota.train.state import local
@@ -61,8 +61,15 @@ class MemoryCheckpoints:
         return Held(step=found.step, extra=metas[0]["extra"])
 
     def load(self, held: Held, tensors: Tensors) -> None:
-        """Fill ``tensors`` in place. Raises TensorError when the step is gone, KeyError for an unknown tensor."""
-        found = self._plane.get_group(self._group, step=held.step)
+        """Fill ``tensors`` in place. Raises TensorError when the step is gone, BadInput when it is of another model."""
+        found, mine = self._plane.get_group(self._group, step=held.step), f"{self._rank}/"
+        kept = {name.removeprefix(mine): tuple(found[name].shape) for name in found if name.startswith(mine)}
+        unlike = [name for name, one in tensors.items() if kept.get(name) != tuple(local(one).shape)]
+        if unlike := unlike + [name for name in kept if name.startswith("model.") and name not in tensors]:
+            raise BadInput(
+                f"memory: the copy of step {held.step} is of another model: {unlike[0]} and {len(unlike) - 1} more",
+                hint="give the run another name, fit(memory=...), or build the model that was copied",
+            )
         with torch.no_grad():
             for name, tensor in tensors.items():
                 local(tensor).copy_(found[f"{self._rank}/{name}"])

@@ -407,3 +407,15 @@ def test_a_holder_keeps_what_a_client_reads(m: ProtocolMachine) -> None:
     assert v in m.versions
     assert m.run("sweep", "h", 9) == [0, 1, 0]
     assert v not in m.versions
+
+
+def test_a_refusal_is_its_code_and_its_words() -> None:
+    refusal = Refused("STALE", [5, "x"])
+    assert (str(refusal), refusal.code, refusal.words) == ("STALE 5 x", "STALE", ["5", "x"])
+
+
+def test_a_version_that_is_still_read_after_its_name_is_gone_has_no_slot(m: ProtocolMachine) -> None:
+    v = publish(m, step=3)
+    m.run("get", "r", 1, "n", "")
+    m.run("delete", "n", 1, v, 0, "", 0)
+    assert m.run("get", "x", 1, "n", f"v{v}") == [[v, 0, 0, 3, 0, v, "seg-1024-1", 0, 1024]]

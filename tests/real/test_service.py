@@ -288,8 +288,8 @@ def test_down_ends_service_gateway_and_engine_and_stops_its_jobs() -> None:
         job = site.submit_counter("last", replicas=1)
         site.running(job)
         stranger = subprocess.Popen(["sleep", "60"])
-        document = daemon.down(site.settings)
-        assert (document["state"], document["still_running"]) == ("down", [])
+        document = daemon.down(site.settings, jobs="cancel")
+        assert (document["state"], document["still_running"], document["left_jobs"]) == ("down", [], {})
         assert {"service", "gateway", "engine"} <= set(document["ended"]) and document["stopped_jobs"] == [job]
         assert of_home(home) == []
         assert stranger.poll() is None
@@ -300,6 +300,36 @@ def test_down_ends_service_gateway_and_engine_and_stops_its_jobs() -> None:
             site.ask("/jobs")
         site.up()
         assert site.ask(f"/jobs/{job}")["state"] == "CANCELLED"
+    finally:
+        daemon.down(site.settings, force=True)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def test_jobs_continue_after_down_and_up_each_where_it_was() -> None:
+    """One runs and has committed, one waits for its devices: both are there again, and nothing ran in between."""
+    home = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
+    site = Installation(made_settings(home, pretend="1x1x4"))
+    try:
+        site.up()
+        runs = site.submit_counter("runs", replicas=1, time_limit="1h")
+        site.running(runs)
+        big = {"name": "waits", "roles": {"main": {"run": ["true"], "resources": {"gpus": 4, "cpus": 1}}}}
+        holder = {"name": "holds", "roles": {"main": {"run": ["sleep", "600"], "resources": {"gpus": 4, "cpus": 1}}}}
+        held = str(site.ask("/jobs", {"source": json.dumps(holder), "filename": "job.json"})["id"])
+        site.running(held)
+        waits = str(site.ask("/jobs", {"source": json.dumps(big), "filename": "job.json"})["id"])
+        site.wait(waits, lambda one: one["state"] == "QUEUED", "queued")
+        document = daemon.down(site.settings)
+        assert (document["state"], document["stopped_jobs"], document["left_jobs"]) == ("down", [], {"QUEUED": 3})
+        assert of_home(home) == []
+        site.up()
+        for job in (runs, held):
+            again = site.wait(job, lambda one: one["attempt"] == 2 and one["state"] == "RUNNING", "running again")
+            assert again["attempts"][0]["reason"] == "SERVICE_DOWN"
+            assert "InstanceLost" not in site.events(job), "it was asked to end, and no retry was used"
+        assert site.ask(f"/jobs/{waits}")["state"] == "QUEUED"
+        site.finish(runs)
+        assert site.ended(runs)["state"] == "SUCCEEDED"
     finally:
         daemon.down(site.settings, force=True)
         shutil.rmtree(home, ignore_errors=True)

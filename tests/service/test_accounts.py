@@ -85,6 +85,7 @@ RIGHTS = {
     "GET /api/v1/report": ANY,
     "GET /metrics": ALL,
     "GET /api/v1/settings": ADMIN,
+    "POST /api/v1/service:hold": ADMIN,
     "PUT /api/v1/queues": ADMIN,
     "POST /api/v1/nodes/{node}:{action}": ADMIN,
     "GET /api/v1/users": ADMIN,

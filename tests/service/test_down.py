@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sqlite3
 import subprocess
@@ -13,15 +14,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from standing import Standing, with_service
 
 from rota.runtime import process
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.gateway_client import GatewayClient, command_of
-from rota.service import daemon
+from rota.service import cli, daemon
 from rota.service.config import Settings, load_settings
+from rota.service.routes import cluster
 from rota.spec.errors import EngineUnavailable
-from rota.spec.ids import JobId
+from rota.spec.events import GangReleased, JobRequeued, MasterStarted, Reattached
+from rota.spec.ids import Epoch, JobId
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
 
 
 class Stubborn(BaseHTTPRequestHandler):
@@ -165,3 +171,109 @@ def test_down_tidies_up_after_processes_that_were_killed(tmp_path: Path) -> None
     assert not beside & {one.name for one in tmp_path.rglob("*")}
     with contextlib.closing(sqlite3.connect(home.db)) as store:
         assert store.execute("SELECT n FROM t").fetchall() == [(7,)]
+
+
+def cordoned(home: Path, jobs: int) -> Settings:
+    """A real service without an engine whose only node takes no work, with jobs of two users that wait for it."""
+    settings = load_settings({"home": str(home), "port": 0, "pretend": "1x1x4"}, environ={})
+    daemon.up(settings)
+    where = Home.of(home)
+    daemon.ask(where, "POST", "/api/v1/nodes/r0n0:cordon", {})
+    daemon.ask(where, "PUT", "/api/v1/users/ann", {"grants": [{"queue": "", "role": "user"}]})
+    hers = daemon.ask(where, "POST", "/api/v1/tokens", {"user": "ann"})["token"]
+    mine = where.token.read_text()
+    for n in range(jobs):
+        where.token.write_text(mine if n else hers)
+        daemon.ask(where, "POST", "/api/v1/jobs", {"source": "name: w\nroles: {main: {run: [x], replicas: 1}}\n"})
+    where.token.write_text(mine)
+    return settings
+
+
+def states(settings: Settings) -> list[str]:
+    found = daemon.ask(Home.of(settings.home), "GET", "/api/v1/jobs?all=true")["items"]
+    return sorted(row["state"] for row in found if row["state"] != "SUBMITTED")
+
+
+@pytest.mark.slow
+def test_down_leaves_the_jobs_of_all_users_in_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = cordoned(tmp_path / "home", jobs=3)
+    monkeypatch.setenv("ROTA_HOME", settings.home)
+    try:
+        document = daemon.down(settings)
+        assert (document["stopped_jobs"], sum(document["left_jobs"].values())) == ([], 3)
+        daemon.up(settings)
+        assert not {"CANCELLED", "FAILED"} & set(states(settings))
+        assert sum(daemon.live_by_user(settings).values()) == 3
+    finally:
+        daemon.down(settings, force=True)
+
+
+@pytest.mark.slow
+def test_jobs_are_cancelled_only_with_the_flag_and_a_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = cordoned(tmp_path / "home", jobs=3)
+    monkeypatch.setenv("ROTA_HOME", settings.home)
+    try:
+        for flag in ("cancel", "stop"):
+            assert cli.call(["down", "--jobs", flag]) == 2
+            assert "cancel 3 jobs (2 of local, 1 of ann) needs a yes" in capsys.readouterr().err
+        terminal = io.StringIO("n\n")
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", terminal)
+        assert cli.call(["down", "--jobs", "cancel"]) == 2
+        assert "cancel 3 jobs (2 of local, 1 of ann) [y/N]" in capsys.readouterr().err
+        assert cli.call(["down", "--jobs", "cancel", "--force"]) == 2
+        assert "leave one of them out" in capsys.readouterr().err
+        assert sum(daemon.live_by_user(settings).values()) == 3
+        assert cli.call(["down", "--jobs", "cancel", "--yes"]) == 0
+        assert "cancelled 3 jobs" in capsys.readouterr().out
+        daemon.up(settings)
+        assert states(settings) == ["CANCELLED"] * 3
+    finally:
+        daemon.down(settings, force=True)
+
+
+def test_a_service_that_is_taken_down_starts_nothing_and_requeues_what_runs(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+        held = (await service.http.post("/api/v1/service:hold", json={"grace_s": 5})).json()
+        assert held["jobs"] == {"PREEMPTING": 1}
+        await service.submit()
+        await service.until("hello-2", JobState.QUEUED)
+        asked = [one for one in (await service.get("/jobs/hello-1/events"))["items"] if one["kind"] == "PreemptAsked"]
+        assert [(one["reason"], one["grace_s"]) for one in asked] == [("SERVICE_DOWN", 5)]
+        gang, first = service.doors.loop.installation.find("hello-1").ctx.gangs[0], Epoch(1)
+        released = GangReleased(gang=gang.id, epoch=gang.epoch)
+        requeued = JobRequeued(attempt=1, reason=Reason.SERVICE_DOWN, counts=False)
+        began = (MasterStarted(master_epoch=first, pid=1), Reattached(master_epoch=first))
+        await service.seen(service.as_master("hello-1", *began, released, requeued))
+        await service.until("hello-1", JobState.QUEUED)
+        for _ in range(20):  # rounds of the loop, each of which would admit them
+            service.doors.loop.decide_from_now()
+            service.doors.loop._wake.set()
+            await service.doors.clock.sleep(0.02)
+        assert {row["state"] for row in (await service.get("/jobs"))["items"]} == {"QUEUED"}
+        assert any("being taken down" in one for one in (await service.get("/status"))["warnings"])
+
+    async def after(service: Standing) -> None:
+        for job in ("hello-1", "hello-2"):
+            document = await service.until(job, JobState.ADMITTED)
+        assert document["state"] == "ADMITTED"
+
+    with_service(tmp_path, test)
+    with_service(tmp_path, after)
+
+
+def test_a_service_that_is_not_taken_down_after_all_starts_jobs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "HOLD_S", 0.3)
+
+    async def test(service: Standing) -> None:
+        await service.http.post("/api/v1/service:hold", json={})
+        await service.submit()
+        await service.until("hello-1", JobState.ADMITTED)
+
+    with_service(tmp_path, test)

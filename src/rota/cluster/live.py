@@ -197,7 +197,7 @@ class Scheduler:
             case JobRequeued(reason=reason):
                 self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
                 self._forget(job, known, lambda request: True, at)
-                self._let_go(job, at, cools=reason is not Reason.PAUSED)
+                self._let_go(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
                 self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):

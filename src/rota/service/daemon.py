@@ -15,9 +15,11 @@ import signal
 import sys
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rota.runtime import environ, process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
@@ -28,10 +30,13 @@ from rota.service.config import Settings
 from rota.service.connect import RECORD_REMEDY
 from rota.service.problems import cannot_use
 from rota.spec.errors import Conflict, NotReachable, RotaError, StoreCorrupt, TimedOut
+from rota.spec.states import JobState
 
 UP_TIMEOUT_S = 60.0
 STOP_JOBS_S = 60.0
 STOP_GRACE_S = 10.0
+HOLD_GRACE_S = 45.0
+"""The most that a job may take to save when the service is taken down, within ``STOP_JOBS_S``."""
 REQUEST_TIMEOUT_S = 5.0
 POLL_S = 0.02
 LOG_SHOWN_LINES = 20
@@ -41,6 +46,7 @@ PRIVATE = ("db_url", "redis_url", "token")
 PARTS = {
     SERVE_MODULE: "service",
     KEEPER_MODULE: "keeper",
+    KEEPER_MODULE: "service",
     "rota up": "service",
     "rota.runtime.gateway": "gateway",
     "valkey": "registry",
@@ -83,12 +89,13 @@ def ensure_up(settings: Settings) -> bool:
     return bool(up(settings)["started"])
 
 
-def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict[str, Any]:
+def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> dict[str, Any]:
     """End the service with its gateway, engine and registry: the recorded processes, and no others.
 
     On an engine of somebody else it ends what the jobs of this home have there, ``text`` tells what could not be.
-    ``jobs``: ``stop`` ends running jobs first, ``leave`` lets them go on from their last commit at the next ``up``.
-    ``force`` asks nobody and skips the polite part. Returns what was ended and what, if anything, could not be.
+    ``jobs``: with ``leave`` those that run save and are queued again, and all continue at the next ``up``; with
+    ``cancel`` they are stopped first, those that wait too. ``force`` asks no job and waits for nothing: they continue
+    from their last commit. Returns what was ended, the jobs that are left by state, and what could not be ended.
     """
     home = Home.of(settings.home)
     if not home.root.exists():  # removed under what may still run
@@ -99,9 +106,12 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
         ended: list[str] = []
         left: list[ProcessId] = []
         stopped: list[str] = []
+        live: dict[str, int] = {}
         record = _found(home)
-        if record is not None and jobs == "stop" and not force:
+        if record is not None and jobs == "cancel":
             stopped = _stop_jobs(home)
+        if record is not None and not force:
+            live = _requeue_jobs(home)
         _end_keeper(home)
         record = _found(home)
         if record is not None:
@@ -119,7 +129,7 @@ def down(settings: Settings, *, jobs: str = "stop", force: bool = False) -> dict
         ended += [name for name in more if name not in ended]
         left += [one for one in still if one not in left]
         _note_left(home, left, kept)
-    return _down_document(ended, left, stopped, text)
+    return _down_document(ended, left, stopped, text, live)
 
 
 def status(settings: Settings) -> dict[str, Any]:
@@ -308,6 +318,39 @@ def _stop_jobs(home: Home) -> list[str]:
     return asked
 
 
+def _requeue_jobs(home: Home) -> dict[str, int]:
+    """Let running jobs save and go back into the queue, at most ``STOP_JOBS_S``; how many jobs are left in each state.
+
+    One that takes longer ends with the engine, and continues from its last commit.
+    """
+    clock: Clock = SystemClock()
+    until_s = clock.monotonic_s() + STOP_JOBS_S
+    live: dict[str, int] = {}
+    with contextlib.suppress(RotaError):  # it does not answer, or is an older one: its log has the jobs all the same
+        ask(home, "POST", "/api/v1/service:hold", {"grace_s": HOLD_GRACE_S})
+        while True:
+            status = ask(home, "GET", "/api/v1/status")
+            counts = status["cluster"]["jobs"]
+            live = {state: n for state, n in counts.items() if n and not JobState(state).terminal}
+            runs = any(JobState(state).holds_devices for state in live) and status["parts"]["engine"]["state"] != "off"
+            if not runs or clock.monotonic_s() > until_s:
+                break
+            blocking_sleep(0.1)
+    return live
+
+
+def live_by_user(settings: Settings) -> dict[str, int]:
+    """How many jobs of each user have not ended; nothing when no service answers."""
+    home, counts, cursor = Home.of(settings.home), Counter[str](), ""
+    with contextlib.suppress(RotaError):
+        while True:
+            page = ask(home, "GET", f"/api/v1/jobs?limit=200&cursor={quote(cursor)}")
+            counts.update(row["user"] for row in page["items"])
+            if not (cursor := page.get("next") or ""):
+                break
+    return dict(counts)
+
+
 def _given_engine(home: Home) -> str:
     """Address of the engine of somebody else that the gateway was started for, alive or not; empty if there is none."""
     record = RunFolder(home.run).read(RECORD)
@@ -404,7 +447,9 @@ def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | N
             fold_journal(home.db)
 
 
-def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str], text: str = "") -> dict[str, Any]:
+def _down_document(
+    ended: list[str], left: list[ProcessId], stopped: list[str], text: str = "", live: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     return {
         "api": "rota/v1",
         "kind": "Status",
@@ -412,6 +457,7 @@ def _down_document(ended: list[str], left: list[ProcessId], stopped: list[str], 
         "text": text,
         "ended": ended,
         "stopped_jobs": stopped,
+        "left_jobs": dict(live or {}),
         "still_running": [one.pid for one in left],
     }
 

@@ -73,14 +73,26 @@ class ServiceLoop:
         self.stopping = False
         self.undecided = ""
         """Why nothing is decided: the machines of another's engine are not known. ``decide_from_now`` empties it."""
+        self.held = False
+        """True while nothing is decided as the service is about to be taken down; ``hold`` sets it."""
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with every record, after the read side took it in. To be called before ``replay``."""
         self._listeners.append(listener)
 
+    def hold(self, for_s: float) -> None:
+        """Start nothing for so long: the service is about to be taken down."""
+        self.undecided, self.held = "the service is being taken down", True
+        self._spawn("hold", self._release(for_s))
+
+    async def _release(self, after_s: float) -> None:
+        await self.clock.sleep(after_s)
+        self.held = False
+        self.decide_from_now()
+
     def decide_from_now(self) -> None:
         """The machines are known: decide on all that came until now."""
-        if self.undecided:
+        if self.undecided and not self.held:
             self.undecided, self._due_at = "", 0.0
             self._wake.set()
 

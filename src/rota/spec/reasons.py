@@ -51,6 +51,7 @@ class Reason(StrEnum):
     RESIZED_DEGRADED = "RESIZED_DEGRADED"
     RESIZED = "RESIZED"
     TIME_SLICE = "TIME_SLICE"
+    SERVICE_DOWN = "SERVICE_DOWN"
     # failure
     EXIT_NONZERO = "EXIT_NONZERO"
     SIGNALLED = "SIGNALLED"
@@ -173,6 +174,7 @@ INFO: dict[Reason, ReasonInfo] = {
         RESIZED_DEGRADED="A role goes on with fewer instances until a replacement is found.",
         RESIZED="A role changed its size: it was asked to, or devices for more of it became free.",
         TIME_SLICE="Another job has its turn on the devices.",
+        SERVICE_DOWN="The service was taken down; the job continues from its last commit when it runs again.",
     ),
     **_rows(
         "failure",

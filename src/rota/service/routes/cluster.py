@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import fields
+from collections import Counter
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -15,22 +16,24 @@ from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
 from rota.service.queuefile import read_queues
-from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts
+from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, append_live
 from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
 from rota.spec import codec
 from rota.spec.errors import BadInput, EngineUnavailable, nearest, unknown
-from rota.spec.events import NodeMarked, PartReplaced, QueuesChanged
+from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
-from rota.spec.reasons import INFO
+from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Health
+from rota.spec.states import JobState
 
 NODES_MAX = 10_000
 QUEUE_FIELDS = [one.name for one in fields(Queue)]
 DISK_LOW_BYTES, DISK_FULL_BYTES = 256 * 2**20, 2 * 2**20
 """Free bytes on the disk of the event log below which the status warns, and below which writes may fail."""
+HOLD_GRACE_MAX_S, HOLD_S = 600.0, 180.0
 NOTICE_S = 600.0
 """So long jobs on a drained node have to move, unless somebody says otherwise."""
 RECENT_S = 600.0
@@ -109,6 +112,32 @@ async def status_document(doors: Doors) -> Document:
 
 def _replaced_text(one: PartReplaced, now: float) -> str:
     return f"{one.text}; it was replaced {max(0.0, now - one.found_at):.0f} s ago"
+
+
+class HoldBody(BaseModel):
+    """The longest that a job may take to save and end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: Annotated[float, Field(ge=0, le=HOLD_GRACE_MAX_S)] = 30.0
+
+
+@router.post("/service:hold", status_code=202)
+async def hold(body: HoldBody, doors: Parts, caller: Asker) -> Document:
+    """Get ready to be taken down: jobs that run stop after saving and are queued again, and none starts; for admins.
+
+    ``jobs`` counts those that have not ended, by state. Without an end of the service it is over after some minutes.
+    """
+    caller.need(Role.ADMIN)
+    doors.loop.hold(HOLD_S)
+    live = tuple(doors.loop.installation.live.values())
+    asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=body.grace_s)
+    for story in live:
+        if story.state.holds_devices and story.state not in (JobState.STOPPING, JobState.PREEMPTING):
+            grace_s = min(asked.grace_s, story.spec.grace_s)
+            await append_live(doors, story, replace(asked, grace_s=grace_s))
+    counts = Counter(story.state.value for story in live)
+    return {"api": API, "kind": "Hold", "jobs": dict(counts), "seconds": HOLD_S}
 
 
 def _warnings(doors: Doors) -> list[str]:

@@ -30,13 +30,15 @@ from rota.service.loop import ServiceLoop
 from rota.service.metrics import Metrics
 from rota.service.notify import Notifier
 from rota.service.views.story import JobStory
-from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, UnknownName, nearest, unknown
+from rota.spec.errors import BadInput, Conflict, LimitExceeded, NotAllowed, SeqConflict, UnknownName, nearest, unknown
+from rota.spec.events import Event
 from rota.spec.ids import InstanceId
 
 STREAMS_MAX, STREAMS_OF_USER_MAX = 1024, 64
 """Streams of events and logs that are open at once, in all and of one user."""
 EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
 """Commands that run beside instances at once, in all and of one user; each is a request that the gateway holds."""
+STOP_TRIES_MAX = 20
 AUDITED_PATH_MAX = 200
 """Characters of a path that the audit keeps: a stranger may send any."""
 
@@ -145,6 +147,20 @@ def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: C
         hint = f"ask {story.submitted.user}, or a queue-admin of {story.queue}"
         raise NotAllowed(f"{story.id}: only its owner may {what}; {mine}", hint=hint)
     return story
+
+
+async def append_live(doors: Doors, story: JobStory, event: Event) -> None:
+    """Append to a job unless it ended; its master may write at the same time, so try on the newer state again."""
+    for _try in range(STOP_TRIES_MAX):
+        if story.ended is not None:
+            raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
+        try:
+            await doors.loop.append([event], job=story.id, expected_seq=story.seq)
+        except SeqConflict:
+            await doors.loop.wait_for(await asyncio.to_thread(doors.loop.log.last_number))
+            continue
+        return
+    raise Conflict(f"{story.id} changes too fast", hint="try again")
 
 
 def member_of(story: JobStory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:

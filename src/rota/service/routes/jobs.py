@@ -14,7 +14,7 @@ from rota.job.spans import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.calls import JobSort
 from rota.service.changes import checked_changes, checked_size
-from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, check_attempt, member_of
+from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, append_live, check_attempt, member_of
 from rota.service.submission import Submission
 from rota.service.views.explain import explanation
 from rota.service.views.failures import failure_list
@@ -24,14 +24,13 @@ from rota.service.views.story import JobStory
 from rota.service.views.trace import trace_document
 from rota.service.views.why import why_document
 from rota.spec import codec
-from rota.spec.errors import BadInput, Conflict, NotAllowed, SeqConflict, VersionMismatch
-from rota.spec.events import Event, JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
+from rota.spec.errors import BadInput, Conflict, NotAllowed, VersionMismatch
+from rota.spec.events import JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
 from rota.spec.ids import InstanceId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
 
 SOURCE_BYTES_MAX = 2**20
-STOP_TRIES_MAX = 20
 TRACE_RECORDS_MAX = 100_000
 RESUME_WAIT_S = 20.0
 """How long a request to resume (to pause) waits for a job that is being paused (inspected); clients wait for 30 s."""
@@ -179,7 +178,7 @@ async def change(
     _check_version(story, if_match)
     changes = checked_changes(body.changes, story.spec, doors.loop.scheduler)
     caller.need(Role.USER, str(changes.get("queue", story.queue)))
-    await _append_live(doors, story, JobChanged(changes=changes, by=caller.user))
+    await append_live(doors, story, JobChanged(changes=changes, by=caller.user))
     return show_document(doors, caller, story)
 
 
@@ -192,7 +191,7 @@ async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = No
         raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
     if story.stop is None or asked.grace_s < story.stop.grace_s:
         event = StopAsked(reason=Reason.STOPPED_BY_USER, by=caller.user, grace_s=asked.grace_s)
-        await _append_live(doors, story, event)
+        await append_live(doors, story, event)
     return show_document(doors, caller, story)
 
 
@@ -210,7 +209,7 @@ async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = N
     pausing = story.preempt is not None and story.preempt.reason is Reason.PAUSED
     if story.state is not JobState.PAUSED and not pausing:
         asked = body or StopBody(grace_s=story.spec.grace_s)
-        await _append_live(doors, story, PreemptAsked(reason=Reason.PAUSED, grace_s=asked.grace_s))
+        await append_live(doors, story, PreemptAsked(reason=Reason.PAUSED, grace_s=asked.grace_s))
     return show_document(doors, caller, story)
 
 
@@ -226,7 +225,7 @@ async def resume(job: str, doors: Parts, caller: Asker) -> Document:
         hint = "" if story.ended else "ask again when it is PAUSED"
         raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)
     if story.state is JobState.PAUSED:
-        await _append_live(doors, story, JobQueued())
+        await append_live(doors, story, JobQueued())
     return show_document(doors, caller, story)
 
 
@@ -237,7 +236,7 @@ async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Docum
     if story.ended is not None:
         raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
     role = checked_size(story.spec, body.role, body.n)
-    await _append_live(doors, story, ScaleAsked(role=role.name, n=body.n, by=caller.user))
+    await append_live(doors, story, ScaleAsked(role=role.name, n=body.n, by=caller.user))
     return show_document(doors, caller, story)
 
 
@@ -373,20 +372,6 @@ async def _wait_while(doors: Doors, story: JobStory, state: JobState) -> None:
         async with asyncio.timeout(RESUME_WAIT_S):
             while story.state is state and not doors.loop.stopping:
                 await doors.loop.wait_for(doors.loop.installation.number + 1)
-
-
-async def _append_live(doors: Doors, story: JobStory, event: Event) -> None:
-    """Append to a job unless it ended; its master may write at the same time, so try on the newer state again."""
-    for _try in range(STOP_TRIES_MAX):
-        if story.ended is not None:
-            raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
-        try:
-            await doors.loop.append([event], job=story.id, expected_seq=story.seq)
-        except SeqConflict:
-            await doors.loop.wait_for(await asyncio.to_thread(doors.loop.log.last_number))
-            continue
-        return
-    raise Conflict(f"{story.id} changes too fast", hint="try again")
 
 
 def _check_version(story: JobStory, if_match: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
-from rota.service.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
 from rota.service.verbs.words import age
 from rota.spec.errors import BadInput, Conflict, NotReachable
 from rota.spec.resources import counted
@@ -74,29 +74,49 @@ def _refuse_other(flags: Flags, settings: Settings) -> None:
 
 def down(
     *,
-    force: Annotated[bool, Parameter(help="Ask nobody and wait for nothing.")] = False,
-    jobs: Annotated[str, Parameter(help="stop: end them first; leave: they go on at the next 'up'.")] = "stop",
+    jobs: Annotated[str, Parameter(help="leave: they continue at the next 'up'; cancel: stop all, of all users.")] = (
+        "leave"
+    ),
+    yes: Annotated[bool, Parameter(help="Cancel without asking.")] = False,
+    force: Annotated[bool, Parameter(help="Wait for no job: those that run continue from their last commit.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """End the service of this machine with everything it started.
+
+    Jobs that wait stay in the queue; those that run save, stop and are queued again. All continue at the next
+    'rota up'.
 
     Examples
     --------
     rota down
 
-    rota down --jobs leave
+    rota down --jobs cancel --yes
     """
-    if jobs not in ("stop", "leave"):
-        raise BadInput(f"--jobs {jobs}: stop or leave")
+    if jobs not in ("leave", "cancel", "stop"):
+        raise BadInput(f"--jobs {jobs}: leave or cancel")
     from rota.service.daemon import down as end
+    from rota.service.daemon import live_by_user
 
-    terminal = flags.terminal()
-    document = end(flags.settings(), jobs=jobs, force=force)
-    ended = ", ".join(document["ended"]) or "nothing was running"
-    jobs_text = f"; stopped {', '.join(document['stopped_jobs'])}" if document["stopped_jobs"] else ""
-    left = f"; {document['text']}" if document["text"] else ""
-    terminal.show(document, lambda term: term.line(f"{document['state']}: {ended}{jobs_text}{left}"))
+    terminal, settings, cancel = flags.terminal(), flags.settings(), jobs != "leave"
+    if cancel and force:
+        raise BadInput(f"--force asks no job to end, --jobs {jobs} asks all", hint="leave one of them out")
+    if cancel and (users := live_by_user(settings)):
+        of_users = ", ".join(f"{n} of {name}" for name, n in sorted(users.items(), key=lambda one: (-one[1], one[0])))
+        confirm(f"cancel {counted(sum(users.values()), 'job')} ({of_users})", yes=yes)
+    document = end(settings, jobs="cancel" if cancel else "leave", force=force)
+    terminal.show(document, lambda term: term.line(_ended(document)))
     return 0 if document["state"] == "down" else 1
+
+
+def _ended(document: Mapping[str, Any]) -> str:
+    parts = [f"{document['state']}: {', '.join(document['ended']) or 'nothing was running'}"]
+    if document["stopped_jobs"]:
+        parts.append(f"cancelled {counted(len(document['stopped_jobs']), 'job')}")
+    if left := sum(document["left_jobs"].values()):
+        parts.append(f"{counted(left, 'job')} left, which continue at the next 'rota up'")
+    if document["still_running"]:
+        parts.append(f"still running: {', '.join(f'process {pid}' for pid in document['still_running'])}")
+    return "; ".join([*parts, *filter(None, [document["text"]])])
 
 
 def status(

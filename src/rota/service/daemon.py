@@ -46,7 +46,6 @@ PRIVATE = ("db_url", "redis_url", "token")
 PARTS = {
     SERVE_MODULE: "service",
     KEEPER_MODULE: "keeper",
-    KEEPER_MODULE: "service",
     "rota up": "service",
     "rota.runtime.gateway": "gateway",
     "valkey": "registry",

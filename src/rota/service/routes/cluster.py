@@ -123,7 +123,7 @@ class HoldBody(BaseModel):
 
 
 @router.post("/service:hold", status_code=202)
-async def hold(body: HoldBody, doors: Parts, caller: Asker) -> Document:
+async def hold(doors: Parts, caller: Asker, body: HoldBody | None = None) -> Document:
     """Get ready to be taken down: jobs that run stop after saving and are queued again, and none starts; for admins.
 
     ``jobs`` counts those that have not ended, by state. Without an end of the service it is over after some minutes.
@@ -131,7 +131,7 @@ async def hold(body: HoldBody, doors: Parts, caller: Asker) -> Document:
     caller.need(Role.ADMIN)
     doors.loop.hold(HOLD_S)
     live = tuple(doors.loop.installation.live.values())
-    asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=body.grace_s)
+    asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=(body or HoldBody()).grace_s)
     for story in live:
         if story.state.holds_devices and story.state not in (JobState.STOPPING, JobState.PREEMPTING):
             grace_s = min(asked.grace_s, story.spec.grace_s)

@@ -26,7 +26,7 @@ from tests.real.tensors.crew import (
 )
 
 import rota.tensors
-from rota.runtime import environ, process, redis_server
+from rota.runtime import environ, hang, process, redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.core.arena import HEADER_BYTES
@@ -380,6 +380,22 @@ def test_a_silent_server_is_ended_before_another_is_started(monkeypatch: pytest.
             process.send_signal(second.process, signal.SIGSTOP)
             assert rota.tensors.down(home), "a stopped server is ended too"
             assert not process.is_alive(second.process)
+    shutil.rmtree(home)
+
+
+def test_a_client_that_waits_for_a_stopped_server_ends_it_and_goes_on_with_the_next() -> None:
+    home = Path(tempfile.mkdtemp(prefix="rt"))
+    with rota.tensors.connect(home=home) as plane:
+        plane.put("w", np.arange(5))
+        stopped = redis_server.find_running(environ.Home.of(home))
+        assert stopped is not None
+        process.send_signal(stopped.process, signal.SIGSTOP)
+        plane.put("w", np.arange(3))
+        assert not process.is_alive(stopped.process)
+        assert plane.get("w", as_="numpy").tolist() == [0, 1, 2]
+        assert plane.fsck()["violations"] == []
+        (note,) = hang.noted(environ.Home.of(home).run).values()
+        assert (note.part, note.pid) == ("registry", stopped.pid), "it was seen to be stopped, not waited for in vain"
     shutil.rmtree(home)
 
 

@@ -85,6 +85,14 @@ def test_the_clients_send_ignore_image(tmp_path: Path) -> None:
     assert sent[0]["name"] == "boxed"
 
 
+def test_state_from_a_peer_is_said_to_be_not_built() -> None:
+    job = rota.Job("held")
+    job.role("main", run="x", fail=rota.Fail(state="peer|checkpoint"))
+    assert job.plan()["notes"] == [
+        "state peer of main: not built; of what is named, shadow and checkpoint give state back"
+    ]
+
+
 def test_a_job_that_asks_for_neither_has_no_notes() -> None:
     job = rota.Job("plain")
     job.role("main", run="x")

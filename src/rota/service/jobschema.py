@@ -120,7 +120,7 @@ FAIL = Record(
         ),
         "state": Field(
             kind=ListOf(item=OneOf(choices=_FAIL_STATE), bars=True),
-            doc="where state may come back from, cheapest first",
+            doc="where state may come back from, cheapest first; `peer` is accepted and not built",
             default="shadow",
         ),
         "degrade": Field(kind=ONE_OR_MORE, doc="fewest instances the job may go on with"),

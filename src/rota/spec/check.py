@@ -85,8 +85,10 @@ def unenforced(spec: JobSpec) -> tuple[str, ...]:
     memory = (
         f"memory of {', '.join(roles)}: counted for placement, not enforced; a process may use more than it asked for"
     )
+    peers = [role.name for role in spec.roles if "peer" in role.fail.state]
+    peer = f"state peer of {', '.join(peers)}: not built; of what is named, shadow and checkpoint give state back"
     image = f"image {spec.image}: ignored; processes start in the environment of the service, in no container"
-    return (*((memory,) if roles else ()), *((image,) if spec.image is not None else ()))
+    return (*((memory,) if roles else ()), *((peer,) if peers else ()), *((image,) if spec.image is not None else ()))
 
 
 def fixed_size(role: RoleSpec) -> str:

@@ -1,0 +1,166 @@
+"""Every field of a job has a place in the code that acts on it; a field that nothing reads is not accepted."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rota
+from rota.service.jobschema import JOB
+from rota.spec import job as model
+from rota.spec.resources import Res
+
+SOURCE = Path(rota.__file__).parent
+CLASSES = (
+    model.JobSpec, model.RoleSpec, model.Fail, model.Near, model.Edge, model.Bound, model.StreamSpec, model.WeightsEdge,
+    model.Checkpoint, Res,
+)  # fmt: skip
+READERS = ("service/jobfile.py", "service/jobtext.py", "service/jobschema.py", "service/views/", "job/builder.py")
+"""What only carries a field from one form into another acts on nothing."""
+WHOLE = ("service/jobplans.py", "asdict(model)")
+"""``model`` is read as a whole: each of its fields is an argument of the search."""
+
+ACTS: dict[str, tuple[str, str]] = {
+    "JobSpec.name": ("service/intake.py", "spec.name"),
+    "JobSpec.roles": ("job/core/check.py", "spec.roles"),
+    "JobSpec.queue": ("cluster/live.py", "spec.queue"),
+    "JobSpec.priority": ("cluster/live.py", "spec.priority"),
+    "JobSpec.edges": ("job/core/check.py", "spec.edges"),
+    "JobSpec.streams": ("job/core/check.py", "spec.streams"),
+    "JobSpec.weights": ("job/calls.py", "self._spec.weights"),
+    "JobSpec.gang": ("job/core/placement.py", "spec.gang"),
+    "JobSpec.retry": ("job/core/recovering.py", "ctx.spec.retry"),
+    "JobSpec.time_limit_s": ("cluster/live.py", "spec.time_limit_s"),
+    "JobSpec.grace_s": ("cluster/live.py", "spec.grace_s"),
+    "JobSpec.checkpoint": ("job/executor.py", "spec.checkpoint"),
+    "JobSpec.workdir": ("job/core/machine.py", "spec.workdir"),
+    "JobSpec.data": ("job/executor.py", "spec.data"),
+    "JobSpec.output": ("job/bodies.py", "seat.spec.output"),
+    "JobSpec.env": ("job/executor.py", "spec.env"),
+    "JobSpec.secrets": ("job/executor.py", "spec.secrets"),
+    "JobSpec.image": ("spec/check.py", "spec.image"),
+    "JobSpec.labels": ("cluster/live.py", "spec.labels"),
+    "JobSpec.success_when": ("job/core/settling.py", "ctx.spec.success_when"),
+    "JobSpec.seed": ("job/bodies.py", "seat.spec.seed"),
+    "RoleSpec.name": ("job/calls.py", "role.name"),
+    "RoleSpec.workload": ("job/bodies.py", "self._seat.role.workload"),
+    "RoleSpec.run": ("job/core/check.py", "role.run"),
+    "RoleSpec.shell": ("job/spmd.py", "role.shell"),
+    "RoleSpec.setup": ("job/spmd.py", "seat.role.setup"),
+    "RoleSpec.replicas_min": ("job/calls.py", "role.replicas_min"),
+    "RoleSpec.replicas_max": ("job/calls.py", "role.replicas_max"),
+    "RoleSpec.mesh": ("job/bodies.py", "seat.role.mesh"),
+    "RoleSpec.elastic_axis": ("job/core/sizing.py", "role.elastic_axis"),
+    "RoleSpec.res": ("job/core/placement.py", "role.res"),
+    "RoleSpec.env": ("job/core/sizing.py", "role.env"),
+    "RoleSpec.fail": ("job/core/check.py", "role.fail"),
+    "RoleSpec.collocate": ("job/core/graph.py", "role.collocate"),
+    "RoleSpec.apart": ("job/core/placement.py", "role.apart"),
+    "RoleSpec.start_after": ("job/core/graph.py", "role.start_after"),
+    "RoleSpec.interface": ("job/core/check.py", "role.interface"),
+    "RoleSpec.plan": ("service/jobplans.py", "role.plan"),
+    "RoleSpec.model": ("service/jobplans.py", "role.model"),
+    "RoleSpec.plans": ("job/core/placement.py", "role.plans"),
+    "Fail.restart": ("spec/job.py", "self.fail.restart"),
+    "Fail.limit_n": ("job/core/check.py", "role.fail.limit_n"),
+    "Fail.limit_window_s": ("job/core/check.py", "role.fail.limit_window_s"),
+    "Fail.then": ("job/core/failover.py", "role.fail.then"),
+    "Fail.state": ("job/core/memory.py", "ctx.spec.role(one.role).fail.state"),
+    "Fail.degrade": ("job/core/failover.py", "role.fail.degrade"),
+    "Fail.standby": ("spec/job.py", "self.fail.standby"),
+    "Fail.progress_s": ("job/diagnosis.py", "ctx.spec.role(one.id.role).fail.progress_s"),
+    "Fail.bad_data": ("job/streams.py", "stop.role.fail.bad_data"),
+    "Fail.nan": ("job/flow.py", "role.fail.nan"),
+    "Fail.backoff_s": ("job/core/recovering.py", "fail.backoff_s"),
+    "Fail.check": ("job/core/settling.py", "role.fail.check"),
+    "Fail.slow": ("job/rendezvous.py", "self._seat.role.fail.slow"),
+    "Near.role": ("job/core/graph.py", "near.role"),
+    "Near.level": ("job/core/graph.py", "near.level"),
+    "Near.share": ("job/core/graph.py", "near.share"),
+    "Edge.source": ("job/core/check.py", "edge.source"),
+    "Edge.target": ("job/calls.py", "edge.target"),
+    "Edge.kind": ("job/core/check.py", "edge.kind"),
+    "Edge.micro": ("job/core/check.py", "edge.micro"),
+    "Edge.inflight": ("job/core/check.py", "edge.inflight"),
+    "Bound.versions": ("job/core/ledger.py", "bound.versions"),
+    "Bound.by": ("job/core/ledger.py", "bound.by"),
+    "Bound.seconds": ("job/weights.py", "lag.seconds"),
+    "StreamSpec.name": ("job/core/check.py", "stream.name"),
+    "StreamSpec.source": ("job/core/graph.py", "stream.source"),
+    "StreamSpec.key": ("job/streams.py", "spec.key"),
+    "StreamSpec.cap": ("job/core/graph.py", "stream.cap"),
+    "StreamSpec.stale": ("job/core/ledger.py", "self.spec.stale"),
+    "StreamSpec.full": ("job/core/ledger.py", "self.spec.full"),
+    "WeightsEdge.source": ("job/core/check.py", "edge.source"),
+    "WeightsEdge.target": ("job/calls.py", "edge.target"),
+    "WeightsEdge.every": ("job/core/check.py", "edge.every"),
+    "WeightsEdge.via": ("job/core/check.py", "edge.via"),
+    "WeightsEdge.lag": ("job/flow.py", "edge.lag"),
+    "Checkpoint.dir": ("job/executor.py", "spec.checkpoint.dir"),
+    "Checkpoint.every": ("job/checkpoint.py", "spec.every"),
+    "Checkpoint.keep": ("job/worker.py", "checkpoint.keep"),
+    "Res.cpus": ("cluster/core/asks.py", "bundle.res.cpus"),
+    "Res.gpus": ("cluster/core/asks.py", "bundle.res.gpus"),
+    "Res.gpu_type": ("cluster/core/asks.py", "bundle.res.gpu_type"),
+    "Res.memory_bytes": ("cluster/core/asks.py", "bundle.res.memory_bytes"),
+}
+"""Field -> the file that acts on it, and how the field is read there."""
+NOT_IN_THE_FILE = {"JobSpec.spec_version"}
+WRITTEN = {
+    "memory": "memory_bytes", "limit": "limit_n", "progress": "progress_s", "backoff": "backoff_s", "from": "source",
+    "to": "target", "resources": "res", "replicas": "replicas_min", "time_limit": "time_limit_s", "grace": "grace_s",
+    "min": "replicas_min", "max": "replicas_max",
+}  # fmt: skip
+"""Names of the job file that have another name in the spec."""
+
+
+@cache
+def read_in(file: str) -> frozenset[str]:
+    """The attributes and calls of a file, as text."""
+    tree = ast.parse((SOURCE / file).read_text())
+    return frozenset(ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute | ast.Call))
+
+
+def idle(classes: tuple[Any, ...]) -> list[str]:
+    """Fields for which no place is named, or that are not read at the place that is named."""
+    names = [f"{cls.__name__}.{one.name}" for cls in classes for one in dataclasses.fields(cls)]
+    given = {name: ACTS.get(name) for name in names if name not in NOT_IN_THE_FILE}
+    return [name for name, place in given.items() if place is None or place[1] not in read_in(place[0])]
+
+
+def test_every_field_of_a_job_is_read_where_something_is_done_about_it() -> None:
+    assert idle(CLASSES) == []
+    assert WHOLE[1] in read_in(WHOLE[0])
+    carried = {name: file for name, (file, _) in ACTS.items() if file.startswith(READERS)}
+    assert carried == {}, "such a file acts on nothing"
+    known = {f"{cls.__name__}.{one.name}" for cls in CLASSES for one in dataclasses.fields(cls)}
+    assert set(ACTS) - known == set(), "a field that is gone"
+    assert [name for name, (_, text) in ACTS.items() if text.rpartition(".")[2] != name.partition(".")[2]] == []
+
+
+def test_a_field_that_nothing_reads_is_found() -> None:
+    more = dataclasses.make_dataclass("Fail", [("dummy", int, 0)], bases=(model.Fail,), frozen=True, kw_only=True)
+    assert idle((more,)) == ["Fail.dummy"]
+
+
+@pytest.mark.parametrize("name", sorted(set(JOB.fields) - {"$schema"}))
+def test_every_name_of_the_job_file_is_a_field_of_the_spec(name: str) -> None:
+    fields = {one.name for cls in (*CLASSES, model.TrainedModel) for one in dataclasses.fields(cls)}
+    found: set[str] = set()
+
+    def names(schema: Any) -> None:
+        if isinstance(schema, dict):
+            found.update(schema.get("properties", {}))
+            for below in schema.values():
+                names(below)
+        elif isinstance(schema, list):
+            for below in schema:
+                names(below)
+
+    names(JOB.fields[name].kind.schema())
+    assert [one for one in {name, *found} if WRITTEN.get(one, one) not in fields] == []

@@ -33,6 +33,7 @@ from rota.spec.events import (
     GangGranted,
     GangReleased,
     GangWaits,
+    InstanceStarted,
     JobAdmitted,
     JobChanged,
     JobEnded,
@@ -707,3 +708,48 @@ def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_othe
     ):
         log.add(event, job, 4.0)
     assert log.scheduler.decide(4.0).broken == ()
+
+
+def test_who_moved_off_a_drained_node_holds_nothing_there_while_the_rest_of_its_gang_runs_on() -> None:
+    """A job is on two nodes of 4; what is on the drained one moves, and another job starts there once it is back."""
+    log = Log("default")
+    for one in pretend_nodes("1x3x4", host="real"):
+        log.add(NodeJoined(node=one))
+    log.add(QueuesChanged(queues=({"path": "default", "limit": {"gpus": 12}},)))
+    log.submit("runs", 4, 2)
+    log.decide(1.0)
+    scheduler, job = log.scheduler, JobId("runs")
+    home = scheduler.state.nodes[scheduler.state.jobs[job].held[0].node].id
+    (request,) = requests_of(spec("runs", 4, 2))
+    there = [i for i, held in enumerate(scheduler.state.jobs[job].held) if scheduler.state.nodes[held.node].id == home]
+    assert len(there) == 2
+    log.add(NodeMarked(node=home, health=Health.DRAINED, notice_s=600.0), at=2.0)
+    for number, first in enumerate((there, there)):  # and back again from where it went
+        gang = GangId(f"drained-{number}")
+        bundles = tuple(replace(request.bundles[i], index=n) for n, i in enumerate(first))
+        log.add(GangAsked(request=GangRequest(gang=gang, bundles=bundles)), "runs", 3.0)
+        (granted,) = [event for _, event in log.decide(4.0) if isinstance(event, GangGranted)]
+        assert int(scheduler.state.used[0, 0]) == 12_000, "both places are held until it has moved"
+        for n, i in enumerate(first):
+            assert int(scheduler.state.used[0, 0]) == 12_000
+            place = granted.bundles[n].node
+            log.add(InstanceStarted(role=RoleName("w"), rank=i, epoch=Epoch(3), node=place, pid=9), "runs", 5.0)
+        assert int(scheduler.state.used[0, 0]) == 8_000, "it is charged what it asks"
+        rows = {row.ask.id: sum(len(one.devices) for one in row.held) for row in scheduler.state.holding()}
+        kept = {JobId(f"runs~left-drained-{n}"): 0 for n in range(number + 1)}
+        assert rows == {job: 8, **kept}, "of what it left the engine keeps the cores alone"
+        nodes = [scheduler.state.nodes[held.node].id for held in scheduler.state.jobs[job].held]
+        assert home not in nodes and [nodes[i] for i in first] == [bundle.node for bundle in granted.bundles]
+        log.add(NodeMarked(node=home, health=Health.HEALTHY), at=6.0)
+        home = granted.bundles[0].node
+        log.add(NodeMarked(node=home, health=Health.DRAINED, notice_s=600.0), at=7.0)
+        if number:
+            log.add(GangReleased(gang=GangId("drained-0"), epoch=Epoch(4), gone=True), "runs", 8.0)
+    log.add(NodeMarked(node=home, health=Health.HEALTHY), at=9.0)
+    log.submit("next", 1, 4, at=10.0)
+    assert [type(event) for job, event in log.decide(11.0) if job == "next"] == [JobAdmitted]
+    assert replayed(log.records, get_profile("default"), requests_of)["different"] == []
+    log.add(GangReleased(gang=GangId("all"), epoch=Epoch(5), gone=True), "runs", 12.0)
+    assert {row.ask.id for row in scheduler.state.holding()} == {job, JobId("next")}
+    log.add(JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED), "runs", 13.0)
+    assert int(scheduler.state.dev_milli.sum()) == 8000

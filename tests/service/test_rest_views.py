@@ -28,7 +28,7 @@ def test_the_heat_map_names_the_holder_of_every_device(tmp_path: Path) -> None:
         full = {row["id"]: [one["job"] for one in row["devices"]] for row in (await service.get("/nodes"))["items"]}
         assert by_node == full
         assert sorted(map(len, by_node.values())) == [4, 4]
-        assert {row["id"]: row["state"] for row in heat["items"]} == {"r0n0": "healthy", "r0n1": "drained"}
+        assert {row["id"]: row["state"] for row in heat["items"]} == {"r0n0": "healthy", "r0n1": "draining"}
 
     with_service(tmp_path, test)
 

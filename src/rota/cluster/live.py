@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from rota.spec.events import (
     GangGranted,
     GangReleased,
     GangWaits,
+    InstanceStarted,
     JobAdmitted,
     JobChanged,
     JobEnded,
@@ -43,13 +44,13 @@ from rota.spec.events import (
     Record,
     StopAsked,
 )
-from rota.spec.gang import BundleGrant, GangRequest, Grant
-from rota.spec.ids import Epoch, GangId, JobId, NodeId
+from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
-from rota.spec.resources import Health, Node
+from rota.spec.resources import Health, Node, Res
 
 _Place = tuple[GangRequest, Grant]
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
@@ -74,6 +75,8 @@ class _Known:
     """What the row of the job itself holds: the gangs of the admission, or those that took their place."""
     beside: tuple[_Place, ...] = ()
     """What was granted of ``asks``."""
+    arrived: frozenset[InstanceId] = frozenset()
+    """Members that started in a place beside the admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +166,8 @@ class Scheduler:
                 self._learn(job, replace(known, spec=changed_spec(known.spec, changes)), at)
             case JobAdmitted(placement=placement) if known is not None:
                 own = tuple((request, placement.gang(request.gang)) for request in known.requests)
-                self._jobs[job] = replace(known, attempts=event.attempt, epoch=int(event.epoch), own=own)
+                epoch = int(event.epoch)
+                self._jobs[job] = replace(known, attempts=event.attempt, epoch=epoch, own=own, arrived=frozenset())
                 self._fact(facts.JobHolds(job=job, held=self._held(own)), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
@@ -185,9 +189,12 @@ class Scheduler:
             case GangWaits(gang=gang, reason=reason):
                 wait = Wait(reason=reason, text=event.text)
                 self._fact(facts.JobWaits(job=row_of(job, gang), wait=wait), at)
+            case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
+                self._started(job, known, InstanceId(role, rank), node, at)
             case GangReleased(gang=gang, gone=gone) if known is not None:
                 if gone and any(request.gang == gang for request, _ in known.own):
-                    self._moved(job, known, gang, at)
+                    self._forget(job, known, lambda request: request.gang.startswith(LEFT), at)
+                    self._moved(job, self._jobs[job], gang, at)
                 else:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
@@ -286,6 +293,43 @@ class Scheduler:
             self._jobs[job] = replace(known, own=(*own, *instead))
             self._let_go(job, at)
             self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
+
+    def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:
+        """Who has moved has left its first place, though others of its gang run on: no device is held there any more.
+
+        The new place becomes a part of the holding of the job itself once everybody who was to move has started there.
+        The engine gives the cores of a reservation back as a whole, so they stay held until the gang is released.
+        """
+        places = [place for place in known.beside if self._holds(row_of(job, place[0].gang))]
+        move = next((place for place in reversed(places) if _home_in(place, member) == node), None)
+        if move is None or self.state.jobs[job].phase != "running":
+            return
+        known = self._jobs[job] = replace(known, arrived=known.arrived | {member})
+        moved = {ask.members: given for ask, given in zip(move[0].bundles, move[1].bundles)}
+        own = tuple((request, _replaced(request, grant, moved)) for request, grant in known.own)
+        firsts = {ask.members for request, _ in known.own for ask in request.bundles}
+        everybody = {one for members in moved for one in members}
+        if not (moved.keys() <= firsts and everybody <= known.arrived):
+            return
+        self._fact(facts.JobGone(job=row_of(job, move[0].gang)), at)
+        self._jobs[job] = replace(known, own=own, arrived=known.arrived - everybody)
+        self._let_go(job, at)
+        self._fact(facts.JobHolds(job=job, held=self._held(own)), at)
+        before = [given for _, grant in known.own for given in grant.bundles]
+        after = [given for _, grant in own for given in grant.bundles]
+        self._keep_cores(job, [old for old, new in zip(before, after) if old != new], move[0].gang, at)
+
+    def _keep_cores(self, job: JobId, left: Sequence[BundleGrant], moved_to: GangId, at: float) -> None:
+        """A row of its own for the cores that the engine keeps reserved at the places that a job has left."""
+        known, gang = self._jobs[job], GangId(f"{LEFT}{moved_to}")
+        asks = (BundleAsk(index=i, members=(), res=Res(cpus=given.res.cpus)) for i, given in enumerate(left))
+        request = GangRequest(gang=gang, bundles=tuple(asks))
+        bundles = tuple(replace(given, index=i, devices=()) for i, given in enumerate(left))
+        ask = ask_of(row_of(job, gang), known.spec, (request,), user=known.user, queued_at=known.queued_at)
+        self._jobs[job] = replace(known, asks=(*known.asks, request))
+        self._fact(facts.JobArrived(ask=replace(ask, part_of=job)), known.queued_at)
+        held = self._held(((request, Grant(gang=gang, bundles=bundles)),))
+        self._fact(facts.JobHolds(job=row_of(job, gang), held=held), at)
 
     def _let_go(self, job: JobId, at: float, *, cools: bool = False) -> None:
         """All is given back. A time limit counts every second on devices, whether its work was kept or not.
@@ -473,6 +517,21 @@ class Scheduler:
         return tuple(found)
 
 
+def _home_in(place: _Place, member: InstanceId) -> NodeId | None:
+    """The node that a place has for a member."""
+    request, grant = place
+    return next((given.node for ask, given in zip(request.bundles, grant.bundles) if member in ask.members), None)
+
+
+def _replaced(request: GangRequest, grant: Grant, moved: Mapping[tuple[InstanceId, ...], BundleGrant]) -> Grant:
+    """A grant with the new places of those of its bundles that moved."""
+    pairs = zip(request.bundles, grant.bundles)
+    bundles = (replace(moved.get(ask.members, given), index=given.index) for ask, given in pairs)
+    return replace(grant, bundles=tuple(bundles))
+
+
+LEFT = "left-"
+"""Before the name of a gang: what the engine keeps reserved where it was before."""
 ASK = "~"
 """In a row of the state that stands for one gang of a job, between the two; no job has it in its name."""
 

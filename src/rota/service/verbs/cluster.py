@@ -11,8 +11,9 @@ from cyclopts import Parameter
 
 from rota.service.terminal import Terminal
 from rota.service.verbs.flags import DEFAULT_FLAGS, Flags, confirm
-from rota.service.verbs.words import age, ago_s, amount, lasting, promise, shortened, size
+from rota.service.verbs.words import age, ago_s, amount, clock_time, lasting, promise, shortened, size
 from rota.spec.errors import BadInput
+from rota.spec.resources import counted
 
 ACTIONS = ("drain", "cordon", "undrain", "uncordon")
 
@@ -68,12 +69,23 @@ def _node_table(term: Terminal, document: Mapping[str, Any]) -> None:
                 f"{amount(node['cpus_used'])}/{amount(node['cpus'])}",
                 size(node["memory_bytes"]),
                 shortened(node["jobs"]),
-                node["text"],
+                _note(node),
             )
             for node in document["items"]
         ],
         empty="no nodes yet",
     )
+
+
+def _note(node: Mapping[str, Any]) -> str:
+    """Why a node is as it is; of a drained one who is still there and until when, or that it may be taken down."""
+    drain, words = node.get("drain"), [node["text"]] if node["text"] else []
+    if drain is not None and drain["safe"]:
+        words.insert(0, "drained: safe to take down")
+    elif drain is not None:
+        until = f" until {clock_time(drain['until'])}" if drain["until"] else ", to their end"
+        words.insert(0, f"draining: {counted(drain['jobs_left'], 'job')} left ({shortened(node['jobs'])}){until}")
+    return "; ".join(words)
 
 
 def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rota.cluster.core.admission import amount
@@ -46,7 +46,8 @@ def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> d
     return {
         "id": node.id,
         "host": node.host,
-        "state": "lost" if story.lost else node.health.value,
+        "state": _state(story, jobs),
+        "drain": _drain(story, jobs),
         "cells": list(node.cells),
         "labels": dict(node.labels),
         "cpus": node.cpus,
@@ -72,6 +73,20 @@ def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> d
     }
 
 
+def _state(story: NodeStory, jobs: Collection[str]) -> str:
+    """The fitness of a node; it is ``draining`` until the last job has left, then ``drained``."""
+    if story.lost:
+        return "lost"
+    return "draining" if story.node.health is Health.DRAINED and jobs else story.node.health.value
+
+
+def _drain(story: NodeStory, jobs: Collection[str]) -> dict[str, Any] | None:
+    """How far a drained node is: jobs that have not left, by when they must, and whether it may be taken down."""
+    if story.lost or story.node.health is not Health.DRAINED:
+        return None
+    return {"jobs_left": len(jobs), "until": when(story.leave_by) if jobs else None, "safe": not jobs}
+
+
 def _time_shared(node: Node) -> str:
     """Why there are more cores to ask for than the machine has, if so."""
     cores = dict(node.labels).get(CORES_LABEL, "")
@@ -93,7 +108,7 @@ def heat_document(installation: Installation) -> dict[str, Any]:
             {
                 "id": node.id,
                 "cells": list(node.cells),
-                "state": "lost" if story.lost else node.health.value,
+                "state": _state(story, {job for job, _, _ in held[node.id]}),
                 "held": [
                     places.setdefault(owner[device.index], len(places)) if device.index in owner else None
                     for device in node.devices

@@ -33,6 +33,8 @@ class NodeStory:
     marked_at: float = 0.0
     marked_by: str = ""
     text: str = ""
+    leave_by: float | None = None
+    """When the jobs on a drained node must have left it, in Unix seconds; None: they stay to their end."""
 
 
 @dataclass(slots=True)
@@ -122,13 +124,14 @@ class Installation:
 
 
 def _marked(story: NodeStory, event: e.NodeMarked, at: float) -> NodeStory:
-    node = story.node
+    node, leave_by = story.node, story.leave_by
     if event.devices:
         devices = tuple(_with_health(d, event.health) if d.index in event.devices else d for d in node.devices)
         node = replace(node, devices=devices)
     else:
         node = node.with_health(event.health)
-    return replace(story, node=node, lost=False, marked_at=at, marked_by=event.by, text=event.text)
+        leave_by = at + event.notice_s if event.health is Health.DRAINED and event.notice_s is not None else None
+    return replace(story, node=node, lost=False, marked_at=at, marked_by=event.by, text=event.text, leave_by=leave_by)
 
 
 def _with_health(device: Device, health: Health) -> Device:

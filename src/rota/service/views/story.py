@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
@@ -13,7 +13,7 @@ from rota.job.core.placement import bindings
 from rota.spec import events as e
 from rota.spec.events import Record
 from rota.spec.gang import BundleGrant
-from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
 from rota.spec.job import JobSpec
 from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
@@ -155,11 +155,34 @@ class JobStory:
 
     @property
     def placement(self) -> Placement | None:
-        """Where the present or last attempt runs, without the places that it left."""
-        if not self.attempts or self.ctx.placement is None or not self.ctx.gangs:
+        """Where the present or last attempt runs, without the places that it left.
+
+        A bundle counts while a member of it has its place there, or has not gone from there yet.
+        """
+        ctx = self.ctx
+        if not self.attempts or ctx.placement is None or not ctx.gangs:
             return self.attempts[-1].placement if self.attempts else None
-        there = {gang.id for gang in self.ctx.gangs}
-        return Placement(gangs=tuple(grant for grant in self.ctx.placement.gangs if grant.gang in there))
+        there, used = {gang.id for gang in ctx.gangs}, self._used()
+        grants = [grant for grant in ctx.placement.gangs if grant.gang in there]
+        return Placement(
+            gangs=tuple(
+                replace(grant, bundles=tuple(one for one in grant.bundles if (grant.gang, one.index) in used))
+                for grant in grants
+            )
+        )
+
+    def _used(self) -> set[tuple[GangId, int]]:
+        """Gang and bundle of every place that somebody has, is to have, or has not gone from yet."""
+        ctx = self.ctx
+        assert ctx.placement is not None
+        used = {(gang, bundle.index) for gang, bundle in ctx.bound.values()}
+        used |= {(ask.gang, i) for ask in ctx.asks if ask.state != "granted" for i in range(len(ask.members))}
+        going = {one.id for one in ctx.instances.values() if one.doomed}
+        if going:
+            first = bindings(self.spec, ctx.placement)
+            used |= {(gang, bundle.index) for member, (gang, bundle) in first.items() if member in going}
+            used |= {(ask.gang, i) for ask in ctx.asks for i, who in enumerate(ask.members) if going.intersection(who)}
+        return used
 
     @property
     def running_at(self) -> float | None:

@@ -1,0 +1,125 @@
+"""A drained node says who is left on it and until when, and that it may be taken down once the last one has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from standing import LIMIT_S, Standing, with_service
+
+from rota.service.verbs.cluster import _note
+from rota.spec.events import (
+    Event,
+    FailoverEnded,
+    FailoverStarted,
+    GangAsked,
+    GangGranted,
+    GangReserved,
+    InstanceReady,
+    InstanceStarted,
+    InstanceStopped,
+    MoveAsked,
+)
+from rota.spec.gang import BundleAsk, GangRequest
+from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.resources import Res
+from rota.spec.states import JobState, Level
+
+SERVES = "name: serves\nroles:\n  w:\n    run: [sleep, inf]\n    replicas: 3\n    resources: {gpus: 2}\n"
+W, JOB, MOVE = RoleName("w"), JobId("serves-1"), GangId("drained-2")
+
+
+async def seen(service: Standing) -> tuple[dict[str, tuple[str, int, list[str]]], dict[str, int]]:
+    """State, devices held and jobs of each node; and what totals, queue and heat map count as held."""
+    rows = {one["id"]: one for one in (await service.get("/nodes"))["items"]}
+    heat = (await service.get("/cluster/heat"))["items"]
+    [queue] = (await service.get("/queues"))["items"]
+    counts = {
+        "totals": (await service.get("/cluster"))["gpus_used"],
+        "queue": queue["used_gpus"],
+        "heat": sum(held is not None for one in heat for held in one["held"]),
+        "limits": int(service.doors.loop.scheduler.state.used[0, 0]) // 1000,
+    }
+    assert {one["id"]: one["state"] for one in heat} == {name: one["state"] for name, one in rows.items()}
+    return {name: (one["state"], one["gpus_used"], one["jobs"]) for name, one in rows.items()}, counts
+
+
+async def until_said(service: Standing, kind: type[Event]) -> Event:
+    """Wait until the service has taken in an event of this kind."""
+    async with asyncio.timeout(LIMIT_S):
+        while not (found := [one for one in service.log.read(after=0) if isinstance(one.event, kind)]):
+            await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+    await service.seen(found[-1].number)
+    return found[-1].event
+
+
+def note(node: dict[str, Any]) -> str:
+    return _note(node)
+
+
+def test_a_drained_node_is_draining_until_the_last_of_its_jobs_has_gone_and_then_counts_nothing(tmp_path: Path) -> None:
+    """Two of three instances are on r0n0; they move, and the third, of the same gang, runs on at r0n1."""
+
+    async def test(service: Standing) -> None:
+        await service.submit(SERVES)
+        await service.until(JOB, JobState.ADMITTED)
+        await service.play_start(JOB, "w/0", "w/1", "w/2")
+        assert (await seen(service))[0]["r0n0"] == ("healthy", 4, [JOB])
+        await service.http.post("/api/v1/nodes/r0n0:drain", json={"notice_s": 600, "reason": "new driver"})
+        before, counts = await seen(service)
+        assert before == {"r0n0": ("draining", 4, [JOB]), "r0n1": ("healthy", 2, [JOB]), "r0n2": ("healthy", 0, [])}
+        left = (await service.get("/nodes"))["items"][0]
+        assert (left["drain"]["jobs_left"], left["drain"]["safe"]) == (1, False)
+        assert note(left).startswith(f"draining: 1 job left ({JOB}) until ") and note(left).endswith("; new driver")
+
+        members = [InstanceId(W, 0), InstanceId(W, 1)]
+        bundles = tuple(BundleAsk(index=i, members=(m,), res=Res(cpus=1, gpus=2)) for i, m in enumerate(members))
+        await until_said(service, MoveAsked)
+        service.as_master(JOB, GangAsked(request=GangRequest(gang=MOVE, bundles=bundles)))
+        granted = await until_said(service, GangGranted)
+        assert isinstance(granted, GangGranted)
+        homes = [bundle.node for bundle in granted.bundles]
+        assert sorted(homes) == ["r0n1", "r0n2"]
+        assert (await seen(service))[1]["totals"] == 10, "its new place is reserved beside the old one"
+        moves = FailoverStarted(
+            failover=1,
+            level=Level.NODE,
+            scope=((W, 0, Epoch(3)), (W, 1, Epoch(3))),
+            restore=0,
+            reason=Reason.MIGRATED_DRAIN,
+            role=W,
+            rank=0,
+        )
+        number = service.as_master(JOB, GangReserved(gang=MOVE, epoch=Epoch(2)), moves)
+        await service.seen(number)
+        assert (await seen(service))[0]["r0n0"] == ("draining", 4, [JOB]), "the old processes are still there"
+        for rank in (0, 1):
+            number = service.as_master(JOB, InstanceStopped(role=W, rank=rank, epoch=Epoch(1)))
+            await service.seen(number)
+            assert (await seen(service))[0]["r0n0"][1] == 2 - 2 * rank, "each gives its devices back by itself"
+        for rank in (0, 1):
+            here = {"role": W, "rank": rank, "epoch": Epoch(3)}
+            number = service.as_master(JOB, InstanceStarted(**here, node=homes[rank], pid=9), InstanceReady(**here))
+        await service.seen(service.as_master(JOB, FailoverEnded(failover=1, seconds=1.0)) or number)
+        after, counts = await seen(service)
+        assert after == {"r0n0": ("drained", 0, []), "r0n1": ("healthy", 4, [JOB]), "r0n2": ("healthy", 2, [JOB])}
+        assert counts == {"totals": 6, "queue": 6, "heat": 6, "limits": 6}
+        gone = (await service.get("/nodes"))["items"][0]
+        assert gone["drain"] == {"jobs_left": 0, "until": None, "safe": True}
+        assert note(gone) == "drained: safe to take down; new driver"
+
+        await service.http.post("/api/v1/nodes/r0n0:undrain")
+        await service.submit("name: next\nroles:\n  a:\n    run: [sleep, inf]\n    resources: {gpus: 4}\n")
+        await service.until("next-1", JobState.ADMITTED)
+        assert (await seen(service))[0]["r0n0"] == ("healthy", 4, ["next-1"])
+
+    with_service(tmp_path, test, pretend="1x3x4")
+
+
+def test_a_drained_node_without_jobs_is_drained_at_once_and_an_old_server_has_no_word_of_it() -> None:
+    assert note({"text": "why", "jobs": []}) == "why"
+    assert note({"text": "", "jobs": [], "drain": {"jobs_left": 0, "until": None, "safe": True}}).startswith(
+        "drained: safe"
+    )

@@ -19,6 +19,7 @@ from tests.runtime.asking import ask_once
 from rota.runtime import process
 from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine
 from rota.runtime.gateway_client import GatewayClient, GatewayFiles, UnknownResult, stop_gateway_of
+from rota.runtime.hang import noted
 from rota.runtime.process import ProcessId
 from rota.spec.errors import EngineUnavailable
 
@@ -187,6 +188,39 @@ def test_a_dead_raylet_ends_the_engine_and_the_next_master_gets_a_new_one(gatewa
         again = await start_master(client, home, "job")
         assert again["pid"] != master["pid"]
         assert (await client.engine_status())["engine"] != old["engine"]
+
+    gateway(body)
+
+
+def test_control_store_master_watcher_and_raylet_are_replaced_when_they_are_stopped(gateway) -> None:
+    async def body(client: GatewayClient, home: Path) -> None:
+        master = await start_master(client, home, "job")
+        status = await client.engine_status()
+
+        async def another_master() -> bool:
+            return await master_pid(client, "job") not in (0, master["pid"])
+
+        async def another(part: str) -> bool:
+            return (await client.engine_status()).get(part) not in (None, 0, status[part])
+
+        os.kill(status["gcs_pid"], signal.SIGSTOP)
+        await until(lambda: another("gcs_pid"), "another control store")
+        assert await master_pid(client, "job") == master["pid"], "the same processes under it"
+        os.kill(master["pid"], signal.SIGSTOP)
+        await until(another_master, "another master")
+        watcher = EngineFiles(home).run.find_alive("engine-here")
+        assert watcher is not None and process.send_signal(watcher.id, signal.SIGSTOP)
+        await until(
+            lambda: asyncio.sleep(0, EngineFiles(home).run.find_alive("engine-here") not in (None, watcher)),
+            "another watcher",
+        )
+        generation = client.generation
+        os.kill(status["raylet_pid"], signal.SIGSTOP)
+        await until(lambda: asyncio.sleep(0, client.generation > generation), "another generation")
+        await start_master(client, home, "job")
+        assert await another("raylet_pid")
+        parts = [one.part for one in noted(home / "run").values()]
+        assert parts == ["control store", "master of job", "watcher of the engine", "raylet"]
 
     gateway(body)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rota.job.shadow import StateLost, epoch_of, find_weights, flatten, load, opened, rebuild
+from rota.job.shadow import StateLost, epoch_of, find_weights, flatten, load, rebuild
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
@@ -170,12 +170,11 @@ def _epoch_of(path: Path) -> int:
     return int(match.group(2)) if match else 0
 
 
-def keep(job: JobId, owner: InstanceId | str, n: int, folder: Path) -> None:
+def keep(plane: Plane, job: JobId, owner: InstanceId | str, n: int, folder: Path) -> None:
     """Write commit ``n`` of an instance, or version ``n`` of a weights edge, from memory into a checkpoint.
 
     Raises StateLost when memory does not have it, OSError when it cannot be written.
     """
-    plane = opened(job)
     if isinstance(owner, InstanceId):
         write(folder, owner, load(plane, job, owner, n))
     elif (found := find_weights(plane, job, owner, n)) is not None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rota.job import checkpoint
+from rota.job import checkpoint, shadow
 from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
 from rota.job.calls import Courier, Refusal, Request
 from rota.job.checks import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
@@ -199,7 +199,7 @@ class Instance:
         job = self._seat.place.job
         which = owner if weights else InstanceId.parse(owner)
         try:
-            await asyncio.to_thread(checkpoint.keep, job, which, n, Path(folder))
+            await asyncio.to_thread(lambda: checkpoint.keep(shadow.opened(job), job, which, n, Path(folder)))
         except (OSError, TensorError, NotReachable) as error:
             return {"answer": "failed", "text": f"{type(error).__name__}: {error}"}
         return DONE

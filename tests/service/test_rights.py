@@ -403,3 +403,14 @@ def test_names_of_jobs_and_owners_that_a_caller_may_not_see_are_covered_everywhe
     }  # fmt: skip
     whole = Veil(jobs, Caller(user="a", by="token", grants=(("", Role.VIEWER),)))
     assert whole.over(document) is document
+
+
+def test_the_limits_of_failures_codes_and_sessions_are_those_of_the_pages() -> None:
+    limits = (FAILURES_MAX, auth_module.FAILING_MAX, FAILURES_WINDOW_S, CODES_OF_USER_MAX, CODE_TTL_S, SESSION_TTL_S)
+    assert limits == (10, 1000, 60.0, 32, 600.0, 7 * 86400.0)
+
+
+def test_a_request_without_a_host_is_none_of_this_service(auth: Auth) -> None:
+    auth.hosts = frozenset({"xx", "here"})
+    with pytest.raises(NotAllowed, match="host '' is not one"):
+        auth.check(Asked(method="GET", headers={"authorization": f"Bearer {OWN}"}))

@@ -42,11 +42,16 @@ class Row:
 
     def cells(self) -> tuple[str, str, str, str]:
         """The columns after the name of the script."""
+        ours = f"{figure(self.ours)} {self.unit}".rstrip()
         if self.peer is None:
-            return self.claim, f"{self.ours:.4g} {self.unit}".rstrip(), "", ""
-        shown = f"{self.named} {self.peer:.4g} {self.unit}".rstrip()
-        ratio = f"{self.ours / self.peer:.3g}" if self.peer else ""
-        return self.claim, f"{self.ours:.4g} {self.unit}".rstrip(), shown, ratio
+            return self.claim, ours, "", ""
+        shown = f"{self.named} {figure(self.peer)} {self.unit}".rstrip()
+        return self.claim, ours, shown, f"{self.ours / self.peer:.3g}" if self.peer else ""
+
+
+def figure(value: float) -> str:
+    """Four digits, and no power of ten."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def hand_in(rows: Iterable[Row]) -> None:

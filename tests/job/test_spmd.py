@@ -49,6 +49,10 @@ def role(run: str | tuple[str, ...], **fields: object) -> RoleSpec:
         ("torchrun --nnodes 1 --rdzv-backend c10d -m pkg.train -x", (sys.executable, "-m", "pkg.train", "-x"), 1),
         ("torchrun --no-python ./run --a", ("./run", "--a"), 1),
         ("torchrun t.py --name 'a b'", (*BOOT, "t.py", "--name", "a b"), 1),
+        ("torchrun --nproc-per-node=\"2\" --rdzv-id 'my run' t.py -x", (*BOOT, "t.py", "-x"), 2),
+        ("torchrun --nproc-per-node 2 -- t.py -x", (*BOOT, "t.py", "-x"), 2),
+        ("torchrun '$X y.py'", (*BOOT, "$X y.py"), 1),
+        ('torchrun "$X/my dir/t.py"', ("/bin/sh", "-c", f'exec {" ".join(BOOT)} "$X/my dir/t.py"'), 1),
         ("python train.py --x 1", (*BOOT, "train.py", "--x", "1"), 1),
         ("python -m pkg.train", (sys.executable, "-m", "pkg.train"), 1),
         ("python train.py > out.txt", ("/bin/sh", "-c", "python train.py > out.txt"), 1),
@@ -76,7 +80,16 @@ def test_a_world_asks_for_a_store_and_copies_of_a_plain_command_do_not() -> None
     assert not parse_command(role("python t.py")).store
 
 
-@pytest.mark.parametrize("options", ["--nproc-per-node two t.py", "--nproc-per-node 2", "--nnodes"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--nproc-per-node two t.py",
+        "--nproc-per-node 2",
+        "--nnodes",
+        "--nproc-per-node '2 t.py",
+        "--virtual-local-rank t.py data.csv",
+    ],
+)
 def test_a_torchrun_line_that_cannot_be_read_is_refused(options: str) -> None:
     with pytest.raises(BadInput, match="role 'main'"):
         parse_command(role(f"torchrun {options}"))

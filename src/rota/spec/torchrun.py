@@ -7,6 +7,8 @@ import shlex
 from dataclasses import dataclass
 
 _FLAGS = frozenset({"--standalone", "--no-python", "-m", "--module", "--run-path"})
+_REFUSED = frozenset({"--virtual-local-rank"})
+_WORD = re.compile(r"(?:'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^\s'\"\\]|['\"\\])+", re.DOTALL)
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _LITERAL = re.compile(r"'[^']*'|\\.", re.DOTALL)
 _BACKGROUND = re.compile(r"&&|[<>]&|&>")
@@ -30,7 +32,8 @@ class TorchrunLine:
     @property
     def program(self) -> str:
         """The script, module or program, without quotes."""
-        return self.words[0] if self.words else self.text.split()[0].strip("'\"")
+        found = None if self.words else _WORD.match(self.text)
+        return self.words[0] if found is None else found.group().strip("'\"")
 
 
 def is_torchrun(run: tuple[str, ...], *, shell: bool) -> bool:
@@ -52,14 +55,14 @@ def plain_words(text: str) -> list[str] | None:
 
 
 def shell_operators(text: str) -> str:
-    """The operators between commands that stand outside of quotes: ``|``, ``&&``, ``>`` and so on, in their order."""
+    """The operators between commands, outside of quotes: ``|``, ``&&``, ``>`` and so on, in their order."""
     return "".join(char for char in _QUOTED.sub("", _one_line(text)) if char in "|&;<>\n")
 
 
 def read_torchrun(run: tuple[str, ...], *, shell: bool) -> TorchrunLine:
     """The line of a command that ``is_torchrun``. Raises ValueError, which says what is wrong with it."""
     text = _one_line(run[0]) if shell else ""
-    spans = [(found.group(), found.start()) for found in re.finditer(r"\S+", text)] if shell else []
+    spans = [(found.group(), found.start()) for found in _WORD.finditer(text)] if shell else []
     words = [word for word, _ in spans] if shell else list(run)
     index = 1 if words[0].rpartition("/")[2] == "torchrun" else 3
     local, module, no_python = 1, False, False
@@ -67,6 +70,10 @@ def read_torchrun(run: tuple[str, ...], *, shell: bool) -> TorchrunLine:
         name, sep, value = words[index].partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         index += 1
+        if name == "--":
+            break
+        if name in _REFUSED:
+            raise ValueError(f"torchrun option {name} is not supported: each rank sees the devices of its instance")
         if name in _FLAGS:
             module |= name in ("-m", "--module")
             no_python |= name == "--no-python"
@@ -77,7 +84,7 @@ def read_torchrun(run: tuple[str, ...], *, shell: bool) -> TorchrunLine:
             value = words[index]
             index += 1
         if name == "--nproc-per-node":
-            local = _count(value)
+            local = _count(_unquoted(value) if shell else value)
     if index >= len(words):
         raise ValueError("torchrun needs a script")
     rest = run[index:] if not shell else tuple(plain_words(text[spans[index][1] :]) or ())
@@ -107,6 +114,14 @@ def problem_of(run: tuple[str, ...], *, shell: bool, instances: int, meshed: boo
 def _one_line(text: str) -> str:
     """The text without the line breaks that a backslash takes away."""
     return text.replace("\\\n", " ").strip()
+
+
+def _unquoted(word: str) -> str:
+    """A word without its quotes; as it is when one of them has no end."""
+    try:
+        return " ".join(shlex.split(word))
+    except ValueError:
+        return word
 
 
 def _count(value: str) -> int:

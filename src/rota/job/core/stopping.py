@@ -88,8 +88,10 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
     if ending is None or ending.phase == "stop":
         return
     share = COMMIT_SHARE if ending.phase == "commit" and next(memory.keepers(ctx), None) is not None else 1.0
-    timer = f"grace/{ending.phase}/{ctx.attempt}/{ending.since_s:.3f}"
-    yield SetTimer(timer=timer, since_s=ending.since_s, after_s=ending.save_s * share)
+    after_s = ending.save_s * share
+    # The name has the time: a preemption while the job saves may leave less, which is then another timer.
+    timer = f"grace/{ending.phase}/{ctx.attempt}/{ending.since_s + after_s:.3f}"
+    yield SetTimer(timer=timer, since_s=ending.since_s, after_s=after_s)
 
 
 def overdue(ctx: JobContext) -> JobContext:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +73,37 @@ def test_a_torch_state_of_mixed_types_comes_back_equal(tmp_path: Path) -> None:
     back = read(file_of(tmp_path, at("a/1")))
     assert torch.equal(back["w"], state["w"]) and torch.equal(back["i"], state["i"])
     assert isinstance(back["a"], np.ndarray)
+
+
+def test_two_who_write_the_same_file_at_once_both_leave_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a new master asks again for a checkpoint whose writer still writes for the one before."""
+    sync, errors = os.fsync, list[BaseException]()
+
+    def again(file: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        other = threading.Thread(target=lambda: write(tmp_path, at("a/0"), {"x": np.ones(9)}))
+        other.start()
+        other.join(60)
+        assert read(file_of(tmp_path, at("a/0")))["x"].tolist() == [1.0] * 9
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", again)
+    monkeypatch.setattr(threading, "excepthook", lambda raised: errors.append(raised.exc_value))
+    write(tmp_path, at("a/0"), {"x": np.ones(9)})
+    assert not errors and [path.name for path in tmp_path.iterdir()] == ["a-0.state"]
+    assert read(file_of(tmp_path, at("a/0")))["x"].tolist() == [1.0] * 9
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write(tmp_path, at("a/0"), {"x": np.ones(9)})
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_newest_epoch_of_a_commit_is_found(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_module_that_is_missing_is_told_with_the_remedy_and_without_frames_of_
     ("code", "text", "frames"),
     [
         ("def f():\n    raise RuntimeError('no such luck')\nf()\n", "RuntimeError: no such luck", 2),
-        ("W = 3\n", "BadInput: 3 is no class, async function or function", 0),
+        ("W = 3\n", "BadInput: 3 is not a class, async function or function", 0),
         ("X = 3\n", "BadInput: module 'mine_that_fails' has no 'W'; there is X", 0),
         ("def f(:\n", "SyntaxError: invalid syntax (mine_that_fails.py, line 1)", 1),
         ("import sys\nsys.exit(3)\n", "SystemExit: 3", 1),

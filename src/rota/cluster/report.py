@@ -110,7 +110,7 @@ def jain(shares: Sequence[float]) -> float | None:
 
 def summary(jobs: Sequence[JobLine], run: RunFigures, entitled: Mapping[str, float], *, skipped: int) -> dict[str, Any]:
     """The ``summary`` of a run. ``entitled`` is the number of devices each tenant may count on, ``skipped`` of
-    jobs that the trace has and nobody could play.
+    jobs of the trace that could not be played.
 
     Seconds of a job: ``wait_s`` from submission to its devices, ``response_s`` to its first work, ``jct_s`` to its end.
     """

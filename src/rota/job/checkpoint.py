@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,17 @@ def write(folder: Path, owner: InstanceId | str, state: Any) -> int:
     else:
         np.savez(body, outline=np.array(json.dumps(outline)), **{f"p{name}": part for name, part in parts.items()})
     path = file_of(folder, owner)
-    draft = path.with_suffix(".draft")
-    with draft.open("wb") as file:
-        file.write(b"T" if tensors else b"N")
-        file.write(body.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    # Another writer may be at the same file: one that was given up while it wrote, or was asked by the master before.
+    draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.draft")
+    try:
+        with draft.open("wb") as file:
+            file.write(b"T" if tensors else b"N")
+            file.write(body.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return body.tell()
 
 

@@ -210,7 +210,7 @@ def interface_of(target: object) -> Interface:
     if inspect.isclass(target):
         return _interface_of_class(target)
     if not callable(target):
-        raise BadInput(f"{target!r} is no class, async function or function")
+        raise BadInput(f"{target!r} is not a class, async function or function")
     name, is_loop = getattr(target, "__name__", repr(target)), inspect.iscoroutinefunction(target)
     _refuse_generator(
         target, f"function {name!r}", "a function that holds 'yield' does not run; call commit() or log()"
@@ -277,7 +277,7 @@ def _is_bound(cls: type, method: str) -> bool:
 
 
 def _parameters(function: Any) -> tuple[inspect.Parameter, ...]:
-    """The parameters of a callable; none for one of C that does not tell them."""
+    """The parameters of a callable; none for one of C without a signature."""
     try:
         return tuple(inspect.signature(function).parameters.values())
     except ValueError:

@@ -71,7 +71,7 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
 
 
 def image_refused(spec: JobSpec) -> tuple[Finding, ...]:
-    """An image is not built yet: a job that names one would run in the environment of the service without a word."""
+    """An image is not built yet: a job that names one would run in the environment of the service instead."""
     if spec.image is None:
         return ()
     message = f"{spec.image!r} would not be used: processes start in the environment of the service, in no container"

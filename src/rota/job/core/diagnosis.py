@@ -100,7 +100,7 @@ def is_free(ctx: JobContext, cause: Loss) -> bool:
 def by_platform(ctx: JobContext, cause: Loss) -> bool:
     """True for a fault of the platform: it is not charged to the budgets of the user.
 
-    State that no memory has is one while there is an older checkpoint to go back to.
+    State that no memory has is one while the last commit is not on disk: an older checkpoint, or the start, is left.
     """
     return cause.reason in PLATFORM or (cause.reason is Reason.STATE_LOST and ctx.checkpoint_n < ctx.committed)
 

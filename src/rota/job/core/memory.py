@@ -18,7 +18,7 @@ from rota.spec.states import InstanceState
 WEIGHTS = "weights"
 """Key of the cursor of a commit: weights edge -> [epoch of the writer, commit]."""
 CUT = "cut"
-"""Key of the cursor of a commit: what the loop needs to go on from it; ``streams`` are the cuts of the ledgers."""
+"""Key of the cursor of a commit: what the loop needs to continue from it; ``streams`` are the cuts of the ledgers."""
 
 
 def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:

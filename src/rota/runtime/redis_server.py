@@ -213,7 +213,11 @@ def end_running(home: environ.Home) -> bool:
     if process.wait_gone((server.process,), _STOP_S):
         process.send_signal(server.process, signal.SIGKILL)
         process.wait_gone((server.process,), _STOP_S)
-    Path(server.address.path).unlink(missing_ok=True)
+    path = Path(server.address.path)
+    path.unlink(missing_ok=True)
+    if path.parent != _folder(home):
+        with contextlib.suppress(OSError):  # made for the socket alone
+            path.parent.rmdir()
     return True
 
 
@@ -284,17 +288,21 @@ def socket_path(home: environ.Home) -> Path:
     if len(str(path)) <= _SOCKET_PATH_MAX:
         return path
     key = hashlib.sha256(str(home.root).encode()).hexdigest()[:12]
-    folder = Path(f"/tmp/rota-{os.getuid()}-{key}")
+    return Path(f"/tmp/rota-{os.getuid()}-{key}") / "registry.sock"
+
+
+def _make_socket_folder(folder: Path) -> None:
     folder.mkdir(mode=environ.PRIVATE_DIR, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise RegistryUnavailable(f"{folder} belongs to another user", hint="choose a shorter ROTA_HOME")
     folder.chmod(environ.PRIVATE_DIR)
-    return folder / "registry.sock"
 
 
 def _start(home: environ.Home, program: str, *, keep: bool) -> Server:
     folder = _made_folder(home)
     path = socket_path(home)
+    if path.parent != folder:
+        _make_socket_folder(path.parent)
     _end_unrecorded(home, path)
     path.unlink(missing_ok=True)
     options = {

@@ -265,3 +265,15 @@ def test_a_closed_client_does_not_end_the_locks_of_another_in_the_same_process(p
         )
         seen = subprocess.run([sys.executable, "-c", ask, path], capture_output=True, text=True, check=True)
         assert int(seen.stdout) == os.getpid()
+
+
+def test_a_home_with_a_long_path_leaves_no_folder_for_its_socket_behind(home: Path) -> None:
+    long = home / ("h" * 100)
+    path = redis_server.socket_path(environ.Home.of(long))
+    assert path.parent.parent == Path("/tmp")
+    assert not path.parent.exists(), "asking where the socket will be makes nothing"
+    with rota.tensors.connect(home=long, namespace="long") as made:
+        made.put("x", np.ones(4))
+        assert path.is_socket()
+    rota.tensors.down(long)
+    assert not path.parent.exists()

@@ -59,7 +59,10 @@ def test_a_process_stopped_at_three_looks_hangs_and_one_that_was_continued_in_be
 def test_a_silent_process_that_wants_no_processor_hangs_after_ten_looks_and_an_answer_begins_the_count_anew(
     start,
 ) -> None:
-    watch = HangWatch(start(SLEEPS))
+    which = start(SLEEPS)
+    while (demand := process.demand_of(which)) is not None and demand.runs:
+        pass  # from its word to its sleep
+    watch = HangWatch(which)
     assert watch.look(answers=False) == "", "the first look has nothing to compare with"
     assert {watch.look(answers=False) for _ in range(SILENT_LOOKS - 1)} == {""}
     assert watch.look(answers=True) == ""
@@ -78,6 +81,16 @@ def test_a_process_that_waits_for_a_core_is_busy_also_while_it_gets_none(
     waited = iter(range(100))
     monkeypatch.setattr(process, "demand_of", lambda which: Demand(seconds=float(next(waited)), runs=False))
     watch = HangWatch(start(SLEEPS))
+    assert {watch.look(answers=False) for _ in range(3 * SILENT_LOOKS)} == {""}
+
+
+def test_a_process_that_waits_for_the_disk_is_busy_for_no_signal_reaches_it(start) -> None:
+    # its child shares its memory and runs nothing else: until that ends, it waits as for a disk
+    waits = "import ctypes, os, time; me = os.getpid(); print('ready', flush=True); ctypes.CDLL(None).vfork()\n"
+    which = start(waits + "while os.getppid() == me: time.sleep(0.05)\nos._exit(0)")
+    while process.state_of(which) != process._STATES["D"]:
+        assert process.is_alive(which)
+    watch = HangWatch(which)
     assert {watch.look(answers=False) for _ in range(3 * SILENT_LOOKS)} == {""}
 
 

@@ -23,8 +23,10 @@ from rota.runtime.gateway_client import GatewayClient, command_of
 from rota.service import cli, daemon
 from rota.service.config import Settings, load_settings
 from rota.service.routes import cluster
+from rota.service.routes.doors import Doors
+from rota.service.views.story import JobStory
 from rota.spec.errors import EngineUnavailable
-from rota.spec.events import GangReleased, JobRequeued, MasterStarted, Reattached
+from rota.spec.events import Event, GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState
@@ -57,20 +59,75 @@ class Stubborn(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_job_that_cannot_be_stopped_keeps_no_other_from_it_and_is_not_called_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home, me = Home.of(tmp_path).make(), process.own_id()
+class Slow(Stubborn):
+    """A service that answers a hold only when its last job is back in the queue."""
+
+    queued = threading.Event()
+    asked = 0
+
+    def do_GET(self) -> None:
+        Slow.asked += 1
+        if Slow.asked > 2:
+            Slow.queued.set()
+        jobs = {"QUEUED": 1} if Slow.queued.is_set() else {"RUNNING": 1}
+        self._say(200, {"cluster": {"jobs": jobs}, "parts": {"engine": {"state": "up"}}})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Slow.queued.wait(60)
+        with contextlib.suppress(OSError):
+            self._say(202, {})
+
+
+@contextlib.contextmanager
+def served(home: Home, by: type[BaseHTTPRequestHandler]) -> Iterator[None]:
+    """The home has a service, whose record names this process."""
+    me = process.own_id()
     home.token.write_text("t")
-    Stubborn.live = ["first", "second"]
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stubborn) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), by) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         record = {"url": f"http://127.0.0.1:{server.server_port}", "pid": me.pid, "start_time": me.start_time}
         home.service_record.write_text(json.dumps(record | {"boot_id": process.boot_id()}))
+        yield
+        server.shutdown()
+
+
+def test_down_waits_for_jobs_also_when_asking_them_all_takes_longer_than_an_answer_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home.of(tmp_path).make()
+    monkeypatch.setattr(daemon, "REQUEST_TIMEOUT_S", 0.5)
+    with served(home, Slow):
+        assert daemon._requeue_jobs(home) == {"QUEUED": 1}
+
+
+class Deaf(Stubborn):
+    """A service that gives no list of its jobs."""
+
+    def do_GET(self) -> None:
+        self._say(503, {"detail": "the event log is away"})
+
+
+def test_jobs_that_cannot_be_counted_are_not_cancelled_without_a_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home.of(tmp_path).make()
+    monkeypatch.setenv("ROTA_HOME", str(home.root))
+    monkeypatch.setattr(daemon, "down", lambda *_, **__: pytest.fail("it went on"))
+    with served(home, Deaf):
+        assert cli.call(["down", "--jobs", "cancel"]) == 1
+    assert "the event log is away" in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_stopped_keeps_no_other_from_it_and_is_not_called_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home.of(tmp_path).make()
+    Stubborn.live = ["first", "second"]
+    with served(home, Stubborn):
         monkeypatch.setattr(daemon, "STOP_JOBS_S", 0.15)
         assert daemon._stop_jobs(home) == ["second"]
         assert Stubborn.live == ["first"]
-        server.shutdown()
 
 
 @pytest.fixture
@@ -264,6 +321,46 @@ def test_a_service_that_is_taken_down_starts_nothing_and_requeues_what_runs(tmp_
 
     with_service(tmp_path, test)
     with_service(tmp_path, after)
+
+
+def test_a_job_that_ends_while_others_are_asked_to_save_keeps_none_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing) -> None:
+        for job in ("hello-1", "hello-2"):
+            await service.submit()
+            await service.until(job, JobState.ADMITTED)
+        real = cluster.append_live
+
+        async def append_live(doors: Doors, story: JobStory, event: Event) -> None:
+            if story.id == "hello-1":
+                end = JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)
+                await service.seen(service.as_master(story.id, end))
+            await real(doors, story, event)
+
+        monkeypatch.setattr(cluster, "append_live", append_live)
+        held = await service.http.post("/api/v1/service:hold", json={})
+        assert (held.status_code, held.json()["jobs"]) == (202, {"PREEMPTING": 1})
+
+    with_service(tmp_path, test)
+
+
+def test_a_hold_ends_with_the_last_one_and_unknown_machines_stay_unknown(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        loop = service.doors.loop
+        loop.unknown = "the machines are not known"
+        loop.hold(0.01)
+        while "taken down" in loop.undecided:
+            await service.doors.clock.sleep(0.01)
+        assert loop.undecided == "the machines are not known"
+        loop.decide_from_now()
+        assert loop.undecided == ""
+        loop.hold(0.01)
+        loop.hold(600.0)
+        await service.doors.clock.sleep(0.1)
+        assert "taken down" in loop.undecided
+
+    with_service(tmp_path, test)
 
 
 def test_a_service_that_is_not_taken_down_after_all_starts_jobs_again(

@@ -126,7 +126,7 @@ def test_while_a_given_engine_does_not_answer_status_and_explain_say_that_jobs_w
     async def test(service: Standing) -> None:
         engine, loop = service.engine, service.doors.loop
         engine.away, engine.machines = "nobody answers at head:6379", assembly.wanted_nodes(service.doors.settings)
-        loop.undecided = nodes.not_known(service.doors)
+        loop.unknown = nodes.not_known(service.doors)
         looking = asyncio.create_task(nodes.keep_nodes(service.doors))
         await service.submit()
         while engine.away not in loop.undecided:

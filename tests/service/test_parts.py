@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
+import pytest
 from standing import Standing, with_service
 
+from rota.runtime import process
+from rota.runtime.environ import Home
 from rota.runtime.hang import note_replaced, noted
+from rota.service import keeper
+from rota.service.config import Settings, load_settings
 from rota.service.notify import notice_of
 from rota.service.parts import watch_parts
+from rota.spec.errors import NotReachable, RotaError
 from rota.spec.events import PartReplaced
 
 
@@ -35,6 +42,45 @@ def test_a_replaced_part_is_told_by_event_status_metric_and_notice(tmp_path: Pat
         assert told == ["replaced", "replaced"]
 
     with_service(tmp_path, test)
+
+
+def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        run = service.doors.home.run
+        note_replaced(run, "keeper", 41, "is stopped by a signal")
+        note_replaced(run, "keeper", 41, "ended")
+        note_replaced(run, "keeper", 42, "ended")
+        watching = asyncio.create_task(watch_parts(service.doors))
+        while noted(run):
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        told = [(one["pid"], one["text"]) for one in (await service.get("/events", type="PartReplaced"))["items"]]
+        assert told == [(41, "keeper, process 41, is stopped by a signal"), (42, "keeper, process 42, ended")]
+
+    with_service(tmp_path, test)
+
+
+def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, ports = Home.of(tmp_path).make(), list[int]()
+    fails = [RotaError("it was killed"), NotReachable("the port is taken")]
+    dead = {"pid": 2**22 + 1, "start_time": 1.0, "boot_id": process.boot_id(), "url": "http://127.0.0.1:7"}
+    home.service_record.write_text(json.dumps(dead))
+
+    def start_service(settings: Settings, home: Home) -> None:
+        ports.append(settings.port)
+        if fails:
+            raise fails.pop(0)
+        home.service_record.unlink()  # another record would be here
+
+    monkeypatch.setattr(keeper, "start_service", start_service)
+    monkeypatch.setattr(keeper, "GRACE_S", 0.0)
+    monkeypatch.setattr(keeper, "blocking_sleep", lambda _: None)
+    keeper.Keeper(load_settings({"home": str(tmp_path), "port": 0}, environ={})).run()
+    assert ports == [7, 7, 0]
+    assert [(one.part, one.why) for one in noted(home.run).values()] == [("service", "ended")]
 
 
 def test_a_note_that_a_killed_service_had_put_into_the_log_is_not_told_twice(tmp_path: Path) -> None:

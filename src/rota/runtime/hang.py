@@ -1,9 +1,9 @@
 """Tell a process that hangs from one that is busy, end it, and note that it has to be replaced.
 
 A process hangs when it was stopped by a signal at each of three looks a second apart, or when it gave no answer at ten
-looks and wanted no processor in that time. One that computes, or waits for a core, is busy, however long it is silent;
-one under a debugger is left alone. Looks are counted, not seconds: where the one who looks was held up itself, as on a
-suspended machine, nothing is held against the other.
+looks and wanted no processor in that time. One that computes, or waits for a core or the disk, is busy, however long it
+is silent; one under a debugger is left alone. Looks are counted, not seconds: where the one who looks was held up
+itself, as on a suspended machine, nothing is held against the other.
 """
 
 from __future__ import annotations

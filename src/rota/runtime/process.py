@@ -67,7 +67,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a process wants of the processors: seconds that its threads ran or waited to run; ``runs``: one does now."""
+    """What a process wants of the machine: seconds that its threads ran or waited to run; ``runs``: one does now, or
+    waits for the disk, out of reach of any signal."""
 
     seconds: float
     runs: bool
@@ -139,7 +140,7 @@ def demand_of(process: ProcessId) -> Demand | None:
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             with contextlib.suppress(OSError):
                 stat = (task / "stat").read_text().rpartition(")")[2].split()
-                runs = runs or stat[0] == "R"
+                runs = runs or stat[0] in "RD"
                 try:
                     used, waited = (task / "schedstat").read_text().split()[:2]
                     seconds += (int(used) + int(waited)) / 1e9

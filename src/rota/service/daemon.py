@@ -326,7 +326,8 @@ def _requeue_jobs(home: Home) -> dict[str, int]:
     until_s = clock.monotonic_s() + STOP_JOBS_S
     live: dict[str, int] = {}
     with contextlib.suppress(RotaError):  # it does not answer, or is an older one: its log has the jobs all the same
-        ask(home, "POST", "/api/v1/service:hold", {"grace_s": HOLD_GRACE_S})
+        with contextlib.suppress(NotReachable):  # asking many jobs takes longer than one answer may
+            ask(home, "POST", "/api/v1/service:hold", {"grace_s": HOLD_GRACE_S})
         while True:
             status = ask(home, "GET", "/api/v1/status")
             counts = status["cluster"]["jobs"]
@@ -339,14 +340,13 @@ def _requeue_jobs(home: Home) -> dict[str, int]:
 
 
 def live_by_user(settings: Settings) -> dict[str, int]:
-    """How many jobs of each user have not ended; nothing when no service answers."""
+    """How many jobs of each user have not ended; nothing when no service runs. Raises what ``ask`` raises."""
     home, counts, cursor = Home.of(settings.home), Counter[str](), ""
-    with contextlib.suppress(RotaError):
-        while True:
-            page = ask(home, "GET", f"/api/v1/jobs?limit=200&cursor={quote(cursor)}")
-            counts.update(row["user"] for row in page["items"])
-            if not (cursor := page.get("next") or ""):
-                break
+    while _found(home) is not None:
+        page = ask(home, "GET", f"/api/v1/jobs?limit=200&cursor={quote(cursor)}")
+        counts.update(row["user"] for row in page["items"])
+        if not (cursor := page.get("next") or ""):
+            break
     return dict(counts)
 
 

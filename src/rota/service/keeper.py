@@ -21,7 +21,7 @@ from rota.runtime.hang import LOOK_S, HangWatch, end_hung, note_replaced
 from rota.runtime.process import KEEPER, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
 from rota.service.daemon import identity_of, last_service, start_service
-from rota.spec.errors import RotaError, StoreCorrupt
+from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
 
 PULSE_MAX_S = 3 * LOOK_S
 """A service whose loop has not touched its pulse for so long gives no answer."""
@@ -44,6 +44,8 @@ class Keeper:
         self._hung: ProcessId | None = None
         self._died_s: float | None = None
         self._failures = 0
+        self._taken = False
+        """The last start failed as another process has its port."""
 
     def run(self) -> None:
         """Until there is no record of a service, or it cannot be started again."""
@@ -83,15 +85,16 @@ class Keeper:
         with process.locked(self._home.up_lock):
             if last_service(self._home) != record:  # somebody else was faster
                 return
-            if which != self._hung:
-                note_replaced(self._home.run, "service", which.pid, "ended")
             # at the address that clients know; where any port would do, at another one when that is taken meanwhile
-            port = self._settings.port if self._failures else urlsplit(record["url"]).port
+            port = self._settings.port if self._taken else urlsplit(record["url"]).port
             try:
                 start_service(load_settings(_flags(self._settings) | {"port": port}), self._home)
-                self._failures = 0
+                self._failures, self._taken = 0, False
+                if which != self._hung:
+                    note_replaced(self._home.run, "service", which.pid, "ended")
             except (RotaError, OSError) as error:
                 self._failures += 1
+                self._taken = isinstance(error, RotaError) and error.code == NotReachable.code
                 _log.error("the service does not start: %s", error)
 
 

@@ -71,29 +71,34 @@ class ServiceLoop:
         self._mastered: dict[JobId, tuple[int, int]] = {}
         self._inspections = asyncio.Semaphore(INSPECTIONS_MAX)
         self.stopping = False
-        self.undecided = ""
-        """Why nothing is decided: the machines of another's engine are not known. ``decide_from_now`` empties it."""
-        self.held = False
-        """True while nothing is decided as the service is about to be taken down; ``hold`` sets it."""
+        self.unknown = ""
+        """Why the machines of another's engine are not known; ``decide_from_now`` empties it."""
+        self._held_until_s: float | None = None
 
     def listen(self, listener: Listener) -> None:
         """Call ``listener`` with every record, after the read side took it in. To be called before ``replay``."""
         self._listeners.append(listener)
 
-    def hold(self, for_s: float) -> None:
-        """Start nothing for so long: the service is about to be taken down."""
-        self.undecided, self.held = "the service is being taken down", True
-        self._spawn("hold", self._release(for_s))
+    @property
+    def undecided(self) -> str:
+        """Why nothing is decided, empty when it is: the service is held, or its machines are not known."""
+        return self.unknown if self._held_until_s is None else "the service is being taken down"
 
-    async def _release(self, after_s: float) -> None:
-        await self.clock.sleep(after_s)
-        self.held = False
-        self.decide_from_now()
+    def hold(self, for_s: float) -> None:
+        """Start nothing for this time from now on: the service is about to be taken down."""
+        self._held_until_s = self.clock.monotonic_s() + for_s
+        self._spawn("hold", self._release())
+
+    async def _release(self) -> None:
+        while self._held_until_s is not None and (left_s := self._held_until_s - self.clock.monotonic_s()) > 0:
+            await self.clock.sleep(left_s)  # another hold may have come meanwhile
+        self._held_until_s, self._due_at = None, 0.0
+        self._wake.set()
 
     def decide_from_now(self) -> None:
         """The machines are known: decide on all that came until now."""
-        if self.undecided and not self.held:
-            self.undecided, self._due_at = "", 0.0
+        if self.unknown:
+            self.unknown, self._due_at = "", 0.0
             self._wake.set()
 
     # -- for doors -------------------------------------------------------------------------------------------------

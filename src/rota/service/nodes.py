@@ -30,6 +30,6 @@ async def keep_nodes(doors: Doors) -> None:
         except (EngineUnavailable, StoreUnavailable) as error:
             text = not_known(doors, str(error))
             _log.warning("%s", text)
-            if doors.loop.undecided and not doors.loop.held:
-                doors.loop.undecided = text
+            if doors.loop.unknown:
+                doors.loop.unknown = text
         await doors.clock.sleep(LOOK_S)

@@ -15,6 +15,8 @@ from rota.spec.errors import RotaError
 from rota.spec.events import PartReplaced
 
 END_S = 5.0
+SAME_S = 60.0
+"""Notes of one process within this time are of one death."""
 
 _log = logging.getLogger("rota.service")
 
@@ -58,10 +60,11 @@ def _watch_keeper(doors: Doors, looks: HangWatch | None) -> HangWatch | None:
 
 
 async def _tell_replaced(doors: Doors) -> None:
-    """Put what the watchers noted into the log. A note that was left by a crash in between is not told twice."""
-    known = {(one.part, one.pid, one.found_at) for one in doors.loop.installation.replaced}
+    """Put what the watchers noted into the log, each death once: a crash leaves its note, and two may see it."""
+    known = {(one.part, one.pid): one.found_at for one in doors.loop.installation.replaced}
     for path, one in (await asyncio.to_thread(noted, doors.home.run)).items():
-        if (one.part, one.pid, one.at) not in known:
+        if abs(one.at - known.get((one.part, one.pid), -SAME_S)) >= SAME_S:
+            known[one.part, one.pid] = one.at
             text = f"{one.part}, process {one.pid}, {one.why}"
             await doors.loop.append([PartReplaced(part=one.part, pid=one.pid, text=text, found_at=one.at)])
         path.unlink(missing_ok=True)

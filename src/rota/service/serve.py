@@ -112,7 +112,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     await doors.loop.replay()
     doors.forecasts.begin()
     if settings.ray_address:  # another installation may have taken its machines meanwhile
-        doors.loop.undecided = not_known(doors)
+        doors.loop.unknown = not_known(doors)
     # 2. the loop over the log, and the doors
     turning = asyncio.create_task(doors.loop.run(), name="loop")
     answering = asyncio.create_task(server.serve(sockets=[listener]), name="doors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from rota.service.views.cluster import cluster_totals, heat_document, limits_pas
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
 from rota.spec import codec
-from rota.spec.errors import BadInput, EngineUnavailable, nearest, unknown
+from rota.spec.errors import BadInput, Conflict, EngineUnavailable, nearest, unknown
 from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
@@ -135,8 +136,9 @@ async def hold(doors: Parts, caller: Asker, body: HoldBody | None = None) -> Doc
     for story in live:
         if story.state.holds_devices and story.state not in (JobState.STOPPING, JobState.PREEMPTING):
             grace_s = min(asked.grace_s, story.spec.grace_s)
-            await append_live(doors, story, replace(asked, grace_s=grace_s))
-    counts = Counter(story.state.value for story in live)
+            with suppress(Conflict):  # it ended meanwhile
+                await append_live(doors, story, replace(asked, grace_s=grace_s))
+    counts = Counter(story.state.value for story in live if story.ended is None)
     return {"api": API, "kind": "Hold", "jobs": dict(counts), "seconds": HOLD_S}
 
 

@@ -51,7 +51,9 @@ def test_a_stopped_gateway_is_replaced_under_an_open_connection_and_before_there
     assert [(one.part, one.why) for one in noted(home / "run").values()] == [(RECORD, "is stopped by a signal")] * 2
 
 
-def test_a_keeper_that_is_gone_for_three_looks_is_started_again_and_one_that_was_told_to_end_is_not(home: Path) -> None:
+def test_a_keeper_that_is_gone_for_three_looks_is_started_again_and_one_that_was_asked_to_end_is_not(
+    home: Path,
+) -> None:
     run, flag = RunFolder(home / "run"), home / "started"
     dead = process.ProcessId(pid=os.getpid(), start_time=1.0)
     command = (sys.executable, "-c", f"open({str(flag)!r}, 'w')")

@@ -20,7 +20,7 @@ from rota.spec.errors import NotReachable, RotaError
 from rota.spec.events import PartReplaced
 
 
-def test_a_replaced_part_is_told_by_event_status_metric_and_notice(tmp_path: Path) -> None:
+def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.doors.home.run
         note_replaced(run, "raylet", 41, "is stopped by a signal")
@@ -83,7 +83,7 @@ def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_tak
     assert [(one.part, one.why) for one in noted(home.run).values()] == [("service", "ended")]
 
 
-def test_a_note_that_a_killed_service_had_put_into_the_log_is_not_told_twice(tmp_path: Path) -> None:
+def test_a_note_that_a_killed_service_had_put_into_the_log_is_not_logged_twice(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.doors.home.run
         note_replaced(run, "gateway", 41, "is stopped by a signal")

@@ -39,7 +39,7 @@ _WHY_S = 15.0
 
 
 _LOOK_THERE_S = 60.0
-"""A look at a process of another machine has so long: a process is started for it there, and looks for ten seconds."""
+"""Limit of a look at a process of another machine: a process is started for it there, and looks for ten seconds."""
 
 
 def connect(address: str, namespace: str) -> GatewayOps:

@@ -69,7 +69,7 @@ def spied(which: ProcessId) -> str:
     spy = _py_spy()
     if not spy:
         return ""
-    stopped = process.is_stopped(which)  # it moves no further: nobody has to hold it, which may take long
+    stopped = process.is_stopped(which)  # it does not run: py-spy need not stop it, which may take long
     command = (spy, "dump", "--pid", str(which.pid), *(("--nonblocking",) if stopped else ()))
     return process.output_of(command, timeout_s=_STOPPED_STACKS_S if stopped else _STACKS_S) or ""
 

@@ -243,7 +243,7 @@ class _Mark:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
 
     def read(self) -> int:
-        """The newest number that was acknowledged, as far as it is known. Raises StoreCorrupt for what is no number."""
+        """The newest number that was acknowledged, as far as it is known. Raises StoreCorrupt if damaged."""
         raw = os.pread(self._file, 21, 0) if self._file >= 0 else b""
         if raw and not (raw.isdigit() and len(raw) <= 20):
             raise StoreCorrupt(

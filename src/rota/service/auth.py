@@ -141,7 +141,7 @@ class Auth:
             raise NotAllowed(f"host {host!r} is not one of this service", hint="set 'host' to the name you use")
 
     def check_origin(self, asked: Asked) -> None:
-        """Raises NotAllowed for what a page of somebody else makes a browser send."""
+        """Raises NotAllowed for what a page of another site makes a browser send."""
         origin = asked.headers.get("origin", "")
         if origin and urlsplit(origin).netloc != asked.headers.get("host", ""):
             raise NotAllowed(f"origin {origin!r} may not ask this service")

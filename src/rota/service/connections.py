@@ -23,7 +23,7 @@ KEPT_DESCRIPTORS = 32
 """Of those that the process may have open, for the log, files and children: not for connections."""
 SHUTDOWN_S = 3
 REPEAT_S = 60.0
-"""One line of the log for all of a kind within so long."""
+"""One line of the log for all of a kind within this time."""
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nRetry-After: 1\r\nConnection: close\r\n"

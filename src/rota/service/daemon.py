@@ -143,7 +143,7 @@ def status(settings: Settings) -> dict[str, Any]:
 
 
 def find_service(home: Home) -> dict[str, Any] | None:
-    """The record of the service if its very process lives, else None. Raises StoreCorrupt for what is no record."""
+    """The record of the service if its very process lives, else None. Raises StoreCorrupt for a damaged record."""
     record = last_service(home)
     return record if record is not None and process.is_alive(identity_of(record)) else None
 
@@ -151,7 +151,7 @@ def find_service(home: Home) -> dict[str, Any] | None:
 def last_service(home: Home) -> dict[str, Any] | None:
     """The record of a service of this boot that runs, or that was killed; None if it ended in order.
 
-    Raises StoreCorrupt for what is no record.
+    Raises StoreCorrupt for a damaged record.
     """
     try:
         record: dict[str, Any] = json.loads(home.service_record.read_bytes())

@@ -1,7 +1,7 @@
 """The keeper of the service: starts it again when it hangs or died; ``python -m rota.service.keeper FLAGS-AS-JSON``.
 
 ``rota up`` starts it beside the service, which in turn starts the keeper again. It ends with the record of the service:
-one that was told to end removes that, one that was killed leaves it behind.
+one that ends in order removes that, one that was killed leaves it behind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rota.service.daemon import identity_of, last_service, start_service
 from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
 
 PULSE_MAX_S = 3 * LOOK_S
-"""A service whose loop has not touched its pulse for so long gives no answer."""
+"""A service whose loop has not touched its pulse for this time gives no answer."""
 GRACE_S = 5.0
 """A service that died is started again after this time, by the keeper unless ``rota up`` was faster."""
 STARTS_MAX = 5
@@ -51,7 +51,7 @@ class Keeper:
         """Until there is no record of a service, or it cannot be started again."""
         while self._failures < STARTS_MAX:
             process.reap_adopted()
-            with contextlib.suppress(StoreCorrupt):  # written over by somebody: the next start writes a whole one
+            with contextlib.suppress(StoreCorrupt):  # written over: the next start writes a whole one
                 record = last_service(self._home)
                 if record is None:
                     return
@@ -83,7 +83,7 @@ class Keeper:
         if self._clock.monotonic_s() - self._died_s < grace_s:
             return
         with process.locked(self._home.up_lock):
-            if last_service(self._home) != record:  # somebody else was faster
+            if last_service(self._home) != record:  # rota up was faster
                 return
             # at the address that clients know; where any port would do, at another one when that is taken meanwhile
             port = self._settings.port if self._taken else urlsplit(record["url"]).port

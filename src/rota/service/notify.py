@@ -33,7 +33,7 @@ from rota.spec.resources import Health
 from rota.spec.states import JobState
 
 KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "lost", "replaced")
-"""What a webhook can be told of; ``drained`` and ``lost`` are of nodes, ``replaced`` is of a part of the service."""
+"""Notices that a webhook can be sent; ``drained`` and ``lost`` are of nodes, ``replaced`` of a part of the service."""
 WEBHOOKS_MAX = 50
 OWNER = "webhooks"
 """Under which the vault keeps the signing keys; no user may have this name."""

@@ -35,7 +35,7 @@ async def watch_parts(doors: Doors) -> None:
     while True:
         try:
             looks = await asyncio.to_thread(_watch_keeper, doors, looks)
-            await _tell_replaced(doors)
+            await _log_replaced(doors)
         except (OSError, RotaError) as error:  # the disk or the store is away: looked at again
             _log.warning("the parts of the installation: %s", error)
         await doors.clock.sleep(LOOK_S)
@@ -59,7 +59,7 @@ def _watch_keeper(doors: Doors, looks: HangWatch | None) -> HangWatch | None:
     return looks
 
 
-async def _tell_replaced(doors: Doors) -> None:
+async def _log_replaced(doors: Doors) -> None:
     """Put what the watchers noted into the log, each death once: a crash leaves its note, and two may see it."""
     known = {(one.part, one.pid): one.found_at for one in doors.loop.installation.replaced}
     for path, one in (await asyncio.to_thread(noted, doors.home.run)).items():

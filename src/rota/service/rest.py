@@ -35,7 +35,7 @@ BODY_BYTES_MAX = 16 * 2**20
 BODY_S = 120.0
 """Within this the whole body of a request must come."""
 LOGIN_BYTES_MAX, LOGIN_S = 4096, 10.0
-"""The same of the login of the page, whose body comes from somebody not known yet."""
+"""The same of the login of the page, whose sender is not known yet."""
 LOGIN = "/login"
 PROBLEM = "application/problem+json"
 RETRY_AFTER_S = 1

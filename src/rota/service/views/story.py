@@ -172,7 +172,7 @@ class JobStory:
         )
 
     def _used(self) -> set[tuple[GangId, int]]:
-        """Gang and bundle of every place that somebody has, is to have, or has not gone from yet."""
+        """Gang and bundle of every place that a member has, is to have, or has not gone from yet."""
         ctx = self.ctx
         assert ctx.placement is not None
         used = {(gang, bundle.index) for gang, bundle in ctx.bound.values()}

@@ -193,9 +193,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _is_type(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and (
-        node.id in {"list", "dict", "set", "tuple", "frozenset"} or node.id[0].isupper()
-    )
+    return isinstance(node, ast.Name) and (node.id in _COLLECTIONS or node.id[0].isupper())
 
 
 def _is_text(statement: ast.stmt) -> bool:

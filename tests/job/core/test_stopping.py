@@ -145,22 +145,36 @@ def test_half_of_the_grace_is_for_the_next_commit_and_all_of_it_for_the_disk(dri
     assert {one.grace_s for one in stops(driven)} == {2.0} and not saves(driven), "the disk hangs: the devices go"
 
 
-def test_a_preemption_while_a_restart_saves_leaves_the_disk_no_more_than_its_own_grace(driven):
+def restarts(driven) -> SetTimer:
+    """A job that is restarted as a whole saves its state, and the disk hangs; the timer of that."""
     fail = replace(mesh("actor").fail, limit_n=0, then=("job",))
     driven.run(spec(mesh("actor", fail=fail), loop(), retry=1))
     commit(driven, 1)
     driven.saves = False
     driven.feed(lost("actor", 0, 1, Reason.USER_ERROR))
     driven.settle(hold="timer/grace")
-    long = timer(driven, "grace/save")
-    assert (driven.ctx.state, long.after_s) == (JobState.RECOVERING, 30.0)
+    assert driven.ctx.state is JobState.RECOVERING
+    return timer(driven, "grace/save")
+
+
+def test_a_preemption_while_a_restart_saves_leaves_the_disk_no_more_than_its_own_grace(driven):
+    long = restarts(driven)
+    assert long.after_s == 30.0
     driven.feed(replace(PREEMPT, grace_s=5.0), after_s=10.0)
     short = timer(driven, "grace/save")
     assert short.after_s == 15.0 and short.id != long.id, "a timer of the same name is not set again"
     driven.feed(TimerFired(timer=long.timer), after_s=0.0)
     assert not stops(driven)
     driven.feed(TimerFired(timer=short.timer), after_s=5.0)
-    assert driven.ctx.state is JobState.PREEMPTING and stops(driven)
+    assert driven.ctx.state is JobState.PREEMPTING and {one.grace_s for one in stops(driven)} == {2.0}
+
+
+def test_who_is_preempted_while_a_restart_saves_has_the_grace_from_then_on(driven):
+    long = restarts(driven)
+    driven.feed(PREEMPT, after_s=10.0)
+    assert timer(driven, "grace/save") == long
+    driven.feed(TimerFired(timer=long.timer), after_s=20.0)
+    assert {round(one.grace_s, 3) for one in stops(driven)} == {10.0}, "of 30 s from the preemption on"
 
 
 def test_what_stops_after_a_quick_save_has_the_rest_of_the_grace_for_a_polite_end(driven):

@@ -186,10 +186,8 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
             return winding.stop(ctx, event)
         case JobState.STOPPING, StopAsked() if ending.phase != "stop":
             return stopping.stopped_now(ctx)
-        case JobState.RECOVERING, PreemptAsked(reason=reason, grace_s=grace_s):
-            sooner = replace(ending, reason=reason, counts=False, grace_s=grace_s)
-            sooner = replace(sooner, save_s=min(ending.save_s, ctx.at_s - ending.since_s + grace_s))
-            return replace(ctx, state=JobState.PREEMPTING, ending=sooner)
+        case JobState.RECOVERING, PreemptAsked():
+            return stopping.preempted(ctx, event)
         case JobState.PREEMPTING, PreemptAsked(reason=Reason.PAUSED):
             return replace(ctx, ending=replace(ending, reason=Reason.PAUSED))
         case _, GangReserveFailed(gang=gang, epoch=epoch):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from rota.job.core import memory
 from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase
 from rota.spec.commands import SetTimer
-from rota.spec.events import Committed, InstanceLost, InstanceStopped, ProgressStalled
+from rota.spec.events import Committed, InstanceLost, InstanceStopped, PreemptAsked, ProgressStalled
 from rota.spec.ids import InstanceId
 from rota.spec.states import InstanceState, JobState
 
@@ -28,6 +28,16 @@ def begin(ctx: JobContext, ending: Ending, state: JobState) -> JobContext:
     if ending.save_s <= 0.0:
         return ctx
     return _in_phase(ctx, "commit") if _comes_to_a_commit(ctx, state) else saved_first(ctx)
+
+
+def preempted(ctx: JobContext, event: PreemptAsked) -> JobContext:
+    """A restart of the job gives its devices back for another reason now: within the grace from now on."""
+    ending = ctx.ending
+    assert ending is not None
+    grace_s = event.grace_s + (0.0 if ending.phase == "stop" else ctx.at_s - ending.since_s)
+    save_s = min(ending.save_s, grace_s)
+    ending = replace(ending, reason=event.reason, counts=False, grace_s=grace_s, save_s=save_s)
+    return replace(ctx, state=JobState.PREEMPTING, ending=ending)
 
 
 def saved_first(ctx: JobContext) -> JobContext:

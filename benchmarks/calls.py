@@ -22,13 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rota.runtime.engine import EngineFiles, client_environment
 from rota.runtime.environ import Home
+from rota.runtime.log import EventLog
 from rota.service import daemon
 from rota.service.config import load_settings
+from rota.spec.events import Record
+from rota.spec.ids import JobId
 from run import Row, hand_in
 
 WORKLOADS = Path(__file__).resolve().parent.parent / "tests" / "real" / "workloads"
@@ -38,6 +42,20 @@ LIMIT_S = 180.0
 SETTLE_S = 8.0
 """Between two starts: what was started ends, and both sides have their idle processes again."""
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+class Records:
+    """All records of a job, or of everything: one ``read`` of a log gives a page of them. Each is read once."""
+
+    def __init__(self, log: EventLog, job: JobId | None = None) -> None:
+        self._log, self._job = log, job
+        self._read: list[Record] = []
+
+    def now(self) -> Sequence[Record]:
+        """Those that are there now, in order. Raises what the log raises."""
+        while page := self._log.read(after=self._read[-1].number if self._read else 0, job=self._job):
+            self._read += page
+        return self._read
 
 
 class Bare:

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from calls import LIMIT_S, TERMINAL, WORKLOADS, free_port
+from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, free_port
 from rota.runtime import process
 from rota.runtime.engine import EngineFiles, find_engine
 from rota.runtime.environ import Home
@@ -99,6 +99,7 @@ class Site:
         self.run = RunFolder(home.run)
         self.log = SqlLog(home.db_url)
         self.job = JobId(str(self._submit()))
+        self.records = Records(self.log, self.job)
         self.last_worker = ""
 
     def _submit(self) -> str:
@@ -107,7 +108,7 @@ class Site:
 
     def events(self, *kinds: type) -> list[Any]:
         """Events of the job of these kinds."""
-        return [one.event for one in self.log.read(job=self.job) if isinstance(one.event, kinds)]
+        return [one.event for one in self.records.now() if isinstance(one.event, kinds)]
 
     def committed(self) -> int:
         """How many commits count."""
@@ -275,7 +276,7 @@ def storm(site: Site, given: argparse.Namespace) -> dict[str, Any]:
         "state": state,
         "wrong": wrong,
         "recoveries": len(site.events(FailoverStarted)),
-        "noted": sum(isinstance(one.event, PartReplaced) for one in site.log.read()),
+        "noted": sum(isinstance(one.event, PartReplaced) for one in Records(site.log).now()),
         "back_s": summary(faults),
         "faults": [fault.document() for fault in faults],
     }

@@ -21,15 +21,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from calls import LIMIT_S, TERMINAL, free_port
+from calls import LIMIT_S, TERMINAL, Records, free_port
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.log import EventLog
 from rota.runtime.sql_log import SqlLog
 from rota.service import daemon
 from rota.service.config import load_settings
@@ -42,11 +42,11 @@ STEPS = 100_000
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-def kill_one(log: EventLog, job: str, rng: random.Random) -> str:
+def kill_one(records: Records, rng: random.Random) -> str:
     """kill -9 of the newest process of a random instance; its name, or nothing when it was gone already."""
     newest = {
         f"{record.event.role}/{record.event.rank}": record.event
-        for record in log.read(job=JobId(job))
+        for record in records.now()
         if isinstance(record.event, InstanceStarted)
     }
     name = rng.choice(sorted(newest))
@@ -54,7 +54,7 @@ def kill_one(log: EventLog, job: str, rng: random.Random) -> str:
     return name if process.send_signal(which, signal.SIGKILL) else ""
 
 
-def accounted(records: tuple[Record, ...], rows: list[int], began: float, ended: float) -> dict[str, Any]:
+def accounted(records: Sequence[Record], rows: list[int], began: float, ended: float) -> dict[str, Any]:
     """ETTR and the account of steps, from the log of the job and the rows of its curve."""
     kept: dict[int, tuple[float, float, str, bool]] = {}
     last, disturbed = began, False
@@ -96,32 +96,32 @@ def measure(home: Home, given: argparse.Namespace) -> dict[str, Any]:
         source = source.replace("env: {", f'env: {{GRPO_STEPS: "{STEPS}", ')
     body = {"source": source, "filename": "job.yaml", "workdir": str(folder)}
     job = str(daemon.ask(home, "POST", "/api/v1/jobs", body)["id"])
-    log, rng, kills = SqlLog(home.db_url), random.Random(given.seed), list[str]()
+    records, rng, kills = Records(SqlLog(home.db_url), JobId(job)), random.Random(given.seed), list[str]()
     deadline = time.monotonic() + LIMIT_S
     while (shown := daemon.ask(home, "GET", f"/api/v1/jobs/{job}"))["state"] != "RUNNING":
         if shown["state"] in TERMINAL or time.monotonic() > deadline:
             raise RuntimeError(f"{job} is {shown['state']} and never ran: {shown['text']}")
         time.sleep(0.2)
     began = time.time()
-    while time.time() - began < minutes * 60 and ended_at(log, job, every_s) is None:
-        kills += [name for name in [kill_one(log, job, rng) if len(kills) < given.kills else ""] if name]
-    over = ended_at(log, job, every_s)
+    while time.time() - began < minutes * 60 and ended_at(records, every_s) is None:
+        kills += [name for name in [kill_one(records, rng) if len(kills) < given.kills else ""] if name]
+    over = ended_at(records, every_s)
     if over is None:
         over = time.time()
         daemon.ask(home, "POST", f"/api/v1/jobs/{job}:stop", {})
-        if ended_at(log, job, LIMIT_S) is None:
+        if ended_at(records, LIMIT_S) is None:
             raise SystemExit(f"{job} does not end within {LIMIT_S:.0f} s of its stop")
     written = [json.loads(line) for path in home.job(job).output.glob("*.jsonl") for line in path.open()]
-    found = accounted(log.read(job=JobId(job)), [row["n"] for row in written if "n" in row], began, over)
+    found = accounted(records.now(), [row["n"] for row in written if "n" in row], began, over)
     state = daemon.ask(home, "GET", f"/api/v1/jobs/{job}")["state"]
     return {**found, "state": state, "kills": len(kills), "victims": kills}
 
 
-def ended_at(log: EventLog, job: str, wait_s: float) -> float | None:
+def ended_at(records: Records, wait_s: float) -> float | None:
     """When the job ended; None if it has not after ``wait_s`` seconds."""
     until_s = time.monotonic() + wait_s
     while True:
-        for record in log.read(job=JobId(job))[-3:]:
+        for record in records.now()[-3:]:
             if isinstance(record.event, JobEnded):
                 return record.at
         if time.monotonic() > until_s:

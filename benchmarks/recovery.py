@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from sqlalchemy import create_engine, text
 
-from calls import LIMIT_S, Bare, free_port, role, submit
+from calls import LIMIT_S, Bare, Records, free_port, role, submit
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
@@ -64,23 +64,23 @@ class BeatWatch(threading.Thread):
                     known[one["instance"]] = max(known.get(one["instance"], 0.0), one["progress"]["beat_age_s"])
 
 
-def newest(log: EventLog, job: str, kind: type) -> tuple[Any, float] | None:
+def newest(records: Records, kind: type) -> tuple[Any, float] | None:
     """The last event of a kind about the victim, and its time."""
     found: list[tuple[Any, float]] = [
-        (record.event, record.at) for record in log.read(job=JobId(job)) if isinstance(record.event, kind)
+        (record.event, record.at) for record in records.now() if isinstance(record.event, kind)
     ]
     return next((one for one in reversed(found) if (one[0].role, one[0].rank) == VICTIM), None)
 
 
-def one_kill(log: EventLog, job: str) -> float:
+def one_kill(records: Records) -> float:
     """Kill the victim and wait until its successor is ready; the seconds between."""
-    started = newest(log, job, InstanceStarted)
+    started = newest(records, InstanceStarted)
     assert started is not None
     victim = process.ProcessId(pid=started[0].pid, start_time=started[0].start_time)
     began = time.time()
     assert process.send_signal(victim, signal.SIGKILL)
     while True:
-        ready = newest(log, job, InstanceReady)
+        ready = newest(records, InstanceReady)
         if ready is not None and ready[0].epoch > started[0].epoch and ready[1] > began:
             return ready[1] - began
         if time.time() - began > LIMIT_S:
@@ -96,7 +96,7 @@ def one_take_over_by_a_spare(home: Home, log: EventLog, job: str) -> float:
             break
         time.sleep(0.1)
     one = next(one for one in shown if not one["standby"])
-    victim, newest_number = process.identify(one["pid"]), log.read(job=JobId(job), limit=10**6)[-1].number
+    victim, newest_number = process.identify(one["pid"]), log.last_number()
     assert victim is not None
     began = time.time()
     assert process.send_signal(victim, signal.SIGKILL)
@@ -115,7 +115,7 @@ def pids(home: Home, job: str) -> dict[str, int]:
 
 def take_over(log: EventLog, job: str) -> float:
     """Kill the master and wait until the next one knows what is alive; the seconds between."""
-    records = log.read(job=JobId(job), limit=10**6)
+    records = Records(log, JobId(job)).now()
     started = [record.event for record in records if isinstance(record.event, MasterStarted)]
     master = process.identify(started[-1].pid)
     assert master is not None
@@ -167,9 +167,10 @@ def measure(home: Home, kills: int, records: int) -> dict[str, Any]:
     time.sleep(QUIET_S)
     watch.phase = "with_kills"
     log = SqlLog(home.db_url)
+    records_of_job = Records(log, JobId(job))
     ours, theirs, spares = list[float](), list[float](), list[float]()
     for _ in range(kills):
-        ours.append(one_kill(log, job))
+        ours.append(one_kill(records_of_job))
         theirs.append(bare.ask("restart")["restart"])
         spares.append(one_take_over_by_a_spare(home, log, job))
     after = pids(home, job)

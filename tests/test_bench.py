@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
+
+from rota.runtime.environ import Home
+from rota.runtime.log import INSTALL_SCOPE, Writer
+from rota.runtime.sql_log import SqlLog
+from rota.spec.events import Committed, JobEnded, PartReplaced
+from rota.spec.ids import Epoch, JobId
+from rota.spec.reasons import Reason
+from rota.spec.states import JobState
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 HEAD = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\nfrom run import Row, hand_in, skip\n"
@@ -132,6 +141,33 @@ def test_the_script_of_the_scheduler_measures_everything_without_arguments(
     with pytest.raises(SystemExit) as refused:
         scheduling.main(["sim", "--trace", "jobs.csv"])
     assert refused.value.code == 2 and "--vcs" in capsys.readouterr().err
+
+
+def test_chaos_and_ettr_see_every_record_of_a_job_that_has_more_than_one_read_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    chaos, ettr = importlib.import_module("chaos"), importlib.import_module("ettr")
+    home = Home.of(tmp_path).make()
+    log = SqlLog(home.db_url, migrate=True)
+    writer = Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE))
+    commits = [Committed(n=n, loop_epoch=Epoch(1)) for n in range(1, 10_050)]
+    log.append(commits, writer=writer, job=JobId("chaos-1"))
+    log.append([PartReplaced(part="raylet", pid=1, found_at=1.0)], writer=writer)
+
+    class Submitted(chaos.Site):
+        def _submit(self) -> str:
+            return "chaos-1"
+
+    site = Submitted(home, random.Random(0))
+    assert site.committed() == 10_049
+    log.append([Committed(n=10_050, loop_epoch=Epoch(1))], writer=writer, job=JobId("chaos-1"))
+    assert site.committed() == 10_050
+    log.append([JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)], writer=writer, job=JobId("chaos-1"))
+    assert ettr.ended_at(chaos.Records(log, JobId("chaos-1")), 0.0) is not None
+    assert isinstance(chaos.Records(log).now()[10_049].event, PartReplaced)
+    site.log.close()
+    log.close()
 
 
 @pytest.mark.slow

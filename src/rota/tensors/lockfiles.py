@@ -1,7 +1,8 @@
 """Files that this process locks: each is opened once, shared by all its clients, and closed with the last of them.
 
 A record lock (``lockf``) belongs to the process and is lost when any descriptor of the file is closed. So two clients
-of one namespace in one process may not each open the file, nor close what the other uses.
+of one namespace in one process may not each open the file, nor close what the other uses, also not when one comes in
+the moment in which the last one goes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +20,11 @@ from rota.runtime import environ
 _Key = tuple[int, int, int]
 _opened: weakref.WeakValueDictionary[_Key, LockFile] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
+_fds: dict[_Key, int] = {}
+_users: Counter[_Key] = Counter()
+_ended: deque[_Key] = deque()
+"""Users that are gone and not yet counted off: garbage is collected at any line, also under the lock."""
+_counting = threading.Lock()
 _File = TypeVar("_File", bound="LockFile")
 
 
@@ -26,11 +33,8 @@ class LockFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
-
-    def __del__(self) -> None:
-        if (fd := getattr(self, "fd", None)) is not None:
-            os.close(fd)
+        key, self.fd = _take(path)
+        weakref.finalize(self, _give_back, key).atexit = False
 
 
 def shared(path: Path, kind: type[_File], make: Callable[[Path], _File]) -> _File:
@@ -43,6 +47,39 @@ def shared(path: Path, kind: type[_File], make: Callable[[Path], _File]) -> _Fil
         opened = make(path)
         _opened[_key(os.fstat(opened.fd))] = opened
         return opened
+
+
+def _take(path: Path) -> tuple[_Key, int]:
+    """One more user of the descriptor of a file, which is opened by the first."""
+    with _counting:
+        key = _key(path.stat()) if path.exists() else None
+        if key is None or key not in _fds:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, environ.PRIVATE_FILE)
+            key = _key(os.fstat(fd))
+            _fds[key] = fd
+        _users[key] += 1
+        _close_unused()
+        return key, _fds[key]
+
+
+def _give_back(key: _Key) -> None:
+    _ended.append(key)
+    if _counting.acquire(blocking=False):  # else who holds it, or the next one, counts it off
+        try:
+            _close_unused()
+        finally:
+            _counting.release()
+
+
+def _close_unused() -> None:
+    while _ended:
+        key = _ended.popleft()
+        _users[key] -= 1
+        if not _users[key]:
+            del _users[key]
+            fd = _fds.pop(key)
+            if key[0] == os.getpid():  # in a forked child it is the parent's, and its end would end the child's locks
+                os.close(fd)
 
 
 def _key(stat: os.stat_result) -> _Key:

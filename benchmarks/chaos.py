@@ -34,12 +34,14 @@ from rota.runtime.engine import EngineFiles, find_engine
 from rota.runtime.environ import Home
 from rota.runtime.gateway_client import RECORD
 from rota.runtime.process import KEEPER, ProcessId, RunFolder
+from rota.runtime.redis_server import Address, socket_path
 from rota.runtime.sql_log import SqlLog
 from rota.service import daemon
 from rota.service.config import load_settings
 from rota.spec.errors import RotaError
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, MasterStarted, PartReplaced, RolledBack
 from rota.spec.ids import JobId
+from rota.tensors.session import shm_root
 
 sys.path.insert(0, str(WORKLOADS))
 import chaotic
@@ -341,10 +343,9 @@ def of_home(home: Path) -> list[str]:
     return found
 
 
-def segments() -> set[str]:
-    """Folders of shared memory of this user's installations."""
-    base = Path(f"/dev/shm/rota-{os.getuid()}")
-    return {path.name for path in base.iterdir()} if base.is_dir() else set()
+def segments(home: Home) -> Path:
+    """The folder of the shared memory of an installation."""
+    return shm_root(Address(path=str(socket_path(home))).url)
 
 
 def main() -> int:
@@ -362,7 +363,6 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     settings = load_settings({"home": str(root), "port": free_port()}, environ={})
     daemon.up(settings)
-    before = segments()
     found: dict[str, Any] = {"wrong": []}
     try:
         found = storm(Site(Home.of(settings.home), random.Random(given.seed)), given)
@@ -372,7 +372,8 @@ def main() -> int:
         found["wrong"] += [f"left behind: {text}" for text in of_home(root)]
         if not given.keep:
             shutil.rmtree(root, ignore_errors=True)
-    found["wrong"] += [f"shared memory left behind: {name}" for name in sorted(segments() - before)]
+    if (left := segments(Home.of(root))).exists():
+        found["wrong"].append(f"shared memory left behind: {left}")
     machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
     print(json.dumps({**found, "seed": given.seed, "every_s": given.every, "machine": machine}, indent=2))
     return 1 if found["wrong"] else 0

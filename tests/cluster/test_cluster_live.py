@@ -514,10 +514,13 @@ def test_a_job_that_lost_a_node_gets_the_spare_that_nobody_else_gets() -> None:
     assert [slot.node for event in granted for slot in event.bundles] == ["r0n1"]
 
 
+@pytest.mark.parametrize("devices", [8, 4])
 @pytest.mark.parametrize("back", ["joined", "healthy"])
-def test_a_node_that_was_lost_and_is_back_is_given_to_those_who_wait_for_another_in_its_place(back: str) -> None:
+def test_a_node_that_was_lost_and_is_back_is_given_to_those_who_wait_for_another_in_its_place(
+    back: str, devices: int
+) -> None:
     log = Log()
-    home = pretend_nodes("1x1x8", host="real")[0]
+    home = pretend_nodes(f"1x1x{devices}", host="real")[0]
     log.add(NodeJoined(node=home))
     log.submit("runs", 1, 4)
     log.decide(1.0)
@@ -533,6 +536,27 @@ def test_a_node_that_was_lost_and_is_back_is_given_to_those_who_wait_for_another
     granted = [event for _, event in log.decide(9.0) if isinstance(event, GangGranted)]
     assert [slot.node for event in granted for slot in event.bundles] == [home.id]
     assert log.scheduler.decide(10.0).marks == (), "and it is not in doubt again"
+    assert [(row.ask.id, row.phase, len(row.held)) for row in log.scheduler.state.holding()] == [("runs", "running", 1)]
+    assert int(log.scheduler.state.dev_milli.sum()) == 1000 * (devices - 4)
+
+
+def test_a_job_that_waits_for_another_node_holds_nothing_and_is_admitted_only_after_its_requeue() -> None:
+    log = Log()
+    home = pretend_nodes("1x1x4", host="real")[0]
+    log.add(NodeJoined(node=home))
+    log.submit("runs", 1, 4)
+    log.decide(1.0)
+    (request,) = requests_of(spec("runs", 1, 4))
+    moved = GangId("moved-2")
+    log.add(GangAsked(request=replace(request, gang=moved), avoid=(home.id,)), "runs", 2.0)
+    log.add(GangReleased(gang=GangId("all"), epoch=Epoch(1), gone=True), "runs", 3.0)
+    assert int(log.scheduler.state.dev_milli.sum()) == 4000
+    assert [type(event) for _, event in log.decide(4.0)] == [GangWaits]
+    log.add(GangReleased(gang=moved, epoch=Epoch(2)), "runs", 5.0)
+    assert log.decide(6.0) == []
+    log.add(JobRequeued(attempt=1, reason=Reason.NODE_LOST), "runs", 7.0)
+    assert [type(event) for _, event in log.decide(8.0)] == [JobAdmitted]
+    assert int(log.scheduler.state.dev_milli.sum()) == 0
 
 
 def test_who_made_room_for_another_cools_down_and_who_was_paused_may_go_on_at_once() -> None:

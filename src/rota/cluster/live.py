@@ -177,7 +177,8 @@ class Scheduler:
             case PreemptAsked(reason=reason):
                 self._fact(facts.JobStopping(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
-                self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
+                if reason is Reason.PAUSED:
+                    self._fact(facts.JobPaused(job=job, paused=True), at)
             case MoveAsked(node=node, due_at=None):
                 self._told.pop((node, job), None)
             case MoveAsked(node=node, due_at=float(due_at)):
@@ -250,6 +251,8 @@ class Scheduler:
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
         self._jobs[job] = replace(known, beside=(*known.beside, place))
         self._fact(facts.JobHolds(job=row, held=self._held((place,))), at)
+        if not self._holds(job):
+            self._settle(job, self._jobs[job], (), at)
 
     def _suspect(self, node: NodeId, text: str, by: str = "failover") -> None:
         """A node that a job had to leave, or that is overdrawn, takes no new work until somebody has looked at it."""
@@ -279,20 +282,34 @@ class Scheduler:
         """Nobody of a gang is at its first place any more: what took that place is the holding of the job itself."""
         if self.state.jobs[job].phase != "running":
             return  # all of it comes back at once
+        own = tuple(place for place in known.own if place[0].gang != gang)
+        if not self._settle(job, known, own, at) and self._all_wait(job, known):
+            self._let_go(job, at)
+            self._fact(facts.JobPaused(job=job, paused=True), at)  # it is not admitted anew: its gangs are granted
+
+    def _settle(self, job: JobId, known: _Known, own: tuple[_Place, ...], at: float) -> bool:
+        """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""
         wanted = sum(len(request.bundles) for request, _ in known.own)
-        own = [place for place in known.own if place[0].gang != gang]
         have = sum(len(request.bundles) for request, _ in own)
         instead: list[_Place] = []
         for place in sorted(known.beside, key=lambda place: self._can_spare(job, place[0].gang)):
             if self._holds(row_of(job, place[0].gang)) and have + len(place[0].bundles) <= wanted:
                 instead.append(place)
                 have += len(place[0].bundles)
-        if have == wanted:
-            for request, _ in instead:
-                self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
-            self._jobs[job] = replace(known, own=(*own, *instead))
-            self._let_go(job, at)
-            self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
+        if have != wanted:
+            return False
+        for request, _ in instead:
+            self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
+        self._jobs[job] = replace(known, own=(*own, *instead))
+        self._let_go(job, at)
+        self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
+        return True
+
+    def _all_wait(self, job: JobId, known: _Known) -> bool:
+        """True when everybody of the admission is in a gang that is asked for and not granted yet."""
+        waiting = [one for one in known.asks if not self._holds(row_of(job, one.gang))]
+        away = {member for one in waiting for ask in one.bundles for member in ask.members}
+        return all(member in away for request, _ in known.own for ask in request.bundles for member in ask.members)
 
     def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:
         """Who has moved has left its first place, though others of its gang run on: no device is held there any more.

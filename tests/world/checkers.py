@@ -208,6 +208,9 @@ class Checkers:
 
     def stopping(self, job: JobId, instance: InstanceId, epoch: Epoch, until_s: float) -> None:
         """A process is being stopped, and killed at that time of the wall clock."""
+        ending = self.shadows[job].ending if job in self.shadows else None
+        if ending is not None and ending.reason is Reason.COMPLETED:
+            return  # the job came to its end while it was preempted: the grace is its own
         promised_s, those = self.graces.get(job, (0.0, ()))
         if (instance, epoch) in those and until_s < promised_s - 1e-3:
             raise Violation(f"{job}: {instance} is killed {promised_s - until_s:.3f} s before its grace is over")

@@ -48,7 +48,7 @@ def test_a_stopped_gateway_is_replaced_under_an_open_connection_and_before_there
     second = asyncio.run(ask(stop_first=True))
     os.kill(second, signal.SIGSTOP)
     assert asyncio.run(ask(stop_first=False)) != second, "this client did not start it and never heard it"
-    assert [(one.part, one.why) for one in noted(home / "run").values()] == [(RECORD, "is stopped by a signal")] * 2
+    assert [(one.part, one.why) for one in noted(home / "run").values()] == [(RECORD, "was stopped by a signal")] * 2
 
 
 def test_a_keeper_that_is_gone_for_three_looks_is_started_again_and_one_that_was_asked_to_end_is_not(

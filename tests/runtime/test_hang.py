@@ -53,7 +53,7 @@ def test_a_process_stopped_at_three_looks_hangs_and_one_that_was_continued_in_be
     os.waitid(os.P_PID, which.pid, os.WCONTINUED)
     assert watch.look() == ""
     stop(which)
-    assert [watch.look() for _ in range(STOPPED_LOOKS)] == ["", "", "is stopped by a signal"]
+    assert [watch.look() for _ in range(STOPPED_LOOKS)] == ["", "", "was stopped by a signal"]
 
 
 def test_a_silent_process_that_wants_no_processor_hangs_after_ten_looks_and_an_answer_begins_the_count_anew(
@@ -104,11 +104,11 @@ def test_what_was_ended_is_noted_and_the_note_has_a_limit(
 ) -> None:
     which = start(SLEEPS)
     stop(which)
-    assert end_hung(which, tmp_path, "master of job-1", "is stopped by a signal")
+    assert end_hung(which, tmp_path, "master of job-1", "was stopped by a signal")
     assert process.wait_gone((which,), 60) == ()
-    assert not end_hung(which, tmp_path, "gateway", "is stopped by a signal"), "it is gone, and somebody else's fault"
+    assert not end_hung(which, tmp_path, "gateway", "was stopped by a signal"), "it is gone, and somebody else's fault"
     ((path, found),) = noted(tmp_path).items()
-    assert (found.part, found.pid, found.why) == ("master of job-1", which.pid, "is stopped by a signal")
+    assert (found.part, found.pid, found.why) == ("master of job-1", which.pid, "was stopped by a signal")
     assert path.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(hang, "_KEPT_MAX", 1)
     hang.note_replaced(tmp_path, "gateway", 7, "ended")

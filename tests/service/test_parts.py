@@ -23,7 +23,7 @@ from rota.spec.events import PartReplaced
 def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.doors.home.run
-        note_replaced(run, "raylet", 41, "is stopped by a signal")
+        note_replaced(run, "raylet", 41, "was stopped by a signal")
         note_replaced(run, "master of job-1", 42, "ended")
         watching = asyncio.create_task(watch_parts(service.doors))
         while len((await service.get("/events", type="PartReplaced"))["items"]) < 2 or noted(run):
@@ -34,7 +34,7 @@ def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path)
         assert (first["part"], first["pid"]) == ("raylet", 41)
         assert second["text"] == "master of job-1, process 42, ended"
         warnings = (await service.get("/status"))["warnings"]
-        assert any(text.startswith("raylet, process 41, is stopped by a signal; it was replaced") for text in warnings)
+        assert any(text.startswith("raylet, process 41, was stopped by a signal; it was replaced") for text in warnings)
         metrics = (await service.http.get("/metrics")).text
         assert 'rota_parts_replaced_total{part="raylet"} 1.0' in metrics
         assert 'rota_parts_replaced_total{part="master"} 1.0' in metrics, "not a row for each job"
@@ -47,7 +47,7 @@ def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path)
 def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.doors.home.run
-        note_replaced(run, "keeper", 41, "is stopped by a signal")
+        note_replaced(run, "keeper", 41, "was stopped by a signal")
         note_replaced(run, "keeper", 41, "ended")
         note_replaced(run, "keeper", 42, "ended")
         watching = asyncio.create_task(watch_parts(service.doors))
@@ -56,7 +56,7 @@ def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:
             await asyncio.sleep(0.02)
         watching.cancel()
         told = [(one["pid"], one["text"]) for one in (await service.get("/events", type="PartReplaced"))["items"]]
-        assert told == [(41, "keeper, process 41, is stopped by a signal"), (42, "keeper, process 42, ended")]
+        assert told == [(41, "keeper, process 41, was stopped by a signal"), (42, "keeper, process 42, ended")]
 
     with_service(tmp_path, test)
 
@@ -86,7 +86,7 @@ def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_tak
 def test_a_note_that_a_killed_service_had_put_into_the_log_is_not_logged_twice(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.doors.home.run
-        note_replaced(run, "gateway", 41, "is stopped by a signal")
+        note_replaced(run, "gateway", 41, "was stopped by a signal")
         ((path, one),) = noted(run).items()
         told = PartReplaced(part=one.part, pid=one.pid, text="gateway, process 41, hung", found_at=one.at)
         await service.doors.loop.append([told])

@@ -45,7 +45,7 @@ class HangWatch:
         self._stopped = self._stopped + 1 if stopped else 0
         self._silent = 0 if answers or wants else self._silent + 1
         if self._stopped >= STOPPED_LOOKS:
-            return "is stopped by a signal"
+            return "was stopped by a signal"
         if self._silent >= SILENT_LOOKS:
             return f"gave no answer for {SILENT_LOOKS * LOOK_S:.0f} s and used no processor"
         return ""

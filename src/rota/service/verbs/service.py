@@ -83,8 +83,8 @@ def down(
 ) -> int:
     """End the service of this machine with everything it started.
 
-    Jobs that wait stay in the queue; those that run save, stop and are queued again. All continue at the next
-    'rota up'.
+    Jobs that wait stay in the queue; those that run save, stop and are queued again. The next 'rota up'
+    continues each from its last commit, or from the beginning without one.
 
     Examples
     --------
@@ -113,7 +113,8 @@ def _ended(document: Mapping[str, Any]) -> str:
     if document["stopped_jobs"]:
         parts.append(f"cancelled {counted(len(document['stopped_jobs']), 'job')}")
     if left := sum(document["left_jobs"].values()):
-        parts.append(f"{counted(left, 'job')} left, which continue at the next 'rota up'")
+        then = "from its last commit, or from the beginning without one"
+        parts.append(f"{counted(left, 'job')} left; the next 'rota up' continues each {then}")
     if document["still_running"]:
         parts.append(f"still running: {', '.join(f'process {pid}' for pid in document['still_running'])}")
     return "; ".join([*parts, *filter(None, [document["text"]])])

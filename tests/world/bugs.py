@@ -468,7 +468,7 @@ BUGS = (
     Bug("half_a_gang_kept", half_a_gang_kept, PREEMPTS),
     Bug("retry_without_id", retry_without_id, replace(SHORT, store_error_p=0.2)),
     Bug("node_used_early", node_used_early, replace(PREEMPTS, drain_node_s=10.0), (AssertionError, ValueError)),
-    Bug("paused_job_admitted", paused_job_admitted, replace(SHORT, pause_job_s=10.0)),
+    Bug("paused_job_admitted", paused_job_admitted, replace(SHORT, pause_job_s=10.0), (ValueError, AssertionError)),
     Bug("rollback_ignored", rollback_ignored, replace(BOTH, lose_node_s=15.0, failing_code=True)),
     Bug("weights_forgotten", weights_forgotten, SHORT),
     Bug("snapshot_without_tail", snapshot_without_tail, MASTERS, (ValueError, AssertionError)),
@@ -477,7 +477,7 @@ BUGS = (
     Bug("superfluous_victim", superfluous_victim, LIMITED),
     Bug("requeue_forgets_commits", requeue_forgets_commits, PREEMPTS),
     Bug("cancel_lost_in_the_queue", cancel_lost_in_the_queue, replace(PREEMPTS, pause_job_s=6.0, stop_job_s=8.0)),
-    Bug("requeued_before_released", requeued_before_released, PREEMPTS),
+    Bug("requeued_before_released", requeued_before_released, PREEMPTS, (KeyError, AssertionError)),
     Bug("commit_taken_twice", commit_taken_twice, replace(SHORT, store_error_p=0.2)),
     Bug("victims_places_given_too_early", victims_places_given_too_early, replace(LIMITED, preempt_job_s=6.0)),
 )

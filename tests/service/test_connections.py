@@ -76,7 +76,8 @@ def test_a_connection_that_sends_no_whole_request_is_closed(
         async with listening(service) as http:
             reader, writer = await opened(http, *sent)
             with contextlib.suppress(ConnectionResetError):
-                await asyncio.wait_for(reader.read(), LIMIT_S)  # its end
+                await asyncio.wait_for(reader.read(), LIMIT_S)
+            assert reader.at_eof() or reader.exception() is not None
             writer.close()
             stream = await opened(
                 http, "GET /api/v1/events?follow=true HTTP/1.1", "Host: 127.0.0.1", _token(service), ""

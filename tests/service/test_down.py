@@ -369,8 +369,8 @@ def test_a_service_that_is_not_taken_down_after_all_starts_jobs_again(
     monkeypatch.setattr(cluster, "HOLD_S", 0.3)
 
     async def test(service: Standing) -> None:
-        await service.http.post("/api/v1/service:hold", json={})
+        assert (await service.http.post("/api/v1/service:hold", json={})).status_code == 202
         await service.submit()
-        await service.until("hello-1", JobState.ADMITTED)
+        assert (await service.until("hello-1", JobState.ADMITTED))["attempt"] == 1
 
     with_service(tmp_path, test)

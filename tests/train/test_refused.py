@@ -133,8 +133,11 @@ def test_a_loss_of_whole_micro_batches_is_taken_as_it_is() -> None:
     def whole_only(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(output.view(BATCH // 2, SEQ, WORDS), targets)
 
-    step_of(whole_only)
-    step_of(lambda output, targets: 0.3 * cross_entropy_sum(output, targets))
+    whole = step_of(whole_only).step(*next(structures.batches(1))).loss
+    scaled = step_of(lambda output, targets: 0.3 * cross_entropy_sum(output, targets)).step(
+        *next(structures.batches(1))
+    )
+    assert 0.0 < scaled.loss < whole
 
 
 def test_rows_of_other_ranks_are_refused() -> None:

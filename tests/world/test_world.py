@@ -10,7 +10,7 @@ import pytest
 from rota.spec.events import FailoverStarted, JobAdmitted, RolledBack, TimerFired
 from rota.spec.ids import JobId
 from tests.real.jobs import deep
-from tests.world.bugs import BUGS, STOPS, Bug
+from tests.world.bugs import BUGS, SHOWN, STOPS, Bug
 from tests.world.kept import keep_seed, kept_seeds
 from tests.world.world import Swarm, play
 
@@ -88,7 +88,7 @@ def test_the_world_finds_a_planted_bug(bug: Bug, monkeypatch: pytest.MonkeyPatch
 def finds(bug: Bug, seed: int) -> bool:
     try:
         play(seed, bug.swarm, log=bug.log)
-    except bug.shows_as:
+    except SHOWN:
         return True
     return False
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-
-from rota.cluster.cases import CaseError, run_cases
+from tests.proof.cases import CaseError, run_cases
 
 DATA = Path(__file__).resolve().parent.parent / "data" / "cluster"
 

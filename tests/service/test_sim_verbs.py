@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rota.service import cli
+import rota as package
+from rota.service import cli, proof
 
 TRACE = "job_id,submit_s,duration_s,gpus,vc\na,0,100,8,x\nb,10,100,8,x\nc,20,50,8,y\n"
 VCS = "vc,nodes\nx,1\ny,1\n"
@@ -100,3 +105,45 @@ def test_failing_cases_exit_with_1(tmp_path: Path) -> None:
     document = json.loads(out)
     assert (status, document["kind"], document["failed"]) == (1, "SimCases", 1)
     assert "unsupported" in document["cases"][0]["why"]
+
+
+CASE = {"id": "one", "kind": "gang", "given": {"gpus": 4, "jobs": {"a": {"tasks": 8}}}, "expect": {"waiting": ["a"]}}
+
+
+def test_cases_without_the_proof_folder_exit_with_2_and_name_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "CHECKOUT", tmp_path)
+    status, out, _ = rota("sim", "cases", "cases.json", "--json")
+    document = json.loads(out)
+    assert (status, document["kind"], document["code"]) == (2, "Error", "MISSING_EXTRA")
+    assert f"are not part of an installed package: {tmp_path} has no folder tests/proof" in document["message"]
+    assert "clone the repository" in document["hint"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkout", [True, False])
+def test_cases_run_from_any_folder_of_a_checkout_and_not_from_an_installed_package(
+    tmp_path: Path, checkout: bool
+) -> None:
+    """An installed package is a copy of the folder that the wheel has, without the tests beside it."""
+    assert package.__file__ is not None
+    source = Path(package.__file__).parent
+    if not checkout:
+        hidden = shutil.ignore_patterns("__pycache__", "ui")
+        source = shutil.copytree(source, tmp_path / "site-packages" / "rota", ignore=hidden)
+    (tmp_path / "cases.json").write_text(json.dumps({"cases": [CASE]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "rota", "sim", "cases", "cases.json", "--json"],
+        env={**os.environ, "PYTHONPATH": str(source.parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if checkout:
+        assert (done.returncode, json.loads(done.stdout)["passed"]) == (0, 1), done.stderr
+    else:
+        assert done.returncode == 2, done.stderr
+        assert f"{tmp_path} has no folder tests/proof" in json.loads(done.stdout)["message"]

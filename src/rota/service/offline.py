@@ -175,10 +175,10 @@ def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Any) -> di
 
 
 def sim_cases(file: Path, profile: str) -> dict[str, Any]:
-    """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form."""
-    from rota.cluster.cases import run_cases
+    """``SimCases``: recorded cases replayed. Raises CaseError for a file of no known form, and as ``load_proof``."""
+    from rota.service.proof import load_proof
 
-    return {**_head("SimCases"), **run_cases(file, profile)}
+    return {**_head("SimCases"), **load_proof("cases", "readers of recorded cases").run_cases(file, profile)}
 
 
 def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> dict[str, Any]:

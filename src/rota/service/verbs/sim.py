@@ -121,7 +121,7 @@ def cases(
     profile: Annotated[str, Parameter(help="auto picks by the form of the file.")] = "auto",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Replay recorded scheduling cases; exits with 1 when some fail.
+    """Replay recorded scheduling cases; exits with 1 when some fail. Works in a checkout of the repository alone.
 
     Examples
     --------

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.cluster.cases.compare import Mismatch, Unsupported, expect_equal
 from rota.cluster.core.buddy import FREE, NONE
 from rota.cluster.core.cells import CellSpec
 from rota.cluster.core.check import InvariantBroken
@@ -16,6 +15,7 @@ from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
 from rota.cluster.core.txn import Txn
 from rota.cluster.core.vcells import CellType, TenantCells, TopologyError, VirtualCells
 from rota.spec.errors import BadInput
+from tests.proof.cases.compare import Mismatch, Unsupported, expect_equal
 
 Raw = dict[str, Any]
 Kept = tuple[GangAsk, list[list[tuple[str, str]]], list[str]]

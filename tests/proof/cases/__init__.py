@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rota.cluster.cases.compare import Mismatch, Unsupported
-from rota.cluster.cases.hived import hived_case
-from rota.cluster.cases.kai import kai_case
-from rota.cluster.cases.policies import policy_case
 from rota.cluster.policies.profiles import get_profile
 from rota.spec.errors import BadInput
+from tests.proof.cases.compare import Mismatch, Unsupported
+from tests.proof.cases.hived import hived_case
+from tests.proof.cases.kai import kai_case
+from tests.proof.cases.policies import policy_case
 
 Case = tuple[str, Callable[[], None]]
 """Identifier, and a replay that raises Mismatch where the outcome differs."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from rota.cluster.cases.compare import Mismatch, Unsupported, expect_equal
 from rota.cluster.core import shares
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.cycle import decide
@@ -20,6 +19,7 @@ from rota.cluster.core.snapshot import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.resources import Device, Node
+from tests.proof.cases.compare import Mismatch, Unsupported, expect_equal
 
 Raw = dict[str, Any]
 TOLERANCE = Fraction(1, 10**6)

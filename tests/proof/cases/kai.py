@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from rota.cluster.cases.compare import Mismatch, Unsupported, expect_equal
 from rota.cluster.core import cycle, facts
 from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.check import check
@@ -22,6 +21,7 @@ from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Device, Node, Res
+from tests.proof.cases.compare import Mismatch, Unsupported, expect_equal
 
 Raw = dict[str, Any]
 ROUNDS, QUIET_ROUNDS = 2, 5

@@ -11,7 +11,7 @@ from tests.makers import fail as contract
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.core.waits import Wait
-from rota.job.diagnosis import DiagnosisManager
+from rota.job.diagnosis import DiagnosisManager, sentence
 from rota.job.meetings import Meetings
 from rota.job.probes import SETTING_UP, Beat, Pulse
 from rota.runtime.clock import VirtualClock
@@ -219,6 +219,36 @@ def test_a_command_that_marks_no_progress_is_left_alone_unless_its_limit_was_giv
     given = Bench(command("train", fail=FAIL))
     given.say("train/0", idle_s=12.0, busy=("command",))
     assert set(given.told()) == {"train/0"}
+
+
+def suspected(bench: Bench) -> list[str]:
+    return [name for root in bench.manager.suspects(bench.manager.graph(bench.ctx)) for name in root.members]
+
+
+def test_a_command_without_a_limit_is_suspected_by_its_collectives_and_not_replaced() -> None:
+    bench = Bench(command("train", 2, mesh=(("dp", 2),)))
+    bench.say("train/0", idle_s=900.0, busy=("command",), collectives=5, inside="all_reduce")
+    bench.say("train/1", idle_s=900.0, busy=("command",), collectives=4)
+    assert bench.told() == {}
+    assert suspected(bench) == ["train/1"]
+    bench.say("train/0", idle_s=900.0, busy=("command",))
+    bench.say("train/1", idle_s=900.0, busy=("command",))
+    assert suspected(bench) == [], "one that marks nothing at all may be silent for ever"
+
+
+def test_a_rank_that_is_stopped_is_named_and_counts_from_when_it_was_stopped() -> None:
+    bench = Bench(command("train", 2, mesh=(("dp", 2),)))
+    stopped = "rank 1, process 9, is stopped by a signal"
+    say = {"idle_s": 900.0, "busy": ("command",), "collectives": 5, "inside": "all_reduce"}
+    bench.say("train/0", **say)
+    bench.say("train/1", **say, held_up=stopped, stopped_s=7.0)
+    assert suspected(bench) == ["train/1"], "both are in the same collective"
+    (suspect,) = bench.manager.suspects(bench.manager.graph(bench.ctx))
+    text = f"train/1 made no progress for 7 s in command: {stopped}; train/0 waits for it"
+    assert sentence(bench.manager.graph(bench.ctx), suspect) == text
+    assert bench.told() == {}, "before the limit of its role"
+    bench.say("train/1", **say, held_up=stopped, stopped_s=301.0)
+    assert set(bench.told()) == {"train/1"}
 
 
 def test_a_loop_that_computes_may_be_silent_longer_than_one_that_rests() -> None:

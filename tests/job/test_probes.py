@@ -14,7 +14,7 @@ from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.probes import Beat, BeatAnswer, Failure, Pulse
-from rota.job.waiting import place_in_collectives
+from rota.job.waiting import Collectives, own_collectives
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
@@ -45,6 +45,19 @@ def test_nothing_running_is_not_idle() -> None:
     pulse = Pulse(clock)
     clock.advance(1000)
     assert pulse.read(EMPTY).idle_s == 0
+
+
+def test_collectives_of_any_group_are_marks_and_their_place_alone_is_none() -> None:
+    clock = VirtualClock()
+    pulse = Pulse(clock)
+    with pulse.running("command"):
+        for n in (1, 2, 5):
+            clock.advance(10)
+            pulse.collectives = lambda n=n: Collectives(entered=1, activity=n)
+            assert (pulse.read(EMPTY).idle_s, pulse.read(EMPTY).progress_n) == (0, 0)
+        clock.advance(10)
+        pulse.collectives = lambda: Collectives(entered=1, activity=5, inside="barrier")
+        assert pulse.read(EMPTY).idle_s == 10
 
 
 def test_idle_counts_from_the_last_mark_of_what_runs_and_not_through_quiet_spans() -> None:
@@ -110,4 +123,4 @@ def test_a_group_is_not_looked_for_in_a_module_that_another_thread_is_importing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", ModuleType("half"))
-    assert place_in_collectives() == (-1, "")
+    assert own_collectives() == Collectives(entered=-1)

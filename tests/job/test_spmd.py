@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +22,19 @@ from rota.job import spmd
 from rota.job.bodies import Forming
 from rota.job.bootstrap import write_error
 from rota.job.probes import Beat, Pulse
-from rota.job.spmd import CommandBody, CommandFailed, first_error, parse_command, run_setup
+from rota.job.spmd import (
+    CommandBody,
+    CommandFailed,
+    RankMarks,
+    first_error,
+    parse_command,
+    run_setup,
+    who_is_behind,
+)
+from rota.job.waiting import Collectives
 from rota.job.worker import failure_of
 from rota.runtime import process
-from rota.runtime.clock import SystemClock
+from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.logs import format_line
 from rota.runtime.node import asked_for_stacks
 from rota.spec.check import check
@@ -39,6 +50,14 @@ BEAT = Beat(role=RoleName("main"), rank=0, epoch=Epoch(1), started_epoch=Epoch(1
 def role(run: str | tuple[str, ...], **fields: object) -> RoleSpec:
     shell = isinstance(run, str)
     return RoleSpec(name=RoleName("main"), run=(run,) if isinstance(run, str) else run, shell=shell, **fields)  # type: ignore[arg-type]
+
+
+def wait_for(what: Callable[[], Any], limit_s: float = 20.0) -> Any:
+    until_s = time.monotonic() + limit_s
+    while not (found := what()):
+        assert time.monotonic() < until_s, f"not within {limit_s} s"
+        time.sleep(0.01)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -208,7 +227,7 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
 
 
 def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_path: Path) -> None:
-    for rank, text in enumerate(("7 40 all_reduce", "7 39 ", "0 -1 ", "")):
+    for rank, text in enumerate(("7 40 61 all_reduce", "7 39 60 ", "0 -1 0 ", "")):
         (tmp_path / f"progress-{rank}").write_text(text)
     seat: Any = SimpleNamespace(role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), pulse=None)
     seat.pulse = Pulse(seat.clock)
@@ -224,10 +243,44 @@ def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_pa
     asyncio.run(asyncio.wait_for(follow(), timeout=20))
     told = seat.pulse.read(BEAT)
     assert (told.progress_n, told.collectives, told.inside) == (7.0, 39, "")
+    assert told.held_up == "rank 1 has entered 39 collectives, rank 0 40"
+
+
+def test_the_ranks_of_one_instance_that_the_others_wait_for_are_named() -> None:
+    at = RankMarks(entered=5)
+    assert who_is_behind({}) == who_is_behind({2: at, 3: at}) == ""
+    assert who_is_behind({2: replace(at, entered=4), 3: at}) == "rank 2 has entered 4 collectives, rank 3 5"
+    assert who_is_behind({2: replace(at, inside="barrier"), 3: at}) == "rank 3 is not in barrier, rank 2 is"
+
+
+@pytest.mark.parametrize("line", ["torchrun --nproc-per-node 1 t.py", "cd /tmp && python t.py"])
+def test_a_rank_that_is_stopped_by_a_signal_is_reported_with_its_time(line: str) -> None:
+    clock = VirtualClock()
+    body = CommandBody(SimpleNamespace(role=role(line), clock=clock))  # type: ignore[arg-type]
+    body._forming = Forming(epoch=Epoch(1), world=2, restore=0, index=1)
+    shell = body._command.argv[0] == "/bin/sh"
+    child = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true"] if shell else ["sleep", "60"])
+    body._children = [child]  # type: ignore[assignment]
+    top = psutil.Process(child.pid)
+    try:
+        assert not body._collectives({}).held_up
+        below = wait_for(lambda: top.children()) if shell else [top]
+        below[0].suspend()
+        wait_for(lambda: below[0].status() == "stopped")
+        assert body._collectives({}).held_up == f"rank 1, process {below[0].pid}, is stopped by a signal"
+        clock.advance(4.0)
+        assert body._collectives({}).stopped_s == 4.0
+        below[0].resume()
+        wait_for(lambda: below[0].status() != "stopped")
+        assert body._collectives({}) == Collectives()
+    finally:
+        for one in (*top.children(), top):
+            one.kill()
+        child.wait()
 
 
 def test_each_rank_is_told_with_its_state_and_its_collectives_one_that_is_stopped_too(tmp_path: Path) -> None:
-    (tmp_path / "progress-1").write_text("3 12 barrier")
+    (tmp_path / "progress-1").write_text("3 12 12 barrier")
     body = CommandBody(SimpleNamespace(role=role("torchrun --nproc-per-node 2 t.py")))  # type: ignore[arg-type]
     body._forming, body._files = Forming(epoch=Epoch(1), world=1, restore=0), tmp_path
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]

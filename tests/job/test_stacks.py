@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rota.job import bootstrap
 from rota.job.inspect import inspect_all
 from rota.job.lanes import Lane
 from rota.job.stacks import is_of_the_job, of_the_job, own_stacks
@@ -44,12 +45,63 @@ def test_only_threads_and_tasks_that_run_code_of_the_job_are_shown() -> None:
 
 
 def test_a_dump_without_code_of_the_job_is_shown_whole() -> None:
-    dump = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 1 in wait\n'
+    dump = f'Thread 0x1 (most recent call first):\n  File "{threading.__file__}", line 1 in wait\n'
     assert of_the_job(dump) == dump
     assert not is_of_the_job(threading.__file__)
     assert not is_of_the_job(Lane.__init__.__code__.co_filename)
     assert is_of_the_job("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py")
     assert is_of_the_job(__file__)
+
+
+PACKAGES = "/venv/lib/python3.11/site-packages"
+BOOTSTRAP = bootstrap.__file__
+SPIED = f"""Process 71: python -m rota.job.bootstrap train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 71 (idle): "MainThread"
+    all_reduce ({PACKAGES}/torch/distributed/distributed_c10d.py:2967)
+    wrapper ({PACKAGES}/torch/distributed/c10d_logger.py:81)
+    step (/home/me/train.py:8)
+    <module> (/home/me/train.py:12)
+    _run_code (<frozen runpy>:88)
+    main ({BOOTSTRAP}:84)
+    <module> ({BOOTSTRAP}:88)
+    _run_module_as_main (<frozen runpy>:198)
+Thread 72 (idle): "rota-progress"
+    work ({BOOTSTRAP}:38)
+    run ({threading.__file__}:982)
+"""
+IMPORTING = f"""Thread 0x00007fc7ad6446c0 (most recent call first):
+  File "{BOOTSTRAP}", line 38 in work
+  File "{threading.__file__}", line 982 in run
+
+Current thread 0x00007fc7aedddb80 (most recent call first):
+  File "<frozen importlib._bootstrap>", line 690 in _load_unlocked
+  File "{PACKAGES}/torch/ao/quantization/__init__.py", line 17 in <module>
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "{PACKAGES}/torch/__init__.py", line 2370 in <module>
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "/home/me/train.py", line 2 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+  File "{BOOTSTRAP}", line 84 in main
+"""
+
+
+def test_of_a_rank_its_own_frames_are_shown_without_imports_of_libraries_and_threads_of_rota() -> None:
+    assert of_the_job(SPIED).splitlines() == [
+        'Thread 71 (idle): "MainThread"',
+        "    all_reduce (torch/distributed/distributed_c10d.py:2967)",
+        "    wrapper (torch/distributed/c10d_logger.py:81)",
+        "    step (/home/me/train.py:8)",
+        "    <module> (/home/me/train.py:12)",
+    ]
+    assert of_the_job(IMPORTING).splitlines() == [
+        "Current thread 0x00007fc7aedddb80 (most recent call first):",
+        '  File "torch/ao/quantization/__init__.py", line 17 in <module>',
+        '  File "/home/me/train.py", line 2 in <module>',
+    ]
+    outside = "process 71 is stopped by a signal\n"
+    assert of_the_job(outside + SPIED).startswith(outside), "the state of the process comes first"
 
 
 def test_a_module_that_is_missing_is_told_with_the_remedy_and_without_frames_of_others(

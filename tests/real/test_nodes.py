@@ -367,6 +367,27 @@ def test_a_paused_job_gives_everything_back_and_goes_on_from_its_last_commit(ray
     run_on(raylets, {"a": 2.0, "b": 2.0}, steady(1), body)
 
 
+@deep
+@pytest.mark.usefixtures("registry")
+def test_a_node_that_is_lost_and_comes_back_still_has_the_last_commit_in_its_memory(raylets: Raylets) -> None:
+    async def body(run: NodesRun) -> None:
+        assert run.raylets is not None
+        await run.until_committed(5)
+        run.kill_node("a")
+        await run.until(lambda: run.events(FailoverStarted))
+        reached = run.context().committed
+        run.raylets.ensure("a")
+        run.join("a")
+        await run.until_committed(reached + 5)
+        await succeed(run)
+        assert run.events(CheckpointSaved) == [] or run.events(JobRequeued), run.story()
+        assert all(one.from_commit == one.to_commit for one in run.events(RolledBack)), run.story()
+        assert run.context().retries == 0 and not [one for one in run.context().charges if not one.platform]
+
+    roles = (role("counter", "counting:Counter"), role("loop", "counting:counting"))
+    run_on(raylets, {"a": 6.0}, job(*roles), body)
+
+
 GRACE_S = 20.0
 """Far more than a commit and a small file take."""
 

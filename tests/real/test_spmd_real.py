@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.real.jobs import WAIT_S, Run, example, run_job
 from rota.runtime.clock import SystemClock
 from rota.runtime.launch import Call
 from rota.service.jobplans import with_plans
-from rota.spec.events import FailoverStarted, InstanceLost
+from rota.spec.events import FailoverStarted, InstanceLost, ProgressStalled
 from rota.spec.ids import RoleName
 from rota.spec.job import Fail, JobSpec, RoleSpec
 from rota.spec.reasons import Reason
@@ -126,6 +127,69 @@ def test_of_the_ranks_of_a_world_the_one_that_stands_still_is_suspected_and_not_
 
     role = command("python tiny_train.py --steps 30", n=2, mesh=(("dp", 2),), fail=Fail(progress_s=200.0))
     run_job(engine, job(role, PAUSE_AT="20"), body)
+
+
+RUNS_S, SAMPLING_S = 30.0, 10.0
+"""How long the command runs before its rank is stopped; how far the age of a wait may be off on a busy machine."""
+
+
+async def why(run: Run) -> dict[str, Any]:
+    assert run.master is not None
+    return await run.launcher.call(run.master, Call(method="why", timeout_s=30.0))
+
+
+async def ranks_of(run: Run) -> list[psutil.Process]:
+    """The processes of the two ranks, once both are in the loop of ``collectives.py``."""
+    await run.until(lambda: all((run.output / f"rank-{rank}").exists() for rank in (0, 1)))
+    found = [await run.until((run.output / f"rank-{rank}").read_text) for rank in (0, 1)]
+    return [psutil.Process(int(pid)) for pid in found]
+
+
+def test_a_script_that_only_enters_collectives_moves_under_a_short_limit_on_progress(engine) -> None:
+    async def body(run: Run) -> None:
+        await ranks_of(run)
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 2.5 * limit_s:
+            found = await why(run)
+            assert found["culprits"] == [], "its collectives are progress"
+            await asyncio.sleep(0.5)
+        (run.output / "go").touch()
+        assert (await run.end()).state is JobState.SUCCEEDED, run.story()
+        assert run.events(InstanceLost, FailoverStarted) == []
+        assert run.events(ProgressStalled) == []
+
+    limit_s = 20.0
+    line = "torchrun --nproc-per-node 2 collectives.py"
+    run_job(engine, job(command(line, fail=Fail(progress_s=limit_s))), body)
+
+
+def test_a_stopped_rank_is_named_without_a_limit_and_the_wait_counts_from_its_stop(engine) -> None:
+    """The command runs for longer than the wait is old, and whoever asks again gets the same answer."""
+
+    async def body(run: Run) -> None:
+        ranks, began_s = await ranks_of(run), time.monotonic()
+        await asyncio.sleep(RUNS_S)
+        ranks[1].suspend()
+        stopped_s = time.monotonic()
+        async with asyncio.timeout(WAIT_S):
+            while not (found := await why(run))["waits"] or not found["stacks"]:
+                await asyncio.sleep(0.2)
+        for _ in range(5):
+            found, age_s = await why(run), time.monotonic() - stopped_s
+            assert [(one["source"], one["target"]) for one in found["waits"]] == [("main/0", "main/1")]
+            assert found["waits"][0]["age_s"] < age_s + SAMPLING_S < time.monotonic() - began_s
+            [suspect] = found["suspects"]
+            assert (suspect["members"], suspect["waiters"]) == (["main/1"], ["main/0"])
+            assert f"in command: rank 1, process {ranks[1].pid}, is stopped by a signal" in suspect["text"]
+            assert set(found["stacks"]) == {"main/1"}
+            assert not any(word in found["stacks"]["main/1"] for word in ("importlib", "runpy", "rota-progress"))
+            await asyncio.sleep(0.5)
+        ranks[1].resume()
+        (run.output / "go").touch()
+        assert (await run.end()).state is JobState.SUCCEEDED, run.story()
+        assert run.events(InstanceLost, FailoverStarted) == []
+
+    run_job(engine, job(command("python collectives.py", n=2, mesh=(("dp", 2),))), body)
 
 
 def test_kill_9_of_the_wrapper_leaves_no_rank_behind(engine) -> None:

@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any
 
 from rota.job.stacks import told
-from rota.job.waiting import place_in_collectives
+from rota.job.waiting import own_collectives
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import get
 
-REPORT_S = 1.0
+REPORT_S = 0.25
+"""Between two looks at the place in the collectives: who waits for whom is read from them."""
 
 
 class StepCounter:
@@ -33,7 +34,7 @@ class StepCounter:
         self._steps, self._hooked = 0, False
 
     def work(self) -> None:
-        """Once a second: hook the optimisers when they appear, write what changed."""
+        """Every ``REPORT_S``: hook the optimisers when they appear, write what changed."""
         while True:
             blocking_sleep(REPORT_S)
             self._look()
@@ -43,11 +44,13 @@ class StepCounter:
         if not self._hooked and hasattr(optim, "register_optimizer_step_post_hook"):
             optim.register_optimizer_step_post_hook(self._stepped)  # pyright: ignore[reportOptionalMemberAccess] - checked
             self._hooked = True
-        entered, inside = place_in_collectives()
-        if self._written != (text := f"{self._steps} {entered} {inside}"):
-            self._written = text
-            with contextlib.suppress(OSError):
-                self._path.write_text(text)
+        place = own_collectives()
+        activity = place.activity + len(sys.modules)
+        if self._written != (text := f"{self._steps} {place.entered} {activity} {place.inside}"):
+            self._written, fresh = text, self._path.with_name(f"new-{self._path.name}")
+            with contextlib.suppress(OSError):  # the reader must not find half of it
+                fresh.write_text(text)
+                fresh.replace(self._path)
 
     def _stepped(self, *_: Any) -> None:
         self._steps += 1

@@ -29,6 +29,8 @@ SUSPECT_S = 2.0
 WORKING_CPUS, WORKING_FACTOR = 0.5, 12.0
 """A loop that uses so much of a core computes, and may be silent so many times longer without saying ``f.quiet``."""
 MARKS_NOTHING = "its command has marked no progress yet"
+MARKS_COLLECTIVES = "its command marks no step, only collectives"
+"""Such a command has no limit unless its role gives one, but it is suspected when it makes no progress."""
 STILL_MIN_S = 1.5
 """A member of a process group waits in a collective when it has been still for so long."""
 STACKS_AT_ONCE_MAX = 4
@@ -187,7 +189,7 @@ class DiagnosisManager:
                     name=str(member),
                     entered=beat.collectives,
                     inside=bool(beat.inside),
-                    silent=self._is_silent(ctx, ctx.instances[member]),
+                    silent=self._is_silent(ctx, ctx.instances[member]) or beat.stopped_s > 0,
                     still_s=beat.idle_s,
                 )
                 for member, beat in beats.items()
@@ -218,15 +220,16 @@ class DiagnosisManager:
             # Nothing was heard under this epoch yet: what is known is how long others have waited.
             still_s = 0.0 if waited_s is None else min(waited_s, silent_s)
         else:
-            excuse, doing = beat.quiet, ", ".join(beat.busy)
+            excuse, doing = beat.quiet, ": ".join(text for text in (", ".join(beat.busy), beat.held_up) if text)
             unmarked = role.run is not None and beat.progress_n == 0 and role.fail.progress_s == Fail().progress_s
-            if unmarked and not self._is_silent(ctx, one):
-                excuse = excuse or MARKS_NOTHING
+            if unmarked and not (beat.stopped_s or self._is_silent(ctx, one)):
+                excuse = excuse or (MARKS_NOTHING if beat.collectives < 0 else MARKS_COLLECTIVES)
             extra_s = silent_s if self._is_silent(ctx, one) else 0.0
             if SETTING_UP in beat.busy:
                 still_s = 0.0  # it is ready, so this was told before: that took long is no hang
             elif beat.busy:
-                still_s = beat.idle_s + extra_s
+                idle_s = 0.0 if unmarked and beat.stopped_s else beat.idle_s
+                still_s = max(idle_s, beat.stopped_s) + extra_s
             elif waited_s is not None:
                 still_s = min(waited_s, beat.still_s + extra_s)
         if looks := self.halted.get((one.id, one.epoch), 0):
@@ -302,7 +305,14 @@ class DiagnosisManager:
 
     def suspects(self, graph: WaitGraph) -> tuple[Root, ...]:
         """Who would be accused if every limit were ``SUSPECT_S``: what a person sees before the limit is reached."""
-        standings = {name: replace(one, limit_s=min(one.limit_s, SUSPECT_S)) for name, one in graph.standings.items()}
+        standings = {
+            name: replace(
+                one,
+                limit_s=min(one.limit_s, SUSPECT_S),
+                excuse="" if one.excuse == MARKS_COLLECTIVES else one.excuse,
+            )
+            for name, one in graph.standings.items()
+        }
         return replace(graph, standings=standings).roots()
 
     async def explain(

@@ -33,6 +33,7 @@ from rota.job.lanes import Lane
 from rota.job.meetings import Meetings
 from rota.job.peers import PeerTable, cursor_with, table_of
 from rota.job.probes import Beat, BeatAnswer
+from rota.job.stacks import of_the_job
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.log import EventLog, Writer, master_scope
@@ -379,7 +380,7 @@ class JobMaster:
             if one is None or one.process is None:
                 return f"no stacks: {error}"
             which = ProcessId(pid=one.process.pid, start_time=one.process.start_time)
-            return await self._offload(lambda: self._look_at(which)) or f"no stacks: {error}"
+            return of_the_job(await self._offload(lambda: self._look_at(which))) or f"no stacks: {error}"
 
     async def why(self) -> dict[str, Any]:
         """Who waits for whom now, the culprit with its stacks; before a limit is reached, who is suspected."""

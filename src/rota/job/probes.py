@@ -12,7 +12,7 @@ from typing import Any
 
 from rota.job.core.waits import Wait
 from rota.job.peers import PeerTable
-from rota.job.waiting import Waiting, place_in_collectives
+from rota.job.waiting import Collectives, Waiting, own_collectives
 from rota.runtime.clock import Clock
 from rota.spec import codec
 from rota.spec.events import InstanceLost
@@ -47,8 +47,9 @@ class Beat:
 
     ``busy`` names the operations that run, ``quiet`` the reason of a declared silence. ``still_s`` is since its last
     mark whether or not something runs, ``waits`` whom it waits for, the oldest first. ``collectives`` counts those it
-    has entered (-1: no process group), ``inside`` names the one it is in. ``step_s`` is the median of its last
-    ``steps`` steps. ``cpus`` are the cores that it and its children use, ``rss_bytes`` their resident memory.
+    has entered (-1: no process group), ``inside`` names the one it is in, ``held_up`` the rank of its command that the
+    others wait for, ``stopped_s`` for how long a rank has been stopped by a signal. ``step_s`` is the median of its
+    last ``steps`` steps. ``cpus`` are the cores that it and its children use, ``rss_bytes`` their resident memory.
     ``saved_s`` is when its script last wrote a checkpoint (wall time).
     """
 
@@ -67,6 +68,8 @@ class Beat:
     waits: tuple[Wait, ...] = ()
     collectives: int = -1
     inside: str = ""
+    held_up: str = ""
+    stopped_s: float = 0.0
     step_s: float = 0.0
     steps: int = 0
     cpus: float = 0.0
@@ -141,8 +144,9 @@ class Pulse:
         self._steps: deque[float] = deque(maxlen=STEPS_KEPT)
         self._saved_s = 0.0
         self.waiting = Waiting(clock)
-        self.collectives: Callable[[], tuple[int, str]] = place_in_collectives
-        """How many collectives were entered and which one is under way; a command reads it from its ranks."""
+        self.collectives: Callable[[], Collectives] = own_collectives
+        """Position in the collectives of torch; a command reads it from its ranks."""
+        self._collectives_n = 0
 
     def touch(self) -> None:
         """Something moved that is no step of its own: the silence begins anew."""
@@ -207,10 +211,12 @@ class Pulse:
                 self._at_s = self._clock.monotonic_s()
 
     def read(self, beat: Beat) -> Beat:
-        """``beat`` with the present marks."""
-        entered, inside = self.collectives()
+        """``beat`` with the present marks. A collective or an import since the last call is a mark."""
+        place = self.collectives()
         with self._lock:
             now_s = self._clock.monotonic_s()
+            if place.activity != self._collectives_n:
+                self._collectives_n, self._at_s = place.activity, now_s
             quiet = next((why for why, until_s in self._quiet.values() if now_s < until_s), "")
             return replace(
                 beat,
@@ -221,8 +227,10 @@ class Pulse:
                 quiet=quiet,
                 still_s=now_s - self._at_s,
                 waits=self.waiting.read(str(beat.id)),
-                collectives=entered,
-                inside=inside,
+                collectives=place.entered,
+                inside=place.inside,
+                held_up=place.held_up,
+                stopped_s=place.stopped_s,
                 step_s=median(self._steps) if self._steps else 0.0,
                 steps=len(self._steps),
                 calls=tuple(

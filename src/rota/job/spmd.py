@@ -19,6 +19,8 @@ from typing import Any
 from rota.job.bodies import Forming, Seat, make_context
 from rota.job.peers import NO_EPOCH
 from rota.job.rendezvous import meet, own_address
+from rota.job.stacks import of_the_job
+from rota.job.waiting import Collectives
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
 from rota.runtime.logs import tail_lines
@@ -26,11 +28,12 @@ from rota.runtime.node import asked_for_stacks, spied
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
+from rota.spec.resources import counted
 from rota.spec.torchrun import read_torchrun, shell_operators
 
 SETUP_MAX_S = 1800.0
 DISSOLVE_GRACE_S = 5.0
-PROGRESS_POLL_S = 1.0
+PROGRESS_POLL_S = 0.5
 ERROR_TEXT_MAX = 20_000
 WORDS_MAX, WORDS_READ_MAX = 20, 400
 """Lines of stderr that are told of a command that failed, and lines of the log in which they are looked for."""
@@ -45,6 +48,20 @@ class CommandFailed(Exception):
         super().__init__(message)
         self.reason = reason
         self.traceback_text = traceback_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMarks:
+    """What a rank wrote of itself: optimiser steps, its position in the collectives.
+
+    ``entered`` counts those of the default group (-1: no group), ``inside`` names one under way; ``activity`` counts
+    collectives of all groups and imports.
+    """
+
+    steps: float = 0.0
+    entered: int = -1
+    activity: int = 0
+    inside: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +182,13 @@ class CommandBody:
         self._files = Path()
         self._children: list[asyncio.subprocess.Process] = []
         self._log_from = 0
-        self._place = (-1, "")
+        self._place = Collectives()
+        self._stopped_at: dict[int, float] = {}
 
     async def form(self, forming: Forming) -> None:
         """Open the store (rank 0) and learn its address."""
-        self._forming, self._store, self._address, self._place = forming, None, "", (-1, "")
+        self._forming, self._store, self._address, self._place = forming, None, "", Collectives()
+        self._stopped_at = {}
         ctx = make_context(self._seat, forming)
         self._files = ctx.work_dir / f"epoch-{forming.epoch}"
         self._files.mkdir(exist_ok=True)
@@ -243,7 +262,7 @@ class CommandBody:
         )
 
     async def _follow_progress(self) -> None:
-        """Optimiser steps that the bootstrap of a rank writes down are marks of progress; so are checkpoints seen.
+        """Follow what the bootstrap of each rank writes: optimiser steps and collectives are marks of progress.
 
         In the collectives of its world an instance is where the last of its ranks is.
         """
@@ -252,9 +271,9 @@ class CommandBody:
         seen = 0.0
         while True:
             await self._seat.clock.sleep(PROGRESS_POLL_S)
-            told = [_marks(path) for path in self._files.glob("progress-*")]
-            newest = max((steps for steps, _, _ in told), default=0.0)
-            self._place = min(((entered, inside) for _, entered, inside in told if entered >= 0), default=(-1, ""))
+            marks = {int(path.name.rpartition("-")[2]): _marks(path) for path in self._files.glob("progress-*")}
+            newest = max((one.steps for one in marks.values()), default=0.0)
+            self._place = self._collectives(marks)
             if self._seat.role.seats > self._seat.role.gang_size:
                 folder = make_context(self._seat, self._forming).checkpoint_dir
                 self._seat.pulse.saved(await asyncio.to_thread(_newest_s, folder))
@@ -262,21 +281,50 @@ class CommandBody:
                 seen = newest
                 self._seat.pulse.mark(newest, "steps")
 
+    def _collectives(self, marks: Mapping[int, RankMarks]) -> Collectives:
+        """The position of the rank that is last; a rank that is stopped is named first, then one that is behind."""
+        now_s, stopped = self._seat.clock.monotonic_s(), self._stopped_ranks()
+        self._stopped_at = {rank: self._stopped_at.get(rank, now_s) for rank in stopped}
+        known = {rank: one for rank, one in marks.items() if one.entered >= 0}
+        last = min(known.values(), key=lambda one: (one.entered, one.inside), default=RankMarks())
+        return Collectives(
+            entered=last.entered,
+            inside=last.inside,
+            activity=sum(one.activity for one in marks.values()),
+            held_up="; ".join(f"rank {rank}, process {pid}, is stopped by a signal" for rank, pid in stopped.items())
+            or who_is_behind(known),
+            stopped_s=max((now_s - at_s for at_s in self._stopped_at.values()), default=0.0),
+        )
+
+    def _stopped_ranks(self) -> dict[int, int]:
+        """Ranks whose process is stopped by a signal, each with its pid; those of a shell are the processes below."""
+        found: dict[int, int] = {}
+        for rank, child in enumerate(self._children, self._first_rank):
+            one = process.identify(child.pid)
+            below = process.descendants(one) if one is not None and self._command.argv[0] == "/bin/sh" else ()
+            which = next((each for each in (one, *below) if each is not None and process.is_stopped(each)), None)
+            if which is not None:
+                found[rank] = which.pid
+        return found
+
+    @property
+    def _first_rank(self) -> int:
+        assert self._forming is not None, "form() comes before run()"
+        return self._forming.index * self._command.local
+
     def stacks(self) -> str:
         """What each rank does: its process in words, the collectives it entered, its stacks. Blocks some seconds.
 
-        Without py-spy one that is no Python script tells no stacks; no more does one that is stopped.
+        Without py-spy a rank that is not a Python script, or that is stopped, has no stacks.
         """
-        assert self._forming is not None
-        first = self._forming.index * self._command.local
-        return "\n\n".join(self._seen(first + i, one.pid) for i, one in enumerate(self._children))
+        return "\n\n".join(self._seen(rank, one.pid) for rank, one in enumerate(self._children, self._first_rank))
 
     def _seen(self, rank: int, pid: int) -> str:
-        which, entered = process.identify(pid), _marks(self._files / f"progress-{rank}")[1]
+        which, entered = process.identify(pid), _marks(self._files / f"progress-{rank}").entered
         if which is None:
             return f"rank {rank}: process {pid} has ended"
         place = f", {entered} collectives entered" if entered >= 0 else ""
-        stacks = spied(which) or asked_for_stacks(which, self._files / f"stacks-{rank}")
+        stacks = of_the_job(spied(which) or asked_for_stacks(which, self._files / f"stacks-{rank}"))
         return f"rank {rank}: process {pid} {process.state_of(which) or 'has ended'}{place}\n{stacks}"
 
     async def dissolve(self) -> None:
@@ -340,13 +388,28 @@ def _newest_s(folder: Path) -> float:
         return 0.0
 
 
-def _marks(path: Path) -> tuple[float, int, str]:
-    """What a rank wrote of itself: optimiser steps, collectives entered (-1: not known), the one that it is inside."""
+def _marks(path: Path) -> RankMarks:
     try:
-        steps, entered, inside = path.read_text().split(" ")
-        return float(steps), int(entered), inside
+        steps, entered, activity, inside = path.read_text().split(" ")
+        return RankMarks(steps=float(steps), entered=int(entered), activity=int(activity), inside=inside)
     except (OSError, ValueError):
-        return 0.0, -1, ""
+        return RankMarks()
+
+
+def who_is_behind(ranks: Mapping[int, RankMarks]) -> str:
+    """Which ranks of one instance the others wait for, in words; empty while all are at the same place."""
+    most = max(ranks.items(), key=lambda item: item[1].entered, default=None)
+    if most is None:
+        return ""
+    rank, furthest = most
+    if behind := [(one, each.entered) for one, each in ranks.items() if each.entered < furthest.entered]:
+        counts = ", ".join(f"rank {one} has entered {counted(n, 'collective')}" for one, n in sorted(behind))
+        return f"{counts}, rank {rank} {furthest.entered}"
+    inside = sorted(one for one, each in ranks.items() if each.inside)
+    outside = sorted(set(ranks) - set(inside))
+    if not inside or not outside:
+        return ""
+    return f"rank {', '.join(map(str, outside))} is not in {ranks[inside[0]].inside}, rank {inside[0]} is"
 
 
 def log_size(seat: Seat) -> int:

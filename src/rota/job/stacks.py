@@ -19,7 +19,11 @@ from typing import Any
 from rota.spec.errors import RotaError
 from rota.spec.reasons import Reason
 
-_FILE = re.compile(r'^  File "([^"]+)"', re.MULTILINE)
+_FRAME = re.compile(r'^ +(?:File "(?P<file>[^"]+)", line \d+ in (?P<name>.+)|(?P<call>.+) \((?P<spied>.+):\d+\))$')
+"""A frame as faulthandler writes it, or py-spy."""
+_THREAD = re.compile(r"^(?=(?:Thread|Current thread) )", re.MULTILINE)
+_SPY_TITLE = re.compile(r"^(?:Process \d+: .*|Python v.*)\n", re.MULTILINE)
+_PACKAGES = "/site-packages/"
 _ROTA, _LIBRARY = str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib")
 REMEDIES: Mapping[str, str] = dict.fromkeys(
     ("torch", "ray"), "it comes with the extra 'engine': pip install './[engine]' in the source folder"
@@ -99,10 +103,36 @@ def _own(stack: traceback.StackSummary, *, alone: bool) -> list[traceback.FrameS
 
 
 def of_the_job(text: str) -> str:
-    """Of a dump of faulthandler the threads with code of the job on their stack; all of them where there is none."""
-    threads = text.split("\n\n")
-    mine = [thread for thread in threads if any(is_of_the_job(path) for path in _FILE.findall(thread))]
-    return "\n\n".join(mine or threads)
+    """Of a dump of faulthandler or py-spy the threads with code of the job; all of it where there is none.
+
+    Of their frames those of the import system, of Python's and Rota's start of a script, and all but the innermost of a
+    chain of imports in libraries are left out.
+    """
+    before, *threads = _THREAD.split(text)
+    mine = [_without_noise(thread) for thread in threads if any(map(is_of_the_job, _paths(thread)))]
+    return "\n\n".join(part for part in (_SPY_TITLE.sub("", before).strip("\n"), *mine) if part) if mine else text
+
+
+def _paths(thread: str) -> list[str]:
+    return [match["file"] or match["spied"] for match in map(_FRAME.match, thread.splitlines()) if match]
+
+
+def _without_noise(thread: str) -> str:
+    title, *lines = thread.rstrip("\n").splitlines()
+    kept: list[str] = []
+    importing, outermost = False, 0
+    for line in lines:
+        match = _FRAME.match(line)
+        path = "" if match is None else match["file"] or match["spied"]
+        if path.startswith("<frozen"):
+            continue
+        in_library = _PACKAGES in path and (match is not None and "<module>" in (match["name"], match["call"]))
+        if in_library and importing:
+            continue
+        importing = importing or in_library
+        kept.append(line.replace(path[: path.find(_PACKAGES) + len(_PACKAGES)], "") if _PACKAGES in path else line)
+        outermost = len(kept) if match is not None and is_of_the_job(path) else outermost
+    return "\n".join([title, *kept[:outermost]])
 
 
 def own_stacks(loop: asyncio.AbstractEventLoop | None) -> str:

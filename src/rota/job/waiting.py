@@ -104,22 +104,39 @@ def size_of(value: Any, depth: int = 0) -> int:
     return sum(size_of(one, depth + 1) for one in some) * len(value) // len(some) if some else 0
 
 
-def place_in_collectives() -> tuple[int, str]:
-    """How many collectives of torch's default process group this process has entered, and which one it is inside.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """Position of an instance in the collectives of torch: of its own process, or of the ranks of its command.
 
-    The count is that of torch (``ProcessGroup`` numbers its collectives); -1 while there is no group. The name is that
-    of the Python call, empty when no thread is in one (a collective that DDP starts in backward has no Python call).
+    ``entered`` counts those of the default process group (-1: no group), ``inside`` is the Python call under way (empty
+    for one that DDP starts in backward). ``activity`` changes whenever the instance moves: it counts the collectives of
+    all groups and, for a command, the modules that its ranks have imported. ``held_up`` says which rank of a command
+    the others wait for, ``stopped_s`` for how long a rank has been stopped by a signal.
     """
+
+    entered: int = -1
+    inside: str = ""
+    activity: int = 0
+    held_up: str = ""
+    stopped_s: float = 0.0
+
+
+def own_collectives() -> Collectives:
+    """The position of this process; torch itself numbers the collectives of a ``ProcessGroup``."""
     module: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    # Another thread may be importing it: then it lies there without what it will have.
+    # Another thread may be importing it: then it is there without its attributes.
     group = getattr(getattr(module, "GroupMember", None), "WORLD", None)
-    if group is None:
-        return -1, ""
+    if group is None or (entered := _sequence_number(group)) is None:
+        return Collectives()
+    groups = list(getattr(getattr(module, "_world", None), "pg_map", None) or (group,))
+    return Collectives(entered=entered, inside=_inside(), activity=sum(_sequence_number(one) or 0 for one in groups))
+
+
+def _sequence_number(group: Any) -> int | None:
     try:
-        entered = int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group())
     except (RuntimeError, AttributeError):
-        return -1, ""
-    return entered, _inside()
+        return None
 
 
 def _inside() -> str:

@@ -70,7 +70,7 @@ def spied(which: ProcessId) -> str:
     if not spy:
         return ""
     stopped = process.is_stopped(which)  # it does not run: py-spy need not stop it, which may take long
-    command = (spy, "dump", "--pid", str(which.pid), *(("--nonblocking",) if stopped else ()))
+    command = (spy, "dump", "--full-filenames", "--pid", str(which.pid), *(("--nonblocking",) if stopped else ()))
     return process.output_of(command, timeout_s=_STOPPED_STACKS_S if stopped else _STACKS_S) or ""
 
 

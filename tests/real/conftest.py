@@ -49,6 +49,7 @@ class Engine:
 
     home: Path
     state: EngineState
+    shm: str = ""
     namespace: str = NAMESPACE
     host: str = HOST
 
@@ -118,22 +119,27 @@ def engine_home() -> Iterator[Path]:
 def engine() -> Iterator[Engine]:
     assert "ray" not in sys.modules, "a test file imports Ray at its top: Ray reads its environment when imported"
     with made_short_home() as home:
+        shm = os.environ.get("ROTA_SHM_DIR", "")
         state = start_engine(home, EngineSettings(host=HOST, cpus=64))
         apply_environment(state)
         import ray
 
         ray.init(state.address, namespace=NAMESPACE, log_to_driver=False, logging_level=30)
         try:
-            yield Engine(home=home, state=state)
+            yield Engine(home=home, state=state, shm=shm)
         finally:
             ray.shutdown()
 
 
 @pytest.fixture
-def registry(engine: Engine) -> Iterator[None]:
-    """The registry of the engine's home outlives its jobs; it is ended after each test, with nothing left in it."""
+def registry(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The registry of the engine's home outlives its jobs; it is ended after each test, with nothing left in it.
+
+    Instances have the environment in which the engine began; tests of tensors change it for this process afterwards.
+    """
     from rota import tensors
 
+    monkeypatch.setenv("ROTA_SHM_DIR", engine.shm)
     yield
     server = find_running(Home.of(engine.home))
     environment = psutil.Process(server.pid).environ() if server else {}

@@ -97,13 +97,11 @@ def test_state_and_weights_that_are_gone_from_memory_come_back_from_the_checkpoi
 
         await run.until(lambda: (run.output / "paused-3").exists() and run.events(CheckpointSaved))
         plane = tensors.connect(home=engine.home, keep=True)
-        for name in (
-            "shadow/{}/learner/0",
-            "shadow/{}/learner/1",
-            "weights/{}/learner-reader",
-            "weights/{}/learner-late",
-        ):
-            plane.delete(name.format(run.job))
+        shadows = [f"shadow/{run.job}/learner/{rank}" for rank in (0, 1)]
+        weights = [f"weights/{run.job}/learner-{reader}" for reader in ("late", "reader")]
+        assert [row.name for row in plane.ls()] == shadows + weights, run.story()
+        for name in shadows + weights:
+            plane.delete(name)
         for victim in ("learner/1", "reader/0", "late/0"):
             run.kill(victim)
         await succeed(run)

@@ -98,7 +98,7 @@ class Channel:
             text = f"{record.name} is not this consumer's any more: it was given back or acknowledged"
             raise errors.ProtocolBreach(text, rule="ack", name=record.name)
         try:
-            space.retry(lambda: space.delete(record.name, label=order.label, epoch=order.epoch))
+            space.delete(record.name, label=order.label, epoch=order.epoch)
         except Refused as refused:
             refusal(refused, record.name, epoch=order.epoch)
         record.lease = None
@@ -131,9 +131,7 @@ class Channel:
     def _drop_oldest(self) -> bool:
         for row in self._space.retry(lambda: self._space.registry.ls(self._prefix)):
             idle = row.name.startswith(self._prefix) and row.version and row.refs == 0
-            if idle and self._space.retry(
-                lambda row=row: self._space.delete(row.name, expected=row.version, idle=True)
-            ):
+            if idle and self._space.delete(row.name, expected=row.version, idle=True):
                 self.dropped["full"] += 1
                 return True
         return False

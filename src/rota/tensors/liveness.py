@@ -7,9 +7,7 @@ client tries to be the sweeper four times a second; the winner scans the client 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-from collections.abc import Iterator
 from typing import Final
 
 from rota.tensors import faults
@@ -19,21 +17,6 @@ from rota.tensors.space import Space
 _SLICE: Final = 1000
 _UNBORN_S: Final = 60.0
 _SLICES_MAX: Final = 10_000
-
-
-@contextlib.contextmanager
-def sweeping(space: Space, fd: int) -> Iterator[bool]:
-    """Be the one sweeper of the namespace, or not (False) when another is."""
-    with space.lock:  # a record lock does not keep the threads of one process apart
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def sweep_dead(space: Space) -> list[str]:

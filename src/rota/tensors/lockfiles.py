@@ -7,11 +7,13 @@ the moment in which the last one goes.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,12 +31,45 @@ _File = TypeVar("_File", bound="LockFile")
 
 
 class LockFile:
-    """An open file, made when it is missing; ``fd`` closes when nothing refers to this object. Get it by ``shared``."""
+    """An open file, made when it is missing; ``fd`` closes when nothing refers to this object. Get it by ``shared``.
+
+    A record lock does not keep the threads of one process apart, and ends for all of them with the first that unlocks:
+    ``locked`` and ``tried`` take a lock of the process before it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         key, self.fd = _take(path)
+        self._gate = threading.RLock()
         weakref.finalize(self, _give_back, key).atexit = False
+
+    def is_current(self) -> bool:
+        """False when the file was removed, or another lies at its path."""
+        return self.path.exists() and _key(self.path.stat()) == _key(os.fstat(self.fd))
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the whole file; wait for it."""
+        with self._gate:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN)
+
+    @contextlib.contextmanager
+    def tried(self) -> Iterator[bool]:
+        """Hold the lock of the whole file unless another process has it; yields whether it is held."""
+        with self._gate:
+            try:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                yield False
+                return
+            try:
+                yield True
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN)
 
 
 def shared(path: Path, kind: type[_File], make: Callable[[Path], _File]) -> _File:
@@ -84,3 +119,11 @@ def _close_unused() -> None:
 
 def _key(stat: os.stat_result) -> _Key:
     return os.getpid(), stat.st_dev, stat.st_ino
+
+
+def _after_fork_in_child() -> None:
+    global _opening, _counting  # another thread of the parent may have held them
+    _opening, _counting = threading.Lock(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

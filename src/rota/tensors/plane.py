@@ -73,6 +73,8 @@ def connect(
         plane = _planes.get(key)
         if plane is None or plane.closed:
             plane = _planes[key] = Plane.join(where, given, space, sealed=sealed, keep=keep)
+        elif keep:
+            plane._session.keep_server()
     if device is not None:
         plane._session.use_device(device)
     if bytes_max is not None:
@@ -331,14 +333,14 @@ class Plane(Coroutines, Inspection):
         try:
             self._space.retry(lambda: self._space.registry.touch(name))
         except Refused as refused:
-            raise errors.NotFound(f"no tensor is named {name!r}", name=name) from refused
+            raise self._space.not_found(name) from refused
 
     def delete(self, name: str, *, missing_ok: bool = False) -> None:
         """Take a name or group away at once; readers keep their bytes. Raises NotFound unless ``missing_ok``."""
-        gone = self._space.retry(lambda: self._space.delete(name))
+        deleted = self._space.delete(name)
         self._reader.forget(name)
-        if not gone and not missing_ok:
-            raise errors.NotFound(f"no tensor is named {name!r}", name=name)
+        if not deleted and not missing_ok:
+            raise self._space.not_found(name)
 
     def drop_label(self, label: str) -> int:
         """Delete every name that ``label``, or a label below it, published last, end its pins, and give free memory
@@ -346,7 +348,7 @@ class Plane(Coroutines, Inspection):
         """
         rows = [row for row in self._rows() if names.label_covers(label, row.label)]
         for row in rows:  # and no version that another published meanwhile
-            self._space.retry(lambda row=row: self._space.delete(row.name, expected=row.version))
+            self._space.delete(row.name, expected=row.version)
             self._reader.forget(row.name)
         for holder in self._space.retry(lambda: self._space.registry.members("clients")):
             if holder.startswith(PIN_MARK) and names.label_covers(label, holder.split(":")[1]):
@@ -368,7 +370,7 @@ class Plane(Coroutines, Inspection):
         try:
             version = self._session.pin(holder, name, selector)
         except Refused as refused:
-            raise errors.NotFound(f"no tensor is named {name!r}", name=name) from refused
+            raise self._space.not_found(name) from refused
         return Pin(holder, name, version, self._session.unpin)
 
     def unpin(self, holder: str) -> None:

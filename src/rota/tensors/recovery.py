@@ -124,7 +124,7 @@ def rebuild(space: Space, machine: RedisMachine, *, dry_run: bool = False) -> Re
 
 def _fill(space: Space, machine: RedisMachine, plan: _Plan, fences: dict[str, int], epoch: int) -> None:
     machine.wipe()
-    commands = plan.commands(machine.prefix)
+    commands = [("HSET", f"{machine.prefix}cfg", "folder", str(space.folder)), *plan.commands(machine.prefix)]
     if fences:
         commands.append(("HSET", f"{machine.prefix}fence", *_flat(fences)))
     for at in range(0, len(commands), _COMMANDS_MAX):

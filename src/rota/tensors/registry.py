@@ -181,9 +181,10 @@ class RedisMachine:
         except ReplyError as error:
             raise Refused(error.code, error.words[:-1]) from None  # the last word is the dot of every refusal
 
-    def find_epoch(self) -> int:
-        """The epoch the registry stands at, 0 when the namespace is unknown to it."""
-        return int(self.client.call("HGET", self.prefix + "cfg", "epoch") or 0)
+    def find_epoch(self) -> tuple[int, str]:
+        """The epoch of the registry, 0 when it does not know the namespace, and the folder of the memory."""
+        epoch, folder = self.client.call("HMGET", self.prefix + "cfg", "epoch", "folder")
+        return int(epoch or 0), _text(folder or "")
 
     def info(self, section: str) -> dict[str, str]:
         """What the server says of itself."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +23,7 @@ from rota.tensors.core.names import EPOCH_MAX, check_label, count_of
 from rota.tensors.devices import Devices
 from rota.tensors.generation import GenerationTable
 from rota.tensors.lifetime import Leases
-from rota.tensors.liveness import sweep_client, sweep_dead, sweep_unfiled, sweeping
+from rota.tensors.liveness import sweep_client, sweep_dead, sweep_unfiled
 from rota.tensors.lockfiles import LockFile, shared
 from rota.tensors.reader import Reader
 from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
@@ -190,18 +188,41 @@ class Session:
         """Reach the registry, rebuild it if it is lost, and say which leases this process has. One at a time."""
         with self._recover_gate:
             try:
-                epoch = self.machine.find_epoch()
+                epoch, folder = self.machine.find_epoch()
             except RegistryUnavailable:
                 self._restart_server()
-                epoch = 0
+                epoch, folder = 0, ""
+            self._check_folder(folder)
             if epoch == 0 or epoch != self.space.table.epoch:
-                with _locked(self._recover.fd):
-                    epoch = self.machine.find_epoch()
+                with self._recover.locked():
+                    epoch, folder = self.machine.find_epoch()
                     if epoch == 0 or epoch != self.space.table.epoch:
+                        self._check_folder(folder)
                         rebuild(self.space, self.machine)
             self.machine.epoch = self.space.table.epoch
             if not self.machine.knows(self.space.client):
                 self._join()
+
+    def _check_folder(self, known: str) -> None:
+        """Raise RegistryUnavailable when the namespace has its memory elsewhere: a rebuild from the files that this
+        process sees would make the registry forget every name."""
+        folder, url = self.space.folder, self.machine.client.address.url
+        if known and known != str(folder) and Path(known).exists():
+            text = (
+                f"tensor registry at {url}: namespace {self.space.namespace} has its memory in {known}, not in {folder}"
+            )
+            hint = f"set {SHM_DIR}={Path(known).parent.parent}, the same for all who share, or call rota.tensors.down()"
+            raise RegistryUnavailable(text, hint=hint)
+        if not self.space.table.is_current():
+            text = f"tensor registry at {url}: the memory of namespace {self.space.namespace} was removed meanwhile"
+            raise RegistryUnavailable(text, hint="close this client, then call connect() again")
+
+    def keep_server(self) -> None:
+        """Let a server of the home outlive its last client from now on."""
+        if self.server.ours and not self.server.kept:
+            with redis_server.registry_lock(self.home):
+                if redis_server.find_running(self.home) is not None:
+                    self.server = redis_server.find_or_start(self.home, keep=True)
 
     def use_device(self, device: str) -> None:
         """Let tensors go to and come from devices; ``device`` is where puts go from now on."""
@@ -212,7 +233,7 @@ class Session:
     def recover(self, *, dry_run: bool = False) -> Recovered:
         """Rebuild the registry now, lost or not; with ``dry_run`` only say what would come back."""
         self.space.check()
-        with self._recover_gate, _locked(self._recover.fd):
+        with self._recover_gate, self._recover.locked():
             done = rebuild(self.space, self.machine, dry_run=dry_run)
             if not dry_run:
                 self._join()
@@ -220,7 +241,7 @@ class Session:
 
     def fence(self, label: str, epoch: int) -> int:
         """Fence a label, and note it for a loss of the registry; the fence that now stands."""
-        with self._recover_gate, _locked(self._recover.fd):
+        with self._recover_gate, self._recover.locked():
             write_note(self.space, "fences", label, max(epoch, read_notes(self.space.folder)["fences"].get(label, -1)))
         return self.space.retry(lambda: self.space.registry.fence(label, epoch))
 
@@ -236,14 +257,14 @@ class Session:
                 self.unpin(holder)
                 raise
             faults.point("pinned")
-            with self._recover_gate, _locked(self._recover.fd):
+            with self._recover_gate, self._recover.locked():
                 if space.table.epoch == epoch:  # else the registry was rebuilt, and knew nothing of this lease
                     write_note(space, "pins", holder, version)
                     return version
 
     def unpin(self, holder: str) -> None:
         """End a pin; harmless when it ended before."""
-        with self._recover_gate, _locked(self._recover.fd):
+        with self._recover_gate, self._recover.locked():
             write_note(self.space, "pins", holder, None)
         self.space.retry(lambda: sweep_client(self.space, holder))
 
@@ -269,7 +290,7 @@ class Session:
 
     def sweep(self) -> list[str]:
         """Undo what dead clients had, if nobody else is at it; the clients swept."""
-        with sweeping(self.space, self._sweeper.fd) as mine:
+        with self._sweeper.tried() as mine:
             if not mine:
                 return []
             return self.space.retry(lambda: sweep_dead(self.space) + sweep_unfiled(self.space))
@@ -352,7 +373,7 @@ class Session:
                 self._leave()
 
     def _trim(self) -> None:
-        with sweeping(self.space, self._sweeper.fd) as mine:
+        with self._sweeper.tried() as mine:
             if mine:
                 self.writer.free_room(idle_ms=_TRIM_IDLE_MS)
         self.space.segments.forget_gone()
@@ -411,15 +432,6 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 def _line(identity: dict[str, Any]) -> str:
     """An identity as one line for the registry."""
     return " ".join(f"{key}={value}" for key, value in identity.items())
-
-
-@contextlib.contextmanager
-def _locked(fd: int) -> Iterator[None]:
-    fcntl.lockf(fd, fcntl.LOCK_EX)
-    try:
-        yield
-    finally:
-        fcntl.lockf(fd, fcntl.LOCK_UN)
 
 
 def _wipe_after_reboot(folder: Path) -> None:

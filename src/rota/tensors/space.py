@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -100,38 +101,47 @@ class Space:
     def delete(
         self, name: str, *, expected: int | None = None, idle: bool = False, label: str = "", epoch: int = 0
     ) -> bool:
-        """Take a name away under its slot's lock; False when it is not there, is another version, or (idle) leased.
+        """Delete a name under its slot's lock; False when it is not there, is another version, or (idle) leased.
 
-        Raises Refused when ``label`` is fenced above ``epoch``.
+        Of several who delete one version, one gets True: also when the registry did it and its reply was lost. Raises
+        Refused when ``label`` is fenced above ``epoch``.
         """
         for _ in range(_RETRIES_MAX):
-            row = self.find_row(name)
+            row = self.retry(lambda: self.find_row(name))
             if row is None:
                 return False
             with self.table.changing(row.slot, name):
-                before = self.table.epoch
+                if row.version and self.table.deleted(row.slot) and self.table.last(row.slot) >= row.version:
+                    continue  # by another since we looked; from here on nobody but us can delete it
+                delete = partial(
+                    self.registry.delete, name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
+                )
                 try:
-                    version = self.registry.delete(
-                        name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
-                    )
+                    return self._delete_in(row.slot, delete)
                 except Refused as refused:
                     if refused.code == "CHANGED" and int(refused.words[1]) != row.slot:
                         continue  # deleted and made anew since we looked: its slot has another lock
                     return self._not_deleted(row, refused)
-                faults.point("deleted")
-                self.table.store_deleted(row.slot, version)
-                rebuilt = self.table.epoch != before
-            if rebuilt:  # maybe from a header that was not yet known to be a deleted version's: then it is there again
-                self.retry(lambda version=version: self.delete(name, expected=version))
-            return True
         return False
 
+    def _delete_in(self, slot: int, delete: Callable[[], int]) -> bool:
+        """Run ``delete`` for a slot whose lock is held, again if the registry was rebuilt meanwhile: maybe from a
+        header that was not yet known to be a deleted version's, and then the name is there again."""
+        for _ in range(_RETRIES_MAX):
+            before = self.table.epoch
+            version = self.retry(delete)
+            faults.point("deleted")
+            self.table.store_deleted(slot, version)
+            if self.table.epoch == before:
+                return True
+        raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt again and again")
+
     def _not_deleted(self, row: Row, refused: Refused) -> bool:
-        """Make good the slot whose lock is held. Whether the name is gone; raises what is no answer to that."""
+        """Restore the slot whose lock is held. Whether the name is gone by us; raises what does not answer that."""
         match refused.code:
-            case "NOTFOUND" if self.table.last(row.slot) <= row.version:
+            case "NOTFOUND" if row.version:  # it was there when the lock was taken: only the reply was lost
                 self.table.store_deleted(row.slot, row.version)
-                return True  # deleted since we looked, by us if the reply was lost
+                return True
             case "NOTFOUND":
                 return False
             case "CHANGED":

@@ -9,19 +9,20 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.real.tensors.crew import WAIT_S
+from tests.real.tensors.crew import WAIT_S, Crew
 
 import rota.tensors
 from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.generation import GenerationTable
-from rota.tensors.lockfiles import shared
+from rota.tensors.lockfiles import LockFile, shared
 from rota.tensors.plane import Plane
 
 
@@ -265,6 +266,103 @@ def test_a_closed_client_does_not_end_the_locks_of_another_in_the_same_process(p
         )
         seen = subprocess.run([sys.executable, "-c", ask, path], capture_output=True, text=True, check=True)
         assert int(seen.stdout) == os.getpid()
+
+
+def test_a_client_that_looks_for_the_memory_elsewhere_is_refused_and_loses_nothing(
+    home: Path, plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would rebuild the registry from an empty folder, and every name of the others would be gone."""
+    plane.put("w", np.arange(3))
+    shm, root = os.environ["ROTA_SHM_DIR"], str(plane.folder)
+    with tempfile.TemporaryDirectory(prefix="rt", dir="/dev/shm") as elsewhere:
+        code = (
+            "import sys; from rota import tensors\n"
+            "try: tensors.connect(home=sys.argv[1], namespace=sys.argv[2])\n"
+            "except Exception as error: print(type(error).__name__, error, error.hint)"
+        )
+        command = [sys.executable, "-c", code, str(plane.home), plane.namespace]
+        env = os.environ | {"ROTA_SHM_DIR": elsewhere}
+        said = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
+    assert "RegistryUnavailable" in said and root in said and f"ROTA_SHM_DIR={shm}," in said
+    assert plane.get("w", as_="numpy").tolist() == [0, 1, 2]
+    plane.delete("w")
+    # where the folder is gone, nothing is lost by another one
+    with tempfile.TemporaryDirectory(prefix="rt", dir="/dev/shm") as first:
+        monkeypatch.setenv("ROTA_SHM_DIR", first)
+        with rota.tensors.connect(home=home, namespace="n", keep=True) as made:
+            made.put("w", np.ones(2))
+    with tempfile.TemporaryDirectory(prefix="rt", dir="/dev/shm") as second:
+        monkeypatch.setenv("ROTA_SHM_DIR", second)
+        with rota.tensors.connect(home=home, namespace="n") as made:
+            assert made.ls() == []
+            assert made.put("w", np.ones(2)).ready
+            rota.tensors.down(home)
+
+
+def test_a_client_from_before_the_registry_was_ended_does_not_rebuild_the_next_one(home: Path, actors: Crew) -> None:
+    """It has the table of files that were removed: of the names that lie there now it would know nothing."""
+    code = f"""
+        import time
+        from rota.runtime import environ, process, redis_server
+        from rota.tensors import connect
+        plane = connect(home={str(home)!r}, keep=True)
+        home = environ.Home.of({str(home)!r})
+        server = redis_server.find_running(home)
+        process.send_signal(server.process, 9)
+        assert not process.wait_gone((server.process,), 5)
+        for n in range(20):
+            plane.put(f'old/{{n}}', np.ones(4))
+        print('ready', flush=True)
+        while not (home.root / 'again').exists():
+            time.sleep(0.01)
+        try:
+            plane._session.rejoin()
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        print('over', flush=True)
+    """
+    old = actors.start(code)
+    actors.says(old, "ready")
+    rota.tensors.down(home)
+    with rota.tensors.connect(home=home, keep=True) as plane:
+        plane.put("new", np.arange(3))
+        epoch = plane.stats()["registry_epoch"]
+        (home / "again").touch()
+        actors.says(old, "over")
+        assert "was removed meanwhile" in actors.output(old), actors.output(old)
+        assert plane.stats()["registry_epoch"] == epoch
+        assert plane.get("new", as_="numpy").tolist() == [0, 1, 2]
+        assert actors.wait(old) == 0, actors.output(old)
+
+
+def test_two_clients_of_one_process_never_recover_or_sweep_at_once(home: Path, plane: Plane) -> None:
+    """A record lock belongs to the process: it keeps neither its threads nor its clients apart."""
+    url = plane.address.url
+    with rota.tensors.connect(url, namespace=plane.namespace) as other:
+        first, second = plane._session, other._session
+        assert first is not second
+        for mine, its in ((first._recover, second._recover), (first._sweeper, second._sweeper)):
+            inside = threading.Event()
+
+            def enter(lock: LockFile = its, inside: threading.Event = inside) -> None:
+                with lock.locked():
+                    inside.set()
+
+            with mine.locked():
+                thread = threading.Thread(target=enter)
+                thread.start()
+                assert not inside.wait(0.2)
+            thread.join(WAIT_S)
+            assert inside.is_set()
+
+
+def test_to_keep_the_server_is_heard_by_a_process_that_is_connected_already(home: Path) -> None:
+    with rota.tensors.connect(home=home) as plane:
+        plane.put("w", np.arange(3))
+        assert rota.tensors.connect(home=home, keep=True) is plane
+    assert redis_server.find_running(environ.Home.of(home)) is not None
+    with rota.tensors.connect(home=home) as plane:
+        assert plane.get("w", as_="numpy").tolist() == [0, 1, 2]
 
 
 def test_a_home_with_a_long_path_leaves_no_folder_for_its_socket_behind(home: Path) -> None:

@@ -18,7 +18,6 @@ from tests.real.tensors.crew import HOLDING, WAITING, Cases, Crew, clean, stop_h
 import rota.tensors
 from rota.tensors import errors
 from rota.tensors.clientfile import clients_in
-from rota.tensors.liveness import sweeping
 from rota.tensors.plane import Plane
 
 # 6: stopped processes; 8: what a pid does not say
@@ -120,7 +119,7 @@ def _halt(plane: Plane, pid: int) -> None:
         time.sleep(0.002)
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-        with sweeping(session.space, session._sweeper.fd) as mine:
+        with session._sweeper.tried() as mine:
             pass
 
 

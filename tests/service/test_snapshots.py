@@ -1,0 +1,37 @@
+"""Every answer of the REST API is, byte for byte, what is stored in ``snapshots/``.
+
+A change that is meant: ``python -m tests.service.snapshots --write``, then look at the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from tests.service.snapshots import files
+from tests.service.snapshots.rest import names_of
+
+from rota.service.rest import application
+from rota.spec.states import JobState
+
+WRITE = "if this is meant: python -m tests.service.snapshots --write"
+
+
+def test_every_rest_answer_is_as_stored(tmp_path: Path) -> None:
+    differing = files.compare("rest", asyncio.run(files.of_rest(tmp_path / "home")))
+    assert not differing, "\n".join([*differing, WRITE])
+
+
+def test_every_route_has_a_stored_answer_that_succeeds() -> None:
+    documents = [json.loads(text) for text in files.stored("rest").values()]
+    succeeds = {one["route"] for one in documents if any(answer["status"] < 400 for answer in one["answers"])}
+    assert [name for name in names_of(application()) if name not in succeeds | {"GET /assets/{name}"}] == []
+
+
+def test_the_stored_answers_cover_every_state_of_a_job_and_every_kind_of_refusal() -> None:
+    documents = [json.loads(text) for text in files.stored("rest").values()]
+    answers = [answer for one in documents for answer in one["answers"]]
+    states = {one["body"].get("state") for one in answers if isinstance(one["body"], dict)}
+    assert {state.value for state in JobState} <= states
+    assert {one["status"] for one in answers} >= {200, 201, 202, 204, 401, 403, 404, 405, 409, 412, 422}

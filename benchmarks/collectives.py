@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import rota.tensors
-from rota.train import shm_group
+from rota.train import shm
 from run import Row, hand_in
 
 SMALL_MIB = 4 / 1024
@@ -55,10 +55,10 @@ def timed_ms(act: Callable[[], object]) -> float:
 def measure(rank: int, ranks: int, port: int, sizes: list[float], rounds: int, out: str) -> None:
     """One rank: rounds alternate between the groups; all ranks start a call together."""
     torch.set_num_threads(1)
-    shm_group.register()
+    shm.register()
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    groups = {"shm": dist.new_group(backend=shm_group.NAME), "gloo": dist.new_group(backend="gloo")}
+    groups = {"shm": dist.new_group(backend=shm.NAME), "gloo": dist.new_group(backend="gloo")}
     gate, rows = groups["shm"], []
     for mib in sizes:
         elements = int(mib * 2**20) // 4 // ranks * ranks

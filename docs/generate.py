@@ -42,6 +42,8 @@ def tree_of_files() -> str:
             name = path.relative_to(SOURCE / package)
             if name.name != "__init__.py":
                 lines.append(f"| `{name}` | {sentence(path)} |")
+            elif name.parent.name and sentence(path):
+                lines.append(f"| `{name.parent}/` | {sentence(path)} |")
         lines.append("")
     return "\n".join(lines)
 

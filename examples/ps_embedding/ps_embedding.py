@@ -14,10 +14,10 @@ import numpy as np
 import words
 
 from rota import Concat, Mean, Rank, Same, Workload, op
-from rota.train.ps import Rule
-from rota.train.ps_client import PsClient, ServerLost
-from rota.train.ps_server import PsServer, ServerSpec
-from rota.train.ps_table import RowOptimizer, TableSpec
+from rota.train.ps.client import PsClient, ServerLost
+from rota.train.ps.clocks import Rule
+from rota.train.ps.server import PsServer, ServerSpec
+from rota.train.ps.table import RowOptimizer, TableSpec
 
 DIM, ROUNDS, CLOCKS = 24, 10, 40
 LOST_MAX = 5

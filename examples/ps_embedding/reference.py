@@ -6,7 +6,7 @@ import numpy as np
 import ps_embedding as job
 import words
 
-from rota.train.ps_table import Table
+from rota.train.ps.table import Table
 
 tables = {spec.name: Table(spec) for spec in job.TABLES}
 loss = 0.0

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from rota.train.apply import Parallel, cross_entropy_sum, parallelize
-from rota.train.parts import Parts
+from rota.train.parallel.model_parts import Parts
+from rota.train.parallel.tensor_parallel import Rules
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, data_parallel
-from rota.train.tensor_parallel import Rules
 
 STEPS, BATCH, SEQ, WORDS, WIDTH, HEADS = 5, 4, 16, 13, 16, 4
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)

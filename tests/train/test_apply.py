@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,20 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.spec.errors import BadInput, Infeasible
-from rota.train import hooks
 from rota.train.apply import parallelize
-from rota.train.context_parallel import columns
+from rota.train.elastic import check_memory, this_machine
 from rota.train.loop import world
-from rota.train.machine import check_memory, this_machine
-from rota.train.mesh import PlanMesh
 from rota.train.models.gpt import Gpt
-from rota.train.optimizers import InFiles, OnHost, by_bytes, deal, fill_state
-from rota.train.parts import Parts
-from rota.train.pipeline import stages_of
+from rota.train.optim import InFiles, OnHost, by_bytes, deal, fill_state, optimizer_tensors
+from rota.train.parallel.context_parallel import columns
+from rota.train.parallel.mesh import PlanMesh
+from rota.train.parallel.model_parts import Parts, stages_of
+from rota.train.parallel.tensor_parallel import split_layers
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, Sync, data_parallel
-from rota.train.state import optimizer_tensors
-from rota.train.tensor_parallel import split_layers
 
 SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -66,10 +64,19 @@ def test_a_model_without_the_named_parts_is_refused() -> None:
         parallelize(nn.Linear(2, 2), replace(ALONE, layers=(Layer(count=4, recompute="full"),)), optimizer=SGD)
 
 
-def test_a_way_of_synchronising_that_nobody_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_MAKERS", {})
-    with pytest.raises(BadInput, match="nothing is registered as 'local_sgd'"):
-        parallelize(Gpt(SHAPE), replace(ALONE, sync=Sync(mode="local_sgd")), optimizer=SGD)
+@pytest.mark.parametrize(
+    ("old", "now", "name"),
+    [
+        ("rota.train.experts", "rota.train.parallel.experts", "Experts"),
+        ("rota.train.ps_client", "rota.train.ps.client", "PsClient"),
+        ("rota.train.ps_server", "rota.train.ps.server", "PsServer"),
+        ("rota.train.ps_table", "rota.train.ps.table", "TableSpec"),
+        ("rota.train.shm_group", "rota.train.shm", "register"),
+        ("rota.train.ps", "rota.train.ps.clocks", "Rule"),
+    ],
+)
+def test_import_paths_of_earlier_releases_give_the_same_names(old: str, now: str, name: str) -> None:
+    assert getattr(importlib.import_module(old), name) is getattr(importlib.import_module(now), name)
 
 
 def test_layers_that_no_rule_fits_are_named_with_their_modules() -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from rota.runtime.clock import VirtualClock
 from rota.spec.errors import BadInput, Fenced, StoreUnavailable, TimedOut
-from rota.train.data import ShardJournal, StaticOrder
-from rota.train.shards import DataSpec, Lease, ShardTable
+from rota.train.data import DataSpec, Lease, ShardJournal, ShardTable, StaticOrder
 
 SPEC = DataSpec(samples=20, shard_size=6, epochs=2, lease_s=30.0)
 
@@ -133,7 +132,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from rota.train.data import ShardJournal
-from rota.train.shards import DataSpec
+from rota.train.data import DataSpec
 folder, worker, epoch, samples = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 spec = DataSpec(samples=samples, shard_size=16, epochs=2, lease_s=60)
 journal = ShardJournal(folder, spec, worker=worker, epoch=epoch)

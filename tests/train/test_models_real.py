@@ -18,8 +18,8 @@ from torch.multiprocessing.spawn import spawn
 from rota.spec.errors import BadInput
 from rota.train.apply import Parallel, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints
+from rota.train.parallel.tensor_parallel import Rules
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, data_parallel
-from rota.train.tensor_parallel import Rules
 from tests.train.test_plans_real import free_ports
 
 WORLD, STEPS, BATCH, CLIP = 2, 6, 12, 0.5

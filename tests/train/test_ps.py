@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.train.ps import Admit, Apply, Asked, Drop, Grant, Joined, Left, PsEffect, PsShard, Pushed, Refuse, Rule
+from rota.train.ps.clocks import Admit, Apply, Asked, Drop, Grant, Joined, Left, PsEffect, PsShard, Pushed, Refuse, Rule
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from rota.spec.errors import BadInput, Fenced, TimedOut
-from rota.train import ps_server
-from rota.train.ps import Rule
-from rota.train.ps_client import PsClient, ServerLost
-from rota.train.ps_server import PsServer, ServerSpec
-from rota.train.ps_table import RowOptimizer, Table, TableFull, TableSpec
+from rota.train.ps import server
+from rota.train.ps.client import PsClient, ServerLost
+from rota.train.ps.clocks import Rule
+from rota.train.ps.server import PsServer, ServerSpec
+from rota.train.ps.table import RowOptimizer, Table, TableFull, TableSpec
 
 ADAM = RowOptimizer(kind="adam", lr=0.01)
 WORDS = TableSpec(name="words", dim=4, optimizer=RowOptimizer(kind="adagrad", lr=0.1), scale=0.1)
@@ -232,7 +232,7 @@ def test_after_a_lost_server_the_others_answers_are_not_taken_for_later_ones() -
 
 
 def test_a_stranger_gets_no_memory_and_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ps_server, "HELLO_S", 0.1)
+    monkeypatch.setattr(server, "HELLO_S", 0.1)
     with servers(1, mode="ps_async") as (_, addresses):
         host, _, port = addresses[0].rpartition(":")
         text = json.dumps({"token": "", "worker": 0, "arrays": []}).encode()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rota.train.ps_table import Dense, RowOptimizer, Table, TableFull, TableSpec, dense_range, first_rows, owners
+from rota.train.ps.table import Dense, RowOptimizer, Table, TableFull, TableSpec, dense_range, first_rows, owners
 
 
 def ids(*values: int) -> Any:

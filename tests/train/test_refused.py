@@ -16,11 +16,10 @@ from torch.nn import functional as F
 
 from rota.spec.errors import BadInput
 from rota.train.apply import Parallel, check_model, cross_entropy_sum, parallelize
-from rota.train.batch import in_two, micro_batches
-from rota.train.context_parallel import Ring, Ulysses
+from rota.train.batch import FACTOR, LossScale, in_two, micro_batches
 from rota.train.loop import world
-from rota.train.loss import FACTOR, LossScale
-from rota.train.parts import Parts
+from rota.train.parallel.context_parallel import Ring, Ulysses
+from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Sync, data_parallel
 from tests.train import structures
 from tests.train.structures import ADAMW, BATCH, RING, SEQ, WORDS, Core
@@ -93,7 +92,7 @@ def test_attention_that_a_ring_computes_is_looked_at_and_left_as_it_was(core: nn
 
 
 def test_a_window_as_long_as_a_part_of_the_sequence_is_seen_in_the_whole() -> None:
-    from rota.train.places import look
+    from rota.train.parallel.attention import look
 
     core, q = Core(window=8), torch.empty(1, 2, 8, 4)
     with pytest.raises(BadInput, match="gives a mask"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rota.train.shards import DataSpec, Lease, ShardTable, sample_at
+from rota.train.data import DataSpec, Lease, ShardTable, sample_at
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 

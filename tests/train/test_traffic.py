@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rota.train.apply import Parallel, parallelize
-from rota.train.mesh import plan_mesh
 from rota.train.models.gpt import Gpt
-from rota.train.optimizers import Shared, local
+from rota.train.optim import Shared, local
+from rota.train.parallel.mesh import plan_mesh
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import memory
 from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage

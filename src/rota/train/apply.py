@@ -16,30 +16,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import rota.train.sync  # noqa: F401 - registers what plans name
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
-from rota.train import hooks, state
-from rota.train.batch import Inputs, call, check_rows, each, in_two, micro_batches, seq_of
-from rota.train.buffers import Buffers
-from rota.train.clip import clip_global_norm
-from rota.train.context_parallel import check_cores, check_places, columns, split_attention
-from rota.train.data_parallel import only_data, replicate_model, shard_model, sync_gradients
-from rota.train.experts import spread_experts
-from rota.train.keep import DTYPES, mixed, recompute
-from rota.train.loss import IGNORED as IGNORED
-from rota.train.loss import LossScale, known_as_sum
-from rota.train.loss import cross_entropy_sum as cross_entropy_sum
-from rota.train.machine import check_memory, this_machine
-from rota.train.mesh import PlanMesh, plan_mesh
-from rota.train.optimizers import MakeOptimizer, fill_state, optimizer_for
-from rota.train.parts import Parts
-from rota.train.pipeline import Loss, schedule, stages_of
-from rota.train.places import place_holders, set_places
+from rota.train.batch import IGNORED as IGNORED
+from rota.train.batch import Inputs, LossScale, call, check_rows, each, in_two, known_as_sum, micro_batches, seq_of
+from rota.train.batch import cross_entropy_sum as cross_entropy_sum
+from rota.train.elastic import check_memory, this_machine
+from rota.train.optim import MakeOptimizer, clip_global_norm, fill_state, optimizer_for, optimizer_tensors
+from rota.train.parallel.attention import place_holders, set_places
+from rota.train.parallel.context_parallel import check_cores, check_places, columns, split_attention
+from rota.train.parallel.data_parallel import Buffers, only_data, replicate_model, shard_model, sync_gradients
+from rota.train.parallel.experts import spread_experts
+from rota.train.parallel.mesh import PlanMesh, local, plan_mesh
+from rota.train.parallel.model_parts import Loss, Parts, schedule, stages_of
+from rota.train.parallel.precision import DTYPES, mixed, recompute
+from rota.train.parallel.tensor_parallel import Rules, split_layers
+from rota.train.parallel.tied_weights import Ties, holders, tie_again, tied_names
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
-from rota.train.tensor_parallel import Rules, split_layers
-from rota.train.ties import Ties, holders, tie_again, tied_names
+from rota.train.sync import Synchroniser, synchroniser
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +94,7 @@ def parallelize(
         model.to(DTYPES[plan.dtype.master])
     for piece in pieces:
         places.update(place_holders(piece))
-    agree = hooks.synchroniser(plan, mesh)
+    agree = synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
     made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder)  # 8. optimizer
     tied = Ties(ties, pieces, mesh)
@@ -154,9 +149,7 @@ def scales(plan: ParallelPlan) -> bool:
     return "fp16" in (plan.dtype.param, plan.dtype.reduce)
 
 
-def wrap(
-    piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh, agree: hooks.Synchroniser | None
-) -> nn.Module:
+def wrap(piece: nn.Module, parts: Parts, plan: ParallelPlan, mesh: PlanMesh, agree: Synchroniser | None) -> nn.Module:
     """Split or copy one piece over the data axes and attach the synchroniser."""
     if agree is not None and not only_data(plan):
         raise BadInput(
@@ -189,7 +182,7 @@ class Parallel:
         wrapped: list[nn.Module],
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        agree: hooks.Synchroniser | None,
+        agree: Synchroniser | None,
         clip_norm: float | None,
         device: torch.device,
         tied: Ties,
@@ -309,8 +302,8 @@ class Parallel:
         """Weights and optimizer state on this rank by global name; to be saved, or filled in place."""
         fill_state(self.optimizer)
         return {
-            **state.model_tensors(self.pieces),
-            **state.optimizer_tensors(self.pieces, self.optimizer, self._tied.first),
+            **model_tensors(self.pieces),
+            **optimizer_tensors(self.pieces, self.optimizer, self._tied.first),
         }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -321,15 +314,13 @@ class Parallel:
             raise BadInput(f"load: this model has no {unknown[0]} and {len(unknown) - 1} more")
         if missing := [name for name in own if name not in tensors]:
             raise BadInput(f"load: {missing[0]} and {len(missing) - 1} more are not in it")
-        shapes = {
-            name: (tuple(state.local(one).shape), tuple(state.local(tensors[name]).shape)) for name, one in own.items()
-        }
+        shapes = {name: (tuple(local(one).shape), tuple(local(tensors[name]).shape)) for name, one in own.items()}
         if unlike := [name for name, (here, there) in shapes.items() if here != there]:
             here, there = shapes[unlike[0]]
             raise BadInput(f"load: {unlike[0]} of shape {here} has shape {there} in it")
         with torch.no_grad():
             for name, tensor in own.items():
-                state.local(tensor).copy_(state.local(tensors[name]))
+                local(tensor).copy_(local(tensors[name]))
 
     def close(self) -> None:
         """Let go of the model; the process groups live as long as the world. Do not step afterwards."""
@@ -428,7 +419,7 @@ def sum_partial(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, de
     for parameter, by_any in zip(parameters, used.tolist(), strict=True):
         if by_any:  # an expert may have no token here; one that has none anywhere is not stepped
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            grad = state.local(parameter.grad)
+            grad = local(parameter.grad)
             whole = grad.to(device)  # the same tensor, unless gradients wait on the host
             dist.all_reduce(whole, group=group)
             grad.copy_(whole)
@@ -436,3 +427,13 @@ def sum_partial(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup, de
 
 def _finite(number: float) -> bool:
     return number - number == 0.0
+
+
+def model_tensors(pieces: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """``model.<name>`` of each parameter and persistent buffer on this rank: shards are DTensors."""
+    found: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        for name, tensor in piece.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                found[f"model.{name}"] = tensor.detach()
+    return found

@@ -1,14 +1,17 @@
-"""New world, new plan, same global batch."""
+"""Plans for the ranks and the machine there are: a new world gets a new plan with the same global batch."""
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
+from rota.runtime import environ
+from rota.runtime.devices import local_node
 from rota.spec.errors import BadInput, Infeasible
-from rota.train.machine import this_machine
-from rota.train.plan.hardware import Hardware
+from rota.train.plan.hardware import DeviceSpec, Hardware, LevelSpec, cpu_ranks
 from rota.train.plan.layers import ModelShape
+from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import Dtype, ParallelPlan
 from rota.train.plan.search import search
 from rota.train.plan.space import Question
@@ -69,3 +72,33 @@ def _search(shape: ModelShape, ranks: int, batch: int, hardware: Hardware, dtype
     )
     found = search(question, top=1)
     return found.best[0].plan if found.best else None
+
+
+GPU_GB_S, GPU_LATENCY_US, GPU_MEMORY_GB_S = 100.0, 10.0, 2000.0
+GPU_TFLOPS = {"bf16": 300.0, "fp16": 300.0, "fp32": 60.0}
+
+
+def this_machine() -> Hardware:
+    """Devices like those of this machine: its GPUs, else equal shares of its memory for the ranks it runs."""
+    if torch.cuda.is_available():
+        device = DeviceSpec(
+            memory_gib=torch.cuda.get_device_properties(0).total_memory / GIB,
+            memory_gb_s=GPU_MEMORY_GB_S,
+            peak_tflops=GPU_TFLOPS,
+        )
+        level = LevelSpec(name="node", size=torch.cuda.device_count(), gb_s=GPU_GB_S, latency_us=GPU_LATENCY_US)
+    else:
+        return cpu_ranks(local_node().memory_bytes / GIB, int(environ.get("LOCAL_WORLD_SIZE", "1")))
+    return Hardware(name="this-machine", provenance="orders of magnitude", device=device, levels=(level,))
+
+
+def check_memory(plan: ParallelPlan, shape: ModelShape, hardware: Hardware) -> None:
+    """Raises Infeasible with both numbers when a rank of the plan needs more memory than a device has."""
+    needs = max((stage.total for stage in memory(plan, shape)), default=0.0)
+    device = hardware.device
+    if needs > (device.memory_gib - device.reserve_gib) * GIB:
+        raise Infeasible(
+            f"plan: its fullest rank needs {needs / GIB:.2f} GiB, a device of {hardware.name} has "
+            f"{device.memory_gib:.2f} GiB less a reserve of {device.reserve_gib:.2f} GiB",
+            hint="shard more (zero 3, tp, pp), recompute, use smaller micro-batches or more ranks",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import signal
 import threading
@@ -19,18 +20,15 @@ from rota.runtime import environ
 from rota.runtime.clock import SystemClock
 from rota.runtime.devices import group_backend
 from rota.spec.errors import BadInput, RotaError
-from rota.train import shm_group
+from rota.train import shm
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
 from rota.train.batch import Inputs
-from rota.train.checkpoint import Checkpoints, candidates, own_group
-from rota.train.checkpoint_memory import MemoryCheckpoints
+from rota.train.checkpoint import Checkpoints, MemoryCheckpoints, candidates, own_group
 from rota.train.elastic import plan_for_world
-from rota.train.optimizers import MakeOptimizer
-from rota.train.parts import Parts
-from rota.train.pipeline import Loss
+from rota.train.optim import MakeOptimizer, restore_settings, settings
+from rota.train.parallel.mesh import local
+from rota.train.parallel.model_parts import Loss, Parts
 from rota.train.plan.model import ParallelPlan
-from rota.train.replicas import own_name, own_state, restore_own
-from rota.train.state import restore_settings, settings
 
 log = logging.getLogger(__name__)
 
@@ -259,8 +257,8 @@ def world(plan: ParallelPlan | None = None) -> Iterator[None]:
     wanted = "auto" if plan is None else plan.backend
     backend = wanted if wanted != "auto" else group_backend()
     if backend == "shm":
-        shm_group.register()
-        backend = shm_group.NAME
+        shm.register()
+        backend = shm.NAME
     if environ.get("RANK"):
         dist.init_process_group(backend)
     else:
@@ -270,3 +268,45 @@ def world(plan: ParallelPlan | None = None) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def own_name() -> str:
+    """The name of this rank's part in a checkpoint."""
+    return f"sync.{dist.get_rank()}"
+
+
+def own_state(trained: Parallel) -> dict[str, torch.Tensor]:
+    """``{own_name(): bytes}`` of what this rank alone has; empty for a plan whose replicas are equal.
+
+    Where gradients are not reduced, replicas differ between rounds or pushes, so their weights and moments are in it.
+    """
+    state = {} if trained.agree is None else trained.agree.state_dict()
+    if trained.agree is None or (trained.agree.reduces and not state):
+        return {}
+    tensors = {} if trained.agree.reduces else {name: local(one) for name, one in trained.state_dict().items()}
+    file = io.BytesIO()
+    torch.save({"world": dist.get_world_size(), "state": state, "tensors": tensors}, file)
+    return {own_name(): torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)}
+
+
+def restore_own(trained: Parallel, found: torch.Tensor | None) -> None:
+    """Inverse of ``own_state``; before the first step. Raises BadInput when the checkpoint is of another world.
+
+    None = the checkpoint has no such part, which is right for a plan whose replicas are equal.
+    """
+    if trained.agree is None or (trained.agree.reduces and not trained.agree.state_dict()):
+        return
+    kept: dict[str, Any] | None = None
+    if found is not None:
+        kept = torch.load(io.BytesIO(found.numpy().tobytes()), weights_only=False)  # our own file, sums checked
+    if kept is None or kept["world"] != dist.get_world_size():
+        sync, had = trained.plan.sync, "none" if kept is None else f"{kept['world']} replicas"
+        raise BadInput(
+            f"checkpoint: state of {had} for sync.mode {sync.mode} with compression {sync.compression} on "
+            f"{dist.get_world_size()}",
+            hint="go on with the plan and the world it was written under, or with mode allreduce and compression none",
+        )
+    trained.agree.load_state_dict(kept["state"])
+    with torch.no_grad():
+        for name, tensor in trained.state_dict().items() if kept["tensors"] else ():
+            local(tensor).copy_(kept["tensors"][name])

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 
 from rota.runtime.clock import SystemClock
 from rota.spec import codec
-from rota.train.machine import this_machine
+from rota.train.elastic import this_machine
 from rota.train.plan.hardware import Hardware
 
 SIDES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}

@@ -12,7 +12,7 @@ import torch
 import rota.tensors
 from rota.spec.errors import BadInput
 from rota.tensors.plane import Plane
-from rota.train.checkpoint_memory import MemoryCheckpoints
+from rota.train.checkpoint import MemoryCheckpoints
 
 RANKS = 2
 

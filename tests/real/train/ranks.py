@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-PRELOAD = ["torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "rota.train.shm_group"]
+PRELOAD = ["torch.distributed", "torch.distributed.fsdp", "torch.distributed.tensor", "rota.train.shm"]
 WAIT_S = 180.0
 
 

@@ -17,17 +17,17 @@ import torch.distributed as dist
 from tests.real.train.ranks import Ranks, run_ranks
 
 import rota.tensors
-from rota.train import shm_group
-from rota.train.shm_arena import CollectiveMismatch, PeerLost
+from rota.train import shm
+from rota.train.shm.arena import CollectiveMismatch, PeerLost
 
 LATE_MAX_S = 1.0 if os.environ.get("ROTA_DEEP") else 5.0
 """So long after a death its peers know; a second where the ranks have their cores to themselves."""
 
 
 def group(**how: Any) -> Any:
-    shm_group.register()
+    shm.register()
     made: Any = dist.new_group(backend="rota_shm", **how)
-    inner: Any = made._get_backend(torch.device("cpu")) if not isinstance(made, shm_group.ShmGroup) else made
+    inner: Any = made._get_backend(torch.device("cpu")) if not isinstance(made, shm.ShmGroup) else made
     assert inner.shared
     return made
 

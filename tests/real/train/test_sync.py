@@ -12,20 +12,20 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
+from tests.proof.collectives import ring_all_reduce, tree_all_reduce
 from tests.real.train.ranks import run_ranks
 from torch import nn
 
 from rota.spec.errors import BadInput
 from rota.train import sync
-from rota.train.collectives import ring_all_reduce, tree_all_reduce
-from rota.train.compress import Compression
-from rota.train.embedding import ShardedEmbedding
-from rota.train.plan.comm import Link, all_reduce_s
-from rota.train.ps import Rule
-from rota.train.ps_client import PsClient
-from rota.train.ps_server import PsServer, ServerSpec
-from rota.train.ps_table import RowOptimizer, TableSpec, first_rows
+from rota.train.plan.hardware import Link, all_reduce_s
+from rota.train.ps.client import PsClient
+from rota.train.ps.clocks import Rule
+from rota.train.ps.embedding import ShardedEmbedding
+from rota.train.ps.server import PsServer, ServerSpec
+from rota.train.ps.table import RowOptimizer, TableSpec, first_rows
 from rota.train.sync import Compressed, Hierarchical, LocalSgd, PsSync
+from rota.train.sync.compress import Compression
 
 STEPS = 10
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.train.plan import comm
-from rota.train.plan.comm import Link
+from rota.train.plan import hardware
+from rota.train.plan.hardware import Link
 from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, pipeline_s, simulate
 
 FAST = Link(gb_s=100, latency_us=5)
@@ -70,32 +70,32 @@ def test_transfers_add_to_the_fill_and_drain_of_the_pipeline() -> None:
 
 @given(st.integers(2, 512), st.floats(1, 1e10))
 def test_all_reduce_is_never_slower_than_reduce_scatter_with_all_gather(ranks: int, size: float) -> None:
-    both = comm.reduce_scatter_s(ranks, size, FAST) + comm.all_gather_s(ranks, size, FAST)
-    assert comm.all_reduce_s(ranks, size, FAST) <= both * (1 + 1e-12)
+    both = hardware.reduce_scatter_s(ranks, size, FAST) + hardware.all_gather_s(ranks, size, FAST)
+    assert hardware.all_reduce_s(ranks, size, FAST) <= both * (1 + 1e-12)
 
 
 def test_a_broadcast_in_many_pieces_does_not_depend_on_the_ranks() -> None:
     size, link = 1e9, Link(gb_s=10)
-    assert comm.broadcast_s(2, size, link, pieces=10_000) == pytest.approx(0.1, rel=1e-3)
-    assert comm.broadcast_s(64, size, link, pieces=100_000) == pytest.approx(0.1, rel=1e-2)
-    assert comm.broadcast_s(64, size, link) == pytest.approx(63 * 0.1)
+    assert hardware.broadcast_s(2, size, link, pieces=10_000) == pytest.approx(0.1, rel=1e-3)
+    assert hardware.broadcast_s(64, size, link, pieces=100_000) == pytest.approx(0.1, rel=1e-2)
+    assert hardware.broadcast_s(64, size, link) == pytest.approx(63 * 0.1)
 
 
 def test_one_rank_communicates_for_free() -> None:
-    for cost in (comm.all_reduce_s, comm.all_gather_s, comm.reduce_scatter_s, comm.broadcast_s):
+    for cost in (hardware.all_reduce_s, hardware.all_gather_s, hardware.reduce_scatter_s, hardware.broadcast_s):
         assert cost(1, 1e9, FAST) == 0.0
 
 
 def test_a_hierarchy_beats_a_flat_ring_over_the_slow_link() -> None:
     slow = Link(gb_s=10, latency_us=10)
-    assert comm.hierarchical_all_reduce_s(8, 4, 1e9, FAST, slow) < comm.all_reduce_s(32, 1e9, slow)
+    assert hardware.hierarchical_all_reduce_s(8, 4, 1e9, FAST, slow) < hardware.all_reduce_s(32, 1e9, slow)
 
 
 def test_a_parameter_server_is_bound_by_its_servers_until_there_are_enough() -> None:
     link = Link(gb_s=10)
-    assert comm.parameter_server_s(16, 1, 1e9, link, link) == pytest.approx(16 * 0.2)
-    assert comm.parameter_server_s(16, 16, 1e9, link, link) == pytest.approx(0.2)
-    assert comm.send_s(1e9, link) == pytest.approx(0.1)
+    assert hardware.parameter_server_s(16, 1, 1e9, link, link) == pytest.approx(16 * 0.2)
+    assert hardware.parameter_server_s(16, 16, 1e9, link, link) == pytest.approx(0.2)
+    assert hardware.send_s(1e9, link) == pytest.approx(0.1)
 
 
 @given(

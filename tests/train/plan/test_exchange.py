@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rota.spec.errors import BadInput
-from rota.train.plan.exchange import model_from_json
+from rota.train.plan.importers import model_from_json
 from rota.train.plan.layers import total_params
 
 NATIVE = {"layers": 32, "hidden": 4096, "heads": 32, "seq": 4096, "vocab": 32000, "ffn": 11008, "gated": True}

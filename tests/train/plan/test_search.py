@@ -16,8 +16,8 @@ from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import host_bytes, memory
 from rota.train.plan.model import Offload, ParallelPlan, Recompute
 from rota.train.plan.search import found_to_json, lower_bound_s, search
+from rota.train.plan.setting_costs import Table
 from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
-from rota.train.plan.table import Table
 from rota.train.plan.traffic import traffic
 
 SEVEN_B = ModelShape(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rota.train.experts import Experts
+from rota.train.parallel.experts import Experts
 from rota.train.plan.layers import ModelShape
 
 

@@ -11,8 +11,8 @@ from rota.spec.resources import counted
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Found, Scored, binds, predicted, score, search
+from rota.train.plan.setting_costs import Table
 from rota.train.plan.space import Question
-from rota.train.plan.table import Table
 
 WORTH_TELLING = 0.01
 """A part of a step is named when it makes up at least this share of the difference."""

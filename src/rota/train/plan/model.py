@@ -1,21 +1,17 @@
-"""ParallelPlan: the value, its rules, its canonical JSON."""
+"""ParallelPlan: the value, its canonical JSON, and the rules that it must keep, all broken ones reported at once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 from rota.spec import codec
-from rota.spec.check import nearest
 from rota.spec.errors import BadInput
+from rota.train.plan.hardware import Hardware, refuse_unknown
 from rota.train.plan.layers import ModelShape
-from rota.train.plan.rules import Fault, check
-
-if TYPE_CHECKING:
-    from rota.train.plan.hardware import Hardware
 
 FORMAT_VERSION = 1
 
@@ -201,17 +197,6 @@ _NESTED: dict[str, type] = {
 }
 
 
-def refuse_unknown(cls: type, raw: Any, where: str) -> dict[str, Any]:
-    """The fields of an object of a file. Raises BadInput when it is none, or has one that ``cls`` does not."""
-    if not isinstance(raw, Mapping):
-        raise BadInput(f"{where}: expected an object, got {type(raw).__name__}")
-    pairs, known = dict(cast("Mapping[str, Any]", raw)), [field.name for field in fields(cls)]
-    for key in pairs:
-        if key not in known:
-            raise BadInput(f"{where}.{key}: unknown field", hint=nearest(key, known))
-    return pairs
-
-
 def _refuse_unknown_below(raw: Any) -> None:
     for key, value in refuse_unknown(ParallelPlan, raw, "plan").items():
         if (inner := _NESTED.get(key)) is None:
@@ -237,3 +222,202 @@ def data_parallel(*, layers: int, dp: int, micro_batch: int = 1, micro_batches: 
         micro_batch=micro_batch,
         micro_batches=micro_batches,
     )
+
+
+_PS_MODES = ("ps_sync", "ps_async", "ps_ssp")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One broken rule: the field, its value, the rule with its numbers, and the next step."""
+
+    field: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.value}: {self.rule}; {self.remedy}"
+
+
+def check(plan: ParallelPlan, model: ModelShape, hardware: Hardware | None = None) -> tuple[Fault, ...]:
+    """All faults of ``plan`` for ``model``, on ``hardware`` when it is given; empty when it can be applied."""
+    return (
+        *_positive(plan),
+        *_experts(plan, model),
+        *_stages(plan, model),
+        *_schedule(plan),
+        *_layers(plan, model),
+        *(fault for name, kind in _kinds(plan) for fault in (*_zero(plan, name, kind), *_offload(plan, name, kind))),
+        *_tensor(plan, model, hardware),
+        *_sequence(plan, model),
+        *_sync(plan),
+        *_servers(plan),
+        *_numbers(plan),
+    )
+
+
+def _kinds(plan: ParallelPlan) -> list[tuple[str, Layer]]:
+    """What the plan says of each run of layers and of the ends, by field."""
+    runs = [(f"layers[{index}]", layer) for index, layer in enumerate(plan.layers)]
+    return [*runs, ("embed", plan.embed), ("head", plan.head)]
+
+
+def _positive(plan: ParallelPlan) -> Iterator[Fault]:
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
+        if (size := getattr(plan.mesh, axis)) < 1:
+            yield Fault(f"mesh.{axis}", size, "a degree is at least 1", "use 1 to turn it off")
+    for name in ("micro_batch", "micro_batches"):
+        if (size := getattr(plan, name)) < 1:
+            yield Fault(name, size, "is at least 1", "use 1")
+    for index, layer in enumerate(plan.layers):
+        if layer.count < 1:
+            yield Fault(f"layers[{index}].count", layer.count, "a run has at least 1 layer", "leave the run out")
+
+
+def _experts(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
+    mesh = plan.mesh
+    if mesh.ep > 1 and (mesh.dp_shard * mesh.cp) % mesh.ep:
+        product = f"dp_shard {mesh.dp_shard} x cp {mesh.cp} = {mesh.dp_shard * mesh.cp}"
+        yield Fault("mesh.ep", mesh.ep, f"{product} does not divide by ep {mesh.ep}", "choose ep among the divisors")
+    if mesh.ep > 1 and (not model.experts or model.experts % mesh.ep):
+        rule = f"{model.experts} experts do not divide by ep {mesh.ep}"
+        yield Fault("mesh.ep", mesh.ep, rule, "choose ep among the divisors of the experts, 1 without experts")
+
+
+def _stages(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
+    expected, end = 0, len(plan.stages) - 1
+    for index, stage in enumerate(plan.stages):
+        first, last = stage.layers
+        if first != expected or last < first:
+            rule = f"stages cover every layer once in order, so this one begins at {expected}"
+            yield Fault(f"stages[{index}].layers", f"[{first}, {last})", rule, "close the gap or the overlap")
+        expected = max(expected, last)
+        if plan.mesh.pp > 1 and (stage.embed, stage.head) != (index == 0, index == end):
+            held = f"embed {stage.embed}, head {stage.head}"
+            yield Fault(f"stages[{index}]", held, "the first stage has the embedding, the last the head", "set these")
+    if expected != model.layers:
+        rule = f"the model has {model.layers} layers"
+        yield Fault("stages", f"end at layer {expected}", rule, "extend or shorten the last stage")
+
+
+def _schedule(plan: ParallelPlan) -> Iterator[Fault]:
+    pp, count = plan.mesh.pp, len(plan.stages)
+    many = plan.schedule == "interleaved"
+    wanted = 2 * pp if plan.schedule == "zbv" and pp > 1 else pp
+    if pp < 1 or (count % pp if many else count != wanted) or not count:
+        rule = f"pp is {pp}: one stage a pipeline rank, a multiple of it when interleaved, two when zbv"
+        yield Fault("stages", f"{count} stages", rule, f"cut the model into {wanted} stages")
+    if pp > 1 and plan.schedule == "none":
+        yield Fault("schedule", "none", f"pp is {pp}", "use gpipe, 1f1b or interleaved")
+    if plan.schedule == "1f1b" and plan.micro_batches < pp:
+        rule = f"1f1b needs a micro-batch for each stage; got {plan.micro_batches} for pp {pp}"
+        yield Fault("micro_batches", plan.micro_batches, rule, f"use {pp} or more, or schedule gpipe")
+    if many and pp >= 1 and plan.micro_batches % pp:
+        rule = f"interleaved needs micro_batches {plan.micro_batches} % pp {pp} == 0"
+        yield Fault("micro_batches", plan.micro_batches, rule, f"use a multiple of {pp}")
+
+
+def _layers(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
+    counted = sum(layer.count for layer in plan.layers)
+    if counted != model.layers:
+        rule = f"the counts of the runs add up to {counted}, the model has {model.layers} layers"
+        yield Fault("layers", f"{counted} layers", rule, "correct the counts")
+
+
+def _zero(plan: ParallelPlan, name: str, kind: Layer) -> Iterator[Fault]:
+    if kind.zero not in (0, 1, 2, 3):
+        yield Fault(f"{name}.zero", kind.zero, "ZeRO has stages 0 to 3", "0..3")
+    if kind.zero >= 2 and plan.mesh.dp_shard == 1 and plan.mesh.dp_replicate > 1:
+        rule, remedy = "stages 2 and 3 shard over dp_shard, which is 1", "move the degree from dp_replicate to dp_shard"
+        yield Fault(f"{name}.zero", kind.zero, rule, remedy)
+
+
+def _offload(plan: ParallelPlan, name: str, kind: Layer) -> Iterator[Fault]:
+    """State is stepped on the host as whole weights or as shards of ZeRO; weights in files are not there yet."""
+    rule = remedy = ""
+    if kind.offload == "all_nvme":
+        rule, remedy = "weights in files are not there yet", "use optimizer_nvme or all_cpu"
+    elif kind.offload == "all_cpu" and kind.zero < 2:
+        rule, remedy = f"needs ZeRO 2 or 3; got zero {kind.zero}", "use optimizer_cpu, or zero 2 or 3"
+    elif kind.offload == "optimizer_cpu" and (kind.zero >= 2 or kind.tp > 1 or plan.mesh.ep > 1):
+        rule = f"needs zero 0 or 1 and tp = ep = 1; got zero {kind.zero}, tp {kind.tp}, ep {plan.mesh.ep}"
+        remedy = "use all_cpu with zero 2 or 3"
+    if rule:
+        yield Fault(f"{name}.offload", kind.offload, rule, remedy)
+
+
+def _tensor(plan: ParallelPlan, model: ModelShape, hardware: Hardware | None) -> Iterator[Fault]:
+    if (tp := plan.mesh.tp) < 1:
+        return
+    for name, size in (("heads", model.heads), ("kv_heads", model.key_heads), ("ffn", model.inner)):
+        if size % tp:
+            rule = f"{name} {size} does not divide by tp {tp}"
+            yield Fault("mesh.tp", tp, rule, f"choose tp among the divisors of {size}")
+    if hardware is not None and (near := hardware.levels[0].size) and tp > near:
+        level = f"a {hardware.levels[0].name} of {hardware.name}"
+        rule = f"tensor ranks talk in every layer, and {level} has {near} devices"
+        yield Fault("mesh.tp", tp, rule, f"use {near} at most")
+    for name, kind in _kinds(plan):
+        if kind.tp not in (1, tp):
+            rule = f"a stage has one tensor degree, and the mesh has tp {tp}"
+            yield Fault(f"{name}.tp", kind.tp, rule, f"use {tp}, or 1 to replicate the layer")
+        if kind.sp and kind.tp == 1:
+            rule = "sequence parallelism splits over the tensor axis, which is 1 here"
+            yield Fault(f"{name}.sp", "true", rule, "set tp, or turn sp off")
+        elif kind.sp and model.seq % tp:
+            rule = f"seq {model.seq} does not divide by tp {tp}"
+            yield Fault(f"{name}.sp", "true", rule, "turn sp off, or choose another tp")
+
+
+def _sequence(plan: ParallelPlan, model: ModelShape) -> Iterator[Fault]:
+    cp, tp = plan.mesh.cp, plan.mesh.tp
+    if cp > 1 and plan.cp_kind == "ring" and model.seq % (2 * cp):
+        rule = f"ring attention needs seq {model.seq} % (2 x cp {cp}) == 0"
+        yield Fault("mesh.cp", cp, rule, "choose another cp or sequence length")
+    if cp > 1 and plan.cp_kind == "ulysses" and model.heads % (tp * cp):
+        rule = f"ulysses needs heads {model.heads} % (tp {tp} x cp {cp}) == 0"
+        yield Fault("mesh.cp", cp, rule, "choose another cp, or cp_kind ring")
+
+
+def _sync(plan: ParallelPlan) -> Iterator[Fault]:
+    sync, mesh, zero = plan.sync, plan.mesh, max((kind.zero for _, kind in _kinds(plan)), default=0)
+    if sync.mode in (*_PS_MODES, "local_sgd") and (mesh.pp, mesh.tp, mesh.cp, zero) != (1, 1, 1, 0):
+        got = f"pp {mesh.pp}, tp {mesh.tp}, cp {mesh.cp}, zero {zero}"
+        rule = f"{sync.mode} needs pp = tp = cp = 1 and zero 0; got {got}"
+        yield Fault("sync.mode", sync.mode, rule, "use mode allreduce, or turn the other axes off")
+    if sync.compression not in ("none", "fp16", "bf16") and zero > 1:
+        rule = f"compression other than fp16 and bf16 needs zero 0 or 1; got {zero}"
+        yield Fault("sync.compression", sync.compression, rule, "use fp16, or a lower ZeRO stage")
+    if sync.mode == "local_sgd" and sync.H < 1:
+        yield Fault("sync.H", sync.H, "local SGD takes at least 1 local step", "use 1 or more")
+    chosen = [f"mode {sync.mode}"] if sync.mode != "allreduce" else []
+    chosen += [f"compression {sync.compression}"] if sync.compression != "none" else []
+    chosen += ["hierarchical"] if sync.hierarchical else []
+    if len(chosen) > 1:
+        rule = f"replicas agree in one way; got {', '.join(chosen)}"
+        yield Fault("sync", " and ".join(chosen), rule, f"leave all but {chosen[0]} out")
+
+
+def _servers(plan: ParallelPlan) -> Iterator[Fault]:
+    sync, dp = plan.sync, plan.mesh.dp
+    if sync.mode in _PS_MODES and sync.servers < 1:
+        yield Fault("sync.servers", sync.servers, f"{sync.mode} needs a server", "use 1 or more")
+    if sync.backup and (sync.mode != "ps_sync" or not 0 < sync.backup < dp):
+        rule = f"backup workers are some of the {dp} of mode ps_sync; got mode {sync.mode}"
+        yield Fault("sync.backup", sync.backup, rule, f"use mode ps_sync and at most {max(dp - 1, 0)}, or 0")
+    if sync.s < 0:
+        yield Fault("sync.s", sync.s, "a lead is no less than 0", "use 0 for lock step")
+
+
+def _numbers(plan: ParallelPlan) -> Iterator[Fault]:
+    """Uses of fp16 in which small numbers are lost whatever the scale of the loss is."""
+    dtype, sync = plan.dtype, plan.sync
+    if dtype.master == "fp16":
+        rule = "steps below 1/2048 of a weight are lost in it"
+        yield Fault("dtype.master", "fp16", rule, "use fp32, or bf16 where parameters are bf16, too")
+    if "fp16" in (dtype.param, dtype.reduce) and (sync.mode != "allreduce" or sync.compression != "none"):
+        rule = (
+            f"gradients have a scale that changes, which mode {sync.mode} with compression {sync.compression} adds up"
+        )
+        yield Fault("dtype", f"param {dtype.param}, reduce {dtype.reduce}", rule, "use bf16")

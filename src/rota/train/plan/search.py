@@ -15,12 +15,11 @@ from typing import Any
 
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import StepTime, step_time
-from rota.train.plan.exchange import NUMBER_MAX
+from rota.train.plan.importers import NUMBER_MAX
 from rota.train.plan.memory import GIB, host_bytes, memory
 from rota.train.plan.model import Layer, ParallelPlan
-from rota.train.plan.room import Room
+from rota.train.plan.setting_costs import Room, Table
 from rota.train.plan.space import SPACE, Question, Setting, cuts, plan_of, settings, spread
-from rota.train.plan.table import Table
 from rota.train.plan.traffic import bytes_by_collective
 
 

@@ -18,10 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.spec.errors import BadInput
-from rota.train.all_to_all import all_to_all
-from rota.train.mesh import PlanMesh
-from rota.train.parts import Parts
-from rota.train.places import (
+from rota.train.parallel.attention import (
     Attend,
     Attention,
     Instead,
@@ -35,6 +32,8 @@ from rota.train.places import (
     set_places,
     token_by_token,
 )
+from rota.train.parallel.mesh import PlanMesh, all_to_all
+from rota.train.parallel.model_parts import Parts
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
 

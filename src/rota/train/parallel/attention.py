@@ -1,4 +1,4 @@
-"""What a split of the sequence must not change: the attention of a core, and parts that work token by token."""
+"""Checks of attention cores and of positions: whether a part of the sequence gives what the whole would give."""
 
 from __future__ import annotations
 

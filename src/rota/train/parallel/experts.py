@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from rota.spec.errors import BadInput
-from rota.train.all_to_all import all_to_all
-from rota.train.mesh import PlanMesh
-from rota.train.parts import Parts
+from rota.train.parallel.mesh import PlanMesh, all_to_all
+from rota.train.parallel.model_parts import Parts
 
 
 class _ScaleGradient(torch.autograd.Function):

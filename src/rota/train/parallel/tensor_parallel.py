@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from rota.spec.errors import BadInput
-from rota.train.mesh import PlanMesh
-from rota.train.parts import Absent, Parts
+from rota.train.parallel.mesh import PlanMesh
+from rota.train.parallel.model_parts import Absent, Parts
 from rota.train.plan.model import Layer, ParallelPlan
 
 Role = Literal["enter", "column", "row", "norm", "inside", "outside"]

@@ -1,36 +1,83 @@
-"""The ways to make replicas agree that a plan's ``sync`` names: compressed, hierarchical, local SGD, parameter server.
+"""How replicas agree, as a plan's ``sync`` says: compressed, hierarchical, local SGD or parameter server.
 
-Importing this file registers them with ``hooks``. Exact meaning of each: ``SyncMode`` in docs/explanation/sync.md.
+The exact meaning of each is in docs/explanation/sync.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 
 from rota.runtime import environ
 from rota.runtime.chance import SystemChance
 from rota.runtime.process import boot_id
 from rota.spec.errors import BadInput
-from rota.train import compress, hooks
-from rota.train.collectives import Levels, hierarchical_all_reduce, make_levels
-from rota.train.mesh import PlanMesh
+from rota.train.parallel.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan
-from rota.train.ps import Rule
-from rota.train.ps_client import PsClient
-from rota.train.ps_server import PsServer, ServerSpec
-from rota.train.ps_table import Floats, RowOptimizer
+from rota.train.ps.client import PsClient
+from rota.train.ps.clocks import Rule
+from rota.train.ps.server import PsServer, ServerSpec
+from rota.train.ps.table import Floats, RowOptimizer
+from rota.train.sync import compress
 
 c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
 TURN_S: Final = 600.0
 CLOSE_S: Final = 10.0
 
 
-class Compressed(hooks.Synchroniser):
+class Synchroniser(ABC):
+    """One way to make replicas agree, made once for each ``Parallel``; what is below fits one without state.
+
+    ``reduces`` True: ``attach`` gets the ``DistributedDataParallel`` and sets its communication hook; gradients are
+    means over the replicas when backward ends. ``reduces`` False: ``attach`` gets the bare model, whose gradients are
+    those of this replica's own mean loss, and ``update`` makes the replicas agree.
+    """
+
+    reduces: ClassVar[bool]
+
+    @abstractmethod
+    def attach(self, model: Any) -> None:
+        """Called once, before the first step."""
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """In place of ``optimizer.step()``, with all gradients of this step in ``.grad``."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep: tensors and numbers, by name."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have no state
+        """Inverse of ``state_dict``."""
+
+    def close(self) -> None:  # noqa: B027 - most have started nothing
+        """End what it started; no update comes after. Not collective: a rank that failed calls it alone."""
+
+
+def synchroniser(plan: ParallelPlan, mesh: PlanMesh) -> Synchroniser | None:
+    """The synchroniser that a checked plan asks for; None for the plain all-reduce."""
+    sync = plan.sync
+    match sync.mode:
+        case "local_sgd":
+            return LocalSgd(sync.H, mesh.group("data"))
+        case "ps_sync" | "ps_async" | "ps_ssp":
+            return PsSync(Rule(mode=sync.mode, s=sync.s, backup=sync.backup), sync.servers, mesh.group("data"))
+        case "allreduce" if sync.compression != "none":
+            return Compressed(compress.Compression(kind=sync.compression))
+        case "allreduce" if sync.hierarchical:
+            return Hierarchical(int(environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))
+        case "allreduce":
+            return None
+
+
+class Compressed(Synchroniser):
     """Gradients are means over the replicas, sent compressed with error feedback."""
 
     reduces = True
@@ -54,7 +101,7 @@ class Compressed(hooks.Synchroniser):
             self.compressor.load_state_dict(state)
 
 
-class Hierarchical(hooks.Synchroniser):
+class Hierarchical(Synchroniser):
     """Gradients are means over the replicas, summed in the node first. Nodes hold LOCAL_WORLD_SIZE ranks (torchrun)."""
 
     reduces = True
@@ -77,7 +124,7 @@ def _hierarchical_hook(levels: Levels, bucket: Any) -> Any:
 _hierarchical_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
 
 
-class LocalSgd(hooks.Synchroniser):
+class LocalSgd(Synchroniser):
     """``every`` steps of each replica alone, then the mean of the weights; with outer momentum, a step towards it.
 
     Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), algorithm 1; the outer step is that of Wang
@@ -124,7 +171,7 @@ class LocalSgd(hooks.Synchroniser):
         self._steps, self._anchor, self._slow = int(state["steps"]), state["anchor"].clone(), state["slow"].clone()
 
 
-class PsSync(hooks.Synchroniser):
+class PsSync(Synchroniser):
     """Weights live on parameter servers, which the first ``servers`` ranks host; each update is push, turn, pull.
 
     The ranks are of one machine. The optimizer is read once for its kind and rate (SGD, Adagrad or Adam without decay
@@ -232,21 +279,33 @@ def _grad(weight: nn.Parameter) -> torch.Tensor:
     return (torch.zeros_like(weight) if weight.grad is None else weight.grad).detach().reshape(-1)
 
 
-def _compressed(kind: compress.Kind) -> Callable[[ParallelPlan, PlanMesh], Compressed]:
-    return lambda plan, mesh: Compressed(compress.Compression(kind=kind))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """Two groups of one rank: ``inner`` is its node, ``outer`` the ranks of its place on every node."""
+
+    inner: Any
+    outer: Any
 
 
-def _parameter_server(plan: ParallelPlan, mesh: PlanMesh) -> PsSync:
-    sync = plan.sync
-    assert sync.mode in ("ps_sync", "ps_async", "ps_ssp"), sync.mode
-    return PsSync(Rule(mode=sync.mode, s=sync.s, backup=sync.backup), sync.servers, mesh.group("data"))
+def make_levels(ranks_per_node: int) -> Levels:
+    """Groups for nodes of consecutive ranks; every rank of the world calls it, and the world divides by their size."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size % ranks_per_node:
+        text = f"sync.hierarchical: {size} ranks are not nodes of {ranks_per_node}"
+        raise BadInput(text, hint="start as many ranks on every node, or turn hierarchical off")
+    inner, _ = dist.new_subgroups(ranks_per_node)
+    lists = [list(range(place, size, ranks_per_node)) for place in range(ranks_per_node)]
+    outer, _ = dist.new_subgroups_by_enumeration(lists)
+    assert rank in lists[rank % ranks_per_node]
+    return Levels(inner=inner, outer=outer)
 
 
-for _kind in ("fp16", "bf16", "int8", "topk", "powersgd"):
-    hooks.register(_kind)(_compressed(_kind))
-for _mode in ("ps_sync", "ps_async", "ps_ssp"):
-    hooks.register(_mode)(_parameter_server)
-hooks.register("local_sgd")(lambda plan, mesh: LocalSgd(plan.sync.H, mesh.group("data")))
-hooks.register("hierarchical")(
-    lambda plan, mesh: Hierarchical(int(environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))
-)
+def hierarchical_all_reduce(flat: torch.Tensor, levels: Levels) -> torch.Tensor:
+    """Sum a flat tensor [N] in place: reduce-scatter in the node, all-reduce across, all-gather in the node."""
+    size = dist.get_world_size(levels.inner)
+    padded = pad(flat, (0, -flat.numel() % size))
+    mine = torch.empty_like(padded.view(size, -1)[0])
+    dist.reduce_scatter_single(mine, padded, group=levels.inner)
+    dist.all_reduce(mine, group=levels.outer)
+    dist.all_gather_single(padded, mine, group=levels.inner)
+    return flat.copy_(padded[: flat.numel()])

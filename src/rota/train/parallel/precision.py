@@ -1,4 +1,4 @@
-"""Recompute, offload, dtype: what is kept, where, how."""
+"""Number formats and activation recompute."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
-from rota.train.ps_server import Answer
-from rota.train.ps_table import Floats, Ids, TableFull, dense_range, owners
-from rota.train.ps_wire import receive, send
+from rota.train.ps.server import Answer, receive, send
+from rota.train.ps.table import Floats, Ids, TableFull, dense_range, owners
 
 AGAIN_S: Final = 0.05
 GRACE_S: Final = 10.0

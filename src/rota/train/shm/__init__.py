@@ -27,7 +27,7 @@ from rota.runtime import process
 from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import RotaError
-from rota.train.shm_arena import CHUNK_BYTES, Arena, carries, pieces, reduce_into
+from rota.train.shm.arena import CHUNK_BYTES, Arena, carries, pieces, reduce_into
 
 c10d: Any = _distributed_c10d  # its stub lacks half of what it has
 NAME: Final = "rota_shm"

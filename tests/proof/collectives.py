@@ -1,7 +1,6 @@
-"""Ring, tree and hierarchical all-reduce on any process group: the algorithms whose cost ``plan/comm.py`` predicts.
+"""Ring and tree all-reduce on any process group: the algorithms whose cost ``plan/hardware.py`` predicts.
 
-``ring_all_reduce`` and ``tree_all_reduce`` are for reading and for tests: they say what each rank sent. The
-hierarchical one carries the plan's ``sync.hierarchical``: only 1 / (ranks of a node) of the bytes cross nodes.
+They report what each rank sent, so that the cost formulas can be compared with it.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from rota.spec.errors import BadInput
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class Sent:
     """What one rank sent: messages, one after the other, and their bytes."""
 
     messages: int
     bytes: int
 
 
-def ring_all_reduce(flat: torch.Tensor, group: Any = None) -> Traffic:
+def ring_all_reduce(flat: torch.Tensor, group: Any = None) -> Sent:
     """Sum a flat tensor [N] in place: K - 1 steps of reduce-scatter, K - 1 of all-gather, a K-th of N to the next rank.
 
     Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009), section 3.
@@ -41,10 +38,10 @@ def ring_all_reduce(flat: torch.Tensor, group: Any = None) -> Traffic:
         into.copy_(came) if gathering else into.add_(came)
         sent += came.nbytes
     flat.copy_(padded[: flat.numel()])
-    return Traffic(messages=2 * (size - 1), bytes=sent)
+    return Sent(messages=2 * (size - 1), bytes=sent)
 
 
-def tree_all_reduce(flat: torch.Tensor, group: Any = None) -> Traffic:
+def tree_all_reduce(flat: torch.Tensor, group: Any = None) -> Sent:
     """Sum a flat tensor [N] in place: up a binomial tree to rank 0 and down again, log2(K) steps each way."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     messages, came, step = 0, torch.empty_like(flat), 1
@@ -64,39 +61,7 @@ def tree_all_reduce(flat: torch.Tensor, group: Any = None) -> Traffic:
         elif rank & (2 * step - 1) == step:
             dist.recv(flat, group_src=rank - step, group=group)
         step >>= 1
-    return Traffic(messages=messages, bytes=messages * flat.nbytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
-    """Two groups of one rank: ``inner`` is its node, ``outer`` the ranks of its place on every node."""
-
-    inner: Any
-    outer: Any
-
-
-def make_levels(ranks_per_node: int) -> Levels:
-    """Groups for nodes of consecutive ranks; every rank of the world calls it, and the world divides by their size."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if size % ranks_per_node:
-        text = f"sync.hierarchical: {size} ranks are not nodes of {ranks_per_node}"
-        raise BadInput(text, hint="start as many ranks on every node, or turn hierarchical off")
-    inner, _ = dist.new_subgroups(ranks_per_node)
-    lists = [list(range(place, size, ranks_per_node)) for place in range(ranks_per_node)]
-    outer, _ = dist.new_subgroups_by_enumeration(lists)
-    assert rank in lists[rank % ranks_per_node]
-    return Levels(inner=inner, outer=outer)
-
-
-def hierarchical_all_reduce(flat: torch.Tensor, levels: Levels) -> torch.Tensor:
-    """Sum a flat tensor [N] in place: reduce-scatter in the node, all-reduce across, all-gather in the node."""
-    size = dist.get_world_size(levels.inner)
-    padded = pad(flat, (0, -flat.numel() % size))
-    mine = torch.empty_like(padded.view(size, -1)[0])
-    dist.reduce_scatter_single(mine, padded, group=levels.inner)
-    dist.all_reduce(mine, group=levels.outer)
-    dist.all_gather_single(padded, mine, group=levels.inner)
-    return flat.copy_(padded[: flat.numel()])
+    return Sent(messages=messages, bytes=messages * flat.nbytes)
 
 
 def _swap(out: torch.Tensor, to: int, came: torch.Tensor, source: int, group: Any) -> None:

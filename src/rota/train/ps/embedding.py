@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rota.train.ps_client import PsClient
+from rota.train.ps.client import PsClient
 
 
 class ShardedEmbedding(nn.Module):

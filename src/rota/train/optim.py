@@ -1,4 +1,4 @@
-"""Optimizer state that not every rank holds, or that lies on the host or in files."""
+"""Optimizers of a plan: ZeRO-1, state on the host or in files, clipping by the global norm, state for checkpoints."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import functools
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rota.spec.errors import BadInput
-from rota.train.parts import Parts
+from rota.train.parallel.mesh import PlanMesh, local
+from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import Layer, Offload, ParallelPlan
-from rota.train.state import local
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 FILE_BUDGET_BYTES = 64 << 20
@@ -309,3 +311,79 @@ def _like(tensor: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def clip_global_norm(
+    parameters: Iterable[torch.Tensor], elsewhere: Collection[torch.Tensor], norm_max: float, mesh: PlanMesh
+) -> float:
+    """Scale all gradients so that their L2 norm is at most ``norm_max``; returns the norm before. Collective.
+
+    Sharded gradients count once over every axis that shards them, never over replicas: a DTensor knows its axes, and
+    the stages of a pipeline hold different parameters, so their squares add up; those ``elsewhere`` count on another.
+    """
+    grads = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = defaultdict(list)
+    for parameter, grad in grads.items():
+        if not any(parameter is other for other in elsewhere):
+            by_mesh[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
+    squared = torch.zeros((), device=mesh.root.device_type)
+    for same in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(same, foreach=False)
+        squared += (norm.full_tensor() if isinstance(norm, DTensor) else norm).float() ** 2
+    if mesh.degrees.pp > 1:
+        dist.all_reduce(squared, group=mesh.group("pp"))
+    total = float(squared.sqrt())
+    factor = norm_max / (total + 1e-6)
+    if factor < 1.0:
+        for grad in grads.values():
+            grad.mul_(factor)
+    return total
+
+
+def optimizer_tensors(
+    pieces: Sequence[nn.Module], optimizer: torch.optim.Optimizer, first: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """``optim.<parameter>.<key>`` of every tensor that the optimizer keeps for the parameters of this rank.
+
+    ``first`` gives each name of a parameter with several its first one: the same whatever of them are on this rank.
+    """
+    names: dict[torch.Tensor, str] = {
+        parameter: first.get(name, name) for piece in pieces for name, parameter in piece.named_parameters()
+    }
+    return {
+        f"optim.{names[parameter]}.{key}": value
+        for parameter, kept in optimizer.state.items()
+        for key, value in kept.items()
+        if isinstance(value, torch.Tensor) and parameter in names
+    }
+
+
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The numbers of each parameter group (rate, decay, ...), as JSON."""
+    return [
+        {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Inverse of ``settings``; ``foreach`` and ``fused`` stay as this plan needs them.
+
+    Groups that were all alike are those of any number of groups. Raises BadInput for another number of different ones.
+    """
+    if groups and all(group == groups[0] for group in groups):
+        groups = [groups[0]] * len(optimizer.param_groups)
+    if len(groups) != len(optimizer.param_groups):
+        raise BadInput(f"checkpoint: {len(groups)} parameter groups, the optimizer has {len(optimizer.param_groups)}")
+    for group, given in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in given.items():
+            if key not in ("foreach", "fused"):
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _is_json(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, int | float | str | bool)
+        or (isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value))
+    )

@@ -10,11 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rota.spec.errors import BadInput
-from rota.train.mesh import PlanMesh
-from rota.train.parts import Parts
-from rota.train.pipeline import stages_of
+from rota.train.parallel.mesh import PlanMesh, local
+from rota.train.parallel.model_parts import Parts, stages_of
 from rota.train.plan.model import ParallelPlan
-from rota.train.state import local
 
 Names = tuple[str, ...]
 

@@ -1,12 +1,14 @@
-"""Degrees of parallelism and the mesh they make."""
+"""The device mesh of a plan: its axes and groups, the local part of a tensor, and an all-to-all with a gradient."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from rota.spec.errors import BadInput
 from rota.train.plan.model import Mesh
@@ -88,3 +90,40 @@ def expert_shards(degrees: Mesh) -> int:
             hint=f"choose ep = cp x a divisor of dp_shard {degrees.dp_shard}",
         )
     return inner
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(
+    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    count = rows.shape[0] if received is None else sum(received)
+    out = rows.new_empty((count, *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+    return out
+
+
+def all_to_all(
+    rows: torch.Tensor, group: dist.ProcessGroup, sent: list[int] | None = None, received: list[int] | None = None
+) -> torch.Tensor:
+    """Send ``sent[i]`` rows to rank i and receive ``received[i]`` from it, in rank order; equal parts when None.
+
+    The gradient takes the way back.
+    """
+    return _AllToAll.apply(rows, sent, received, group)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that this rank holds of a shard, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,3 @@
+"""Parameter server: clocks that decide, shards that hold dense ranges and sparse tables, and their client."""
+
+from rota.train.ps.clocks import Rule as Rule

@@ -30,8 +30,8 @@ from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
 from rota.spec.job import JobSpec, RoleSpec, SizedPlan
 from rota.spec.resources import Device
-from rota.train.plan.importers import model_from_json
 from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, cpu_ranks
+from rota.train.plan.importers import model_from_json
 from rota.train.plan.model import Mesh, ParallelPlan, data_parallel
 
 FILE = """

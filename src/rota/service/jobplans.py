@@ -15,14 +15,14 @@ from rota.service.plans import find_hardware, load_plan
 from rota.spec.errors import BadInput, Infeasible, TimedOut
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
 from rota.spec.resources import Device, counted, types_of
-from rota.train.plan.importers import model_from_json
 from rota.train.plan.explain import summary
 from rota.train.plan.hardware import A100_80G_DGX, SHIPPED, Hardware, cpu_ranks, hardware_of_type
+from rota.train.plan.importers import model_from_json
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import Dtype, ParallelPlan
 from rota.train.plan.search import Found, search
-from rota.train.plan.space import MIXED, Question, divisors
 from rota.train.plan.setting_costs import Table
+from rota.train.plan.space import MIXED, Question, divisors
 
 SIZES_MAX = 32
 SEARCH_S = 5.0

@@ -16,13 +16,12 @@ from rota.runtime.process import output_of
 from rota.spec import codec
 from rota.spec.errors import BadInput, RotaError
 from rota.spec.resources import counted
-from rota.train.plan.importers import model_from_json
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
+from rota.train.plan.importers import from_galvatron, hardware_from_any, model_from_json
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ParallelPlan
-from rota.train.plan.importers import from_galvatron, hardware_from_any
 from rota.train.plan.search import Found, Scored, found_to_json, score, search
 from rota.train.plan.space import Question, settings
 from rota.train.plan.validate import Calibration, validate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +109,45 @@ def test_a_gateway_that_cannot_watch_its_engine_still_leaves_with_it(
     loop = asyncio.new_event_loop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(body())
+
+
+def test_a_gateway_whose_engine_dies_while_it_connects_does_not_wait_for_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connects, forever = threading.Event(), threading.Event()
+
+    def connect(*_: object) -> None:
+        connects.set()
+        forever.wait(LIMIT_S)
+
+    async def body() -> None:
+        raylet = subprocess.Popen(["sleep", "60"])
+        state = SimpleNamespace(raylet=process.identify(raylet.pid), token_path="", folder="", address="", engine="e")
+        monkeypatch.setattr(gateway, "start_engine", lambda *_: state)
+        try:
+            own = Gateway(tmp_path, SETTINGS, "rota/test")
+            watch = asyncio.create_task(own._watch_engine())
+            asking = asyncio.create_task(own._attached())
+            await asyncio.to_thread(connects.wait, LIMIT_S)
+            raylet.kill()
+            raylet.wait()
+            await asyncio.wait_for(own._leaving.wait(), LIMIT_S)
+            await watch
+            assert own.exit_status == ENGINE_LOST
+        finally:
+            raylet.kill()
+            asking.cancel()
+            forever.set()
+
+    monkeypatch.setattr(gateway, "_ENGINE_CHECK_S", 0.01)
+    monkeypatch.setattr(gateway, "_set_environment", lambda _: None)
+    monkeypatch.setattr(gateway.importlib, "import_module", lambda _: SimpleNamespace(connect=connect))
+    asyncio.run(body())
+
+
+def test_a_gateway_with_another_store_is_another_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTA_DB_URL", "postgresql://elsewhere/rota")
+    assert settings_mark(SETTINGS, "rota/local") != MARK, "it would start the keeper of the service with the old one"
 
 
 def test_an_answer_over_the_limit_is_an_error_to_its_asker_and_to_nobody_else(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -113,6 +114,22 @@ def test_marked_processes_are_found_and_killed_whoever_their_parent_is(tmp_path:
     assert len(process.marked(mark)) == 2
     assert process.kill_all(lambda: process.marked(mark)) == () == process.marked(mark)
     child.wait()
+
+
+def test_who_has_a_file_locked_is_told_from_who_has_it_open(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    text = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); {}; print(flush=True); time.sleep(60)"
+    with contextlib.ExitStack() as stack:
+        children = []
+        for what in ("fcntl.flock(f, fcntl.LOCK_EX)", "pass"):
+            command = [sys.executable, "-c", text.format(what), str(path)]
+            child = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(child.kill)
+            assert child.stdout is not None and child.stdout.readline()
+            children.append(child)
+        assert [one.pid for one in process.locking(path)] == [children[0].pid]
+        path.unlink()
+        assert [one.pid for one in process.locking(path)] == [children[0].pid], "also when it was removed"
 
 
 def test_a_session_is_found_after_its_leader_died_but_not_under_a_reused_pid() -> None:

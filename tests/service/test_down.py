@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,16 +17,16 @@ from pathlib import Path
 import pytest
 from standing import Standing, with_service
 
-from rota.runtime import process
+from rota.runtime import environ, process
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
-from rota.runtime.gateway_client import GatewayClient, command_of
+from rota.runtime.gateway_client import RECORD, GatewayClient, command_of
 from rota.service import cli, daemon
 from rota.service.config import Settings, load_settings
 from rota.service.routes import cluster
 from rota.service.routes.doors import Doors
 from rota.service.views.story import JobStory
-from rota.spec.errors import EngineUnavailable
+from rota.spec.errors import EngineUnavailable, NotReachable
 from rota.spec.events import Event, GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
 from rota.spec.reasons import Reason
@@ -128,6 +129,46 @@ def test_a_job_that_cannot_be_stopped_keeps_no_other_from_it_and_is_not_called_s
         monkeypatch.setattr(daemon, "STOP_JOBS_S", 0.15)
         assert daemon._stop_jobs(home) == ["second"]
         assert Stubborn.live == ["first"]
+
+
+class Dying(Stubborn):
+    """A service that is killed in the middle of an answer."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "23")
+        self.end_headers()
+
+
+def test_an_answer_that_is_cut_off_is_no_answer(tmp_path: Path) -> None:
+    home = Home.of(tmp_path).make()
+    with served(home, Dying), pytest.raises(NotReachable, match="does not answer: IncompleteRead"):
+        daemon.ask(home, "GET", "/readyz")
+
+
+WATCHER = """
+import signal, sys, time
+def end(*_):
+    open(sys.argv[1], "w").write("ended in order")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").write("runs")
+time.sleep(60)
+"""
+GATEWAY = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+
+
+def test_down_kills_no_watcher_of_the_engine_with_its_gateway(tmp_path: Path) -> None:
+    settings = load_settings({"home": str(tmp_path / "home")}, environ={})
+    home, said = Home.of(settings.home).make(), tmp_path / "said"
+    command = (sys.executable, "-c", GATEWAY, WATCHER, str(said))
+    what = process.Spawn(command=command, env={environ.SERVICE: settings.home})
+    gateway = process.spawn(what, name=RECORD, run=process.RunFolder(home.run))
+    while not said.exists() or not said.read_text():
+        time.sleep(0.01)
+    assert daemon.down(settings)["state"] == "down"
+    gateway.wait()
+    assert said.read_text() == "ended in order", "one that is killed with it may first see its part die, and note it"
 
 
 @pytest.fixture
@@ -313,6 +354,8 @@ def test_a_service_that_is_taken_down_starts_nothing_and_requeues_what_runs(tmp_
             await service.doors.clock.sleep(0.02)
         assert {row["state"] for row in (await service.get("/jobs"))["items"]} == {"QUEUED"}
         assert any("being taken down" in one for one in (await service.get("/status"))["warnings"])
+        why = (await service.get("/jobs/hello-1/explain"))["why"]
+        assert (why["code"], why["text"]) == ("SERVICE_DOWN", "the service is being taken down")
 
     async def after(service: Standing) -> None:
         for job in ("hello-1", "hello-2"):

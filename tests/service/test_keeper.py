@@ -65,6 +65,14 @@ def keeper_of(home: Home) -> ProcessId:
     return until(lambda: another_keeper(home, ProcessId(pid=0, start_time=0.0)), "a keeper")
 
 
+def standby_of(keeper: ProcessId, *, serves: int) -> int:
+    def found() -> int | None:
+        below = [pid for pid in process.children_of(keeper.pid) if pid != serves]
+        return next((pid for pid in below if daemon.PRESTARTED in process.command_line(pid)), None)
+
+    return until(found, "a standby of the keeper")
+
+
 def parts(home: Home) -> list[str]:
     return [one["part"] for one in daemon.ask(home, "GET", "/api/v1/events?type=PartReplaced")["items"]]
 
@@ -75,12 +83,13 @@ def test_a_service_that_hangs_or_dies_is_back_at_its_address_and_says_so(setting
     for number in (signal.SIGSTOP, signal.SIGKILL):
         old = daemon.find_service(home)
         assert old is not None
-        keeper_of(home)
+        standby = standby_of(keeper_of(home), serves=old["pid"])
         os.kill(old["pid"], number)
         new = until(
             lambda old=old: another_service(home, old), f"another service after {number.name}", home.service_log
         )
-        assert new["url"] == old["url"], "who knows its address goes on"
+        assert new["url"] == old["url"], "clients keep its address"
+        assert new["pid"] == standby, "the process that had imported everything takes over"
     until(lambda: parts(home) == ["service", "service"] or None, "two events")
     assert any("service, process" in text for text in daemon.ask(home, "GET", "/api/v1/status")["warnings"])
 
@@ -95,16 +104,40 @@ def test_a_keeper_that_hangs_or_dies_is_started_again_by_the_service(settings: S
     assert daemon.ask(home, "GET", "/api/v1/status")["pid"] == served
 
 
-def test_up_after_a_kill_is_faster_than_the_keeper_and_down_is_the_end(settings: Settings) -> None:
+def test_up_after_a_kill_needs_no_keeper_and_down_is_the_end(settings: Settings) -> None:
     home = Home.of(settings.home)
     daemon.up(settings)
     keeper = keeper_of(home)
     record = daemon.find_service(home)
     assert record is not None
+    process.send_signal(keeper, signal.SIGSTOP)  # so that it cannot be the faster one
     os.kill(record["pid"], signal.SIGKILL)
     process.wait_gone((daemon.identity_of(record),), LIMIT_S)
     assert daemon.up(settings)["started"] is True
-    assert keeper_of(home) == keeper, "one is enough"
+    process.send_signal(keeper, signal.SIGCONT)
     assert daemon.down(settings)["state"] == "down"
-    assert not process.is_alive(keeper) and daemon.find_service(home) is None
+    assert not process.is_alive(keeper) and not process.children_of(keeper.pid)
+    assert daemon.find_service(home) is None
     assert daemon.status(settings)["still_running"] == []
+
+
+def test_a_standby_that_is_stopped_does_not_keep_the_service_down(settings: Settings) -> None:
+    home = Home.of(settings.home)
+    daemon.up(settings)
+    old = daemon.find_service(home)
+    assert old is not None
+    standby = standby_of(keeper_of(home), serves=old["pid"])
+    os.kill(standby, signal.SIGSTOP)
+    os.kill(old["pid"], signal.SIGKILL)
+    new = until(lambda: another_service(home, old), "another service", home.service_log)
+    assert new["pid"] != standby
+    until(lambda: process.identify(standby) is None or None, "the end of the stopped standby")
+
+
+def test_a_standby_ends_with_its_keeper(settings: Settings) -> None:
+    home = Home.of(settings.home)
+    daemon.up(settings)
+    keeper = keeper_of(home)
+    standby = standby_of(keeper, serves=0)
+    process.send_signal(keeper, signal.SIGKILL)
+    until(lambda: process.identify(standby) is None or None, "the end of the standby")

@@ -10,10 +10,12 @@ import pytest
 from standing import Standing, with_service
 
 from rota.runtime import process
+from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
-from rota.runtime.hang import note_replaced, noted
+from rota.runtime.hang import master_part, note_replaced, noted
 from rota.service import keeper
 from rota.service.config import Settings, load_settings
+from rota.service.engine import GatewayEngine
 from rota.service.notify import notice_of
 from rota.service.parts import watch_parts
 from rota.spec.errors import NotReachable, RotaError
@@ -44,6 +46,33 @@ def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path)
     with_service(tmp_path, test)
 
 
+def test_the_failures_of_a_job_name_its_master_that_was_replaced(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        note_replaced(service.doors.home.run, master_part("hello-1"), 42, "ended")
+        note_replaced(service.doors.home.run, master_part("hello-12"), 43, "ended")
+        watching = asyncio.create_task(watch_parts(service.doors))
+        while noted(service.doors.home.run):
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        document = await service.get("/jobs/hello-1/failures")
+        assert [(one["pid"], one["text"]) for one in document["masters"]] == [
+            (42, "master of hello-1, process 42, ended")
+        ]
+        assert document["items"] == []
+
+    with_service(tmp_path, test)
+
+
+def test_parts_that_start_with_the_first_job_say_so(tmp_path: Path) -> None:
+    engine = GatewayEngine(Home.of(tmp_path).make(), db_url="", settings=EngineSettings())
+    parts = asyncio.run(engine.status())
+    assert {name: part["text"] for name, part in parts.items()} == dict.fromkeys(
+        ("gateway", "engine", "registry"), "starts with the first job"
+    )
+
+
 def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         run = service.doors.home.run
@@ -65,11 +94,12 @@ def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_tak
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, ports = Home.of(tmp_path).make(), list[int]()
-    fails = [RotaError("it was killed"), NotReachable("the port is taken")]
+    fails = [RotaError("it was killed"), NotReachable("the port is taken"), *[RotaError("the disk is full")] * 9]
     dead = {"pid": 2**22 + 1, "start_time": 1.0, "boot_id": process.boot_id(), "url": "http://127.0.0.1:7"}
     home.service_record.write_text(json.dumps(dead))
 
-    def start_service(settings: Settings, home: Home) -> None:
+    def start_service(settings: Settings, home: Home, *, standby: object) -> None:
+        assert standby is None, "there was no service to prepare one for"
         ports.append(settings.port)
         if fails:
             raise fails.pop(0)
@@ -79,7 +109,7 @@ def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_tak
     monkeypatch.setattr(keeper, "GRACE_S", 0.0)
     monkeypatch.setattr(keeper, "blocking_sleep", lambda _: None)
     keeper.Keeper(load_settings({"home": str(tmp_path), "port": 0}, environ={})).run()
-    assert ports == [7, 7, 0]
+    assert ports == [7, 7, 0, *[7] * 9], "it does not give up"
     assert [(one.part, one.why) for one in noted(home.run).values()] == [("service", "ended")]
 
 

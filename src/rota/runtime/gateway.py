@@ -171,15 +171,16 @@ class Gateway:
                 raise
             self._ops, self._engine = joined, given
             return joined
-        state = await asyncio.to_thread(start_engine, self._home, self._settings)
-        for name, value in client_environment(state.token_path, state.folder).items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-        module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
+        # Ray reads its environment when it is imported, but for the folder, which the start of the engine chooses.
+        _set_environment(client_environment(EngineFiles(self._home).token, ""))
+        importing = asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
+        starting = asyncio.to_thread(start_engine, self._home, self._settings)
+        state, module = await asyncio.gather(starting, importing)
+        _set_environment(client_environment(state.token_path, state.folder))
+        self._raylet = state.raylet  # watched from now on: without it Ray would try to connect for two minutes
         ops: GatewayOps = await asyncio.to_thread(module.connect, state.address, self._namespace)
-        ops.keep_warm(state, self._settings.warm)
-        self._ops, self._engine, self._raylet = ops, state.engine, state.raylet
+        await ops.keep_warm(state, self._settings.warm)
+        self._ops, self._engine = ops, state.engine
         return ops
 
     async def _stop_engine(self) -> tuple[process.ProcessId, ...]:
@@ -270,6 +271,13 @@ _NOTHING: Mapping[str, Any] = {
     "list_jobs": [],
     "let_go": None,
 }
+
+
+def _set_environment(wanted: Mapping[str, str | None]) -> None:
+    for name, value in wanted.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 async def _busy() -> dict[str, Any]:

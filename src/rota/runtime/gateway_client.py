@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rota.runtime import process
+from rota.runtime import environ, process
 from rota.runtime.chance import Chance, SystemChance
 from rota.runtime.engine import SOCKET_PATH_MAX, EngineSettings
 from rota.runtime.hang import ANSWER_S, LOOK_S, HangWatch, end_hung
@@ -108,8 +108,12 @@ def namespace_of(home: Path, settings: EngineSettings) -> str:
 
 
 def settings_mark(settings: EngineSettings, namespace: str) -> str:
-    """What a gateway greets with: tells one with these settings from one with others."""
-    return hashlib.sha256(json.dumps([asdict(settings), namespace]).encode()).hexdigest()
+    """What a gateway greets with: tells one with these settings from one with others.
+
+    The stores count too: what a gateway starts, it starts with its own environment.
+    """
+    stores = [environ.get(name) for name in (environ.DB_URL, environ.REDIS_URL)]
+    return hashlib.sha256(json.dumps([asdict(settings), namespace, stores]).encode()).hexdigest()
 
 
 class GatewayClient:

@@ -20,11 +20,11 @@ from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import local_node
 from rota.runtime.engine import HOST_LABEL, EngineState
 from rota.runtime.environ import Home
-from rota.runtime.hang import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, note_replaced
+from rota.runtime.hang import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
 from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
 from rota.runtime.launch_ray import MasterStart, RayLauncher
 from rota.runtime.machines import Machines
-from rota.runtime.warm import keep_warm
+from rota.runtime.warm import keep_warm, warm_up
 from rota.spec import codec
 from rota.spec.ids import JobId
 from rota.spec.resources import CORES_LABEL
@@ -76,8 +76,9 @@ class GatewayOps:
         """The machines may be those of another installation."""
         await asyncio.to_thread(ray_claims.let_go, self._launcher.namespace)
 
-    def keep_warm(self, state: EngineState, count: int) -> None:
-        """Keep idle processes ready for masters and instances from now on."""
+    async def keep_warm(self, state: EngineState, count: int) -> None:
+        """Keep idle processes ready for masters and instances from now on; the first are asked for when it returns."""
+        await warm_up(state, count)
         self._warm = asyncio.get_running_loop().create_task(keep_warm(state, count))
 
     async def ensure_master(
@@ -118,21 +119,21 @@ class GatewayOps:
             try:
                 looks = await self._look(job, looks)
             except Exception as error:  # noqa: BLE001 - whatever Ray raises while the engine or the master is away
-                _say(f"the {_part(job)} is looked at later: {type(error).__name__}: {error}")
+                _say(f"the {master_part(job)} is looked at later: {type(error).__name__}: {error}")
 
     async def _look(self, job: JobId, looks: HangWatch | None) -> HangWatch | None:
         answers, why = await self._answers(job), ""
         if looks is not None and process.is_alive(looks.which):
             why, pid = looks.look(answers=answers), looks.which.pid
-            why = why if why and end_hung(looks.which, self._run, _part(job), why) else ""
+            why = why if why and end_hung(looks.which, self._run, master_part(job), why) else ""
         else:
             pid, node = await self._launcher.place_of(master_name(job))
             known = process.identify(pid) if node == ray.get_runtime_context().get_node_id() else None
             looks = None if known is None else HangWatch(known)
             if pid and known is None and not answers and (why := await _end_if_hung_there(node, pid)):
-                note_replaced(self._run, _part(job), pid, why)
+                note_replaced(self._run, master_part(job), pid, why)
         if why:
-            _say(f"the {_part(job)}, process {pid}, {why}: it is started again")
+            _say(f"the {master_part(job)}, process {pid}, {why}: it is started again")
         return looks
 
     async def _answers(self, job: JobId) -> bool:
@@ -263,10 +264,6 @@ def _end_if_hung(pid: int) -> str:
             return why
         blocking_sleep(LOOK_S)
     return ""
-
-
-def _part(job: JobId) -> str:
-    return f"master of {job}"
 
 
 def _master(job: str) -> Handle:

@@ -87,6 +87,11 @@ class Replaced:
         return f"{self.part}-{self.pid}-{self.at:.3f}"
 
 
+def master_part(job: str) -> str:
+    """The name of a job's master among the parts that are replaced."""
+    return f"master of {job}"
+
+
 def end_hung(which: ProcessId, run: Path, part: str, why: str) -> bool:
     """SIGKILL a process that hangs and note it in the folder ``run`` of the installation; False when it was gone."""
     if not process.send_signal(which, signal.SIGKILL):

@@ -294,12 +294,16 @@ def marked(mark: str) -> tuple[ProcessId, ...]:
     return tuple(found)
 
 
-def holding(path: Path) -> tuple[ProcessId, ...]:
-    """Every running process of this user that has this file open, also when it was removed meanwhile."""
+def locking(path: Path) -> tuple[ProcessId, ...]:
+    """Every running process of this user that has this file locked, also when it was removed meanwhile.
+
+    One that merely has it open, as an editor or a back-up may, is left out.
+    """
     wanted, found = (str(path), f"{path} (deleted)"), list[ProcessId]()
     for pid in _pids():
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-            if any(_link(one) in wanted for one in Path(f"/proc/{pid}/fd").iterdir()):
+            opened = [one.name for one in Path(f"/proc/{pid}/fd").iterdir() if _link(one) in wanted]
+            if any("lock:" in Path(f"/proc/{pid}/fdinfo/{fd}").read_text() for fd in opened):
                 identity = identify(pid)
                 found += [] if identity is None else [identity]
     return tuple(found)
@@ -482,12 +486,16 @@ def locked(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spawn:
-    """What to start: command, added environment (``None`` removes a variable), working folder, where output goes."""
+    """What to start: command, added environment (``None`` removes a variable), working folder, where output goes.
+
+    With ``input`` the child reads what is written to ``stdin`` of the handle, and its end when the parent dies.
+    """
 
     command: tuple[str, ...]
     env: Mapping[str, str | None]
     log: Path | None = None
     cwd: Path | None = None
+    input: bool = False
 
 
 def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> subprocess.Popen[bytes]:
@@ -499,7 +507,7 @@ def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> subprocess
             what.command,
             env=environment,
             cwd=what.cwd,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if what.input else subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,

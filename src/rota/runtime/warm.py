@@ -34,14 +34,18 @@ async def keep_warm(state: EngineState, count: int) -> None:
     pause_s, pause_max_s = PAUSE_S
     while process.is_alive(state.raylet):
         await asyncio.sleep(pause_s)
-        commands = [process.command_line(pid) for pid in process.children_of(state.raylet.pid)]
-        idle = sum(command.startswith(_IDLE) for command in commands)
-        if idle >= count:
-            pause_s = PAUSE_S[0]
-        elif not any(_STARTING in command for command in commands):
-            pause_s = min(2 * pause_s, pause_max_s)
-            with contextlib.suppress(grpc.RpcError):  # the raylet is busy, or on its way out: asked again
-                await asyncio.to_thread(_start, state, count - idle)
+        enough = await warm_up(state, count)
+        pause_s = PAUSE_S[0] if enough else min(2 * pause_s, pause_max_s)
+
+
+async def warm_up(state: EngineState, count: int) -> bool:
+    """Ask for as many processes as are missing, unless some start; True when none is missing."""
+    commands = [process.command_line(pid) for pid in process.children_of(state.raylet.pid)]
+    missing = count - sum(command.startswith(_IDLE) for command in commands)
+    if missing > 0 and not any(_STARTING in command for command in commands):
+        with contextlib.suppress(grpc.RpcError):  # the raylet is busy, or on its way out: asked again
+            await asyncio.to_thread(_start, state, missing)
+    return missing <= 0
 
 
 def _start(state: EngineState, count: int) -> None:

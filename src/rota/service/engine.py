@@ -175,11 +175,12 @@ class GatewayEngine:
     async def status(self) -> dict[str, Any]:
         gateway = RunFolder(self._home.run).find_alive(RECORD)
         registry = await asyncio.to_thread(find_running, self._home)
+        later = {"state": "off"} | ({} if self._started else {"text": "starts with the first job"})
         parts: dict[str, Any] = {
-            "gateway": {"state": "off" if gateway is None else "up", "pid": gateway.pid if gateway else None}
-            | {"restarts": max(0, self._client.restarts - 1)},
-            "engine": {"state": "off"},
-            "registry": {"state": "off" if registry is None else "up", "pid": registry.pid if registry else None},
+            "gateway": {"restarts": max(0, self._client.restarts - 1)}
+            | ({"pid": None, **later} if gateway is None else {"state": "up", "pid": gateway.pid}),
+            "engine": later,
+            "registry": {"pid": None, **later} if registry is None else {"state": "up", "pid": registry.pid},
         }
         if self._started:
             parts |= await self._engine_part()

@@ -15,7 +15,6 @@ from rota.runtime.process import write_private
 from rota.runtime.vault import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.jobfile import problems_of, read_job
-from rota.service.jobplans import with_plans
 from rota.service.loop import ServiceLoop
 from rota.service.submission import Submission, check_image, with_interfaces, workdir_of
 from rota.service.views.story import JobStory
@@ -145,6 +144,8 @@ class Intake:
         """The job with its parallel plans; they are searched one job at a time, beside the loop."""
         if all(role.plan is None and not role.plans for role in spec.roles):
             return spec
+        from rota.service.jobplans import with_plans  # noqa: PLC0415 - the planner is a fifth of a start of the service
+
         try:
             async with asyncio.timeout(SEARCH_WAIT_S):
                 await self._searches.acquire()

@@ -82,7 +82,12 @@ class ServiceLoop:
     @property
     def undecided(self) -> str:
         """Why nothing is decided, empty when it is: the service is held, or its machines are not known."""
-        return self.unknown if self._held_until_s is None else "the service is being taken down"
+        return "the service is being taken down" if self.held else self.unknown
+
+    @property
+    def held(self) -> bool:
+        """True while nothing is decided because the service is about to be taken down."""
+        return self._held_until_s is not None
 
     def hold(self, for_s: float) -> None:
         """Start nothing for this time from now on: the service is about to be taken down."""

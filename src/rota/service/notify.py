@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import httpx
 
 from rota.runtime.chance import Chance, secret_token
 from rota.runtime.clock import Clock, iso
@@ -31,6 +29,9 @@ from rota.spec.errors import BadInput, NotAllowed, RotaError, UnknownName
 from rota.spec.events import Record, WebhookRemoved, WebhookSet
 from rota.spec.resources import Health
 from rota.spec.states import JobState
+
+if TYPE_CHECKING:
+    import httpx
 
 KINDS = ("started", "healed", "preempted", "failed", "finished", "drained", "lost", "replaced")
 """Notices that a webhook can be sent; ``drained`` and ``lost`` are of nodes, ``replaced`` of a part of the service."""
@@ -89,6 +90,8 @@ def addresses_of(url: str, allowed: frozenset[str]) -> tuple[str, ...]:
 
     Raises BadInput for no http address and for a name without address, NotAllowed when any address is inside.
     """
+    import httpx  # noqa: PLC0415 - only where there are webhooks: it would slow down every start
+
     try:
         parts = urlsplit(url)
         port = parts.port or 80
@@ -131,6 +134,8 @@ async def post(
     Looking the name up once more would let whoever owns it give an outside address to the check and an inside one to
     the connection.
     """
+    import httpx  # noqa: PLC0415 - only where there are webhooks: it would slow down every start
+
     named = httpx.URL(url)
     return await http.post(
         named.copy_with(host=address),
@@ -219,6 +224,8 @@ class Notifier:
             pause_s = min(2 * pause_s, longest_s)
 
     async def _serve(self, one: str) -> None:
+        import httpx  # noqa: PLC0415 - only where there are webhooks: it would slow down every start
+
         target, since = self.targets[one]
         kept = [one, one + WHOLE] if one + WHOLE in self._vault.names(OWNER) else [one]
         values = self._vault.open(OWNER, kept)
@@ -270,6 +277,8 @@ class Notifier:
 
     async def _deliver(self, http: httpx.AsyncClient, to: WebhookSet, number: int, body: bytes, secret: str) -> None:
         """Until it is taken (2xx), at most ``GIVE_UP_S``; the same ``Rota-Event-Id`` each time."""
+        import httpx  # noqa: PLC0415 - only where there are webhooks: it would slow down every start
+
         pause_s, longest_s = RETRY_S
         until_s = self._clock.monotonic_s() + GIVE_UP_S
         for attempt in count():

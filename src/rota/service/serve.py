@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gc
+import importlib
 import json
 import logging
 import os
@@ -14,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -22,17 +24,13 @@ from rota.runtime import environ
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
 from rota.runtime.process import boot_id, own_id, write_private
-from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
 from rota.service.config import Settings, load_settings, rota_version
-from rota.service.connections import server_config, watch_accepts
-from rota.service.daemon import holder_of
-from rota.service.nodes import keep_nodes, not_known
-from rota.service.parts import show_life, watch_parts
+from rota.service.daemon import PRESTARTED, holder_of
 from rota.service.problems import cannot_use
-from rota.service.rest import make_app
-from rota.service.retention import keep_logs
-from rota.service.routes.doors import Doors
 from rota.spec.errors import Conflict, NotReachable, RotaError
+
+if TYPE_CHECKING:
+    from rota.service.routes.doors import Doors
 
 PREDECESSOR_S = 1.5
 FAILED = "rota serve failed: "
@@ -101,6 +99,14 @@ def _patiently(take: Callable[[], None]) -> None:
 
 async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
+    # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
+    from rota.service.assembly import assemble, node_changes, open_store, wanted_nodes
+    from rota.service.connections import server_config, watch_accepts
+    from rota.service.nodes import keep_nodes, not_known
+    from rota.service.parts import show_life, watch_parts
+    from rota.service.rest import make_app
+    from rota.service.retention import keep_logs
+
     log = await asyncio.to_thread(open_store, settings)
     doors = assemble(settings, log)
     watch_accepts(asyncio.get_running_loop())
@@ -126,6 +132,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     looking = [asyncio.create_task(keep_nodes(doors), name="nodes")] if settings.ray_address else []
     doors.ready = True
     _record(doors)
+    gc.freeze()
+    gc.enable()
     watching = [asyncio.create_task(work, name="parts") for work in (show_life(doors), watch_parts(doors))]
     _log.info("serving %s from %s as install epoch %s", doors.home.root, settings.url, doors.loop.writer.epoch)
     # 4. until told, or until a part fails
@@ -149,6 +157,14 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     for end in ends:
         if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
             raise end
+
+
+def _import_all() -> None:
+    """What ``serve`` imports, and the routes of the application: nine tenths of a start."""
+    importlib.import_module("rota.service.assembly")
+    importlib.import_module("rota.service.nodes")
+    importlib.import_module("rota.service.parts")
+    importlib.import_module("rota.service.rest").application()
 
 
 class _Server(uvicorn.Server):
@@ -192,7 +208,17 @@ def run(settings: Settings) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``serve [SETTINGS-AS-JSON]``; what keeps it from serving is one JSON line, and the exit status is its own."""
+    """``serve [SETTINGS-AS-JSON [prestarted]]``; what keeps it from serving is one JSON line and its exit status.
+
+    A standby imports what it needs and waits: a line on its input gives the settings anew and lets it serve; when its
+    input ends, it ends too.
+    """
+    gc.disable()  # until it serves: what a start makes stays, and to look through it again and again is a fifth of it
+    if arguments[1:] == [PRESTARTED]:
+        _import_all()
+        arguments = sys.stdin.readlines(1)
+        if not arguments:
+            return 0
     try:
         flags: dict[str, Any] = json.loads(arguments[0]) if arguments else {}
         run(load_settings(flags))

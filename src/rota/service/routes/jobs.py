@@ -271,7 +271,8 @@ async def explain(job: str, doors: Parts, caller: Asker) -> Document:
                 "estimate": estimate.to_json() | {"age_s": None if age_s is None else round(age_s, 1)}
             }
         if found is not None and (undecided := doors.loop.undecided):
-            why = {"code": Reason.ENGINE_STARTING, "text": undecided, "fields": {}}
+            code = Reason.SERVICE_DOWN if doors.loop.held else Reason.ENGINE_STARTING
+            why = {"code": code, "text": undecided, "fields": {}}
             found |= {"why": why, "estimate": None, "starts_now": False}
     return doors.veiled(caller, explanation(story, doors.loop.installation, found))
 
@@ -281,7 +282,7 @@ async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = 
     """The failure timeline: cause, level, moves, seconds, what was lost."""
     story = doors.read(caller, job)
     check_attempt(story, attempt)
-    return failure_list(story, attempt=attempt)
+    return failure_list(story, attempt=attempt, replaced=doors.loop.installation.replaced)
 
 
 @router.get("/jobs/{job}/graph")

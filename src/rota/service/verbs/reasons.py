@@ -146,6 +146,8 @@ def _failures(term: Terminal, doc: Mapping[str, Any]) -> None:
         ],
         empty=f"{doc['job']}: no instance has failed",
     )
+    for one in doc.get("masters", ()):
+        term.line(f"{clock_time(one['at'])}  {one['text']}: it was replaced, the job ran on")
     if first:
         term.line(f"\nfirst: {first['instance']} {first['reason']}: {first['text']}")
         if first.get("traceback"):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from rota.runtime.hang import master_part
 from rota.service.views.culprit import culprit_in, culprit_of
 from rota.service.views.jobs import API, end_document, loss_document, when
 from rota.service.views.story import Failure, JobStory
-from rota.spec.events import InstanceLost
+from rota.spec.events import InstanceLost, PartReplaced
 from rota.spec.reasons import INFO
 
 
-def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, Any]:
+def failure_list(
+    story: JobStory, *, attempt: int | None = None, replaced: Iterable[PartReplaced] = ()
+) -> dict[str, Any]:
     """Every recovery of the job in order, and the end if the job failed; ``first`` is the culprit of ``culprit_of``.
 
-    ``open_losses`` no recovery has begun for: they wait for a verdict, or the job ended with them.
+    ``open_losses`` no recovery has begun for: they wait for a verdict, or the job ended with them. ``masters`` are
+    those of the ``replaced`` parts that were the master of this job: they cost it nothing, and count as no failure.
     """
     items = [_item(n, one) for n, one in enumerate(story.failures, 1) if attempt in (None, one.attempt)]
     open_losses = [_loss(at, loss) for at, loss in story.unclaimed]
@@ -28,6 +33,11 @@ def failure_list(story: JobStory, *, attempt: int | None = None) -> dict[str, An
         "items": items,
         "end": None if (end := end_document(story)) is None else {"at": when(story.ended_at), **end},
         "open_losses": open_losses,
+        "masters": [
+            {"pid": one.pid, "text": one.text, "at": when(one.found_at)}
+            for one in replaced
+            if one.part == master_part(story.id)
+        ],
         "next": None,
     }
 

@@ -498,7 +498,11 @@ class Spawn:
     input: bool = False
 
 
-def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> subprocess.Popen[bytes]:
+Child = subprocess.Popen[bytes]
+"""The handle of a child, for its parent."""
+
+
+def spawn(what: Spawn, *, name: str, run: RunFolder | None = None) -> Child:
     """Start a child in its own session, recorded in ``run`` under ``name``. Raises OSError when it cannot start."""
     environment = {key: value for key, value in {**os.environ, **what.env}.items() if value is not None}
     output = what.log.open("ab") if what.log is not None else contextlib.nullcontext(subprocess.DEVNULL)

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 from urllib.parse import quote
 
@@ -242,13 +241,13 @@ def _command(module: str, settings: Settings, home: Home, *, standby: bool = Fal
     return Spawn(command=(*command, *more), env=marked, log=home.service_log, cwd=home.root, input=standby)
 
 
-def start_standby(settings: Settings, home: Home) -> Popen[bytes]:
+def start_standby(settings: Settings, home: Home) -> process.Child:
     """A process that has imported the service and waits for ``start_service``; it ends with its parent."""
     return process.spawn(_command(SERVE_MODULE, settings, home, standby=True), name="service")
 
 
 def start_service(
-    settings: Settings, home: Home, timeout_s: float = UP_TIMEOUT_S, *, standby: Popen[bytes] | None = None
+    settings: Settings, home: Home, timeout_s: float = UP_TIMEOUT_S, *, standby: process.Child | None = None
 ) -> dict[str, Any]:
     """Start a service and wait until it answers; its record. To be called under the lock of ``up``.
 

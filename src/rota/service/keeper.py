@@ -12,7 +12,6 @@ import fcntl
 import json
 import logging
 import sys
-from subprocess import Popen
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -48,7 +47,7 @@ class Keeper:
         self._failures = 0
         self._since_s = self._clock.monotonic_s()
         """When the service that runs was first seen, or the last standby was started."""
-        self._standby: Popen[bytes] | None = None
+        self._standby: process.Child | None = None
         self._taken = False
         """The last start failed as another process has its port."""
 
@@ -78,7 +77,7 @@ class Keeper:
             with contextlib.suppress(OSError):  # no room or process number for it now
                 self._standby = start_standby(self._settings, self._home)
 
-    def _take_standby(self) -> Popen[bytes] | None:
+    def _take_standby(self) -> process.Child | None:
         """The standby if it can take over; one that is stopped by a signal is ended."""
         found, self._standby = self._standby, None
         which = None if found is None or found.poll() is not None else process.identify(found.pid)

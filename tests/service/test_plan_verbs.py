@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rota.service import proof
 from rota.service.cli import call
 
 MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000, "tied": False}
@@ -132,6 +133,17 @@ def test_a_table_is_validated(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(capsys.readouterr().out)
     assert document["mean_pct"] < 5
     assert len(document["rows"]) == 6
+
+
+def test_validate_without_the_proof_folder_exits_with_2_and_names_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(proof, "CHECKOUT", tmp_path)
+    tables = str(DATA / "planner_time_tables.json")
+    assert call(["plan", "validate", tables, "--table", "megatron_seqpar_table5", "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert (document["kind"], document["code"]) == ("Error", "MISSING_EXTRA")
+    assert f"readers of published tables are not part of an installed package: {tmp_path}" in document["message"]
 
 
 @pytest.mark.parametrize(

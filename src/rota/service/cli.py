@@ -64,7 +64,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "plan show": ("Tools", "rota.service.verbs.plan:show", "Print a plan."),
     "plan explain": ("Tools", "rota.service.verbs.plan:explain", "What binds, and why not another plan."),
     "plan calibrate": ("Tools", "rota.service.verbs.plan:calibrate", "Measure this machine as a hardware file."),
-    "plan validate": ("Tools", "rota.service.verbs.plan:validate", "Hold the cost model against a published table."),
+    "plan validate": ("Tools", "rota.service.verbs.plan:validate", "Compare the cost model with a published table."),
     "init": ("Tools", "rota.service.verbs.start:init", "Write a job file with its code, ready to run."),
     "completion": ("Tools", "rota.service.verbs.start:completion", "The shell's Tab key: show, install, uninstall."),
     "sim run": ("Tools", "rota.service.verbs.sim:run", "Play a trace of jobs under a scheduling profile."),

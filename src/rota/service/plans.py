@@ -13,6 +13,7 @@ from typing import Any
 
 from rota.runtime.clock import SystemClock
 from rota.runtime.process import output_of
+from rota.service.proof import load_proof
 from rota.spec import codec
 from rota.spec.errors import BadInput, RotaError
 from rota.spec.resources import counted
@@ -24,7 +25,6 @@ from rota.train.plan.memory import GIB
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Found, Scored, found_to_json, score, search
 from rota.train.plan.space import Question, settings
-from rota.train.plan.validate import Calibration, validate
 
 GPUS_TRIED_MAX = 65_536
 BATCHES_TRIED_MAX = 1_024
@@ -152,16 +152,20 @@ def _has_setting(question: Question) -> bool:
 def validate_document(
     tables: Path, table: str, *, hardware: str = "", calibrate: int = 0, seed: int = 0
 ) -> dict[str, Any]:
-    """The ``PlanValidation`` document of one table of a file; ``calibrate`` points are fitted, 0 for none."""
+    """The ``PlanValidation`` document of one table of a file; ``calibrate`` points are fitted, 0 for none.
+
+    Raises BadInput for a file, table or row that cannot be read, and as ``load_proof``.
+    """
+    proof = load_proof("validation", "readers of published tables")
     raw = read_json(tables, "table")
     rows = raw.get("tables") if isinstance(raw, Mapping) else raw
     if not isinstance(rows, list):
         raise BadInput(f"{tables}: expected a list of tables, or an object with the key 'tables'")
-    return validate(
+    return proof.validate(
         rows,
         table,
         hardware=find_hardware(hardware) if hardware else None,
-        calibration=Calibration(points=calibrate, seed=seed) if calibrate else None,
+        calibration=proof.Calibration(points=calibrate, seed=seed) if calibrate else None,
     )
 
 

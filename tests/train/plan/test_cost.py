@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.proof.reference_results import even_plan, gpt
+from tests.proof.validation import validate
 
 from rota.spec import codec
 from rota.spec.errors import BadInput
@@ -15,8 +17,6 @@ from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, hardware_from_json
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import held_params, memory
 from rota.train.plan.model import Layer, Mesh
-from rota.train.plan.published import even_plan, gpt
-from rota.train.plan.validate import validate
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_time_tables.json").read_text())["tables"]
 MODEL = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000)

@@ -20,13 +20,13 @@ def search(
     *,
     model: Annotated[Path, Parameter(help="Model file: native, Hugging Face config.json or Calculon.")],
     hardware: Annotated[str, Parameter(help="Shipped name or hardware file.", show_default=True)] = "a100-80g-dgx",
-    gpus: Annotated[int, Parameter(help="Devices.")],
-    memory: Annotated[float, Parameter(help="GiB of one device.")],
-    batch: Annotated[int, Parameter(help="Sequences of one step.")],
-    pin: Annotated[str, Parameter(help="Degrees to keep, for example tp=8,zero=1.")] = "",
-    allow: Annotated[str, Parameter(help="Widen the space: cp (short sequences, too), offload.")] = "",
-    top: Annotated[int, Parameter(help="How many of the best plans.")] = 5,
-    limit_s: Annotated[float, Parameter(help="Stop after so many seconds; 0: when proven.")] = 0.0,
+    gpus: Annotated[int, Parameter(help="Number of devices.")],
+    memory: Annotated[float, Parameter(help="Memory of one device in GiB.")],
+    batch: Annotated[int, Parameter(help="Sequences per step.")],
+    pin: Annotated[str, Parameter(help="Fixed degrees, e.g. tp=8,zero=1.")] = "",
+    allow: Annotated[str, Parameter(help="Extend the search: cp (for short sequences), offload.")] = "",
+    top: Annotated[int, Parameter(help="Number of plans to list.")] = 5,
+    limit_s: Annotated[float, Parameter(help="Time limit in seconds; 0 searches until proven.")] = 0.0,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Find the best plan of a model on given devices, with a proof. Exit status 4 when nothing fits.
@@ -111,13 +111,13 @@ def _words(choices: Mapping[str, str]) -> str:
 def validate(
     tables: Annotated[Path, Parameter(help="JSON file with published tables.")],
     *,
-    table: Annotated[str, Parameter(help="Which table.")],
+    table: Annotated[str, Parameter(help="Id of the table.")],
     hardware: Annotated[str, Parameter(help="Shipped name or hardware file, instead of the table's own.")] = "",
-    calibrate: Annotated[int, Parameter(help="Fit the parts of a step to so many rows of other groups.")] = 0,
-    seed: Annotated[int, Parameter(help="Which rows are drawn for that.")] = 0,
+    calibrate: Annotated[int, Parameter(help="Number of rows of other groups to fit to.")] = 0,
+    seed: Annotated[int, Parameter(help="Seed for the choice of these rows.")] = 0,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Hold the cost model against a published table.
+    """Compare the cost model with a published table. Needs a development checkout.
 
     Examples
     --------
@@ -212,10 +212,10 @@ def explain(
     *,
     model: Annotated[Path | None, Parameter(help="Model file, for a bare plan.")] = None,
     hardware: Annotated[str, Parameter(help="Shipped name or hardware file, for a bare plan.")] = "",
-    why_not: Annotated[str, Parameter(help="Degrees to compare with, for example tp=8,pp=1.")] = "",
+    why_not: Annotated[str, Parameter(help="Degrees to compare with, e.g. tp=8,pp=1.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Say what binds, where time and memory go, and why not another choice.
+    """Explain what limits a plan, its time and memory, and why another choice is worse.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The settings of published tables as plans: what each row measured, and what the cost model says of it."""
+"""Published tables as plans: what each row measured, and what the cost model predicts for it."""
 
 from __future__ import annotations
 

@@ -185,3 +185,29 @@ def test_the_same_seed_gives_the_same_times() -> None:
         return clock.monotonic_s()
 
     assert run(main) == run(main) > 0
+
+
+def test_a_process_that_ends_cancels_its_work_in_the_order_in_which_it_began() -> None:
+    """In the order of addresses, which differ from one run to the next, a seed does not give the same again."""
+    cancelled: list[int] = []
+
+    async def wait(number: int) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+
+    async def main(clock: VirtualClock) -> None:
+        sim = engine(clock)
+        await sim.reserve(reservation(), [bundle()], timeout_s=1.0)
+        handle = await sim.start(spec(), timeout_s=10.0)
+        process = sim.processes[handle.name]
+        for number in range(50):
+            process.spawn(wait(number))
+        await clock.sleep(0.1)
+        sim.kill(handle.name)
+        await clock.sleep(0.1)
+
+    run(main)
+    assert cancelled == list(range(50))

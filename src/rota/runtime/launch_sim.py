@@ -65,18 +65,19 @@ class SimProcess:
     body: Any = None
     alive: bool = True
     hung: bool = False
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict[asyncio.Task[Any], None])
+    """In the order in which they began, which is that in which they are cancelled: a seed must give the same again."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run ``work`` inside the process: it ends with it."""
         task = asyncio.get_running_loop().create_task(work)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.add_done_callback(self._done)
         return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self.tasks.discard(task)
+        self.tasks.pop(task, None)
         if not task.cancelled():
             task.exception()
 

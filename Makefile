@@ -71,8 +71,8 @@ deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
 	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --timeout 1800 -m "(real or slow) and not gpu"
 
 SEEDS ?= 1000
-sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one, LOG=sql runs over SQLite
-	$(BIN)/python -m tests.world $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(LOG),--log $(LOG))
+sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one, LOG=sql runs over SQLite, on all cores or JOBS=n
+	$(BIN)/python -m tests.world $(if $(SEED),--seed $(SEED),--seeds $(SEEDS)) $(if $(LOG),--log $(LOG)) $(if $(JOBS),--jobs $(JOBS))
 
 mutants: $(VENV)/.setup-dev ## break 300 sampled lines one at a time; which of them no unit test finds. MUTANTS="--seed 2 --area job"
 	$(BIN)/python -m tests.mutants $(MUTANTS)

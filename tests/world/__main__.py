@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import multiprocessing
 import os
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from tests.world.kept import keep_seed, kept_seeds
 from tests.world.world import World, play
+
+REPORT_EVERY = 500
+"""Seeds from one line of progress to the next."""
 
 
 def show(world: World) -> None:
@@ -21,12 +29,41 @@ def show(world: World) -> None:
         print(f"{record.at - start_s:9.3f} {record.job or '-':4} {record.seq:4} {record.event}")
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a seed gave: how often each kind of event was written, and what it found."""
+
+    seed: int
+    seen: Counter[str]
+    found: str = ""
+
+
+def play_one(seed: int, log: Literal["memory", "sql"]) -> Played:
+    """Play a seed; what it finds is a text, since it may come from another process."""
+    try:
+        return Played(seed, play(seed, log=log).seen)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return Played(seed, Counter(), "".join(traceback.format_exception_only(error)).strip())
+
+
+def play_all(seeds: list[int], log: Literal["memory", "sql"], jobs: int) -> Iterator[Played]:
+    """Play the seeds in ``jobs`` processes, in their order."""
+    if jobs == 1:
+        yield from (play_one(seed, log) for seed in seeds)
+        return
+    with multiprocessing.Pool(jobs) as pool:
+        yield from pool.imap(functools.partial(play_one, log=log), seeds, chunksize=5)
+
+
 def main() -> int:
     """Run the seeds; 1 when one of them found something."""
     parser = argparse.ArgumentParser(prog="python -m tests.world", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (one for each core)")
     parser.add_argument("--log", choices=("memory", "sql"), default="memory", help="sql: on SQLite, opened again")
     args = parser.parse_args()
     if args.seed is not None:
@@ -39,15 +76,14 @@ def main() -> int:
         return 0
     began_s, failed, seen = time.monotonic(), list[int](), Counter[str]()
     seeds = sorted({*range(args.first, args.first + args.seeds), *kept_seeds()})
-    for seed in seeds:
-        try:
-            seen += play(seed, log=args.log).seen
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            failed.append(seed)
-            keep_seed(seed, f"{type(error).__name__}: {error}")
-            print(f"seed {seed}: {''.join(traceback.format_exception_only(error)).strip()}", flush=True)
+    for n, one in enumerate(play_all(seeds, args.log, args.jobs), 1):
+        seen += one.seen
+        if one.found:
+            failed.append(one.seed)
+            keep_seed(one.seed, one.found)
+            print(f"seed {one.seed}: {one.found}", flush=True)
+        if n % REPORT_EVERY == 0:
+            print(f"{n} of {len(seeds)} seeds, at {one.seed}, {len(failed)} failed", flush=True)
     seconds = time.monotonic() - began_s
     print(", ".join(f"{kind} {n}" for kind, n in seen.most_common()))
     print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds:.1f} a second), {len(failed)} failed")

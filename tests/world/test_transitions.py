@@ -97,6 +97,7 @@ def asking(event: Event, to: JobState, killed: set[tuple[str, Turn]]) -> Callabl
     def prepare(world: World) -> None:
         kills(world)
         kill = world.kills_at
+        assert kill is not None
 
         def ask(when: str, turning: frozenset[Turn]) -> bool:
             states = {turn[2] for turn in turning if turn[0] == "job" and when == "after"}
@@ -123,6 +124,7 @@ def undoing(killed: set[tuple[str, Turn]]) -> Callable[[World], None]:
     def prepare(world: World) -> None:
         kills(world)
         kill = world.kills_at
+        assert kill is not None
 
         def ask(when: str, turning: frozenset[Turn]) -> bool:
             if when == "after" and ("instance", R.READY.value, R.GONE.value) in turning:

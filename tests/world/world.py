@@ -229,7 +229,7 @@ class ClientLog:
         if (
             rng.random() < swarm.crash_before_append_p
             or (due and swarm.crash_at is not None and not swarm.crash_at % 2)
-            or self._world.kills_at("before", turning)
+            or self._world.kills("before", turning)
         ):
             self._crash()
         try:
@@ -237,7 +237,7 @@ class ClientLog:
         except (Fenced, SeqConflict):
             self._world.open_again()  # what was refused left nothing behind
             raise
-        if rng.random() < swarm.crash_after_append_p or due or self._world.kills_at("after", turning):
+        if rng.random() < swarm.crash_after_append_p or due or self._world.kills("after", turning):
             self._crash()
         if rng.random() < swarm.store_error_p:
             raise StoreUnavailable("the answer of the store was lost")
@@ -344,12 +344,12 @@ class World:
         self.unread = 0
         """How many of them could not be read; the runs print nothing of it."""
         self.mastered: set[JobId] = set()
-        self.kills_at: Callable[[str, frozenset[Turn]], bool] = lambda when, turning: False
+        self.kills_at: Callable[[str, frozenset[Turn]], bool] | None = None
         """Whether the master dies ``before`` or ``after`` an append that changes these states."""
         self.trace = hashlib.sha256()
         self.seen: Counter[str] = Counter()
         """How often each kind of event was written."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
 
     # -- main path ----------------------------------------------------------------------------------------------------
 
@@ -394,8 +394,9 @@ class World:
     def _safe(self) -> None:
         if self.engine.violations:
             raise Violation("; ".join(self.engine.violations))
-        for task in list(self._tasks):
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        for task in [task for task in self._tasks if task.done()]:
+            del self._tasks[task]
+            if not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         for masters in self.masters.values():
             for one in masters:
@@ -416,7 +417,7 @@ class World:
     def own(self, work: Any) -> asyncio.Task[Any]:
         """A task that the world watches: an exception in it ends the run."""
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
         return task
 
     def open_again(self) -> None:
@@ -478,22 +479,26 @@ class World:
         writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
         turning = self.turning([event], job)
         masters = [one for one in self.masters.get(job, ()) if one.process.alive]
-        killed = bool(masters) and self.kills_at("before", turning)
+        killed = bool(masters) and self.kills("before", turning)
         if killed:
             self.kill_master(masters[-1])
         self.write([event], writer=writer, job=job, expected_seq=seq)
-        if masters and not killed and self.kills_at("after", turning):
+        if masters and not killed and self.kills("after", turning):
             self.kill_master(masters[-1])
 
     def turning(self, events: Sequence[Event], job: JobId | None) -> frozenset[Turn]:
-        """The changes of state that an append would make."""
-        if job is None:
+        """The changes of state that an append would make; none when nothing depends on them."""
+        if job is None or self.kills_at is None:
             return frozenset()
         before = after = self.checkers.shadows.get(job) or initial(job)
         for event in events:
             record = Record(number=0, job=job, seq=after.seq + 1, at=self.clock.wall_s(), event=event)
             after = fold(after, record)
         return turns(before, after)
+
+    def kills(self, when: str, turning: frozenset[Turn]) -> bool:
+        """True when the master dies around this append."""
+        return self.kills_at is not None and self.kills_at(when, turning)
 
     # -- the service --------------------------------------------------------------------------------------------------
 
@@ -536,9 +541,9 @@ class World:
                 except SeqConflict:
                     break
                 seqs[job] += 1
-            if due and (marks := scheduler.decide(now_s).marks):
+            if outcome.marks:
                 writer = Writer(scope=INSTALL_SCOPE, epoch=self.log.fence(INSTALL_SCOPE))
-                self.write(marks, writer=writer)
+                self.write(outcome.marks, writer=writer)
             await self._ensure_masters()
             await self.clock.sleep(TICK_S)
 

@@ -22,7 +22,7 @@ from rota.job import shadow
 from rota.job.core import moving, stopping
 from rota.job.core.context import JobContext, Process
 from rota.job.core.intent import next_emit, wanted
-from rota.job.core.machine import accepts_commit, fold, initial, step
+from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.sizing import saved_by_script
 from rota.job.diagnosis import DiagnosisManager
 from rota.job.executor import Executor, JobPlace, death_event, losses_with
@@ -108,7 +108,9 @@ class JobMaster:
         self._story: deque[Record] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock, oom_kills=oom_kills, is_stopped=is_stopped)
         self._executor: Executor | None = None
-        self._owned: set[asyncio.Task[Any]] = set()
+        self._wanted: frozenset[str] = frozenset()
+        """Commands that the last context asked for; a returning master asks for everything anew."""
+        self._owned: dict[asyncio.Task[Any], None] = {}
         self._table = PeerTable()
         self._meetings = Meetings()
         self._loaded = asyncio.Event()
@@ -230,11 +232,14 @@ class JobMaster:
             if self._executor is None:
                 self.ctx = fold(self.ctx, record)
                 continue
-            self.ctx, commands = step(self.ctx, record)
+            self.ctx = fold(self.ctx, record)
+            commands = wanted(self.ctx)
             for command in commands:
-                self._executor.launch(command, self.ctx)
+                if command.id not in self._wanted:
+                    self._executor.launch(command, self.ctx)
+            self._wanted = frozenset(command.id for command in commands)
         if self._executor is not None and records:
-            self._executor.keep(frozenset(command.id for command in wanted(self.ctx)))
+            self._executor.keep(self._wanted)
             self._push_table()
         if self.ctx.master_epoch > self.epoch:
             raise Fenced(f"master {self.ctx.master_epoch} of {self._job} has taken over from {self.epoch}")
@@ -405,12 +410,12 @@ class JobMaster:
 
     def _own(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._owned.add(task)
+        self._owned[task] = None
         task.add_done_callback(self._disown)
 
     def _disown(self, task: asyncio.Task[Any]) -> None:
         """A task that failed fails the master: nothing goes on as if it had worked."""
-        self._owned.discard(task)
+        self._owned.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._inbox.add(error)
 

@@ -10,11 +10,21 @@ from enum import Enum
 from functools import cache
 from typing import Any, Literal, NewType, Union, cast, get_args, get_origin, get_type_hints
 
+_AS_IS = frozenset({str, int, float, bool, type(None)})
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass; None for another type."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+
 
 def to_json_value(value: Any) -> Any:
     """``value`` as dicts, lists, strings, numbers, booleans and None. Fields equal to their default are kept."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if type(value) in _AS_IS:
+        return value
+    if (names := _field_names(value.__class__)) is not None:
+        return {name: to_json_value(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):

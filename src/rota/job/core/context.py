@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from dataclasses import replace as dataclass_replace
+from typing import Any, Literal, TypeVar
 
 from rota.job.core.graph import Graph, expand
 from rota.job.core.placement import bindings
@@ -45,6 +46,25 @@ GangState = Literal["reserving", "reserved", "releasing"]
 Phase = Literal["commit", "save", "stop"]
 
 
+T = TypeVar("T")
+
+
+def replace(value: T, /, **changes: Any) -> T:
+    """``dataclasses.replace`` for values that are changed with every record.
+
+    JobContext and Instance have no ``__slots__`` and no ``__post_init__``, so that their fields are copied as one
+    dictionary; running ``__init__`` over 54 fields took a sixth of the time of a replay. Raises TypeError for an
+    unknown field.
+    """
+    if not isinstance(value, JobContext | Instance):
+        return dataclass_replace(value, **changes)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+    if unknown := changes.keys() - value.__dict__.keys():
+        raise TypeError(f"{type(value).__name__} has no field {', '.join(sorted(unknown))}")
+    copy = object.__new__(type(value))
+    copy.__dict__.update(value.__dict__, **changes)
+    return copy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
     """A process that exists, or was asked for (``pid`` is then 0). ``epoch`` is the one in its name."""
@@ -68,7 +88,7 @@ class Loss:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Instance:
     """What the master knows of one instance.
 
@@ -206,7 +226,7 @@ class Ending:
     traceback: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class JobContext:
     """The state of one job; changed only by ``machine.step``.
 

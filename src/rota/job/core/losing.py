@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from rota.job.core import moving, sizing, stopping
-from rota.job.core.context import (
-    NO_NODE_ID,
-    Ending,
-    Failover,
-    Gang,
-    Instance,
-    JobContext,
-    Loss,
-)
+from rota.job.core.context import NO_NODE_ID, Ending, Failover, Gang, Instance, JobContext, Loss, replace
 from rota.job.core.intent import timers
 from rota.job.core.recovering import job_level_ending
 from rota.spec.events import FailoverEnded, InstanceLost, ProgressStalled, Reattached, RolledBack

@@ -10,10 +10,9 @@ stepped, everything that is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from rota.job.core import losing, memory, moving, sizing, stopping, winding
-from rota.job.core.context import Ending, Gang, Instance, JobContext, Process
+from rota.job.core.context import Ending, Gang, Instance, JobContext, Process, replace
 from rota.job.core.graph import expand
 from rota.job.core.intent import wanted
 from rota.job.core.placement import requests_of

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rota.job.core import memory, stopping
-from rota.job.core.context import Ending, JobContext, Loss
+from rota.job.core.context import Ending, JobContext, Loss, replace
 from rota.job.core.failover import FailoverCoordinator
 from rota.job.core.sizing import held, leavers, waits_to_grow
 from rota.spec.events import FailoverStarted, MoveAsked

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rota.job.core import stopping
 from rota.job.core.context import (
     FAILED_GRACE_S,
@@ -14,6 +12,7 @@ from rota.job.core.context import (
     Instance,
     JobContext,
     Loss,
+    replace,
 )
 from rota.job.core.diagnosis import by_platform, is_free, may_move, platform_left, root_cause
 from rota.job.core.failover import FailoverCoordinator

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rota.job.core import stopping
-from rota.job.core.context import Ending, Instance, JobContext, Process
+from rota.job.core.context import Ending, Instance, JobContext, Process, replace
 from rota.job.core.sizing import PLANNED, sized, waits_for_answers
 from rota.spec.ids import Epoch, RoleName
 from rota.spec.reasons import Reason

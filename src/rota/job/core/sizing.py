@@ -7,10 +7,9 @@ ready, and nobody waits for it. The world of a command changes as a whole, by a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from math import prod
 
-from rota.job.core.context import Ask, Gang, Instance, JobContext, Loss
+from rota.job.core.context import Ask, Gang, Instance, JobContext, Loss, replace
 from rota.job.core.graph import expand
 from rota.job.core.placement import nodes_apart, request_of
 from rota.spec.commands import Emit

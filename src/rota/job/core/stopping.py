@@ -9,10 +9,9 @@ works on to its next commit), ``save`` (the state of the last commit is written 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from rota.job.core import memory
-from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase
+from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase, replace
 from rota.spec.commands import SetTimer
 from rota.spec.events import Committed, InstanceLost, InstanceStopped, PreemptAsked, ProgressStalled
 from rota.spec.ids import InstanceId

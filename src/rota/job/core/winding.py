@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rota.job.core import memory, stopping
-from rota.job.core.context import Charge, Ending, GangState, JobContext, Loss
+from rota.job.core.context import Charge, Ending, GangState, JobContext, Loss, replace
 from rota.job.core.diagnosis import PLATFORM
 from rota.job.core.recovering import job_level_ending
 from rota.job.core.sizing import first, refused

@@ -39,7 +39,7 @@ from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, Proces
 from rota.runtime.log import EventLog, Writer, master_scope
 from rota.runtime.node import seen_from_outside
 from rota.runtime.process import ProcessId, is_stopped, oom_kills
-from rota.spec.commands import Emit
+from rota.spec.commands import Command, Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
     CheckpointSaved,
@@ -108,8 +108,8 @@ class JobMaster:
         self._story: deque[Record] = deque(maxlen=STORY_MAX)
         self._watch = DiagnosisManager(clock, oom_kills=oom_kills, is_stopped=is_stopped)
         self._executor: Executor | None = None
-        self._wanted: frozenset[str] = frozenset()
-        """Commands that the last context asked for; a returning master asks for everything anew."""
+        self._begun: set[str] = set()
+        """Commands that the context asks for and that were begun; a returning master begins all of them anew."""
         self._owned: dict[asyncio.Task[Any], None] = {}
         self._table = PeerTable()
         self._meetings = Meetings()
@@ -225,21 +225,24 @@ class JobMaster:
                 await self._clock.sleep(STORE_RETRY_S)
 
     def _step(self, records: tuple[Record, ...]) -> None:
-        """Step the machine and start what it newly asks for. The only place where the context changes."""
+        """Step the machine and start what it newly asks for. The only place where the context changes.
+
+        What a record asked for that a later one of the same read took back is not begun.
+        """
+        commands: tuple[Command, ...] = ()
         for record in records:
             self._story.append(record)
             self._number = max(self._number, record.number)
-            if self._executor is None:
-                self.ctx = fold(self.ctx, record)
-                continue
             self.ctx = fold(self.ctx, record)
-            commands = wanted(self.ctx)
-            for command in commands:
-                if command.id not in self._wanted:
-                    self._executor.launch(command, self.ctx)
-            self._wanted = frozenset(command.id for command in commands)
+            if self._executor is not None:
+                commands = wanted(self.ctx)
+                self._begun &= {command.id for command in commands}
         if self._executor is not None and records:
-            self._executor.keep(self._wanted)
+            for command in commands:
+                if command.id not in self._begun:
+                    self._executor.launch(command, self.ctx)
+            self._begun = {command.id for command in commands}
+            self._executor.keep(frozenset(self._begun))
             self._push_table()
         if self.ctx.master_epoch > self.epoch:
             raise Fenced(f"master {self.ctx.master_epoch} of {self._job} has taken over from {self.epoch}")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from tests.makers import JOB, at, loop, service, spec
 
-from rota.job.calls import Courier, Lost, Refusal, Request, in_order
-from rota.job.peers import Peer, PeerTable
+from rota.job.rpc.client import Courier, Lost, Refusal, Request, in_order
+from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.launch import Call, CallTimeout, Handle, NotPicklable, ProcessGone
 from rota.spec.dispatch import Concat, Each, First, Mean, OpSpec, Same, Shard, rule_to_text

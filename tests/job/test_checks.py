@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rota.job.checks import DeviceWatch, NodeUnfit, Unfit, collective, compute, pairwise, quick, told_of
 from rota.job.core.pairs import Verdict
+from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, pairwise, quick, told_of
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import fake_devices
 from rota.spec.reasons import Reason
@@ -37,7 +37,7 @@ def test_too_little_space_is_told_in_mebibytes(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there_is_a_lost_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("1xH100"))
+    monkeypatch.setattr("rota.job.health.preflight.local_devices", lambda: fake_devices("1xH100"))
     (found,) = quick([tmp_path], DeviceWatch((0, 1)))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
     assert NodeUnfit([found]).reason is Reason.GPU_LOST
@@ -86,8 +86,8 @@ class BadLink(dist.ProcessGroupGloo):
 def test_of_a_mesh_the_one_that_is_late_is_the_slowest_and_the_one_that_sends_wrong_numbers_is_faulty(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rota.job.checks.MATRIX_N", 8)  # the four share the cores of one machine
-    monkeypatch.setattr("rota.job.checks.COLLECTIVE_N", 1024)
+    monkeypatch.setattr("rota.job.health.preflight.MATRIX_N", 8)  # the four share the cores of one machine
+    monkeypatch.setattr("rota.job.health.preflight.COLLECTIVE_N", 1024)
     store = dist.HashStore()
 
     def member(rank: int) -> list[Verdict]:
@@ -111,9 +111,9 @@ def test_a_device_that_the_kernel_log_reports_is_unfit_and_its_neighbour_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     log = (Path(__file__).parents[1] / "data" / "job" / "kernel.log").read_text().replace("[ 1843.", "[9999999999.")
-    monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("2xH100"))
-    monkeypatch.setattr("rota.job.checks.kernel_lines", log.splitlines)
-    monkeypatch.setattr("rota.job.checks.bus_addresses", lambda: ("0000:1a:00", "0000:44:00"))
+    monkeypatch.setattr("rota.job.health.preflight.local_devices", lambda: fake_devices("2xH100"))
+    monkeypatch.setattr("rota.job.health.preflight.kernel_lines", log.splitlines)
+    monkeypatch.setattr("rota.job.health.preflight.bus_addresses", lambda: ("0000:1a:00", "0000:44:00"))
     assert quick([tmp_path], DeviceWatch((0,))) == []
     (found,) = quick([tmp_path], DeviceWatch((1,)))
     assert (found.check, found.reason) == ("devices", Reason.GPU_LOST)
@@ -124,8 +124,8 @@ def test_a_device_whose_memory_errors_rise_under_its_work_is_faulty_and_older_er
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted = {0: 7, 1: 2, 2: 0}
-    monkeypatch.setattr("rota.job.checks.local_devices", lambda: fake_devices("3xH100"))
-    monkeypatch.setattr("rota.job.checks.memory_errors", lambda: dict(counted))
+    monkeypatch.setattr("rota.job.health.preflight.local_devices", lambda: fake_devices("3xH100"))
+    monkeypatch.setattr("rota.job.health.preflight.memory_errors", lambda: dict(counted))
     watch = DeviceWatch((0, 1))
     assert watch.look() == []
     counted |= {0: 0, 2: 5}

@@ -11,9 +11,9 @@ from tests.makers import fail as contract
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.core.waits import Wait
-from rota.job.diagnosis import DiagnosisManager, sentence
-from rota.job.meetings import Meetings
-from rota.job.probes import SETTING_UP, Beat, Pulse
+from rota.job.health.heartbeat import SETTING_UP, Beat, Pulse
+from rota.job.master.diagnosis import DiagnosisManager, sentence
+from rota.job.master.rendezvous import Meetings
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.dispatch import coordinates, merge, of_items, split
+from rota.job.rpc.dispatch import coordinates, merge, of_items, split
 from rota.spec.dispatch import Concat, Mean, Rank, Same, Shard, Sum
 from rota.spec.errors import BadInput
 

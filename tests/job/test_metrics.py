@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rota.job.flow import _commit_arguments
+from rota.job.instance.flow import _commit_arguments
 from rota.spec.errors import BadInput
 
 

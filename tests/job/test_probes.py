@@ -12,9 +12,9 @@ from tests.makers import fail as contract
 
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
-from rota.job.diagnosis import DiagnosisManager
-from rota.job.probes import Beat, BeatAnswer, Failure, Pulse
-from rota.job.waiting import Collectives, own_collectives
+from rota.job.health.heartbeat import Beat, BeatAnswer, Failure, Pulse
+from rota.job.master.diagnosis import DiagnosisManager
+from rota.job.rpc.tracing import Collectives, own_collectives
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from tests.makers import JOB, mesh, spec
 
-from rota.job import checks, worker
-from rota.job.bodies import Forming
-from rota.job.executor import JobPlace
-from rota.job.probes import BeatAnswer
-from rota.job.rendezvous import Meeting
-from rota.job.worker import Instance
+from rota.job.health import preflight
+from rota.job.health.heartbeat import BeatAnswer
+from rota.job.instance import instance
+from rota.job.instance.instance import Instance
+from rota.job.instance.process_group import Meeting
+from rota.job.instance.runners import Forming
+from rota.job.rpc.peers import JobPlace
 from rota.runtime.devices import group_backend
 from rota.runtime.launch import Call
 from rota.spec.ids import Epoch
@@ -33,7 +34,7 @@ class AloneLauncher:
 @pytest.fixture
 def member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance]:
     """A member of a mesh with a device of a pretend cluster, and the full node check."""
-    monkeypatch.setattr(worker, "open_launcher", lambda _: AloneLauncher())
+    monkeypatch.setattr(instance, "open_launcher", lambda _: AloneLauncher())
     role = mesh("w", 1, fail=Fail(check="full"))
     place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
     made = Instance(place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[0])
@@ -52,7 +53,7 @@ def test_a_member_with_pretend_devices_meets_and_sums_over_gloo(member: Instance
         assert dist.get_backend(group) == "gloo"
     finally:
         meeting.leave()
-    assert checks.compute(devices=1) == [], "there is nothing on device 0 to compute with"
+    assert preflight.compute(devices=1) == [], "there is nothing on device 0 to compute with"
 
 
 def test_with_cuda_devices_the_tensors_of_both_kinds_have_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:

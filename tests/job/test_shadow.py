@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.shadow import flatten, rebuild, tensors_of
+from rota.job.checkpoint import flatten, rebuild, tensors_of
 from rota.spec.errors import BadInput
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

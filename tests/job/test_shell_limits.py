@@ -15,20 +15,21 @@ import pytest
 from tests.makers import JOB, at, loop, mesh, op, service, spec
 from tests.world.virtual import run as virtual
 
-from rota.job import executor, flow, inbox, master, stacks
-from rota.job.bodies import StillRunning
-from rota.job.calls import Courier
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, Instance
 from rota.job.core.graph import expand
-from rota.job.diagnosis import DiagnosisManager
-from rota.job.executor import Executor, JobPlace, death_event
-from rota.job.flow import Flow, LoopBody
-from rota.job.inbox import InboxFull, Wish
-from rota.job.lanes import Exited, Lane
-from rota.job.master import JobMaster
-from rota.job.peers import Peer, PeerTable
-from rota.job.probes import Beat, Failure, Pulse
-from rota.job.spmd import SETUP_MAX_S
+from rota.job.health import stacks
+from rota.job.health.heartbeat import Beat, Failure, Pulse
+from rota.job.instance import flow
+from rota.job.instance.flow import Flow, LoopBody
+from rota.job.instance.runners import StillRunning
+from rota.job.instance.spmd import SETUP_MAX_S
+from rota.job.master import executor, master
+from rota.job.master.diagnosis import DiagnosisManager
+from rota.job.master.executor import Executor, death_event
+from rota.job.master.master import InboxFull, JobMaster, Wish
+from rota.job.rpc.client import Courier
+from rota.job.rpc.event_loop import Exited, Lane
+from rota.job.rpc.peers import JobPlace, Peer, PeerTable
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.launch import Call, CallTimeout, ProcessDied
 from rota.runtime.log import MemoryLog
@@ -62,7 +63,7 @@ def a_master() -> JobMaster:
 
 
 def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inbox, "INBOX_MAX", 3)
+    monkeypatch.setattr(master, "INBOX_MAX", 3)
 
     async def main() -> None:
         one = a_master()

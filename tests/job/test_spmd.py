@@ -18,11 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from rota.job import spmd
-from rota.job.bodies import Forming
-from rota.job.bootstrap import write_error
-from rota.job.probes import Beat, Pulse
-from rota.job.spmd import (
+from rota.job.health.heartbeat import Beat, Pulse
+from rota.job.instance import spmd
+from rota.job.instance.bootstrap import write_error
+from rota.job.instance.instance import failure_of
+from rota.job.instance.runners import Forming
+from rota.job.instance.spmd import (
     CommandBody,
     CommandFailed,
     RankMarks,
@@ -31,8 +32,7 @@ from rota.job.spmd import (
     run_setup,
     who_is_behind,
 )
-from rota.job.waiting import Collectives
-from rota.job.worker import failure_of
+from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.logs import format_line
@@ -43,7 +43,7 @@ from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 
-BOOT = (sys.executable, "-m", "rota.job.bootstrap")
+BOOT = (sys.executable, "-m", "rota.job.instance.bootstrap")
 BEAT = Beat(role=RoleName("main"), rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)
 
 
@@ -122,7 +122,7 @@ def test_variables_in_a_torchrun_line_are_expanded_in_each_rank_and_quotes_keep_
     env = {**os.environ, "WHERE": str(tmp_path), "LR": "1e-3", "RANK": "3"}
     shown = subprocess.run(found.argv, env=env, capture_output=True, text=True, timeout=60)
     assert shown.stdout.strip() == str(["--lr", "1e-3", "a & 3", "$RANK | x"]), shown.stderr
-    assert "rota.job.bootstrap" in " ".join(found.argv)
+    assert "rota.job.instance.bootstrap" in " ".join(found.argv)
 
 
 def test_torch_distributed_run_is_a_torchrun_line() -> None:
@@ -209,7 +209,7 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
     script, stacks = tmp_path / "stuck.py", tmp_path / "stacks-0"
     script.write_text("import time\ndef stuck_here():\n    time.sleep(60)\nstuck_here()\n")
     env = {**os.environ, "ROTA_STACKS_FILE": str(stacks)}
-    rank = subprocess.Popen([sys.executable, "-m", "rota.job.bootstrap", str(script)], env=env)
+    rank = subprocess.Popen([sys.executable, "-m", "rota.job.instance.bootstrap", str(script)], env=env)
     deaf = subprocess.Popen(["sleep", "60"])
     try:
         which, other = process.identify(rank.pid), process.identify(deaf.pid)

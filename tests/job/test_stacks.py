@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rota.job import bootstrap
+from rota.job.health.stacks import is_of_the_job, of_the_job, own_stacks
 from rota.job.inspect import inspect_all
-from rota.job.lanes import Lane
-from rota.job.stacks import is_of_the_job, of_the_job, own_stacks
-from rota.job.worker import failure_of
+from rota.job.instance import bootstrap
+from rota.job.instance.instance import failure_of
+from rota.job.rpc.event_loop import Lane
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 
@@ -55,7 +55,7 @@ def test_a_dump_without_code_of_the_job_is_shown_whole() -> None:
 
 PACKAGES = "/venv/lib/python3.11/site-packages"
 BOOTSTRAP = bootstrap.__file__
-SPIED = f"""Process 71: python -m rota.job.bootstrap train.py
+SPIED = f"""Process 71: python -m rota.job.instance.bootstrap train.py
 Python v3.11.7 (/usr/bin/python3.11)
 
 Thread 71 (idle): "MainThread"

@@ -13,11 +13,10 @@ from tests.job.test_calls import Launcher, table
 from tests.makers import JOB, at, loop, op, service, spec
 from tests.world import virtual
 
-from rota.job.calls import Courier, Request
 from rota.job.core.ledger import Drop, Place
-from rota.job.probes import Beat, Pulse
-from rota.job.sources import open_source
-from rota.job.streams import Streams
+from rota.job.health.heartbeat import Beat, Pulse
+from rota.job.instance.streams import Streams, open_source
+from rota.job.rpc.client import Courier, Request
 from rota.runtime.clock import Clock, SystemClock, VirtualClock
 from rota.spec.errors import BadInput, DataError
 from rota.spec.ids import Epoch

@@ -11,9 +11,9 @@ from tests.job.core.test_graph_and_gangs import near, problems
 from tests.job.test_calls import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
-from rota.job.calls import Courier, Request
-from rota.job.peers import Peer, PeerTable
-from rota.job.turns import Turns
+from rota.job.instance.device_lease import Turns
+from rota.job.rpc.client import Courier, Request
+from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import Epoch, NodeId, RoleName
 from rota.spec.job import Edge, JobSpec, StreamSpec

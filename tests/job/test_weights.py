@@ -10,9 +10,9 @@ import pytest
 from tests.job.test_calls import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
-from rota.job.calls import Courier, Request
-from rota.job.peers import Peer, PeerTable
-from rota.job.weights import PHASE, Replicas, Tape, gradient_edges
+from rota.job.instance.weights import PHASE, Replicas, Tape, gradient_edges
+from rota.job.rpc.client import Courier, Request
+from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, NodeId, RoleName

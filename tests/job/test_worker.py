@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from tests.makers import JOB, at, service, spec
 
-from rota.job import checks, operations, worker
-from rota.job.calls import Refusal
-from rota.job.executor import JobPlace, death_event
-from rota.job.peers import PeerTable
-from rota.job.probes import Beat, BeatAnswer
-from rota.job.spans import Spans
-from rota.job.worker import Instance
+from rota.job.health import preflight
+from rota.job.health.heartbeat import Beat, BeatAnswer
+from rota.job.instance import instance as instance_module
+from rota.job.instance import operations
+from rota.job.instance.instance import Instance
+from rota.job.master.executor import death_event
+from rota.job.rpc.client import Refusal
+from rota.job.rpc.peers import JobPlace, PeerTable
+from rota.job.rpc.tracing import Spans
 from rota.job.workload import Workload, interface_of, op
 from rota.runtime.launch import Call, ProcessDied
 from rota.spec.dispatch import Rank
@@ -56,10 +58,10 @@ def test_an_instance_whose_beats_fail_in_any_way_ends_itself(
         ended.set()
         raise asyncio.CancelledError
 
-    monkeypatch.setattr(worker.os, "_exit", end)
-    monkeypatch.setattr(worker, "open_launcher", lambda _: BrokenLauncher())
-    monkeypatch.setattr(worker, "BEAT_S", 0.01)
-    monkeypatch.setattr(worker, "FENCE_EXIT_S", 0.1)
+    monkeypatch.setattr(instance_module.os, "_exit", end)
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: BrokenLauncher())
+    monkeypatch.setattr(instance_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(instance_module, "FENCE_EXIT_S", 0.1)
     instance = an_instance(tmp_path)
     try:
         assert ended.wait(LIMIT_S)
@@ -106,7 +108,7 @@ class Worked(Workload):
 def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
     instance = an_instance(tmp_path)
 
     def head(call_id: str, name: str, *, loop_epoch: int = 4) -> list[Any]:
@@ -163,8 +165,8 @@ def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_
                 told.set()
             return await super().call()
 
-    monkeypatch.setattr(worker, "open_launcher", lambda _: Listening())
-    monkeypatch.setattr(operations.shadow, "connect", lambda *_: None)  # nothing is shared here
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: Listening())
+    monkeypatch.setattr(operations.checkpoint, "connect", lambda *_: None)  # nothing is shared here
     role = replace(service("w", 1), workload=f"{__name__}:Reader", interface=interface_of(Reader))
     made = replace(spec(role), weights=(WeightsEdge(source=RoleName("a"), target=role.name),))
     place = JobPlace(home=str(tmp_path), job=JOB, workdir=str(tmp_path), launcher="")
@@ -185,9 +187,9 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = threading.Event()
-    monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
-    monkeypatch.setattr(worker, "CHECK_MAX_S", 0.01)
-    monkeypatch.setattr(worker, "quick", lambda *_: back.wait())
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(instance_module, "CHECK_MAX_S", 0.01)
+    monkeypatch.setattr(instance_module, "quick", lambda *_: back.wait())
     instance = an_instance(tmp_path)
     try:
         answer = asyncio.run(instance.check())
@@ -201,8 +203,8 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
 
 def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors, told = {1: 4}, threading.Event()
-    monkeypatch.setattr(checks, "memory_errors", lambda: dict(errors))
-    monkeypatch.setattr(worker, "DEVICES_EVERY_S", 0.01)
+    monkeypatch.setattr(preflight, "memory_errors", lambda: dict(errors))
+    monkeypatch.setattr(instance_module, "DEVICES_EVERY_S", 0.01)
 
     class Listening(QuietLauncher):
         async def call(self, _: object, call: Call) -> Any:
@@ -211,7 +213,7 @@ def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, m
                 told.set()
             return await super().call()
 
-    monkeypatch.setattr(worker, "open_launcher", lambda _: Listening())
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: Listening())
     instance = an_instance(tmp_path, 1)
     try:
         assert asyncio.run(instance.check()) == {"answer": "done"}, "four errors of an earlier time are no fault"
@@ -243,8 +245,8 @@ def test_an_operation_that_holds_its_thread_over_a_new_epoch_ends_the_process(
         return go.wait(LIMIT_S)
 
     monkeypatch.setattr(Worked, "block", op(send=Rank(0))(block))
-    monkeypatch.setattr(worker, "open_launcher", lambda _: QuietLauncher())
-    monkeypatch.setattr(worker.os, "_exit", end)
+    monkeypatch.setattr(instance_module, "open_launcher", lambda _: QuietLauncher())
+    monkeypatch.setattr(instance_module.os, "_exit", end)
     monkeypatch.setattr(operations, "LET_GO_S", 0.05)
     instance = an_instance(tmp_path)
 

@@ -95,7 +95,7 @@ class Run:
         args = {"job": self.job, "db_url": self.home.db_url, "home": str(self.home.root)}
         start = MasterStart(
             job=self.job,
-            target="rota.job.master:Master",
+            target="rota.job.master.master:Master",
             args=args,
             env={},
             log_path=str(self.home.job(self.job).logs / "master-0.log"),

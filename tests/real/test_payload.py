@@ -14,9 +14,9 @@ import torch
 from tests.real.conftest import made_short_home
 
 from rota import tensors
-from rota.job import payload
-from rota.job.dispatch import merge, split
-from rota.job.payload import Box, Ref, opened
+from rota.job.rpc import payload
+from rota.job.rpc.dispatch import merge, split
+from rota.job.rpc.payload import Box, Ref, opened
 from rota.spec.dispatch import Concat, Shard
 from rota.spec.ids import JobId
 from rota.tensors.plane import Plane

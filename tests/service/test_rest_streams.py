@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from standing import HELLO, Standing, listening, stream, with_service
 
-from rota.job.probes import Beat
+from rota.job.health.heartbeat import Beat
 from rota.runtime.clock import VirtualClock
 from rota.runtime.logs import format_line, log_name
 from rota.service.client import Client

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.job.calls import ROLLBACK_MAX_S, Courier, Refusal
-from rota.job.peers import Peer, PeerTable, master_handle
-from rota.job.probes import SETTING_UP, Pulse
-from rota.job.shadow import SHADOWS_KEPT
-from rota.job.streams import Streams
+from rota.job.checkpoint import SHADOWS_KEPT
+from rota.job.health.heartbeat import SETTING_UP, Pulse
+from rota.job.instance.streams import Streams
+from rota.job.rpc.client import ROLLBACK_MAX_S, Courier, Refusal
+from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.launch_sim import SimProcess

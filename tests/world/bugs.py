@@ -12,10 +12,10 @@ from rota.cluster.core import facts, preemption
 from rota.cluster.core.quota import QueueTree
 from rota.cluster.core.snapshot import State
 from rota.cluster.live import Scheduler
-from rota.job import executor
-from rota.job import master as master_module
 from rota.job.core import failover, intent, ledger, losing, machine, memory, settling, stopping, winding
 from rota.job.core.context import JobContext
+from rota.job.master import executor
+from rota.job.master import master as master_module
 from rota.runtime import log as log_module
 from rota.runtime.launch_sim import SimFaults
 from rota.runtime.sql_log import SqlLog

@@ -12,7 +12,7 @@ from rota.job.core.intent import timers
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.memory import keepers
-from rota.job.peers import WEIGHTS
+from rota.job.rpc.peers import WEIGHTS
 from rota.spec.events import (
     Committed,
     FailoverStarted,

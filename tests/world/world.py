@@ -18,15 +18,14 @@ from rota.cluster.core.preemption import _place_without as place_without
 from rota.cluster.live import Outcome, Scheduler
 from rota.cluster.policies.default import default
 from rota.cluster.policies.fifo import fifo
-from rota.job import kept as kept_module
-from rota.job import master as master_module
 from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
 from rota.job.core.sizing import is_world
-from rota.job.executor import JobPlace
-from rota.job.master import JobMaster
-from rota.job.peers import master_handle
+from rota.job.master import master as master_module
+from rota.job.master import snapshots as kept_module
+from rota.job.master.master import JobMaster
+from rota.job.rpc.peers import JobPlace, master_handle
 from rota.runtime.clock import VirtualClock
 from rota.runtime.launch import Handle, InstanceSpec, Reservation
 from rota.runtime.launch_sim import NO_FAULTS, SimEngine, SimFaults, SimLauncher, SimProcess

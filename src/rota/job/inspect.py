@@ -16,7 +16,7 @@ from threading import local
 from types import ModuleType
 from typing import Any
 
-from rota.job.stacks import told
+from rota.job.health.stacks import told
 from rota.job.workload import interface_of
 from rota.spec import codec
 from rota.spec.check import nearest

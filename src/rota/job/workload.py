@@ -45,7 +45,7 @@ from rota.spec.job import Interface
 from rota.spec.resources import parse_duration
 
 if TYPE_CHECKING:
-    from rota.job.instance_context import InstanceContext
+    from rota.job.instance.runners import InstanceContext
 
 F = TypeVar("F", bound=Callable[..., Any])
 

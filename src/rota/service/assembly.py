@@ -33,7 +33,7 @@ from rota.spec.resources import Node, pretend_nodes
 
 WARM = 2
 """Processes that the engine keeps ready: one for the master of a job and one for its first instance."""
-PRELOAD = ("rota.runtime.launch_ray", "rota.runtime.sql_log", "rota.job.executor", "rota.job.probes")
+PRELOAD = ("rota.runtime.launch_ray", "rota.runtime.sql_log", "rota.job.master.executor", "rota.job.health.heartbeat")
 """What a process that is kept ready has imported; nothing with numpy, which settles its threads when it is imported."""
 
 

@@ -17,7 +17,7 @@ from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
 from rota.spec.resources import Node
 
-MASTER_TARGET = "rota.job.master:Master"
+MASTER_TARGET = "rota.job.master.master:Master"
 STATUS_TIMEOUT_S = 2.0
 
 

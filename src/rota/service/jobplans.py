@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, lcm
 from pathlib import Path
 
-from rota.job.spmd import parse_command
+from rota.job.instance.spmd import parse_command
 from rota.runtime.clock import Clock
 from rota.runtime.devices import local_node
 from rota.service.plans import find_hardware, load_plan

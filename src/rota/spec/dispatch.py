@@ -1,7 +1,7 @@
 """How arguments split and results merge: Same, Shard, Each, Rank; Concat, Mean, Sum, First, Stream.
 
 Dispatch is declared with the operation, never guessed from the shape of a value. These are values only; the arithmetic
-of slices is in ``rota.job.dispatch``.
+of slices is in ``rota.job.rpc.dispatch``.
 """
 
 from __future__ import annotations

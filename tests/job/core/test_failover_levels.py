@@ -11,7 +11,7 @@ from rota.job.core.context import PLATFORM_FAULTS_MAX, Loss
 from rota.job.core.diagnosis import is_secondary, kind_of, root_cause
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import initial, replay
-from rota.job.executor import death_event
+from rota.job.master.executor import death_event
 from rota.runtime.launch import ProcessDied
 from rota.spec.commands import Assemble, CheckNode, RunInstance, SetTimer, StartInstance
 from rota.spec.events import (

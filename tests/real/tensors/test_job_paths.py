@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.real.tensors.crew import Crew, clean, repeats, wait_until
 
-from rota.job import checkpoint, shadow
+from rota.job import checkpoint
 from rota.spec.errors import Fenced
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.tensors import errors
@@ -252,15 +252,15 @@ def test_leases_of_a_forked_child_outlive_the_killed_parent(plane: Plane, actors
 def test_a_commit_goes_from_memory_to_disk_and_the_newer_of_both_comes_back(plane: Plane, tmp_path: Path) -> None:
     """What lies in the memory of a host since before a rollback has the number of a later commit."""
     job, one = JobId("j"), InstanceId(RoleName("a"), 0)
-    shadow.save(plane, job, one, 5, Epoch(2), {"by": 2})
-    shadow.publish(plane, job, "a-r", 4, Epoch(2), {"w": np.arange(3.0)})
+    checkpoint.save(plane, job, one, 5, Epoch(2), {"by": 2})
+    checkpoint.publish(plane, job, "a-r", 4, Epoch(2), {"w": np.arange(3.0)})
     folder = checkpoint.folder_of(tmp_path, 5, Epoch(2))
     checkpoint.keep(plane, job, one, 5, folder)
     checkpoint.keep(plane, job, "a-r", 4, folder)
     assert checkpoint.read(checkpoint.file_of(folder, one)) == {"by": 2}
     assert checkpoint.read(checkpoint.file_of(folder, "a-r"))["w"].tolist() == [0.0, 1.0, 2.0]
     for owner, n in ((one, 6), ("a-r", 5), (InstanceId(RoleName("a"), 1), 5)):
-        with pytest.raises(shadow.StateLost):
+        with pytest.raises(checkpoint.StateLost):
             checkpoint.keep(plane, job, owner, n, folder)
     checkpoint.write(checkpoint.folder_of(tmp_path, 5, Epoch(1)), one, {"by": 1})
     assert checkpoint.restored(plane, tmp_path, job, one, 5) == {"by": 2}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.job.spans import read_spans
+from rota.job.rpc.tracing import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.calls import JobSort
 from rota.service.changes import checked_changes, checked_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rota.job.peers import CUT
+from rota.job.rpc.peers import CUT
 from rota.spec.events import Committed
 
 

@@ -15,25 +15,24 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from rota.job import shadow
+from rota.job import checkpoint
 from rota.job.core import moving, stopping
 from rota.job.core.context import JobContext, Process
 from rota.job.core.intent import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.sizing import saved_by_script
-from rota.job.diagnosis import DiagnosisManager
-from rota.job.executor import Executor, JobPlace, death_event, losses_with
-from rota.job.inbox import Inbox, Wish
+from rota.job.health.heartbeat import Beat, BeatAnswer
+from rota.job.health.stacks import of_the_job
 from rota.job.inspect import import_target
-from rota.job.kept import KEEP_EVERY, Replayed, keep, newest
-from rota.job.lanes import Lane
-from rota.job.meetings import Meetings
-from rota.job.peers import PeerTable, cursor_with, table_of
-from rota.job.probes import Beat, BeatAnswer
-from rota.job.stacks import of_the_job
+from rota.job.master.diagnosis import DiagnosisManager
+from rota.job.master.executor import Executor, death_event, losses_with
+from rota.job.master.rendezvous import Meetings
+from rota.job.master.snapshots import KEEP_EVERY, Replayed, keep, newest
+from rota.job.rpc.event_loop import Lane
+from rota.job.rpc.peers import JobPlace, PeerTable, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.log import EventLog, Writer, master_scope
@@ -53,6 +52,48 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.spec.states import InstanceState
+
+INBOX_MAX = 20_000
+
+
+class InboxFull(Exception):
+    """More events wait than a master may hold."""
+
+
+@dataclass(slots=True)
+class Wish:
+    """An event that somebody wants in the log; ``done`` is told when it is there, or why it is refused."""
+
+    event: JobEvent
+    done: asyncio.Future[None] | None = None
+
+    def answer(self, refusal: Exception | None = None) -> None:
+        """It is in the log, or it is refused."""
+        if self.done is not None and not self.done.done():
+            self.done.set_exception(refusal) if refusal else self.done.set_result(None)
+
+
+class Inbox(asyncio.Queue[Wish | BaseException]):
+    """Wishes, and what went wrong in a task of the master. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(INBOX_MAX)
+
+    def add(self, wish: Wish | BaseException) -> None:
+        """Over the limit nothing is dropped in silence: the master fails, and the next one asks what is alive."""
+        if self.full():
+            while not self.empty():
+                self.get_nowait()
+            wish = InboxFull(f"{INBOX_MAX} events wait to be written")
+        self.put_nowait(wish)
+
+    def refuse(self, refusal: Exception) -> None:
+        """Tell everybody who waits for a wish that it is not granted any more."""
+        while not self.empty():
+            wish = self.get_nowait()
+            if isinstance(wish, Wish):
+                wish.answer(refusal)
+
 
 T = TypeVar("T")
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -463,7 +504,7 @@ class Master:
             launcher=opened(),
             clock=SystemClock(),
             pid=os.getpid(),
-            give_back=functools.partial(shadow.give_back, self._job, home),
+            give_back=functools.partial(checkpoint.give_back, self._job, home),
             look_at=seen_from_outside,
             oom_kills=oom_kills,
             is_stopped=lambda which: is_stopped(ProcessId(pid=which.pid, start_time=which.start_time)),

@@ -9,9 +9,9 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from rota.job.bodies import Forming, Seat
-from rota.job.checks import NodeUnfit, collective, pairwise, slow_text, told_of
-from rota.job.peers import master_handle
+from rota.job.health.preflight import NodeUnfit, collective, pairwise, slow_text, told_of
+from rota.job.instance.runners import Forming, Seat
+from rota.job.rpc.peers import master_handle
 from rota.runtime.devices import group_backend
 from rota.runtime.environ import get
 from rota.runtime.launch import Call, CallTimeout, ProcessGone

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rota.job.bodies import Forming, Seat, make_context
-from rota.job.peers import NO_EPOCH
-from rota.job.rendezvous import meet, own_address
-from rota.job.stacks import of_the_job
-from rota.job.waiting import Collectives
+from rota.job.health.stacks import of_the_job
+from rota.job.instance.process_group import meet, own_address
+from rota.job.instance.runners import Forming, Seat, make_context
+from rota.job.rpc.peers import NO_EPOCH
+from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
 from rota.runtime.logs import tail_lines
@@ -77,8 +77,8 @@ def parse_command(role: RoleSpec) -> Command:
     """The command of a ``run`` role: a torchrun line becomes its ranks, a plain line an argv, the rest goes to a shell.
 
     Variables and patterns in the script and arguments of a torchrun line are expanded by a shell, in each rank. Python
-    scripts run under ``rota.job.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment. Raises BadInput
-    for a torchrun line that cannot be read.
+    scripts run under ``rota.job.instance.bootstrap`` unless ``ROTA_BOOTSTRAP=0`` is in the role's environment. Raises
+    BadInput for a torchrun line that cannot be read.
     """
     assert role.run is not None, "only run roles have a command"
     bare = dict(role.env).get("ROTA_BOOTSTRAP") == "0"
@@ -103,7 +103,7 @@ def _python(words: Sequence[str], *, bare: bool) -> tuple[str, ...]:
     if Path(words[0]).name not in ("python", "python3"):
         return tuple(words)
     if not bare and len(words) > 1 and words[1].endswith(".py"):
-        return (sys.executable, "-m", "rota.job.bootstrap", *words[1:])
+        return (sys.executable, "-m", "rota.job.instance.bootstrap", *words[1:])
     return (sys.executable, *words[1:])
 
 

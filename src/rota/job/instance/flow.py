@@ -24,19 +24,20 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rota.job import checkpoint, payload, shadow
-from rota.job.bodies import Forming, Seat, StillRunning, make_context
-from rota.job.calls import Request, in_order
+from rota.job import checkpoint
 from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.symptoms import bad_losses
-from rota.job.dispatch import of_items
-from rota.job.handles import Forgotten, RoleHandle, Roles, StreamHandles, absent
+from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
-from rota.job.peers import Peer, PeerTable, master_handle
-from rota.job.probes import QUIET_MAX_S
-from rota.job.streams import Streams
-from rota.job.turns import Turns
-from rota.job.weights import SYNC, gradient_edges
+from rota.job.instance.device_lease import Turns
+from rota.job.instance.handles import Forgotten, RoleHandle, Roles, StreamHandles, absent
+from rota.job.instance.runners import Forming, Seat, StillRunning, make_context
+from rota.job.instance.streams import Streams
+from rota.job.instance.weights import SYNC, gradient_edges
+from rota.job.rpc import payload
+from rota.job.rpc.client import Request, in_order
+from rota.job.rpc.dispatch import of_items
+from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.job.workload import FLOW
 from rota.runtime.launch import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec
@@ -257,7 +258,7 @@ class Flow:
 
     async def begin(self, *, keeps: bool) -> None:
         """In the control lane: streams go on from the cut; it ``keeps`` items that no source gives again."""
-        if self._epoch > 1 and shadow.in_use(self._seat.place.home):
+        if self._epoch > 1 and checkpoint.in_use(self._seat.place.home):
             await asyncio.to_thread(payload.sweep, self.plane, self._seat.place.job, self._epoch)
         if keeps:
             place, who, n = self._seat.place, self._seat.id, self.committed
@@ -326,14 +327,14 @@ class Flow:
 
     def _keep(self, n: int, kept: dict[str, Any], folder: str) -> None:
         """Items that no source gives again are state of the loop, saved like that of any other instance."""
-        shadow.save(self.plane, self._seat.place.job, self._seat.id, n, self._epoch, kept)
+        checkpoint.save(self.plane, self._seat.place.job, self._seat.id, n, self._epoch, kept)
         if folder:
             checkpoint.write(Path(folder), self._seat.id, kept)
 
     @cached_property
     def plane(self) -> Any:
         """The tensor plane as this instance."""
-        return shadow.connect(self._seat.place.job, self._seat.id, self._epoch)
+        return checkpoint.connect(self._seat.place.job, self._seat.id, self._epoch)
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}

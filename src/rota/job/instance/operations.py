@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rota.job import checkpoint, shadow
-from rota.job.bodies import Forming, Seat, StillRunning, make_context
-from rota.job.calls import Refusal, Request
+from rota.job import checkpoint
+from rota.job.health.stacks import told
 from rota.job.inspect import import_target
-from rota.job.payload import Box, prefix_of
-from rota.job.peers import PeerTable
-from rota.job.rendezvous import Meeting
-from rota.job.stacks import told
-from rota.job.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
+from rota.job.instance.process_group import Meeting
+from rota.job.instance.runners import Forming, Seat, StillRunning, make_context
+from rota.job.instance.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
+from rota.job.rpc.client import Refusal, Request
+from rota.job.rpc.payload import Box, prefix_of
+from rota.job.rpc.peers import PeerTable
 from rota.job.workload import ONE_RESULT, Marks, marks_of
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch
@@ -75,7 +75,7 @@ class ClassBody:
         cls: Any = await seat.user.do(lambda: import_target(seat.role.workload or ""))
         marks, plane = marks_of(cls), None
         if any(mark is not None for mark in (marks.state, marks.publish, marks.weights)):
-            plane = await seat.user.do(lambda: shadow.connect(seat.place.job, seat.id, forming.epoch))
+            plane = await seat.user.do(lambda: checkpoint.connect(seat.place.job, seat.id, forming.epoch))
         if forming.restore > 0 and marks.state is not None and plane is not None:
             ctx.restored = await seat.user.do(
                 partial(checkpoint.restored, plane, ctx.checkpoint_dir, seat.place.job, seat.id, forming.restore)
@@ -179,7 +179,7 @@ class ClassBody:
 
     def _plane(self, formed: _Formed) -> Any:
         if formed.plane is None:
-            formed.plane = shadow.connect(self._seat.place.job, self._seat.id, formed.epoch)
+            formed.plane = checkpoint.connect(self._seat.place.job, self._seat.id, formed.epoch)
         return formed.plane
 
     def _failed(self, formed: _Formed, error: BaseException, *, report: bool) -> Refusal:
@@ -220,7 +220,7 @@ class ClassBody:
         try:
             if formed.marks.weights is not None:
                 with self._seat.pulse.waiting.on(f"{edge.source}/0", "weights", edge.name):
-                    tensors = shadow.fetch(formed.plane, self._seat.place.job, edge.name, version)
+                    tensors = checkpoint.fetch(formed.plane, self._seat.place.job, edge.name, version)
                 loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
                 if inspect.isawaitable(loaded):
                     await loaded
@@ -249,7 +249,7 @@ class ClassBody:
         if formed.marks.state is not None:
             job, seat = self._seat.place.job, self._seat
             state = await self._in_user(getattr(formed.object, formed.marks.state), (), {})
-            size = await seat.user.do(lambda: shadow.save(formed.plane, job, seat.id, n, formed.epoch, state))
+            size = await seat.user.do(lambda: checkpoint.save(formed.plane, job, seat.id, n, formed.epoch, state))
             if folder:
                 with seat.pulse.quiet("checkpoint"):
                     await seat.user.do(lambda: checkpoint.write(Path(folder), seat.id, state))
@@ -269,7 +269,7 @@ class ClassBody:
     def _keep_weights(self, formed: _Formed, n: int, folder: Path) -> None:
         """What readers have and the state of commit ``n`` does not tell goes to disk with it."""
         for edge, published in self._published(formed, n):
-            found = shadow.find_weights(formed.plane, self._seat.place.job, edge, published)
+            found = checkpoint.find_weights(formed.plane, self._seat.place.job, edge, published)
             if published < n and found is not None:
                 checkpoint.write(folder, edge, dict(found))
 
@@ -277,19 +277,19 @@ class ClassBody:
         """After a rollback to ``n``: what readers need and memory has no more comes from the state, or from disk."""
         job, user = self._seat.place.job, self._seat.user
         for edge, published in self._published(formed, n):
-            if await user.do(partial(shadow.find_weights, formed.plane, job, edge, published)) is not None:
+            if await user.do(partial(checkpoint.find_weights, formed.plane, job, edge, published)) is not None:
                 continue
             path = checkpoint.find(root, edge, n)
             if published == n:
                 await self._publish(formed, edge, n)
             elif path is not None:
                 kept = await user.do(partial(checkpoint.read, path))
-                await user.do(partial(shadow.publish, formed.plane, job, edge, published, formed.epoch, kept))
+                await user.do(partial(checkpoint.publish, formed.plane, job, edge, published, formed.epoch, kept))
 
     async def _publish(self, formed: _Formed, edge: str, n: int) -> None:
         job, method = self._seat.place.job, formed.marks.publish or formed.marks.state
         assert method is not None, "the check of the graph lets no other write"
         tensors = await self._in_user(getattr(formed.object, method), (), {})
         if formed.marks.publish is None:
-            tensors = shadow.tensors_of(tensors)
-        await self._seat.user.do(lambda: shadow.publish(formed.plane, job, edge, n, formed.epoch, tensors))
+            tensors = checkpoint.tensors_of(tensors)
+        await self._seat.user.do(lambda: checkpoint.publish(formed.plane, job, edge, n, formed.epoch, tensors))

@@ -10,7 +10,7 @@ from typing import Any
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.symptoms import Pace, RateWatch, memory_evidence, stragglers
 from rota.job.core.waits import Rank, Root, Standing, Wait, WaitGraph, collective_waits
-from rota.job.probes import BEAT_S, SETTING_UP, Beat
+from rota.job.health.heartbeat import BEAT_S, SETTING_UP, Beat
 from rota.runtime.clock import Clock
 from rota.runtime.hang import LOOK_S, STOPPED_LOOKS
 from rota.spec import codec

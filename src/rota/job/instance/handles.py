@@ -9,15 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rota.job.core.ledger import Order
-from rota.job.stacks import line_in_job, place_in_job
-from rota.job.streams import Batch, Pump, Streams
+from rota.job.health.stacks import line_in_job, place_in_job
+from rota.job.instance.streams import Batch, Pump, Streams
 from rota.spec.dispatch import StreamRule
 from rota.spec.errors import nearest
 from rota.spec.job import RoleSpec
 from rota.spec.resources import counted
 
 if TYPE_CHECKING:
-    from rota.job.flow import Flow
+    from rota.job.instance.flow import Flow
 
 
 def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:

@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from rota.job import dispatch
-from rota.job.payload import unpicklable_at
-from rota.job.peers import Peer, PeerTable
-from rota.job.waiting import Waiting, size_of
+from rota.job.rpc import dispatch
+from rota.job.rpc.payload import unpicklable_at
+from rota.job.rpc.peers import Peer, PeerTable
+from rota.job.rpc.tracing import Waiting, size_of
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Handle, Launcher, NotPicklable, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard

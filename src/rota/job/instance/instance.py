@@ -15,20 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rota.job import checkpoint, shadow
-from rota.job.bodies import Body, Forming, FunctionBody, Seat, StillRunning
-from rota.job.calls import Courier, Refusal, Request
-from rota.job.checks import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
+from rota.job import checkpoint
 from rota.job.core.symptoms import storage_reason
-from rota.job.executor import JobPlace, checkpoint_dir
-from rota.job.flow import LoopBody
+from rota.job.health.heartbeat import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
+from rota.job.health.preflight import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
+from rota.job.health.stacks import own_reason, own_stacks, told
 from rota.job.inspect import import_target
-from rota.job.lanes import Lane
-from rota.job.operations import ClassBody
-from rota.job.peers import PeerTable, master_handle
-from rota.job.probes import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
-from rota.job.spmd import CommandBody, run_setup
-from rota.job.stacks import own_reason, own_stacks, told
+from rota.job.instance.flow import LoopBody
+from rota.job.instance.operations import ClassBody
+from rota.job.instance.runners import Body, Forming, FunctionBody, Seat, StillRunning
+from rota.job.instance.spmd import CommandBody, run_setup
+from rota.job.rpc.client import Courier, Refusal, Request
+from rota.job.rpc.event_loop import Lane
+from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import vault
 from rota.runtime.beside import run_beside
 from rota.runtime.clock import SystemClock
@@ -199,7 +198,7 @@ class Instance:
         job = self._seat.place.job
         which = owner if weights else InstanceId.parse(owner)
         try:
-            await asyncio.to_thread(lambda: checkpoint.keep(shadow.opened(job), job, which, n, Path(folder)))
+            await asyncio.to_thread(lambda: checkpoint.keep(checkpoint.opened(job), job, which, n, Path(folder)))
         except (OSError, TensorError, NotReachable) as error:
             return {"answer": "failed", "text": f"{type(error).__name__}: {error}"}
         return DONE

@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rota.job import dispatch
-from rota.job.calls import all_results
 from rota.job.core.graph import Endpoint, endpoint
+from rota.job.rpc import dispatch
+from rota.job.rpc.client import all_results
 from rota.runtime.clock import Clock
 from rota.spec.dispatch import Concat, MeanRule, OpSpec, Rank, Shard, SumRule, rule_to_text
 from rota.spec.errors import BadInput

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from rota.job.calls import Courier
 from rota.job.core.graph import lease_groups
+from rota.job.rpc.client import Courier
 from rota.spec.dispatch import OpSpec
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec

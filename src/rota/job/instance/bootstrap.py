@@ -1,7 +1,7 @@
 """First code of a rank's process: stacks on demand, steps and collectives told, errors to a file; then the script.
 
-``python -m rota.job.bootstrap SCRIPT ARGS...`` runs the script as ``__main__`` with ``sys.argv`` and the import path as
-if it had been started directly.
+``python -m rota.job.instance.bootstrap SCRIPT ARGS...`` runs the script as ``__main__``, with ``sys.argv`` and the
+import path as if it had been started directly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rota.job.stacks import told
-from rota.job.waiting import own_collectives
+from rota.job.health.stacks import told
+from rota.job.rpc.tracing import own_collectives
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import get
 

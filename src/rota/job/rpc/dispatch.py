@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rota.job.payload import Ref, join
+from rota.job.rpc.payload import Ref, join
 from rota.spec.dispatch import Concat, MeanRule, Rank, Receive, SameRule, Send, Shard, SumRule
 from rota.spec.errors import BadInput
 from rota.tensors.arrays import is_torch

@@ -12,8 +12,8 @@ from typing import Any
 from rota.job.checkpoint import folder_of
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.sizing import places
-from rota.job.peers import CUT, table_of
-from rota.job.probes import Failure
+from rota.job.health.heartbeat import Failure
+from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, table_of
 from rota.runtime import vault
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
@@ -63,11 +63,11 @@ from rota.spec.events import (
     NodeChecked,
     TimerFired,
 )
-from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
+from rota.spec.ids import Epoch, InstanceId, NodeId
 from rota.spec.job import Checkpoint, JobSpec
 from rota.spec.reasons import ENDED_ITSELF, Reason
 
-INSTANCE_TARGET = "rota.job.worker:Instance"
+INSTANCE_TARGET = "rota.job.instance.instance:Instance"
 RESERVE_MAX_S = 120.0
 RETRY_S = (0.5, 10.0)
 """Pause before a command that failed in the engine is tried again: first, and at most."""
@@ -80,34 +80,6 @@ CHECK_ANSWER_S = 10.0
 """A suspected node has so long to answer each of those who ask; a verdict waits for it."""
 UNSEEN_DEATH_S = 5.0
 """A call that found its process gone waits this long for the launcher's report of the death."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobPlace:
-    """Where a job lives, as its master and every instance get it.
-
-    ``launcher`` is the import path of a function that opens the launcher inside a process of the job.
-    """
-
-    home: str
-    job: JobId
-    workdir: str
-    launcher: str
-    owner: str = ""
-    """Who submitted the job: whose secrets it may open."""
-
-    def to_json(self) -> dict[str, str]:
-        """Plain values, for the way into a process."""
-        return codec.to_json_value(self)
-
-    @staticmethod
-    def from_json(raw: dict[str, Any]) -> JobPlace:
-        """Inverse of ``to_json``."""
-        return codec.from_json_value(JobPlace, raw)
-
-    def log_path(self, instance: InstanceId) -> str:
-        """The log of one instance."""
-        return str(Home.of(self.home).job(self.job).logs / f"{instance.role}-{instance.rank}.log")
 
 
 @dataclass(slots=True)
@@ -379,12 +351,6 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         workdir=place.workdir,
         log_path=place.log_path(command.instance),
     )
-
-
-def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
-    """Where the checkpoints of a job go."""
-    given = spec.checkpoint.dir if spec.checkpoint else None
-    return given or str(Path(place.home) / "checkpoints" / place.job)
 
 
 def death_event(death: ProcessDied) -> InstanceLost:

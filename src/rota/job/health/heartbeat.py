@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from rota.job.core.waits import Wait
-from rota.job.peers import PeerTable
-from rota.job.waiting import Collectives, Waiting, own_collectives
+from rota.job.rpc.peers import PeerTable
+from rota.job.rpc.tracing import Collectives, Waiting, own_collectives
 from rota.runtime.clock import Clock
 from rota.spec import codec
 from rota.spec.events import InstanceLost

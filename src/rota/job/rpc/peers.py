@@ -1,19 +1,56 @@
-"""Who is where and who is ready: the table that a master gives to the instances of its job."""
+"""Where a job lives, and the table of peers that a master gives to its instances: who is where, who is ready."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rota.job.core.context import Instance, JobContext
 from rota.job.core.memory import CUT, WEIGHTS
+from rota.runtime.environ import Home
 from rota.runtime.launch import Handle, instance_name, master_name
 from rota.spec import codec
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
+from rota.spec.job import JobSpec
 from rota.spec.states import InstanceState
 
 NO_EPOCH = Epoch(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlace:
+    """Where a job lives, as its master and every instance get it.
+
+    ``launcher`` is the import path of a function that opens the launcher inside a process of the job.
+    """
+
+    home: str
+    job: JobId
+    workdir: str
+    launcher: str
+    owner: str = ""
+    """Who submitted the job: whose secrets it may open."""
+
+    def to_json(self) -> dict[str, str]:
+        """Plain values, for the way into a process."""
+        return codec.to_json_value(self)
+
+    @staticmethod
+    def from_json(raw: dict[str, Any]) -> JobPlace:
+        """Inverse of ``to_json``."""
+        return codec.from_json_value(JobPlace, raw)
+
+    def log_path(self, instance: InstanceId) -> str:
+        """The log of one instance."""
+        return str(Home.of(self.home).job(self.job).logs / f"{instance.role}-{instance.rank}.log")
+
+
+def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:
+    """Where the checkpoints of a job go."""
+    given = spec.checkpoint.dir if spec.checkpoint else None
+    return given or str(Path(place.home) / "checkpoints" / place.job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ _FRAME = re.compile(r'^ +(?:File "(?P<file>[^"]+)", line \d+ in (?P<name>.+)|(?P
 _THREAD = re.compile(r"^(?=(?:Thread|Current thread) )", re.MULTILINE)
 _SPY_TITLE = re.compile(r"^(?:Process \d+: .*|Python v.*)\n", re.MULTILINE)
 _PACKAGES = "/site-packages/"
-_ROTA, _LIBRARY = str(Path(__file__).resolve().parents[1]), sysconfig.get_path("stdlib")
+_ROTA, _LIBRARY = str(Path(__file__).resolve().parents[2]), sysconfig.get_path("stdlib")
 REMEDIES: Mapping[str, str] = dict.fromkeys(
     ("torch", "ray"), "it comes with the extra 'engine': pip install './[engine]' in the source folder"
 )

@@ -1,0 +1,1 @@
+"""What says whether an instance is healthy: heartbeats, stacks, preflight checks."""

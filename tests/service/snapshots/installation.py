@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
-from rota.job.peers import CUT
 from tests.makers import loop, mesh, op, service
 from tests.service.standing import PlayedEngine, Standing, empty_database
 
 from rota.job.core.timeline import Span
+from rota.job.rpc.peers import CUT
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import VirtualClock
 from rota.runtime.logs import format_line, log_name

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from rota.cluster.core.asks import JobAsk, Shape, Slot
 from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, Tick, apply
-from rota.cluster.core.plugins import Preempt, Profile
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.jobs import JobAsk, Shape, Slot
+from rota.cluster.core.profile import Preempt, Profile
+from rota.cluster.core.state import State
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.runs import SimInput, compared, document, load, simulate
-from rota.cluster.traces import Tenant, generate
+from rota.cluster.sim.simulate import SimInput, compared, document, load, simulate
+from rota.cluster.sim.traces import Tenant, generate
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId

@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 BREAKS = [
     ("Parts depend downward only", "rota/spec/ids.py", "import rota.runtime.clock"),
-    ("Parts depend downward only", "rota/cluster/core/cells.py", "import rota.job.workload"),
-    ("Inside cluster", "rota/cluster/core/cells.py", "import rota.cluster.policies.fifo"),
+    ("Parts depend downward only", "rota/cluster/core/capacity.py", "import rota.job.workload"),
+    ("Inside cluster", "rota/cluster/core/capacity.py", "import rota.cluster.policies.fifo"),
     ("Inside job", "rota/job/workload.py", "import rota.job.master.master"),
     ("Inside tensors", "rota/tensors/segments.py", "import rota.tensors.plane"),
-    ("The core decides and touches nothing", "rota/cluster/core/cells.py", "import threading"),
+    ("The core decides and touches nothing", "rota/cluster/core/capacity.py", "import threading"),
     ("Engines and stores are reached only through runtime", "rota/job/workload.py", "import ray"),
     ("Torch stays out of the control plane", "rota/job/master/master.py", "import torch"),
-    ("Scheduling knows nothing of tensors", "rota/cluster/core/cells.py", "import rota.tensors.plane"),
+    ("Scheduling knows nothing of tensors", "rota/cluster/core/capacity.py", "import rota.tensors.plane"),
     ("The client knows only spec", "rota/service/client.py", "import rota.runtime.clock"),
     ("Verbs speak to the client, or to offline.py", "rota/service/cli.py", "import rota.runtime.clock"),
     ("No cycles between siblings anywhere", "rota/spec/ids.py", "import rota.spec.job"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rota.cluster.core.asks import JobAsk, Shape, Slot
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.jobs import JobAsk, Shape, Slot
+from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.resources import Device, Node

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rota.cluster.core.check import violations
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.guarded import violations
+from rota.cluster.core.state import State
 
 
 @pytest.fixture(autouse=True)

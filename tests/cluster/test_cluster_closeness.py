@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.cluster.core.admission import shape_feasible
-from rota.cluster.core.asks import JobAsk, Shape, compile_shape
 from rota.cluster.core.cycle import step
 from rota.cluster.core.explain import explain_ask
 from rota.cluster.core.facts import JobArrived
+from rota.cluster.core.jobs import Held, JobAsk, JobRow, Shape, compile_shape
 from rota.cluster.core.placement import place
-from rota.cluster.core.rows import Held, JobRow
-from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.job.core.placement import requests_of
 from rota.spec.ids import JobId, RoleName

@@ -10,9 +10,9 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived
-from rota.cluster.core.fragments import Board, Gradient, Kind, Mix, fragments
-from rota.cluster.fill import fill
+from rota.cluster.core.scoring import Board, Gradient, Kind, Mix, fragments
 from rota.cluster.policies.profiles import get_profile
+from rota.cluster.sim.fill import fill
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId
 

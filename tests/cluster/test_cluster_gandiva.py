@@ -9,17 +9,18 @@ import pytest
 from cluster_makers import ask, node, slot, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.proof.cases.reference import choose_migration
 
-from rota.cluster.core.check import check
 from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived, JobGone, JobHolds, JobReleased, Tick, apply
-from rota.cluster.core.plugins import Admit, Decision, Preempt
-from rota.cluster.core.rows import Held
-from rota.cluster.core.slicing import choose_migration, potential
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.guarded import check
+from rota.cluster.core.jobs import Held
+from rota.cluster.core.profile import Admit, Decision, Preempt
+from rota.cluster.core.scoring import potential
+from rota.cluster.core.state import State
 from rota.cluster.policies.gandiva import gandiva
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.sim import Overheads, SimJob, SimResult, Simulation
+from rota.cluster.sim.simulate import Overheads, SimJob, SimResult, Simulation
 from rota.runtime.clock import VirtualClock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason

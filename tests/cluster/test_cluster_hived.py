@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster.core.cells import CellSpec
-from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
+from rota.cluster.core.capacity import CellSpec
 from rota.cluster.core.txn import Txn
-from rota.cluster.core.vcells import CellType, TenantCells, TopologyError, VirtualCells
+from rota.cluster.virtual.cells import CellType, TenantCells, TopologyError, VirtualCells
+from rota.cluster.virtual.hived import GangAsk, GangPlan, HivedCluster
 from rota.spec.errors import BadInput
 
 TYPES = {

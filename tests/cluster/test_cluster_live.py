@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 from cluster_makers import ask, node, slot, state
 
-from rota.cluster.core.check import InvariantBroken
 from rota.cluster.core.cycle import step
 from rota.cluster.core.explain import explain
 from rota.cluster.core.facts import JobArrived, Tick
-from rota.cluster.core.rows import Held, JobRow, asked
-from rota.cluster.core.snapshot import State
-from rota.cluster.core.sound import PASSES_MAX
+from rota.cluster.core.guarded import PASSES_MAX
+from rota.cluster.core.jobs import Held, JobRow, asked
+from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.core.txn import Txn
-from rota.cluster.forecast import Forecast
 from rota.cluster.live import Scheduler, queue_from_json
 from rota.cluster.policies.fifo import Fit
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.replay import replayed
+from rota.cluster.sim.forecast import Forecast
+from rota.cluster.sim.replay import replayed
 from rota.runtime.clock import SystemClock
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput

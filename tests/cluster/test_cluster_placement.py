@@ -9,12 +9,11 @@ from cluster_makers import ask, node, shape, slot, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster.core.asks import Shape, Slot
 from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived, JobGone, apply
+from rota.cluster.core.jobs import Held, Shape, Slot
 from rota.cluster.core.placement import place, spread
-from rota.cluster.core.rows import Held
-from rota.cluster.core.snapshot import DATA_MAX, State
+from rota.cluster.core.state import DATA_MAX, State
 from rota.cluster.policies.profiles import get_profile
 from rota.spec.ids import JobId
 

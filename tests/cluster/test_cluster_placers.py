@@ -11,11 +11,11 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived
-from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies.anywhere import Anywhere
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.runs import run_sim
+from rota.cluster.policies.random import Anywhere
+from rota.cluster.sim.simulate import run_sim
 
 
 def _held(profile: str, *nodes: Any, asks: Any) -> list[tuple[Held, ...]]:

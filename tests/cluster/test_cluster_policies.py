@@ -11,16 +11,15 @@ from cluster_makers import ask, node, shape, slot, state
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rota.cluster.core.asks import JobAsk
-from rota.cluster.core.check import check
 from rota.cluster.core.cycle import decide, step
 from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
-from rota.cluster.core.plugins import Admit, Preempt, WaitOn, WakeAt
-from rota.cluster.core.reserve import Rooms
-from rota.cluster.core.rows import Held, JobRow
-from rota.cluster.core.snapshot import TENANT_LABEL, State
-from rota.cluster.core.turns import place_in_order
+from rota.cluster.core.guarded import check
+from rota.cluster.core.jobs import Held, JobAsk, JobRow
+from rota.cluster.core.preemption import Rooms
+from rota.cluster.core.profile import Admit, Preempt, WaitOn, WakeAt
+from rota.cluster.core.queue_order import place_in_order
+from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.default import LeastCost
 from rota.cluster.policies.fifo import Fit

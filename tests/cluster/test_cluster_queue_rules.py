@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cluster_makers import node
 
-from rota.cluster.core.queue_rules import broken_rules
+from rota.cluster.core.quota import broken_rules
 from rota.spec.queue import Queue
 from rota.spec.resources import Res
 

@@ -7,8 +7,10 @@ from fractions import Fraction
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.proof.cases.drf import fill, tasks_after
+from tests.proof.cases.reference import dominant, drf_fluid
 
-from rota.cluster.core.shares import Amounts, Claim, dominant, drf_fluid, fair_shares, fill, tasks_after
+from rota.cluster.core.quota import Amounts, Claim, fair_shares
 
 EXAMPLES = 10_000 if os.environ.get("ROTA_DEEP") == "1" else 25
 RESOURCES = ("cpu", "gpu", "mem")

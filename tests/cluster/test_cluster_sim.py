@@ -13,14 +13,13 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.facts import JobArrived
-from rota.cluster.core.rows import Held
-from rota.cluster.core.snapshot import State
-from rota.cluster.forecast import Estimates, Forecast
-from rota.cluster.plots import means, waits
+from rota.cluster.core.jobs import Held
+from rota.cluster.core.state import State
 from rota.cluster.policies.profiles import PROFILES, get_profile
-from rota.cluster.runs import SimInput, compare, lines_of, load, run_sim, simulate
-from rota.cluster.sim import Overheads, Simulation
-from rota.cluster.traces import Tenant, TraceError, generate, read_trace
+from rota.cluster.sim.forecast import Estimates, Forecast
+from rota.cluster.sim.report import means, waits
+from rota.cluster.sim.simulate import Overheads, SimInput, Simulation, compare, lines_of, load, run_sim, simulate
+from rota.cluster.sim.traces import Tenant, TraceError, generate, read_trace
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.spec.ids import JobId

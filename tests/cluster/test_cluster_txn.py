@@ -8,9 +8,9 @@ from cluster_makers import ask, node, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster.core.check import violations
 from rota.cluster.core.facts import JobArrived, JobHolds, apply
-from rota.cluster.core.rows import Held, JobRow
+from rota.cluster.core.guarded import violations
+from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue

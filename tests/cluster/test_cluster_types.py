@@ -12,10 +12,10 @@ from rota.cluster.core.admission import shape_feasible
 from rota.cluster.core.cycle import step
 from rota.cluster.core.explain import explain_ask
 from rota.cluster.core.facts import JobArrived
-from rota.cluster.core.plugins import Admit
-from rota.cluster.core.snapshot import TENANT_LABEL, State
+from rota.cluster.core.profile import Admit
+from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.policies.profiles import PROFILES, get_profile
-from rota.cluster.runs import run_sim
+from rota.cluster.sim.simulate import run_sim
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason

@@ -8,21 +8,31 @@ from typing import Any
 
 import pytest
 from cluster_makers import ask, node, shape, slot, state
+from tests.proof.cases.reference import AffinityNode, ceei, choose_by_affinity, choose_migration
 
-from rota.cluster.core import packing
-from rota.cluster.core.admission import LIMITS, Shortfall, amount, empty_twin, feasible
-from rota.cluster.core.asks import Shape, compile_shape
-from rota.cluster.core.binding import _rules
-from rota.cluster.core.claims import Claims, take_what_is_free
+from rota.cluster.core.admission import (
+    LIMITS,
+    Shortfall,
+    _rules,
+    amount,
+    empty_twin,
+    feasible,
+    largest,
+    roles_of,
+    smaller,
+    with_instances,
+    with_slots,
+    without,
+)
 from rota.cluster.core.facts import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, JobStopping, apply
-from rota.cluster.core.growth import grown, shrunk_for
+from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, compile_shape, line_key, place_key
 from rota.cluster.core.placement import place
-from rota.cluster.core.rows import Held, JobRow, Wait, line_key, place_key
-from rota.cluster.core.shares import ceei
-from rota.cluster.core.slicing import AffinityNode, choose_by_affinity, choose_migration, kinship, potential
-from rota.cluster.core.snapshot import State
-from rota.cluster.core.variants import largest, roles_of, smaller, with_instances, with_slots, without
+from rota.cluster.core.preemption import Claims, take_what_is_free
+from rota.cluster.core.scoring import kinship, potential
+from rota.cluster.core.state import State
+from rota.cluster.policies import gandiva
 from rota.cluster.policies.fifo import Fit
+from rota.cluster.policies.gandiva import LendAndPack
 from rota.spec.gang import Apart, BundleAsk, GangRequest, Together
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.queue import Queue
@@ -357,7 +367,7 @@ def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_oth
     b = running(s, "b", (Held(0, (1,), 0, 0, 0), Held(1, (4,), 0, 0, 0)), slot(1), slot(1), slots_max=3)
     running(s, "c", (Held(0, (2,), 0, 0, 0),), slot(1))
     with s.txn() as txn:
-        more = grown(s, txn, Fit())
+        more = LendAndPack(60.0).lend(s, txn, Fit())
         assert {job: len(held) for job, held in more.items()} == {a: 3} or {job: len(h) for job, h in more.items()} == {
             a: 2,
             b: 3,
@@ -370,9 +380,9 @@ def test_idle_devices_go_to_who_has_least_of_what_it_asked_and_come_back_for_oth
             s.take(txn, held, 1)
         s.put(txn, lent)
         small, large = JobRow(ask=ask("w", slot(1))), JobRow(ask=ask("w", slot(3)))
-        found = shrunk_for(s, txn, small, Fit())
+        found = LendAndPack(60.0).give_back(s, txn, small, Fit())
         assert list(found) == [a] and len(found[a]) == 2 and found[a][0] == lent.held[0]
-        assert shrunk_for(s, txn, large, Fit()) == {}
+        assert LendAndPack(60.0).give_back(s, txn, large, Fit()) == {}
 
 
 def test_a_row_knows_its_times_and_its_line() -> None:
@@ -478,19 +488,23 @@ def test_two_jobs_of_one_size_share_their_devices_the_oldest_first() -> None:
     old = running(s, "o", (Held(0, (0, 1), 0, 0, 0),), slot(2), now=1.0)
     row = JobRow(ask=ask("w", slot(2, cpus=3)))
     half, mine = (Held(0, (0, 1), 500, 0, 0),), (Held(0, (0, 1), 500, 3000, 0),)
-    assert packing.share_with(s, row, {}) == (old, half, mine)
-    assert packing.share_with(s, row, {("", ""): None})[0] == young  # type: ignore[index]
-    assert packing.pair_of(s.jobs[young], row) == ("", "x")
+    packs = LendAndPack(60.0, 0.1)
+    assert packs.join(s, row) == (old, half, mine)
+    assert LendAndPack(60.0).join(s, row) is None, "devices are lent, not shared"
+    with s.txn() as txn:
+        txn.put(s.undone, ("", ""), None)
+        assert packs.join(s, row)[0] == young  # type: ignore[index]
+    assert gandiva.pair_of(s.jobs[young], row) == ("", "x")
     for other in (slot(1), slot(0.5), slot(2, cpus=9), slot(2, gib=65), slot(2, type="B"), slot(0)):
-        assert packing.share_with(s, JobRow(ask=ask("w", other)), {}) is None
-    assert packing.share_with(s, JobRow(ask=ask("w", slot(2), preemptible=False)), {}) is None
-    assert packing.share_with(s, JobRow(ask=ask("w", slot(2), slot(2))), {}) is None
+        assert packs.join(s, JobRow(ask=ask("w", other))) is None
+    assert packs.join(s, JobRow(ask=ask("w", slot(2), preemptible=False))) is None
+    assert packs.join(s, JobRow(ask=ask("w", slot(2), slot(2)))) is None
 
 
-def test_two_that_share_are_too_slow_when_both_together_gain_nothing() -> None:
+def test_two_that_share_do_not_pay_when_both_together_gain_nothing() -> None:
     one, other = JobRow(ask=ask("a"), rate=0.6, started_at=1.0), JobRow(ask=ask("b"), rate=0.5, started_at=5.0)
-    assert packing.too_slow(one, other, 0.1, 70.0, 60.0)
-    assert not packing.too_slow(one, other, 0.09, 70.0, 60.0)
-    assert not packing.too_slow(one, other, 0.1, 59.0, 60.0), "not measured for a round"
-    assert not packing.too_slow(replace(one, rate=None), other, 0.1, 70.0, 60.0)
-    assert not packing.too_slow(one, replace(other, rate=None), 0.1, 70.0, 60.0)
+    assert not LendAndPack(60.0, 0.1).pays(one, other, 70.0)
+    assert LendAndPack(60.0, 0.09).pays(one, other, 70.0)
+    assert LendAndPack(60.0, 0.1).pays(one, other, 59.0), "not measured for a round"
+    assert LendAndPack(60.0, 0.1).pays(replace(one, rate=None), other, 70.0)
+    assert LendAndPack(60.0, 0.1).pays(one, replace(other, rate=None), 70.0)

@@ -23,7 +23,7 @@ class Area:
 
 
 AREAS = (
-    Area(name="cluster", sources=("cluster/core/*.py",), tests=("tests/cluster",)),
+    Area(name="cluster", sources=("cluster/core/*.py", "cluster/virtual/*.py"), tests=("tests/cluster",)),
     Area(name="job", sources=("job/core/*.py",), tests=("tests/job",)),
     Area(
         name="fencing",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from tests.service.standing import HELLO, PlayedEngine, Standing, empty_database, with_service
 
-from rota.cluster.forecast import Estimates, Forecast
 from rota.cluster.live import Scheduler
+from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.service import assembly, forecasts, serve

@@ -104,10 +104,10 @@ ACTS: dict[str, tuple[str, str]] = {
     "Checkpoint.dir": ("job/executor.py", "spec.checkpoint.dir"),
     "Checkpoint.every": ("job/checkpoint.py", "spec.every"),
     "Checkpoint.keep": ("job/worker.py", "checkpoint.keep"),
-    "Res.cpus": ("cluster/core/asks.py", "bundle.res.cpus"),
-    "Res.gpus": ("cluster/core/asks.py", "bundle.res.gpus"),
-    "Res.gpu_type": ("cluster/core/asks.py", "bundle.res.gpu_type"),
-    "Res.memory_bytes": ("cluster/core/asks.py", "bundle.res.memory_bytes"),
+    "Res.cpus": ("cluster/core/jobs.py", "bundle.res.cpus"),
+    "Res.gpus": ("cluster/core/jobs.py", "bundle.res.gpus"),
+    "Res.gpu_type": ("cluster/core/jobs.py", "bundle.res.gpu_type"),
+    "Res.memory_bytes": ("cluster/core/jobs.py", "bundle.res.memory_bytes"),
 }
 """Field -> the file that acts on it, and how the field is read there."""
 NOT_IN_THE_FILE = {"JobSpec.spec_version"}

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from rota.cluster.core import facts, preemption
-from rota.cluster.core.quota import QueueTree
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.capacity import QueueTree
+from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
 from rota.job.core import failover, intent, ledger, losing, machine, memory, settling, stopping, winding
 from rota.job.core.context import JobContext

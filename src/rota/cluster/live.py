@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rota.cluster.core import admission, explain, facts
-from rota.cluster.core.asks import JobAsk, compile_shape
-from rota.cluster.core.check import violations
-from rota.cluster.core.plugins import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
-from rota.cluster.core.rows import Held, Wait
-from rota.cluster.core.snapshot import State
-from rota.cluster.core.sound import overdrawn, sound
-from rota.cluster.core.turns import wait_of
+from rota.cluster.core.guarded import overdrawn, sound, violations
+from rota.cluster.core.jobs import Held, JobAsk, Wait, compile_shape
+from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
+from rota.cluster.core.queue_order import wait_of
+from rota.cluster.core.state import State
 from rota.spec import codec
 from rota.spec.changes import changed_spec
 from rota.spec.errors import nearest
@@ -100,9 +98,8 @@ class Scheduler:
     """
 
     def __init__(self, profile: Profile, requests_of: RequestsOf) -> None:
-        # The runtime gives a device to one job, and a running job asks for more by itself (GangAsked): sharing and
-        # lending devices are for simulations.
-        self.profile = replace(profile, pack_gain=None, grows=False)
+        # The runtime gives a device to one job, and a running job asks for more by itself (GangAsked).
+        self.profile = replace(profile, sharing=None)
         self._state = State(())
         self._laid_out_at: float | None = None
         self._requests_of = requests_of

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from rota.cluster.core.snapshot import State
-from rota.cluster.forecast import Estimate, Estimates, Forecast
+from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
+from rota.cluster.sim.forecast import Estimate, Estimates, Forecast
 from rota.runtime.clock import Clock
 from rota.spec.events import Record
 from rota.spec.ids import JobId

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rota.cluster.forecast import Forecast
+from rota.cluster.sim.forecast import Forecast
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
 from rota.runtime.chance import Chance, ulid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from rota.cluster.core.queue_rules import broken_rules
+from rota.cluster.core.quota import broken_rules
 from rota.service.fieldkinds import BAD, Bool, Field, ListOf, Number, OneOf, Record, Text
 from rota.service.jobschema import RESOURCES
 from rota.service.yamltree import Sink, read_tree

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.cluster.core.buddy import FREE, NONE
-from rota.cluster.core.cells import CellSpec
-from rota.cluster.core.check import InvariantBroken
-from rota.cluster.core.hived import GangAsk, GangPlan, HivedCluster
+from rota.cluster.core.capacity import CellSpec
+from rota.cluster.core.state import InvariantBroken
 from rota.cluster.core.txn import Txn
-from rota.cluster.core.vcells import CellType, TenantCells, TopologyError, VirtualCells
+from rota.cluster.virtual.buddy import FREE, NONE
+from rota.cluster.virtual.cells import CellType, TenantCells, TopologyError, VirtualCells
+from rota.cluster.virtual.hived import GangAsk, GangPlan, HivedCluster
 from rota.spec.errors import BadInput
 from tests.proof.cases.compare import Mismatch, Unsupported, expect_equal
 

@@ -10,11 +10,10 @@ from math import prod
 from typing import Any
 
 from rota.cluster.core import cycle, facts
-from rota.cluster.core.asks import JobAsk, Shape, Slot
-from rota.cluster.core.check import check
-from rota.cluster.core.plugins import Admit, Preempt, Profile
-from rota.cluster.core.rows import Held, asked
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.guarded import check
+from rota.cluster.core.jobs import Held, JobAsk, Shape, Slot, asked
+from rota.cluster.core.profile import Admit, Preempt, Profile
+from rota.cluster.core.state import State
 from rota.cluster.policies.kai import kai
 from rota.spec.gang import CellLevel
 from rota.spec.ids import JobId, NodeId

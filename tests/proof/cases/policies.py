@@ -7,19 +7,31 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from rota.cluster.core import shares
-from rota.cluster.core.asks import JobAsk, Shape, Slot
+from rota.cluster.core import quota
 from rota.cluster.core.cycle import decide
 from rota.cluster.core.facts import JobArrived, JobHolds, apply
-from rota.cluster.core.life import Life, LifeEvent, live
-from rota.cluster.core.plugins import Admit, Profile
-from rota.cluster.core.reclaim import GraceBook, QueueUse, ReclaimRules, reclaim
-from rota.cluster.core.slicing import AffinityNode, choose_by_affinity, choose_migration
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.jobs import JobAsk, Shape, Slot
+from rota.cluster.core.profile import Admit, Profile
+from rota.cluster.core.quota import QueueUse, ReclaimRules, reclaim
+from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.resources import Device, Node
 from tests.proof.cases.compare import Mismatch, Unsupported, expect_equal
+from tests.proof.cases.drf import fill, tasks_after
+from tests.proof.cases.reference import (
+    AffinityNode,
+    GraceBook,
+    Life,
+    LifeEvent,
+    asset_fluid,
+    ceei,
+    choose_by_affinity,
+    choose_migration,
+    dominant,
+    drf_fluid,
+    live,
+)
 
 Raw = dict[str, Any]
 TOLERANCE = Fraction(1, 10**6)
@@ -81,8 +93,8 @@ def _drf(case: Raw, profile: Profile) -> None:
     demands = {user: amounts(demand) for user, demand in given["demands"].items()}
     weights = amounts(given["weights"]) if "weights" in given else None
     tie = re.search(r"first tie goes to (\w+)", str(given.get("progressive_filling", "")))
-    steps = shares.fill(capacity, demands, weights=weights, first=tie.group(1) if tie else None)
-    tasks = shares.tasks_after(steps, list(demands))
+    steps = fill(capacity, demands, weights=weights, first=tie.group(1) if tie else None)
+    tasks = tasks_after(steps, list(demands))
     final = steps[-1].shares if steps else {}
 
     def check_steps(wanted: list[Raw]) -> None:
@@ -98,7 +110,7 @@ def _drf(case: Raw, profile: Profile) -> None:
 
     def check_half(wanted: Raw) -> None:
         half = [n for n, step in enumerate(steps, 1) if set(step.shares.values()) == {Fraction(1, 2)}]
-        got = shares.tasks_after(steps[: half[0]], list(demands)) if half else {}
+        got = tasks_after(steps[: half[0]], list(demands)) if half else {}
         expect_numbers("tasks at equal half shares", wanted, got)
 
     def check_allocation(wanted: Raw) -> None:
@@ -112,7 +124,7 @@ def _drf(case: Raw, profile: Profile) -> None:
             "tasks_at_exhaustion": lambda wanted: expect_numbers("tasks", wanted, tasks),
             "allocation": check_allocation,
             "dominant": lambda wanted: expect_equal(
-                "dominant", wanted, {user: shares.dominant(capacity, demands[user])[0] for user in wanted}
+                "dominant", wanted, {user: dominant(capacity, demands[user])[0] for user in wanted}
             ),
             "dominant_share": lambda wanted: expect_numbers("dominant share", wanted, final),
             "steps": check_steps,
@@ -121,11 +133,11 @@ def _drf(case: Raw, profile: Profile) -> None:
     )
 
 
-RULES: dict[str, Callable[[shares.Amounts, Mapping[str, shares.Amounts]], dict[str, Fraction]]] = {
-    "drf": shares.drf_fluid,
-    "asset_fair": shares.asset_fluid,
-    "asset": shares.asset_fluid,
-    "ceei": shares.ceei,
+RULES: dict[str, Callable[[quota.Amounts, Mapping[str, quota.Amounts]], dict[str, Fraction]]] = {
+    "drf": drf_fluid,
+    "asset_fair": asset_fluid,
+    "asset": asset_fluid,
+    "ceei": ceei,
 }
 
 
@@ -167,10 +179,10 @@ def _drf_property_key(
             expect_numbers(key, {user: wanted}, {user: gain})
     elif match := re.fullmatch(r"(\w+?)_dominant_share_continuous", key):
         tasks = RULES[match.group(1)](capacity, truth)
-        got = {user: shares.dominant(capacity, truth[user])[1] * tasks[user] for user in truth}
+        got = {user: dominant(capacity, truth[user])[1] * tasks[user] for user in truth}
         expect_numbers(key, wanted if isinstance(wanted, dict) else dict.fromkeys(truth, wanted), got)
     elif match := re.fullmatch(r"allocation_(\w+)", key):
-        tasks = shares.drf_fluid(capacity, truth)
+        tasks = drf_fluid(capacity, truth)
         expect_numbers(key, wanted, {u: truth[u].get(match.group(1), Fraction(0)) * tasks[u] for u in truth})
     else:
         raise Unsupported(f"expect.{key}")
@@ -247,9 +259,7 @@ def _borrowing(case: Raw, profile: Profile) -> None:
     used = amounts(given[key])
     for r, extra in amounts(given.get("extra_request") or {}).items():
         used[r] = used.get(r, Fraction(0)) + extra
-    got = shares.borrowing_share(
-        amounts(cohort[mine]["nominal"]), lendable, used, number(cohort[mine].get("weight", 1))
-    )
+    got = quota.borrowing_share(amounts(cohort[mine]["nominal"]), lendable, used, number(cohort[mine].get("weight", 1)))
     values = {"dominant_resource": got.resource, "share_permille": got.share_permille, "borrowing": got.borrowing}
     _each(case, _equal(values))
 
@@ -261,7 +271,7 @@ def _fair_share(case: Raw, profile: Profile) -> None:
         return None if value is None or number(value) == -1 else number(value)
 
     claims = {
-        name: shares.Claim(
+        name: quota.Claim(
             deserved=Fraction(0) if q.get("deserved") is None else unlimited(q["deserved"]),
             request=number(q["request"]),
             most=unlimited(q.get("max_allowed")),
@@ -270,7 +280,7 @@ def _fair_share(case: Raw, profile: Profile) -> None:
         )
         for name, q in given["queues"].items()
     }
-    got, left = shares.fair_shares(number(given["total_gpus"]), claims)
+    got, left = quota.fair_shares(number(given["total_gpus"]), claims)
     exact = all(share.denominator == 1 for share in got.values())
     _each(
         case,

@@ -1,4 +1,4 @@
-"""step(state, event) -> decisions, in numbered steps."""
+"""Scheduling cycle: step(state, event) -> decisions, in numbered steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rota.cluster.core.binding import awaits, waits_because, with_spares
-from rota.cluster.core.check import InvariantBroken
-from rota.cluster.core.claims import Claims, take_what_is_free
+from rota.cluster.core.admission import awaits, waits_because, with_spares
 from rota.cluster.core.facts import (
     Fact,
     JobGone,
@@ -21,13 +19,11 @@ from rota.cluster.core.facts import (
     apply,
     fold,
 )
-from rota.cluster.core.growth import grown, shrunk_for
-from rota.cluster.core.packing import pair_of, partners, share_with, too_slow
-from rota.cluster.core.plugins import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
-from rota.cluster.core.reserve import Reservation, Reservations
-from rota.cluster.core.rows import Held, JobRow, LineKey, Wait, line_key, place_key
-from rota.cluster.core.snapshot import LOST, State
-from rota.cluster.core.turns import FOR_ONE_JOB, PASSED_BY, Known, Turns
+from rota.cluster.core.jobs import Held, JobRow, LineKey, Wait, line_key, place_key
+from rota.cluster.core.preemption import Claims, Reservation, Reservations, take_what_is_free
+from rota.cluster.core.profile import Admit, Decision, Preempt, Profile, Resize, Victim, WaitOn, WakeAt
+from rota.cluster.core.queue_order import FOR_ONE_JOB, PASSED_BY, Known, Turns
+from rota.cluster.core.state import LOST, InvariantBroken, State
 from rota.cluster.core.txn import Txn
 from rota.spec.errors import nearest
 from rota.spec.ids import JobId
@@ -83,7 +79,7 @@ BEYOND_QUEUE = frozenset({Reason.QUOTA_LIMIT, Reason.USER_LIMIT, Reason.CPU_OR_M
 class _Pass:
     """One walk over the waiting jobs. Starts and claims are tried on the state and undone with the pass.
 
-    A trial of the next pass ends ``until`` a job and has the ``spares`` of the pass that asks.
+    A trial of the next pass ends ``until`` a job, has the ``spares`` of the pass that asks, and shares no devices.
     """
 
     cut_short = False
@@ -101,14 +97,15 @@ class _Pass:
         self.fits: dict[tuple[object, ...], tuple[int, tuple[Held, ...] | None]] = {}
         self.claims = Claims(state, txn)
         self.started = 0
-        self.shared = False
+        self.sharing, self.joins, self.shared = profile.sharing, True, False
         self.tried = self.sets = 0
         self.tries_max = profile.candidates_max << state.memory.cut_short
 
     def run(self) -> list[Decision]:
         # 0. who shares devices without gain, or with nobody any more
-        if self.profile.pack_gain is not None:
-            self._unpack(self.profile.pack_gain)
+        if self.joins and self.sharing is not None:
+            self.shared = self.sharing.has_pairs(self.state)
+            self._separate(self.sharing.separate(self.state, self.now))
         # 1. the first job of every line of equal jobs, or of every queue, in the order of the policy
         turns = Turns(self.state, self.profile, self.now, self.reservations, self._starts)
         # 2. start it, or learn why not; what holds for the first of a line holds for the line
@@ -138,9 +135,9 @@ class _Pass:
                 self._tell(row, wait)
         if self.until is not None:
             return self.decisions
-        # 4. lend what is idle when nobody waits for it
-        if self.profile.grows and not self.state.lines:
-            self._resize(grown(self.state, self.txn, self.profile.placer))
+        # 4. lend what is idle when no job waits for it
+        if self.sharing is not None and not self.state.lines:
+            self._resize(self.sharing.lend(self.state, self.txn, self.profile.placer))
         # 5. wake up when time alone will change something, or to try more, until all were tried
         self.state.memory.cut_short = self.state.memory.cut_short + 1 if self.cut_short else 0
         if self.cut_short:
@@ -262,7 +259,7 @@ class _Pass:
                 return wait
         outlived = self.reservations.outlived_by(row)
         held = fits if fits is None or not outlived else self._fit(key, row, outlived)
-        held = held or self._pack(row)
+        held = held or self._join(row)
         if held is not None:
             nodes = {slot.node for slot in held}
             why = {"profile": self.profile.name, "order": self.started, "nodes": len(nodes)}
@@ -307,40 +304,30 @@ class _Pass:
         if not self.profile.starts:
             return None
         held = self.profile.placer.place(self.state, self.txn, row)
-        if held is None and self.profile.grows:
-            self._resize(shrunk_for(self.state, self.txn, row, self.profile.placer))
+        if held is None and self.sharing is not None:
+            self._resize(self.sharing.give_back(self.state, self.txn, row, self.profile.placer))
             held = self.profile.placer.place(self.state, self.txn, row)
         return held
 
-    def _pack(self, row: JobRow) -> tuple[Held, ...] | None:
-        """Half of the devices of a running job, which keeps the other half."""
-        shared = share_with(self.state, row, self.state.undone) if self.profile.pack_gain is not None else None
-        if shared is None:
+    def _join(self, row: JobRow) -> tuple[Held, ...] | None:
+        """A part of the devices of a running job, which keeps the other part."""
+        found = self.sharing.join(self.state, row) if self.joins and self.sharing is not None else None
+        if found is None:
             return None
         self.shared = True
-        other, keeps, held = shared
+        other, keeps, held = found
         self._resize({other: keeps})
         return held
 
-    def _unpack(self, gain: float) -> None:
-        """The younger of two that gain too little saves and waits again; who is alone gets its devices whole."""
-        for one, other in list(partners(self.state)):
-            self.shared = self.shared or other is not None
-            if other is None:
-                self._resize({one.ask.id: (replace(one.held[0], milli=0),)})
-            elif too_slow(one, other, gain, self.now, self.profile.round_s):
-                pair = pair_of(one, other)
-                self.decisions.append(
-                    Preempt(
-                        job=other.ask.id,
-                        for_job=one.ask.id,
-                        reason=Reason.TIME_SLICE,
-                        grace_s=other.ask.grace_s,
-                        undone=pair,
-                    )
-                )
-                self.state.put(self.txn, replace(other, phase="stopping"))
-                self.txn.put(self.state.undone, pair, None)
+    def _separate(self, decisions: Sequence[Resize | Preempt]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Resize):
+                self._resize({decision.job: decision.held})
+                continue
+            self.decisions.append(decision)
+            self.state.put(self.txn, replace(self.state.jobs[decision.job], phase="stopping"))
+            if decision.undone is not None:
+                self.txn.put(self.state.undone, decision.undone, None)
 
     def _resize(self, changes: dict[JobId, tuple[Held, ...]]) -> None:
         for job, held in changes.items():
@@ -435,9 +422,9 @@ class _Pass:
                     self.state.hold(self.txn, victim.job, victim.to, now=self.now)
             for job in self.claims.jobs:
                 self.state.put(self.txn, replace(self.state.jobs[job], phase="paused"))
-            profile = replace(self.profile, victims=None, remember=False, pack_gain=None)
+            profile = replace(self.profile, victims=None, remember=False)
             then = _Pass(self.state, self.txn, profile, self.now, row.ask.id)
-            then.spares = self.spares
+            then.spares, then.joins = self.spares, False
             then.run()
             return bool(self.state.jobs[row.ask.id].held)
 

@@ -1,4 +1,4 @@
-"""Why a job waits, and what would help."""
+"""Explanation of a waiting job: what binds it, and which single changes would start it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rota.cluster.core.admission import amount
-from rota.cluster.core.asks import JobAsk, Shape
-from rota.cluster.core.binding import Tally, sick_nodes, tally
+from rota.cluster.core.admission import Tally, amount, sick_nodes, smaller, tally
+from rota.cluster.core.capacity import GPU, Memory
 from rota.cluster.core.cycle import decide
-from rota.cluster.core.memory import Memory
-from rota.cluster.core.plugins import Admit, Preempt, Profile, WaitOn
-from rota.cluster.core.quota import GPU
-from rota.cluster.core.rows import JobRow, Wait
-from rota.cluster.core.snapshot import State
-from rota.cluster.core.sound import without_refused
-from rota.cluster.core.turns import place_in_order
-from rota.cluster.core.variants import smaller
+from rota.cluster.core.guarded import without_refused
+from rota.cluster.core.jobs import JobAsk, JobRow, Shape, Wait
+from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn
+from rota.cluster.core.queue_order import place_in_order
+from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Health

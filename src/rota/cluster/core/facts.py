@@ -1,12 +1,11 @@
-"""What happened, and how the scheduling state takes it in."""
+"""Facts that change the scheduling state: what happened to jobs and nodes, and how the state takes it in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rota.cluster.core.asks import JobAsk
-from rota.cluster.core.rows import Held, JobRow, Wait
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.jobs import Held, JobAsk, JobRow, Wait
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.resources import Health

@@ -1,4 +1,4 @@
-"""Gang to devices: pack, spread, topology; all slots of a job or none."""
+"""Placement of a gang on devices: pack, spread, topology; all slots of a job or none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.asks import Shape, Slot
-from rota.cluster.core.rows import Held, asked
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.jobs import Held, Shape, Slot, asked
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.gang import CellLevel
 

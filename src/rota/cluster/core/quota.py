@@ -1,161 +1,373 @@
-"""Queue tree: guarantee, limit, use; which queue of the line binds."""
+"""Division among queues: borrowing, fair shares, reclaim, and the rules of a queue tree."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 
-import numpy as np
-from numpy.typing import NDArray
+from rota.spec.errors import nearest
+from rota.spec.ids import NAME_PATTERN
+from rota.spec.queue import Queue
+from rota.spec.resources import Node, Res, format_size
 
-from rota.cluster.core.asks import Shape
-from rota.spec.queue import DEFAULT_QUEUE, Queue
-from rota.spec.resources import Res
+Amounts = Mapping[str, Fraction]
+"""Amount by resource."""
 
-Vector = NDArray[np.int64]
-UNLIMITED = np.int64(2**62)
-GPU, CPU, MEM = 0, 1, 2
-"""Dimensions of every quota vector: thousandths of devices of any type, thousandths of cores, bytes; then one dimension
-a device type in thousandths."""
+
+# -- divisible tasks --
+
+
+# -- borrowing (Kueue) --
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverLimit:
-    """The queue and dimension that stop a start, with what is used, asked and allowed; of a ``user`` there, if any."""
+class Borrowing:
+    """How much a queue borrows: thousandths of what the cohort can lend of its dominant resource, over its weight."""
 
-    queue: str
-    dim: str
-    used: int
-    asked: int
-    allowed: int
-    user: str | None = None
+    resource: str | None
+    share_permille: int
+    borrowing: bool
 
 
-class QueueTree:
-    """The queues in rows, parents included, sorted by path; a queue that is only named as a parent promises nothing.
+def borrowing_share(nominal: Amounts, lendable: Amounts, used: Amounts, weight: Fraction = Fraction(1)) -> Borrowing:
+    """``max_r max(0, used - nominal) * 1000 / lendable_r / weight``, rounded up: borrowing never looks like none.
 
-    In a guarantee or limit a dimension of zero is "not stated". ``born`` has per row its place in the order given.
+    Resources of which nothing can be lent do not count; ties go to the first name. Source: Kueue, fair sharing.
+    """
+    zero = Fraction(0)
+    over = {r: used[r] - nominal.get(r, zero) for r in sorted(used) if used[r] > nominal.get(r, zero)}
+    parts = {r: amount * 1000 / lendable[r] for r, amount in over.items() if lendable.get(r, 0) > 0}
+    if not parts:
+        return Borrowing(resource=None, share_permille=0, borrowing=bool(over))
+    resource = max(parts, key=lambda r: parts[r])
+    share = math.ceil(parts[resource] / weight) if weight > 0 else 2**63 - 1
+    return Borrowing(resource=resource, share_permille=share, borrowing=True)
+
+
+# -- fair share by guarantee, priority, weight (KAI) --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a queue deserves, asks, may have at most (None: no limit), and how it competes for what is left over."""
+
+    deserved: Fraction | None
+    request: Fraction
+    most: Fraction | None = None
+    weight: Fraction = Fraction(0)
+    priority: int = 100
+
+
+def fair_shares(
+    total: Fraction, claims: Mapping[str, Claim], unit: Fraction | None = None
+) -> tuple[dict[str, Fraction], Fraction]:
+    """Fair share of each queue, and what nobody gets.
+
+    First what is deserved, as far as it is asked; the rest by tiers of priority, inside one by weight, until everyone
+    has what it asks or may have. Weight 0 gets nothing of the rest. ``deserved`` None = unlimited. With a ``unit`` the
+    rest is handed out in whole units: rounded down, then one each by the largest remainder, equal ones in the order
+    given. Source: KAI scheduler, resource division of the proportion plug-in.
+    """
+    ceiling = {name: min(c.request, c.request if c.most is None else c.most) for name, c in claims.items()}
+    shares = {
+        name: min(ceiling[name], ceiling[name] if c.deserved is None else c.deserved) for name, c in claims.items()
+    }
+    left = max(Fraction(0), total - sum(shares.values(), Fraction(0)))
+    for tier in sorted({claim.priority for claim in claims.values()}, reverse=True):
+        weights = {n: c.weight for n, c in claims.items() if c.priority == tier and c.weight > 0}
+        left = _by_weight(left, weights, ceiling, shares, unit)
+    return shares, left
+
+
+def _by_weight(
+    left: Fraction,
+    weights: Mapping[str, Fraction],
+    ceiling: Mapping[str, Fraction],
+    shares: dict[str, Fraction],
+    unit: Fraction | None,
+) -> Fraction:
+    """Who wants no more than its part gets what it wants; when all want more, the parts are final."""
+    while left > 0:
+        hungry = [name for name in weights if shares[name] < ceiling[name]]
+        if not hungry:
+            break
+        whole = sum((weights[name] for name in hungry), Fraction(0))
+        part = {name: left * weights[name] / whole for name in hungry}
+        modest = [name for name in hungry if ceiling[name] - shares[name] <= part[name]]
+        given = {name: ceiling[name] - shares[name] for name in modest} or _rounded(part, unit)
+        for name, amount in given.items():
+            shares[name] += amount
+            left -= amount
+        if not modest:
+            return _remainders(left, part, ceiling, shares, unit) if unit else left
+    return left
+
+
+def _rounded(part: Mapping[str, Fraction], unit: Fraction | None) -> dict[str, Fraction]:
+    return {name: amount // unit * unit if unit else amount for name, amount in part.items()}
+
+
+def _remainders(
+    left: Fraction,
+    part: Mapping[str, Fraction],
+    ceiling: Mapping[str, Fraction],
+    shares: dict[str, Fraction],
+    unit: Fraction,
+) -> Fraction:
+    for name in sorted(part, key=lambda name: -(part[name] % unit)):
+        given = min(unit, left, ceiling[name] - shares[name])
+        shares[name] += given
+        left -= given
+    return left
+
+
+# -- reclaim --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueUse:
+    """One queue of a tree in one resource. ``reserved`` counts as used by its owner but asks for nothing."""
+
+    name: str
+    parent: str | None
+    guaranteed: Fraction
+    limit: Fraction
+    used: Fraction
+    pending: Fraction
+    reserved: Fraction = Fraction(0)
+    preemptible: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReclaimRules:
+    """How hard excess is taken back.
+
+    At most a part of the cluster each round; a part of the excess, as the rest ends by itself; nothing of a queue that
+    is above its guarantee by no more than the dead zone.
     """
 
-    def __init__(self, queues: Sequence[Queue], types: Sequence[str]) -> None:
-        given = {queue.path: queue for queue in queues}
-        born: dict[str, int] = {}
-        if not given:
-            given = {DEFAULT_QUEUE: Queue(path=DEFAULT_QUEUE)}
-        for position, path in enumerate(list(given)):
-            born.setdefault(path, position)
-            while (parent := path.rpartition("/")[0]) and parent not in given:
-                given[parent] = Queue(path=parent)
-                born[parent] = position
-                path = parent
-        self.rows: tuple[Queue, ...] = tuple(given[path] for path in sorted(given))
-        self.row: dict[str, int] = {queue.path: i for i, queue in enumerate(self.rows)}
-        self.born: list[int] = [born[queue.path] for queue in self.rows]
-        self.types: tuple[str, ...] = tuple(types)
-        self.dims: tuple[str, ...] = ("gpu", "cpu", "mem", *(f"gpu:{t}" for t in types))
-        self._needs: dict[Shape, Vector] = {}
-        self.line: list[list[int]] = [self._line(queue.path) for queue in self.rows]
-        self.guaranteed: Vector = np.array([self._vector(q.guaranteed, 0) for q in self.rows], dtype=np.int64)
-        self.limit: Vector = np.array([self._vector(q.limit, int(UNLIMITED)) for q in self.rows], dtype=np.int64)
-        self.user_limit: Vector = np.array([self._vector(q.user_limit, int(UNLIMITED)) for q in self.rows], np.int64)
-        self.limited: list[bool] = [bool(row.any()) for row in self.limit < UNLIMITED]
-        self.user_limited: list[bool] = [bool(row.any()) for row in self.user_limit < UNLIMITED]
-        self.unlimited = not any(self.limited) and not any(self.user_limited)
-        self.leaf = np.array([not any(q.parent == r.path for q in self.rows) for r in self.rows])
+    max_per_round: Fraction = Fraction(1)
+    natural_termination: Fraction = Fraction(1)
+    dead_zone: Fraction = Fraction(0)
+    observe_only: bool = False
 
-    def _line(self, path: str) -> list[int]:
-        line: list[int] = []
-        while path:
-            line.append(self.row[path])
-            path = path.rpartition("/")[0]
-        return line
 
-    def line_of(self, path: str) -> list[int]:
-        """Rows of the queue and of all above it; nothing for a queue that does not exist (any more)."""
-        return self.line[self.row[path]] if path in self.row else []
+@dataclass(slots=True)
+class _Node:
+    queue: QueueUse
+    used: Fraction
+    pending: Fraction
+    children: list[_Node] = field(default_factory=list["_Node"])
+    preemptible: bool = True
+    untouchable: Fraction = Fraction(0)
+    touchable: Fraction = Fraction(0)
+    ideal: Fraction = Fraction(0)
+    excess: Fraction = Fraction(0)
 
-    def gives_back(self, path: str) -> bool:
-        """Whether jobs of a queue may be stopped for those of another: it and all above it are preemptible."""
-        return all(self.rows[row].preemptible for row in self.line_of(path))
 
-    def _vector(self, res: Res | None, empty: int) -> list[int]:
-        values = [empty] * len(self.dims)
-        if res is None:
-            return values
-        stated = [(CPU, round(res.cpus * 1000)), (MEM, res.memory_bytes)]
-        gpu = GPU if res.gpu_type is None else self._type_dim(res.gpu_type)
-        stated += [(gpu, round(res.gpus * 1000))] if gpu is not None else []
-        for dim, value in stated:
-            if value > 0:
-                values[dim] = value
-        return values
+def reclaim(queues: Sequence[QueueUse], rules: ReclaimRules) -> dict[str, Fraction]:
+    """How much every leaf should give back now; leaves that give nothing are left out.
 
-    def _type_dim(self, name: str) -> int | None:
-        return 3 + self.types.index(name) if name in self.types else None
+    Per level, every queue starts at what it uses of its guarantee, plus the excess that nobody may touch. The remainder
+    goes to the most under-served first, in proportion to guarantees among those that still want, up to the limit and
+    to what is used and pending, and never beyond ``max(guaranteed, used)``. So two queues that are both above their
+    guarantee are never balanced, and a parent below its guarantee loses nothing to outsiders. Source: the
+    capacity scheduler of Hadoop YARN, proportional preemption.
+    """
+    root = _tree(queues)
+    root.ideal = min(root.queue.guaranteed, root.queue.limit)
+    allowed = root.queue.guaranteed * rules.max_per_round
+    _distribute(root, allowed)
+    if rules.observe_only:
+        return {}
+    given: dict[str, Fraction] = {}
+    for leaf in _leaves(root):
+        if leaf.excess > 0 and leaf.used > leaf.queue.guaranteed * (1 + rules.dead_zone):
+            given[leaf.queue.name] = leaf.excess * rules.natural_termination
+    return given
 
-    def need(self, shape: Shape) -> Vector:
-        """The quota vector of a shape. Devices of any type, or of one of several, count in the sum over types only."""
-        known = self._needs.get(shape)
-        if known is None:
-            known = self._needs[shape] = self._need(shape)
-        return known
 
-    def _need(self, shape: Shape) -> Vector:
-        vector = np.zeros(len(self.dims), dtype=np.int64)
-        for slot in shape.slots:
-            milli = slot.gpus * 1000 + slot.milli
-            vector[GPU] += milli
-            vector[CPU] += slot.cpu_milli
-            vector[MEM] += slot.mem
-            if slot.type is not None and (dim := self._type_dim(slot.type)) is not None:
-                vector[dim] += milli
-        return vector
+def _tree(queues: Sequence[QueueUse]) -> _Node:
+    nodes = {q.name: _Node(q, q.used + q.reserved, q.pending) for q in queues}
+    root = next(node for node in nodes.values() if node.queue.parent is None)
+    for node in nodes.values():
+        if node.queue.parent is not None:
+            nodes[node.queue.parent].children.append(node)
+    _mark(root, True)
+    return root
 
-    def over_limit(
-        self, used: Vector, by_user: Mapping[tuple[int, str], Vector], path: str, user: str, need: Vector
-    ) -> OverLimit | None:
-        """The first limit from the leaf up that ``need`` would pass, or None: of a queue, then of the user in one."""
-        if self.unlimited:
-            return None
-        line = self.line_of(path)
-        limits = [(row, used[row], self.limit[row], None) for row in line if self.limited[row]]
-        nothing = np.zeros_like(need)
-        limits += [
-            (row, by_user.get((row, user), nothing), self.user_limit[row], user)
-            for row in line
-            if self.user_limited[row]
-        ]
-        for row, has, limit, whose in limits:
-            over = np.flatnonzero((has + need > limit) & (need > 0))
-            if len(over):
-                dim = int(over[0])
-                return OverLimit(
-                    queue=self.rows[row].path,
-                    dim=self.dims[dim],
-                    used=int(has[dim]),
-                    asked=int(need[dim]),
-                    allowed=int(limit[dim]),
-                    user=whose,
+
+def _mark(node: _Node, above: bool) -> None:
+    """Whether a queue may lose anything is inherited; excess that no child may lose cannot be taken from the parent."""
+    node.preemptible = above and node.queue.preemptible
+    extra = max(Fraction(0), node.used - node.queue.guaranteed)
+    if not node.children:
+        node.untouchable, node.touchable = (Fraction(0), extra) if node.preemptible else (extra, Fraction(0))
+        return
+    for child in node.children:
+        _mark(child, node.preemptible)
+    node.pending = sum((child.pending for child in node.children), Fraction(0))
+    below = sum((child.touchable for child in node.children), Fraction(0))
+    node.touchable = min(below, extra)
+    node.untouchable = extra - node.touchable
+
+
+def _distribute(node: _Node, allowed: Fraction) -> None:
+    if not node.children:
+        return
+    left = node.ideal
+    for promised in (True, False):
+        level = [child for child in node.children if (child.queue.guaranteed > 0) is promised]
+        left = _share_out(level, left, by_guarantee=promised)
+    excess = sum((max(Fraction(0), child.used - child.ideal) for child in node.children), Fraction(0))
+    factor = min(Fraction(1), allowed / excess) if excess > 0 else Fraction(1)
+    for child in node.children:
+        child.excess = max(Fraction(0), child.used - child.ideal) * factor
+        _distribute(child, allowed)
+
+
+def _share_out(level: Sequence[_Node], left: Fraction, *, by_guarantee: bool) -> Fraction:
+    for node in level:
+        node.ideal = min(node.used, node.queue.guaranteed) + node.untouchable
+        left -= node.ideal
+    wanting = [node for node in level if _room(node) > 0]
+    while wanting and left > 0:
+        weights = {id(n): n.queue.guaranteed if by_guarantee else Fraction(1) for n in wanting}
+        total = sum(weights.values(), Fraction(0))
+        lowest = min(_served(node) for node in wanting)
+        offer = left
+        for node in [node for node in wanting if _served(node) == lowest]:
+            taken = min(offer * weights[id(node)] / total, _room(node))
+            left -= taken
+            node.ideal += taken
+            if _room(node) <= 0:
+                wanting.remove(node)
+        if offer - left < Fraction(1, 10**6):
+            break
+    return left
+
+
+def _served(node: _Node) -> Fraction:
+    """How far a queue has come towards its guarantee; one that has no guarantee always comes last."""
+    return node.ideal / node.queue.guaranteed if node.queue.guaranteed > 0 else Fraction(0)
+
+
+def _room(node: _Node) -> Fraction:
+    most = max(node.queue.guaranteed, node.used)
+    return max(Fraction(0), min(node.queue.limit, node.used + node.pending, most) - node.ideal)
+
+
+def _leaves(node: _Node) -> Iterable[_Node]:
+    if not node.children:
+        yield node
+    for child in node.children:
+        yield from _leaves(child)
+
+
+# -- rules --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenRule:
+    """One mistake: the place of the queue in the list, its field, what is wrong, and the remedy."""
+
+    index: int
+    field: str
+    message: str
+    hint: str = ""
+
+
+def broken_rules(queues: Sequence[Queue], nodes: Iterable[Node]) -> list[BrokenRule]:
+    """Every mistake in a tree of queues for these nodes; none for a tree that may be used.
+
+    Without nodes nothing is known of the capacity, and guarantees are held only against each other. Queues that name
+    themselves above themselves cannot be written: a path names its parent.
+    """
+    there = list(nodes)
+    types = {device.type for node in there for device in node.devices} if there else None
+    paths: dict[str, int] = {}
+    found: list[BrokenRule] = []
+    for index, queue in enumerate(queues):
+        found += (BrokenRule(index=index, field=name, **rest) for name, rest in _alone(queue, types))
+        if queue.path in paths:
+            rest = {"message": f"{queue.path!r} is there twice", "hint": f"the first is number {paths[queue.path] + 1}"}
+            found.append(BrokenRule(index=index, field="path", **rest))
+        paths.setdefault(queue.path, index)
+    for index, queue in enumerate(queues):
+        if queue.parent is not None and queue.parent not in paths:
+            rest = {"message": f"{queue.path!r} has no parent {queue.parent!r}", "hint": "list the parent too"}
+            found.append(BrokenRule(index=index, field="path", **rest))
+    return found + list(_promised_too_much(queues, there))
+
+
+def _alone(queue: Queue, types: set[str] | None) -> Iterator[tuple[str, dict[str, str]]]:
+    """Mistakes of one queue by itself; without ``types`` nothing is known of the devices there are."""
+    if not all(NAME_PATTERN.match(part) for part in queue.path.split("/")):
+        yield "path", {"message": f"{queue.path!r} is not NAME/NAME/...", "hint": "letters, digits, '-', '_' and '.'"}
+    if not queue.weight > 0:
+        yield "weight", {"message": f"{queue.weight} is not above 0"}
+    most = _amounts(queue.limit)
+    for kind, value in _amounts(queue.guaranteed).items():
+        if value > most.get(kind, value):
+            text = f"{_told(kind, value)} promised to {queue.path!r}, its limit is {_number(kind, most[kind])}"
+            yield "guaranteed", {"message": text, "hint": "raise the limit or lower the guarantee"}
+            break
+    for name, res in (("guaranteed", queue.guaranteed), ("limit", queue.limit), ("user_limit", queue.user_limit)):
+        if res is not None and min(res.cpus, res.gpus, res.memory_bytes) < 0:
+            yield name, {"message": f"{queue.path!r} has an amount below 0", "hint": "leave out what is not limited"}
+        if types is not None and res is not None and res.gpu_type is not None and res.gpu_type not in types:
+            hint = nearest(res.gpu_type, sorted(types), "types")
+            yield name, {"message": f"no node has devices of type {res.gpu_type!r}", "hint": hint}
+
+
+def _promised_too_much(queues: Sequence[Queue], nodes: Sequence[Node]) -> Iterator[BrokenRule]:
+    """The queue with which the guarantees of siblings pass that of their parent, or what the nodes have."""
+    stated = {queue.path: queue.guaranteed for queue in reversed(queues)}
+    sums: dict[tuple[str | None, str], float] = {}
+    for index, queue in enumerate(queues):
+        for kind, value in _amounts(queue.guaranteed).items():
+            key = (queue.parent, kind)
+            sums[key] = sums.get(key, 0.0) + value
+            have = _stated(stated.get(queue.parent), kind) if queue.parent else _capacity(nodes, kind)
+            if have is not None and round(sums[key] - have, 6) > 0:
+                owner = f"{queue.parent!r} is promised" if queue.parent else "the cluster has"
+                yield BrokenRule(
+                    index=index,
+                    field="guaranteed",
+                    message=f"with {queue.path!r} {_told(kind, sums[key])} promised, {owner} {_number(kind, have)}",
+                    hint="lower a guarantee; a limit may be larger than what there is",
                 )
+                break
+
+
+def _amounts(res: Res | None) -> dict[str, float]:
+    """What is stated, by kind; devices of a type are among all devices."""
+    if res is None:
+        return {}
+    kinds = ("gpus", f"{res.gpu_type} devices") if res.gpu_type else ("gpus",)
+    found = {**dict.fromkeys(kinds, res.gpus), "cpus": res.cpus, "memory": float(res.memory_bytes)}
+    return {kind: value for kind, value in found.items() if value}
+
+
+def _stated(res: Res | None, kind: str) -> float | None:
+    """What may be promised below a queue of this guarantee (None: anything); of devices of a type no others."""
+    return None if res is not None and res.gpu_type and kind == "gpus" else _amounts(res).get(kind)
+
+
+def _capacity(nodes: Sequence[Node], kind: str) -> float | None:
+    """What the nodes have; None where none is known."""
+    if not nodes:
         return None
+    if kind in ("cpus", "memory"):
+        return float(sum(node.cpus if kind == "cpus" else node.memory_bytes for node in nodes))
+    return sum(kind in ("gpus", f"{device.type} devices") for node in nodes for device in node.devices)
 
-    def passed(self, used: Vector, by_user: Mapping[tuple[int, str], Vector]) -> list[OverLimit]:
-        """Limits that are below what is in use, as one that was lowered may be: of queues, then of users in them."""
-        rows = [(row, has, self.limit[row], None) for row, has in enumerate(used)]
-        rows += [(row, by_user[row, user], self.user_limit[row], user) for row, user in sorted(by_user)]
-        return [
-            OverLimit(
-                queue=self.rows[row].path,
-                dim=self.dims[dim],
-                used=int(has[dim]),
-                asked=0,
-                allowed=int(limit[dim]),
-                user=user,
-            )
-            for row, has, limit, user in rows
-            for dim in np.flatnonzero(has > limit).tolist()
-        ]
 
-    def leaves_under(self, path: str) -> list[str]:
-        """Paths of the leaves below a queue."""
-        return [q.path for i, q in enumerate(self.rows) if self.leaf[i] and q.path.startswith(f"{path}/")]
+def _told(kind: str, value: float) -> str:
+    return f"{_number(kind, value)} {'of memory' if kind == 'memory' else kind} are"
+
+
+def _number(kind: str, value: float) -> str:
+    return format_size(int(value)) if kind == "memory" else f"{value:g}"

@@ -1,4 +1,4 @@
-"""Try changes on the state; undone by construction."""
+"""Transactions on the scheduling state: trial writes, undone by construction."""
 
 from __future__ import annotations
 

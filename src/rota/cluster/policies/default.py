@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rota.cluster.core.plugins import Placer, Profile, Victim
+from rota.cluster.core.capacity import GPU
+from rota.cluster.core.jobs import JobRow, Wait
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
-from rota.cluster.core.quota import GPU
-from rota.cluster.core.rows import JobRow, Wait
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.ids import JobId

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.cluster.core.admission import amount, limit_reason
+from rota.cluster.core.jobs import Held, JobRow, Wait
 from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
-from rota.cluster.core.plugins import Profile
-from rota.cluster.core.rows import Held, JobRow, Wait
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 
 

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rota.cluster.core.asks import Shape
-from rota.cluster.core.cells import CellSpec
-from rota.cluster.core.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
-from rota.cluster.core.intra import Leaves
+from rota.cluster.core.capacity import GPU, CellSpec
+from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, line_key
 from rota.cluster.core.placement import parted, place
-from rota.cluster.core.plugins import Placer, Profile, Victim
-from rota.cluster.core.quota import GPU
-from rota.cluster.core.rows import Held, JobRow, Wait, line_key
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
-from rota.cluster.core.vcells import CellType, TenantCells, VirtualCells
 from rota.cluster.policies.fifo import ByArrival, LimitsOnly
+from rota.cluster.virtual.cells import CellType, TenantCells, VirtualCells
+from rota.cluster.virtual.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
+from rota.cluster.virtual.mapping import Leaves
 from rota.spec.errors import BadInput
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason

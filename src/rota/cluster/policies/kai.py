@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rota.cluster.core.plugins import Placer, Profile, Victim
+from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED, Vector
+from rota.cluster.core.jobs import JobRow, Wait
 from rota.cluster.core.preemption import make_room
-from rota.cluster.core.quota import CPU, GPU, MEM, UNLIMITED, Vector
-from rota.cluster.core.rows import JobRow, Wait
-from rota.cluster.core.shares import Claim, fair_shares
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.quota import Claim, fair_shares
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.ids import JobId

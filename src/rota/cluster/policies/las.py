@@ -1,14 +1,14 @@
-"""Least attained service, in two dimensions."""
+"""Least attained service in two dimensions (Tiresias), and shortest remaining time first."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from rota.cluster.core.plugins import Order, Placer, Profile, Victim
+from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.preemption import enough_of, lost_gpu_s
-from rota.cluster.core.rows import JobRow
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Order, Placer, Profile, Victim
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.reasons import Reason
@@ -68,4 +68,29 @@ def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
         victims=Outranked(order),
         remember=False,
         round_s=ROUND_S,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShortestFirst:
+    """By estimated device-seconds that remain; jobs without an estimate come last."""
+
+    by_job = True
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        if row.ask.est_s is None:
+            return (1, 0.0)
+        return (0, max(0.0, row.ask.est_s - row.served_by(now)) * max(row.ask.shape.gpu_milli, 1))
+
+
+def srtf() -> Profile:
+    """Who is done soonest comes first, also in place of who runs. Needs true estimates."""
+    order = ShortestFirst()
+    return Profile(
+        name="srtf",
+        order=order,
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=Outranked(order),
+        remember=False,
     )

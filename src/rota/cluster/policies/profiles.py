@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from rota.cluster.core.plugins import Profile
-from rota.cluster.policies.anywhere import Anywhere, random
-from rota.cluster.policies.bestfit import bestfit
-from rota.cluster.policies.capacity import yarn
+from rota.cluster.core.profile import Profile
 from rota.cluster.policies.default import default
-from rota.cluster.policies.drf import drf
-from rota.cluster.policies.fairshare import kueue
-from rota.cluster.policies.fgd import fgd
+from rota.cluster.policies.fair_share import drf, kueue, yarn
+from rota.cluster.policies.fgd import bestfit, fgd
 from rota.cluster.policies.fifo import fifo
 from rota.cluster.policies.gandiva import gandiva, gandiva_pack
 from rota.cluster.policies.hived import hived
 from rota.cluster.policies.kai import kai
-from rota.cluster.policies.las import las
-from rota.cluster.policies.pools import pool, pool_spread, private
-from rota.cluster.policies.srtf import srtf
+from rota.cluster.policies.las import las, srtf
+from rota.cluster.policies.random import Anywhere, random
+from rota.cluster.policies.static_partition import pool, pool_spread, private
 from rota.spec.errors import unknown
 
 PROFILES: dict[str, Callable[[], Profile]] = {

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.cluster.core.queue_rules import broken_rules
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.quota import broken_rules
+from rota.cluster.core.state import State
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role

@@ -10,8 +10,8 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.cluster.forecast import outlook
 from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.cluster.sim.forecast import outlook
 from rota.service.routes.doors import Asker, Document, Parts
 from rota.service.starters import about, template_files, template_names
 from rota.service.views.jobs import API

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from rota.cluster.core.admission import amount
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.state import State
 from rota.service.views.explain import stated, used_in
 from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rota.cluster.core.rows import Wait
+from rota.cluster.core.jobs import Wait
 from rota.job.core.sizing import wanted_size
 from rota.runtime.clock import iso
 from rota.service.calls import JobSort

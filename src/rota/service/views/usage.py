@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.cluster.report import jain, spread_of
+from rota.cluster.sim.report import jain, spread_of
 from rota.service.views.jobs import API, when
 from rota.service.views.story import JobStory
 from rota.spec.errors import BadInput

@@ -1,14 +1,14 @@
-"""Baselines: a private cluster for each tenant, and one pool where the quota counts devices."""
+"""Static partitions: a private cluster for each tenant, or one pool with a quota of devices."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rota.cluster.core.capacity import GPU
+from rota.cluster.core.jobs import Held, JobRow, Wait
 from rota.cluster.core.placement import PREFERENCES, Manner, place
-from rota.cluster.core.plugins import Profile
-from rota.cluster.core.quota import GPU
-from rota.cluster.core.rows import Held, JobRow, Wait
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import ByArrival, Fit
 from rota.spec.reasons import Reason

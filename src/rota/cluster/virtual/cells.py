@@ -1,11 +1,11 @@
-"""Virtual clusters as configured: which cells each tenant owns, and the start-up check that all of them fit."""
+"""Configuration of virtual clusters: which cells each tenant owns, and the start-up check that all of them fit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rota.cluster.core.cells import Cells, CellSpec
+from rota.cluster.core.capacity import Cells, CellSpec
 from rota.spec.errors import BadInput
 
 

@@ -7,9 +7,9 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-from rota.cluster.core.fragments import WHOLE, Board, Kind, Mix
+from rota.cluster.core.scoring import WHOLE, Board, Kind, Mix
 from rota.cluster.policies.fgd import POLICIES, Chooser
-from rota.cluster.traces import TraceError
+from rota.cluster.sim.traces import TraceError
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import Clock
 from rota.spec.errors import UnknownName

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from rota.cluster.core.plugins import Profile
-from rota.cluster.core.rows import JobRow
-from rota.cluster.core.snapshot import State
-from rota.cluster.core.sound import without_refused
+from rota.cluster.core.guarded import without_refused
+from rota.cluster.core.jobs import JobRow
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import State
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.report import spread_of
-from rota.cluster.sim import SimJob, SimResult, Simulation
+from rota.cluster.sim.report import spread_of
+from rota.cluster.sim.simulate import SimJob, SimResult, Simulation
 from rota.runtime.clock import Clock
 from rota.spec.ids import JobId
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rota.cluster.core.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key
-from rota.cluster.core.intra import Leaves, View, can_hold, place_members, view_nodes
-from rota.cluster.core.mapping import map_leaves
 from rota.cluster.core.txn import Txn
-from rota.cluster.core.vcells import VirtualCells
+from rota.cluster.virtual.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key
+from rota.cluster.virtual.cells import VirtualCells
+from rota.cluster.virtual.mapping import Leaves, View, can_hold, map_leaves, place_members, view_nodes
 from rota.spec.errors import BadInput
 
 PRIORITY_MAX = 1000

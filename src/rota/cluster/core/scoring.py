@@ -1,9 +1,9 @@
-"""Expected fragmentation of a node by a task mix, and the placements that are compared with it."""
+"""Scores of nodes: expected fragmentation by a task mix, affinity to one size of job, and how close what is free lies."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -158,3 +158,17 @@ class Gradient:
                 better = rise < best[able]
                 best[able[better]], device[able[better]] = rise[better], g
         return best, device
+
+
+def kinship(sizes: Collection[int], gpus: int) -> int:
+    """0 for a node that has jobs of this size, 1 for one without jobs, 2 for one with others."""
+    return 0 if gpus in sizes else 2 if sizes else 1
+
+
+def potential(free: Sequence[int]) -> int:
+    """Minus the sum of the squares of what is free on each node: lowest where free devices lie together.
+
+    Moving ``g`` devices from a node with ``s`` free to one with ``t`` changes it by ``2 g (t - s - g)``. It is a whole
+    number with a least value, so moves that lower it come to an end.
+    """
+    return -sum(devices * devices for devices in free)

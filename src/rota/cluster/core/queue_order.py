@@ -1,4 +1,4 @@
-"""Which waiting job is tried next, and whose verdict speaks for those behind it."""
+"""Order of waiting jobs: which one is tried next, and which verdict holds for those behind it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import Any, NamedTuple
 
-from rota.cluster.core.binding import too_few_free
-from rota.cluster.core.plugins import Profile
-from rota.cluster.core.reserve import Reservations
-from rota.cluster.core.rows import JobRow, LineKey, Wait, line_key
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.admission import too_few_free
+from rota.cluster.core.jobs import JobRow, LineKey, Wait, line_key
+from rota.cluster.core.preemption import Reservations
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import State
 from rota.spec.ids import JobId
 from rota.spec.reasons import INFO, Reason
 

@@ -1,4 +1,4 @@
-"""What a policy may plug into the cycle, and the decisions that come out."""
+"""Profile of a policy: its plug-ins, and the decisions that come out of a pass."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from rota.cluster.core.rows import Held, JobRow, Wait
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.jobs import Held, JobRow, Wait
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
@@ -117,6 +117,30 @@ class Victims(Protocol):
         ...
 
 
+class Sharing(Protocol):
+    """Devices that running jobs share, or are lent while no job waits for them."""
+
+    def has_pairs(self, state: State) -> bool:
+        """Whether some jobs share devices, so that passes are made while no job waits."""
+        ...
+
+    def separate(self, state: State, now: float) -> list[Resize | Preempt]:
+        """Who gets its devices whole again, and who is stopped because sharing them does not pay."""
+        ...
+
+    def give_back(self, state: State, txn: Txn, row: JobRow, placer: Placer) -> dict[JobId, tuple[Held, ...]]:
+        """What jobs keep that give lent slots back so that a waiting one fits; empty if it would not fit."""
+        ...
+
+    def join(self, state: State, row: JobRow) -> tuple[JobId, tuple[Held, ...], tuple[Held, ...]] | None:
+        """A running job with which a waiting one can share all devices, and what both hold then."""
+        ...
+
+    def lend(self, state: State, txn: Txn, placer: Placer) -> dict[JobId, tuple[Held, ...]]:
+        """What jobs hold that get idle devices."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """One plug-in of each kind. ``block`` says what the first job that does not fit holds up behind it."""
@@ -146,10 +170,8 @@ class Profile:
     """Called before every pass, for policies that keep books of their own."""
     round_s: float = 0.0
     """With it a pass is made at every multiple as long as jobs wait beside running ones."""
-    grows: bool = False
-    """Jobs that can use more get idle devices while nobody waits, and give them back before anybody would."""
-    pack_gain: float | None = None
-    """With it a job that would wait shares the devices of another, as long as both gain more than this in all."""
+    sharing: Sharing | None = None
+    """In simulations alone: the runtime gives a device to one job, and a running job asks for more by itself."""
     starts: bool = True
     """False: jobs are only stopped and moved; what is idle is left alone."""
     remember: bool = True

@@ -1,4 +1,4 @@
-"""Nodes, queues and jobs as the decisions see them; written only through a Txn."""
+"""State of the cluster for one decision: nodes, queues and jobs, written only through a Txn."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.asks import JobAsk, Shape
-from rota.cluster.core.cells import Cells, forest_of, in_cell_order
-from rota.cluster.core.memory import Memory
-from rota.cluster.core.quota import OverLimit, QueueTree, Vector
-from rota.cluster.core.rows import Held, JobRow, LineKey, line_key
+from rota.cluster.core.capacity import Cells, Memory, OverLimit, QueueTree, Vector, forest_of, in_cell_order
+from rota.cluster.core.jobs import Held, JobAsk, JobRow, LineKey, Shape, line_key
 from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.resources import Health, Node, types_of
+
+
+class InvariantBroken(AssertionError):
+    """A bug of the scheduler: the message names the rule and the numbers; ``job`` is that at which it was met."""
+
+    def __init__(self, text: str, job: JobId | None = None) -> None:
+        super().__init__(text)
+        self.job = job
+
 
 HEALTH_ROW: dict[Health, int] = {health: i for i, health in enumerate(Health)}
 LOST = len(HEALTH_ROW)

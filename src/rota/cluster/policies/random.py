@@ -1,4 +1,4 @@
-"""Place at random, by a seed: what a placement has to beat."""
+"""Random placement by a seed: what a placement has to beat."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.placement import place
-from rota.cluster.core.plugins import Profile
-from rota.cluster.core.rows import Held, JobRow
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.fifo import ByArrival, LimitsOnly
 

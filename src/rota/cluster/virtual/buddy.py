@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rota.cluster.core.txn import Txn
-from rota.cluster.core.vcells import VirtualCells
+from rota.cluster.virtual.cells import VirtualCells
 
 FREE = -2
 OPPORTUNISTIC = -1

@@ -1,4 +1,4 @@
-"""Queues with guarantees, borrowing, taking back."""
+"""Fair shares among queues: DRF, borrowing in a cohort (Kueue), capacity with proportional reclaim (YARN)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,77 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from rota.cluster.core.plugins import Placer, Profile, Victim
+import numpy as np
+
+from rota.cluster.core.capacity import CPU, GPU, MEM, UNLIMITED
+from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
-from rota.cluster.core.quota import GPU, UNLIMITED
-from rota.cluster.core.reclaim import QueueUse, ReclaimRules, reclaim
-from rota.cluster.core.rows import JobRow
-from rota.cluster.core.snapshot import State
+from rota.cluster.core.profile import Placer, Profile, Victim
+from rota.cluster.core.quota import QueueUse, ReclaimRules, borrowing_share, reclaim
+from rota.cluster.core.state import State
 from rota.cluster.core.txn import Txn
-from rota.cluster.policies.default import standing
+from rota.cluster.policies.default import LeastCost, standing, stops
 from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class LowestDominantShare:
+    """From the top of the tree down, the queue of the lowest dominant share over its weight comes first.
+
+    Gangs are not divisible: one that does not fit is skipped and does not block. Source: DRF (NSDI'11), hierarchical
+    form of H-DRF without its rescaling.
+    """
+
+    by_job = False
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        line = state.queues.line_of(row.ask.queue)
+        return tuple(dominant_share(state, queue) for queue in reversed(line))
+
+
+def dominant_share(state: State, queue: int) -> float:
+    """Largest part of the cluster that a queue uses, over its weight; resources that do not exist do not count."""
+    used = state.used[queue, [GPU, CPU, MEM]]
+    parts = np.divide(used, state.capacity, out=np.zeros(3), where=state.capacity > 0)
+    return float(parts.max()) / max(state.queues.rows[queue].weight, 1e-9)
+
+
+def drf() -> Profile:
+    """Lowest dominant share first, best fit, nobody is stopped."""
+    return Profile(name="drf", order=LowestDominantShare(), division=LimitsOnly(), placer=Fit())
+
+
+@dataclass(frozen=True, slots=True)
+class LeastBorrowed:
+    """The queue that would borrow least with the job comes first; then priority."""
+
+    by_job = False
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        tree = state.queues
+        queue = tree.row.get(row.ask.queue)
+        if queue is None:
+            return (0, -row.ask.priority)
+        used = {"gpu": Fraction(int(state.used[queue, GPU]) + row.ask.shape.gpu_milli)}
+        lendable = {"gpu": Fraction(int(tree.guaranteed[tree.leaf, GPU].sum()))}
+        nominal = {"gpu": Fraction(int(tree.guaranteed[queue, GPU]))}
+        share = borrowing_share(nominal, lendable, used, Fraction(tree.rows[queue].weight))
+        return (share.share_permille, -row.ask.priority)
+
+
+def kueue() -> Profile:
+    """Who borrows least comes first; borrowed devices are taken back."""
+    return Profile(
+        name="kueue",
+        order=LeastBorrowed(),
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=LeastCost(),
+        stops=stops,
+        block="none",
+    )
+
 
 ROOT = "(cluster)"
 

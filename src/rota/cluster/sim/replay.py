@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from rota.cluster.core.check import InvariantBroken
-from rota.cluster.core.plugins import Profile
+from rota.cluster.core.profile import Profile
+from rota.cluster.core.state import InvariantBroken
 from rota.cluster.live import RequestsOf, Scheduler
 from rota.spec.events import (
     Event,

@@ -1,0 +1,1 @@
+"""Virtual clusters on buddy cells: what each tenant owns, and where that lies."""

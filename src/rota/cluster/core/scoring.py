@@ -1,4 +1,4 @@
-"""Scores of nodes: expected fragmentation by a task mix, affinity to one size of job, and how close what is free lies."""
+"""Scores of nodes: expected fragmentation by a task mix, affinity to one size of job, and how free devices lie."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import words
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src" / "rota").rglob("*.py"))
 LINES_MAX = 700
@@ -153,3 +155,36 @@ def test_a_setup_shows_large_downloads_alone_and_fails_when_the_installation_doe
             command, cwd=ROOT, env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, check=False
         )
         assert (done.stdout.splitlines(), done.returncode != 0) == (shown, status != 0), done.stderr
+
+
+def test_the_list_of_words_and_names_that_are_to_go_is_that_of_the_tree() -> None:
+    """Nothing is added to it, and what is gone is taken from it."""
+    found, recorded = set(words.left()), set(words.recorded())
+    assert found == recorded, (
+        f"see python tests/words.py; reword what was added: {sorted(found - recorded)}; "
+        f"then python tests/words.py --record, for what is recorded and no longer true: {sorted(recorded - found)}"
+    )
+
+
+def test_a_word_is_found_in_texts_and_not_in_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "ROOT", tmp_path)
+    for name, text in {
+        "src/rota/job/door.py": '"""It tells\n\nthe story."""\nstory = ["story", f"there is no {1}, nobody is left"]\n',
+        "web/src/a.tsx": 'const story = "so many jobs"; // it goes on\n<b>What shall run?</b>\n',
+        "docs/a.md": "This is no page; `story` is a name, there is no other. It is no longer there.\n",
+        "docs/reference/cli.md": "It tells what stands here.\n",
+        "README.md": "Mend it.\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [(place.file, place.line, place.word) for place in words.places()] == [
+        ("README.md", 1, "Mend"),
+        ("docs/a.md", 1, "is no "),
+        ("src/rota/job/door.py", 1, "tells"),
+        ("src/rota/job/door.py", 3, "story"),
+        ("src/rota/job/door.py", 4, "nobody"),
+        ("web/src/a.tsx", 1, "goes on"),
+        ("web/src/a.tsx", 1, "so many"),
+        ("web/src/a.tsx", 2, "What shall"),
+    ]
+    assert words.left()[2:4] == ["3 src/rota/job/door.py", "name src/rota/job/door.py"]

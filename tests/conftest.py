@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ settings.register_profile("check", max_examples=50, **quiet)
 settings.register_profile("deep", max_examples=1_000, **quiet)
 settings.load_profile("deep" if os.environ.get("ROTA_DEEP") == "1" else "check")
 
+
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+"""Whoever runs the tests in the background of a script ignores Ctrl-C, and so would what the tests start."""
 
 UNIT = tuple(Path(__file__).parent / one for one in ("spec", "cluster", "job/core", "tensors/core", "train/plan"))
 """Folders of tests that work with values alone."""

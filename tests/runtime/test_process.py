@@ -196,6 +196,26 @@ def test_an_exit_watch_tells_how_a_process_ended(command: tuple[str, ...], statu
     assert watch.status() is None
 
 
+def test_an_exit_watch_waits_for_a_parent_that_is_late_to_reap() -> None:
+    code = "import subprocess, time; c = subprocess.Popen(['sh', '-c', 'read x']); time.sleep(1); c.wait(); input()"
+    with subprocess.Popen((sys.executable, "-c", code), stdin=subprocess.PIPE) as parent:
+        watched = ProcessId(pid=0, start_time=0.0)
+        while not watched.pid:
+            pids = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            watched = process.identify(int(pids[0])) or watched if pids else watched
+        watch = ExitWatch(watched)
+        assert not watch.unreaped
+        process.send_signal(watched, signal.SIGKILL)
+        while process.is_alive(watched):
+            time.sleep(0.002)
+        assert watch.unreaped
+        while watch.unreaped:
+            time.sleep(0.01)
+        assert watch.status() in (-9, None)
+        watch.close()
+        parent.kill()
+
+
 def test_usage_is_measured_for_exactly_this_process(sleeper) -> None:
     usage = process.usage_of(identity(sleeper))
     assert usage is not None and usage.rss_bytes > 0 and usage.threads == 1

@@ -71,6 +71,8 @@ _FIND_S = 3.0
 _POLL_S = 0.05
 _UNPLACED_POLL_S = 1.0
 _BLOCKING_THREADS_MAX = 32
+_REAPED_S, _REAPED_MAX_S = 0.02, 1.0
+"""Usual and longest wait for the parent of a dead process, which alone learns how it ended."""
 _DEATHS_MAX = 4096
 _NODE_ID_LABEL = "ray.io/node-id"  # which Ray gives each node
 # What Ray says of every process that ended without a word; it names out-of-memory as a mere possibility.
@@ -505,9 +507,12 @@ def _from_table(name: str, actor: Any) -> Handle | None:
 
 
 def _exit_status(exits: ExitWatch) -> int | None:
-    """How a process ended; its parent (Ray) reaps it within milliseconds of the broken connection."""
-    deadline = time.monotonic() + 0.02
-    while (status := exits.status()) is None and time.monotonic() < deadline:
+    """How a process ended; its parent (Ray) reaps it milliseconds after the end, or when it gets a core."""
+    began_s = time.monotonic()
+    while (status := exits.status()) is None:
+        passed_s = time.monotonic() - began_s
+        if passed_s > _REAPED_S and (passed_s > _REAPED_MAX_S or not exits.unreaped):
+            break
         time.sleep(0.002)
     return status
 

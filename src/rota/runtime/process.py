@@ -392,6 +392,7 @@ class ExitWatch:
     """Learns how a process ended although somebody else is its parent (Linux 6.15 and later; else nothing is known)."""
 
     def __init__(self, process: ProcessId) -> None:
+        self.which = process
         self._fd: int | None = None
         with contextlib.suppress(OSError):
             self._fd = os.pidfd_open(process.pid)
@@ -409,6 +410,11 @@ class ExitWatch:
             return None
         fields = _PIDFD_INFO.unpack(buffer)
         return os.waitstatus_to_exitcode(fields[-1]) if fields[0] & _PIDFD_INFO_EXIT else None
+
+    @property
+    def unreaped(self) -> bool:
+        """True while the process has ended and its parent has not asked for its status."""
+        return self._fd is not None and Path(f"/proc/{self.which.pid}").exists() and not is_alive(self.which)
 
     def close(self) -> None:
         """Let go of the process."""

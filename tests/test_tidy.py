@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import words
+from tests import banned_words as words
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src" / "rota").rglob("*.py"))
@@ -161,8 +161,8 @@ def test_the_list_of_words_and_names_that_are_to_go_is_that_of_the_tree() -> Non
     """Nothing is added to it, and what is gone is taken from it."""
     found, recorded = set(words.left()), set(words.recorded())
     assert found == recorded, (
-        f"see python tests/words.py; reword what was added: {sorted(found - recorded)}; "
-        f"then python tests/words.py --record, for what is recorded and no longer true: {sorted(recorded - found)}"
+        f"see python tests/banned_words.py; reword what was added: {sorted(found - recorded)}; "
+        f"then python tests/banned_words.py --record, for what is recorded and no longer true: {sorted(recorded - found)}"
     )
 
 

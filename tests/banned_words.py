@@ -1,4 +1,4 @@
-"""Words that the texts of the project do not use; ``python tests/words.py [PATH ...]`` prints where they still are.
+"""Words that the texts of the project do not use; ``python tests/banned_words.py [PATH ...]`` prints where they still are.
 
 Looked at are the string literals and docstrings of ``src/rota``, the texts of ``web/src``, README.md and the pages of
 ``docs`` that people write, and the names of files. What is left in each file is recorded in ``words_left.txt`` and only
@@ -121,7 +121,7 @@ def _in_text(path: Path, text: str, first: int) -> Iterator[Place]:
 
 def main() -> int:
     """Print what is left, or record how much; 1 when a place is left."""
-    parser = argparse.ArgumentParser(prog="python tests/words.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tests/banned_words.py", description=__doc__)
     parser.add_argument("paths", nargs="*", help="only files below these, for example src/rota/job")
     parser.add_argument("--record", action="store_true", help=f"write {LEFT.name}")
     args = parser.parse_args()

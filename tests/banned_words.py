@@ -1,4 +1,4 @@
-"""Words that the texts of the project do not use; ``python tests/banned_words.py [PATH ...]`` prints where they still are.
+"""Words that no text of the project uses; ``python tests/banned_words.py [PATH ...]`` prints where they still are.
 
 Looked at are the string literals and docstrings of ``src/rota``, the texts of ``web/src``, README.md and the pages of
 ``docs`` that people write, and the names of files. What is left in each file is recorded in ``words_left.txt`` and only

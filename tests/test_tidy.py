@@ -162,7 +162,7 @@ def test_the_list_of_words_and_names_that_are_to_go_is_that_of_the_tree() -> Non
     found, recorded = set(words.left()), set(words.recorded())
     assert found == recorded, (
         f"see python tests/banned_words.py; reword what was added: {sorted(found - recorded)}; "
-        f"then python tests/banned_words.py --record, for what is recorded and no longer true: {sorted(recorded - found)}"
+        f"then python tests/banned_words.py --record, for what is no longer true: {sorted(recorded - found)}"
     )
 
 

@@ -58,17 +58,20 @@ class Records:
         return self._read
 
 
+def client_of(home: Home) -> tuple[str, dict[str, str]]:
+    """The address of the engine of an installation, and the environment of a process that connects to it."""
+    state = EngineFiles(home.root).states()[0]
+    changes = client_environment(state.token_path, state.folder)
+    kept = {name: value for name, value in os.environ.items() if name not in changes}
+    return state.address, kept | {name: value for name, value in changes.items() if value is not None}
+
+
 class Bare:
     """Bare Ray's side: an async actor that calls other actors, in a child process of its own."""
 
     def __init__(self, home: Home, calls: int) -> None:
-        state = EngineFiles(home.root).states()[0]
-        environment = dict(os.environ)
-        for name, value in client_environment(state.token_path, state.folder).items():
-            environment.pop(name, None)
-            if value is not None:
-                environment[name] = value
-        words = [sys.executable, __file__, "--bare", state.address, "--calls", str(calls)]
+        address, environment = client_of(home)
+        words = [sys.executable, __file__, "--bare", address, "--calls", str(calls)]
         self.child = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         atexit.register(self.close)
         assert self.ask("ready") == {}

@@ -3,8 +3,9 @@
 ``python benchmarks/chaos.py [--minutes M] [--every S] [--seed N] [--json]``. After each fault it is measured when every
 part that was hit is in service again (another process, which answers) and when the job commits again; the next fault
 comes ``--every`` seconds after the last, or when all is back. At the end no commit is lost or there twice, the weights
-equal those of a run without faults bit by bit, the job has succeeded and nothing is left of it: else the exit status is
-1 and ``wrong`` says why. Goodput is commits that count x fault-free step time / wall time.
+equal those of a run without faults bit by bit, the job has succeeded and nothing is left of it (processes, actors and
+placement groups of the engine, names and segments of tensors): else the exit status is 1 and ``wrong`` says why.
+Goodput is commits that count x fault-free step time / wall time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, free_port
+from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, client_of, free_port
 from rota.runtime import process
 from rota.runtime.engine import EngineFiles, find_engine
 from rota.runtime.environ import Home
@@ -42,6 +44,7 @@ from rota.spec.errors import RotaError
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, MasterStarted, PartReplaced, RolledBack
 from rota.spec.ids import JobId
 from rota.tensors.session import shm_root
+from run import Row, hand_in
 
 sys.path.insert(0, str(WORKLOADS))
 import chaotic
@@ -51,6 +54,8 @@ QUIET_S = 12.0
 BACK_MAX_S = 180.0
 """What is not back by then is wrong."""
 LOOK_S = 0.05
+LEFT_MAX_S = 60.0
+"""After the end of the job, for what it had to go."""
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 ROLES = ("learner", "rollout", "judge", "loop")
 SOURCE = """
@@ -269,7 +274,8 @@ def storm(site: Site, given: argparse.Namespace) -> dict[str, Any]:
     while (state := site.state()) not in TERMINAL and time.monotonic() < until_s:
         time.sleep(0.2)
     wrong += [] if state == "SUCCEEDED" else [f"the job is {state or 'unknown: the service does not answer'}"]
-    wrong += commits_wrong(site) + left_of_job(site)
+    left = {"processes": left_of_job(site), "in the engine": left_in_engine(site), "tensors": left_of_tensors(site)}
+    wrong += commits_wrong(site) + [f"{text} is left" for found in left.values() for text in found]
     return {
         "goodput": round(done * step_s / wall_s, 4),
         "wall_s": round(wall_s, 1),
@@ -279,6 +285,7 @@ def storm(site: Site, given: argparse.Namespace) -> dict[str, Any]:
         "wrong": wrong,
         "recoveries": len(site.events(FailoverStarted)),
         "noted": sum(isinstance(one.event, PartReplaced) for one in Records(site.log).now()),
+        "left": {what: len(found) for what, found in left.items()},
         "back_s": summary(faults),
         "faults": [fault.document() for fault in faults],
     }
@@ -306,11 +313,63 @@ def commits_wrong(site: Site) -> list[str]:
 
 
 def left_of_job(site: Site) -> list[str]:
-    """Processes and names of the job that are still there after its end."""
-    until_s = time.monotonic() + 60.0
-    while (left := sorted(site.workers())) and time.monotonic() < until_s:
-        time.sleep(0.2)
-    return [f"{name} still runs" for name in left]
+    """Processes of the job that still run after its end."""
+    return gone_within(lambda: [f"process {name}" for name in sorted(site.workers())])
+
+
+def left_in_engine(site: Site) -> list[str]:
+    """Actors and placement groups of the job that the engine still has, by a client of its own."""
+    address, environment = client_of(site.home)
+    words = [sys.executable, __file__, "--engine", address, "--job", site.job]
+
+    return gone_within(lambda: listed(words, environment, lambda text: json.loads(text.splitlines()[-1])))
+
+
+def engine_main(address: str, job: str) -> None:
+    """The client: one line of JSON, what the engine has with the job in its name."""
+    import ray
+    from ray.util import list_named_actors, placement_group_table
+
+    ray.init(address, log_to_driver=False, logging_level="error")
+    actors = [f"actor {one['name']}" for one in list_named_actors(all_namespaces=True)]
+    groups = [f"placement group {one['name']}" for one in placement_group_table().values() if one["state"] != "REMOVED"]
+    print(json.dumps(sorted(text for text in (*actors, *groups) if job in text)))
+
+
+def left_of_tensors(site: Site) -> list[str]:
+    """Names of tensors after the end of the only job."""
+    words = [sys.executable, "-m", "rota", "tensors", "ls", "--json"]
+    environment = os.environ | {"ROTA_HOME": str(site.home.root)}
+
+    def names(text: str) -> list[str]:
+        return [f"tensor {one['name']}" for one in json.loads(text)["items"]]
+
+    return gone_within(lambda: listed(words, environment, names))
+
+
+def listed(words: list[str], environment: dict[str, str], read: Callable[[str], list[str]]) -> list[str]:
+    """What a command prints; that it failed is a finding too."""
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return read(done.stdout) if done.returncode == 0 else [f"no answer from {words[1:4]}: {done.stderr[-300:]}"]
+
+
+def gone_within(look: Callable[[], list[str]]) -> list[str]:
+    """What is still found after ``LEFT_MAX_S`` of looking; empty as soon as nothing is."""
+    until_s = time.monotonic() + LEFT_MAX_S
+    while (left := look()) and time.monotonic() < until_s:
+        time.sleep(0.5)
+    return left
+
+
+def rows(found: dict[str, Any]) -> list[Row]:
+    """The figures of a run as rows of the table; what was wrong first."""
+    left = sum(found.get("left", {}).values())
+    made = [Row("findings under faults", len(found["wrong"]), "", 0.0), Row("left behind by the job", left, "", 0.0)]
+    if "goodput" in found:
+        made.append(Row(f"time lost to {len(found['faults'])} faults", 100 * (1 - found["goodput"]), "%"))
+    for part, one in found.get("back_s", {}).items():
+        made.append(Row(f"the job commits again after {part}, at most", one["job_max_s"], "s"))
+    return made
 
 
 def summary(faults: list[Fault]) -> dict[str, Any]:
@@ -359,7 +418,12 @@ def main() -> int:
     parser.add_argument("--signal", default="", choices=["", *(one.name for one in SIGNALS)])
     parser.add_argument("--json", action="store_true", help="print nothing but the document")
     parser.add_argument("--keep", action="store_true", help="leave the home behind, to look at its logs")
+    parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--job", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.engine:
+        engine_main(given.engine, given.job)
+        return 0
     root = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
     settings = load_settings({"home": str(root), "port": free_port()}, environ={})
     daemon.up(settings)
@@ -374,6 +438,7 @@ def main() -> int:
             shutil.rmtree(root, ignore_errors=True)
     if (left := segments(Home.of(root))).exists():
         found["wrong"].append(f"shared memory left behind: {left}")
+    hand_in(rows(found))
     machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "system": platform.platform()}
     print(json.dumps({**found, "seed": given.seed, "every_s": given.every, "machine": machine}, indent=2))
     return 1 if found["wrong"] else 0

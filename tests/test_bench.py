@@ -193,3 +193,35 @@ def test_on_a_pretended_device_the_script_of_devices_shares_reads_kills_readers_
     assert checks["the last publish is read whole"]["met"]
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert [row["named"] for row in rows] == ["device copy", "torch", "limit", "limit"]
+
+
+def test_what_a_job_leaves_behind_is_waited_for_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that fails is a finding: nothing may be overlooked because it could not be listed."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    chaos = importlib.import_module("chaos")
+    answers = iter([["actor a", "actor b"], ["actor a"], []])
+    assert chaos.gone_within(lambda: next(answers)) == []
+    monkeypatch.setattr(chaos, "LEFT_MAX_S", 0.0)
+    assert chaos.gone_within(lambda: ["actor a"]) == ["actor a"]
+    words = [sys.executable, "-c", "import sys; print('[]'); sys.exit(len(sys.argv) - 1)"]
+    assert chaos.listed(words, dict(os.environ), json.loads) == []
+    assert len(chaos.listed([*words, "more"], dict(os.environ), json.loads)) == 1
+
+
+def test_chaos_hands_in_findings_leaks_and_the_slowest_return_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    chaos = importlib.import_module("chaos")
+    found = {
+        "wrong": ["actor a is left"],
+        "left": {"processes": 0, "in the engine": 1, "tensors": 0},
+        "goodput": 0.75,
+        "faults": [{}, {}],
+        "back_s": {"master SIGKILL": {"job_max_s": 7.5}},
+    }
+    assert [(row.claim, row.ours) for row in chaos.rows(found)] == [
+        ("findings under faults", 1),
+        ("left behind by the job", 1),
+        ("time lost to 2 faults", 25.0),
+        ("the job commits again after master SIGKILL, at most", 7.5),
+    ]
+    assert [row.ours for row in chaos.rows({"wrong": ["it never ran"]})] == [1, 0]

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import rota.tensors
-from rota.tensors.copier import Copier, threads_wanted
+from rota.tensors.writer import Copier, threads_wanted
 from run import Row, hand_in
 
 MIB = 1 << 20

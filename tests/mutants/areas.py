@@ -27,8 +27,8 @@ AREAS = (
     Area(name="job", sources=("job/core/*.py",), tests=("tests/job",)),
     Area(
         name="fencing",
-        sources=("tensors/core/protocol.py", "runtime/log.py"),
-        tests=("tests/tensors", "tests/runtime/test_log.py"),
+        sources=("runtime/log.py",),
+        tests=("tests/runtime/test_log.py",),
     ),
     Area(
         name="log",

@@ -19,7 +19,7 @@ from rota.job.rpc.dispatch import merge, split
 from rota.job.rpc.payload import Box, Ref, opened
 from rota.spec.dispatch import Concat, Shard
 from rota.spec.ids import JobId
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 
 pytestmark = [pytest.mark.timeout(300)]
 ROWS = np.arange(40_000, dtype=np.float64).reshape(100, 400)

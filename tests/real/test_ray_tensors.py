@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rota.tensors
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ELEMENTS = 1 << 20

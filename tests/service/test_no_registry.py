@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rota.service import cli
-from rota.tensors import doctor
+from rota.tensors import inspect
 
 
 @pytest.mark.parametrize("verb", ["doctor", "fsck", "ls", "top", "gc", "recover"])
@@ -19,7 +19,7 @@ def test_a_machine_without_a_registry_is_in_order(
     monkeypatch.setenv("ROTA_SHM_DIR", "/dev/shm/rota-none-yet")
     monkeypatch.delenv("ROTA_REDIS_URL", raising=False)
     if verb == "doctor":  # small shared memory is a failure of this machine, with or without a registry
-        monkeypatch.setattr(doctor, "_SHM_BYTES_MIN", 0)
+        monkeypatch.setattr(inspect, "_SHM_BYTES_MIN", 0)
     assert cli.call(["tensors", verb]) == 0
     said = {"doctor": "none runs here: nothing is shared", "ls": "no tensors", "top": "no tensors"}
     assert said.get(verb, "no tensor registry runs here") in capsys.readouterr().out

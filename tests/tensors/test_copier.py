@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rota.spec.errors import BadInput
-from rota.tensors.copier import Copier, threads_wanted
+from rota.tensors.writer import Copier, threads_wanted
 
 MIB = 1 << 20
 
@@ -112,5 +112,5 @@ def test_a_number_of_threads_that_is_none_is_named(given: str, monkeypatch: pyte
 def test_no_more_threads_are_wanted_than_cores_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROTA_TENSORS_COPY_THREADS", raising=False)
     for cores, threads in ((1, 1), (3, 3), (64, 4)):
-        monkeypatch.setattr("rota.tensors.copier.cores_allowed", lambda cores=cores: cores)
+        monkeypatch.setattr("rota.tensors.writer.cores_allowed", lambda cores=cores: cores)
         assert threads_wanted() == threads

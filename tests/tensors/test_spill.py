@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rota.spec.errors import BadInput
-from rota.tensors.backends.file import Spill
+from rota.tensors.segments import Spill
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
 from rota.spec.reasons import Reason
 from rota.spec.resources import parse_duration
+from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
-from rota.tensors.plane import Plane
 from rota.tensors.session import shm_root
 
 SHADOWS_KEPT = 2

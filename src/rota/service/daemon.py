@@ -408,7 +408,7 @@ def _sweep(home: Home, address: str, *, grace_s: float) -> str:
 def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId]:
     """Gateway first, since it would start the engine again; then engine, registry and all else that is recorded."""
     from rota.runtime.engine import EngineFiles, stop_engine
-    from rota.tensors.plane import down as end_registry
+    from rota.tensors.api.store import down as end_registry
 
     left: list[ProcessId] = []
     run = RunFolder(home.run)

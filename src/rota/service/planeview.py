@@ -7,10 +7,10 @@ from typing import Any
 
 from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
-from rota.tensors import doctor
-from rota.tensors.door import Door
+from rota.tensors import inspect
+from rota.tensors.api.store import Plane, connect
+from rota.tensors.bridge import Door
 from rota.tensors.errors import NotFound
-from rota.tensors.plane import Plane, connect
 
 API = "rota/v1"
 NO_REGISTRY = "no tensor registry runs here: nothing is shared"
@@ -37,7 +37,7 @@ def tensor_top(count: int, *, namespace: str) -> dict[str, Any]:
 
 def tensor_doctor(*, namespace: str) -> dict[str, Any]:
     """``TensorDoctor``: what is wrong with the plane on this machine, and what to do."""
-    return _ask("TensorDoctor", namespace, lambda plane: plane.doctor(), **doctor.document(None))
+    return _ask("TensorDoctor", namespace, lambda plane: plane.doctor(), **inspect.doctor(None))
 
 
 def tensor_gc(*, namespace: str, dry_run: bool, every: bool = False) -> dict[str, Any]:

@@ -6,18 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rota.tensors.handle import Location as Location
-    from rota.tensors.handle import Pin as Pin
-    from rota.tensors.handle import Snapshot as Snapshot
-    from rota.tensors.handle import TensorRef as TensorRef
-    from rota.tensors.handle import Version as Version
-    from rota.tensors.plane import Plane as Plane
-    from rota.tensors.plane import connect as connect
-    from rota.tensors.plane import down as down
+    from rota.tensors.api.store import Pin as Pin
+    from rota.tensors.api.store import Plane as Plane
+    from rota.tensors.api.store import TensorRef as TensorRef
+    from rota.tensors.api.store import connect as connect
+    from rota.tensors.api.store import down as down
+    from rota.tensors.inspect import Location as Location
+    from rota.tensors.reader import Snapshot as Snapshot
+    from rota.tensors.writer import Version as Version
 
 _HOMES = {
-    **dict.fromkeys(("connect", "down", "Plane"), "rota.tensors.plane"),
-    **dict.fromkeys(("Location", "Pin", "Snapshot", "TensorRef", "Version"), "rota.tensors.handle"),
+    **dict.fromkeys(("Pin", "Plane", "TensorRef", "connect", "down"), "rota.tensors.api.store"),
+    "Location": "rota.tensors.inspect",
+    "Snapshot": "rota.tensors.reader",
+    "Version": "rota.tensors.writer",
 }
 
 

@@ -29,7 +29,15 @@
 
 from __future__ import annotations
 
-from rota.spec.errors import Fenced, TensorError
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Final
+
+from rota.spec.errors import BadInput, Fenced, TensorError
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_NO_PLACE: Final = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class NotFound(TensorError):
@@ -162,3 +170,20 @@ class ProtocolBreach(TensorError):
     """A rule that keeps memory safe was broken; fields: rule."""
 
     code = "TENSOR_PROTOCOL_BREACH"
+
+
+@contextlib.contextmanager
+def making_files() -> Iterator[None]:
+    """Say as an error of ours that the small files of a client have no room, or no folder to lie in.
+
+    Raises OutOfMemory, BadInput.
+    """
+    try:
+        yield
+    except OSError as error:
+        text = f"{error.filename or 'shared memory'}: {error.strerror}"
+        if error.errno in FULL:
+            raise OutOfMemory(text, hint="give names or other files back", bytes=0) from None
+        if error.errno not in _NO_PLACE:
+            raise
+        raise BadInput(text, hint="ROTA_HOME, ROTA_SHM_DIR and ROTA_SPILL_DIR must name folders of your own") from None

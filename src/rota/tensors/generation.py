@@ -21,9 +21,10 @@ from typing import Final
 import numpy as np
 
 from rota.runtime.clock import Clock, blocking_sleep
-from rota.tensors import errors, faults
-from rota.tensors.core.protocol import SLOTS_MAX
-from rota.tensors.lockfiles import LockFile
+from rota.tensors import errors
+from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.failpoint import failpoint
+from rota.tensors.locks import LockFile
 
 SLOT_BYTES: Final = 16
 _BLOCKED_S: Final = 1.0
@@ -130,7 +131,7 @@ class GenerationTable(LockFile):
                 self._lock(slot, name)
                 self._inside.add(slot)
                 self.words[2 * slot] = 0
-                faults.point("slot-zero")
+                failpoint("slot-zero")
                 yield
             finally:
                 self._inside.discard(slot)

@@ -24,11 +24,11 @@ from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.spec.errors import RegistryUnavailable, RotaError
 from rota.tensors import errors
-from rota.tensors.clientfile import take_if_dead
+from rota.tensors.api.store import Plane
+from rota.tensors.core.arena import Range, Slabs, slab_bytes
 from rota.tensors.core.names import PAYLOAD_BYTES_MAX, count_of
-from rota.tensors.core.slabs import Range, Slabs, slab_bytes
-from rota.tensors.devices import load, socket_folder
-from rota.tensors.plane import Plane
+from rota.tensors.devices.client import load, socket_folder
+from rota.tensors.locks import take_if_dead
 from rota.tensors.registry import Refused
 from rota.tensors.session import is_last
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rota.runtime import ray_tensors
+from rota.tensors.api.store import Plane, connect
 from rota.tensors.arrays import load_torch
-from rota.tensors.plane import Plane, connect
 
 
 class RayTransport(ray_tensors.PlaneTransport):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final, NoReturn
@@ -12,13 +12,13 @@ from typing import Any, Final, NoReturn
 from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput, RotaError
 from rota.spec.resources import counted
-from rota.tensors import errors, faults
+from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_of
 from rota.tensors.core.arena import HEADER_BYTES
 from rota.tensors.core.names import STEP_MAX, check_count
-from rota.tensors.devices import Place
-from rota.tensors.handle import Record, Snapshot
-from rota.tensors.lifetime import Held
+from rota.tensors.devices.client import Place
+from rota.tensors.failpoint import failpoint
+from rota.tensors.leases import Held
 from rota.tensors.registry import Block, Leased, Refused, Taken
 from rota.tensors.segments import Header
 from rota.tensors.space import Space
@@ -43,6 +43,41 @@ class Entry:
     step: int
     value: Any
     used: bool = True
+
+
+class Snapshot(dict[str, Any]):
+    """Name -> tensor, all of one moment.
+
+    For a group: ``step``, ``epoch``, ``id`` of that step, and ``meta``, the JSON value its publisher gave (for a step
+    of several parts the list of their values, by part). ``versions`` is name -> version id. ``parts`` has what each
+    writer of the step brought, and its meta, by rank: names may stand in more than one.
+    """
+
+    __slots__ = ("epoch", "id", "meta", "parts", "step", "versions")
+
+    def __init__(
+        self, tensors: Mapping[str, Any], *, id: int, step: int, epoch: int, meta: Any, versions: Mapping[str, int],
+        parts: Sequence[tuple[Mapping[str, Any], Any]] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(tensors)
+        self.id, self.step, self.epoch, self.meta, self.versions = id, step, epoch, meta, dict(versions)
+        self.parts = tuple(parts)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
+
+
+class Record:
+    """One record of a channel, this consumer's until ``Channel.ack`` or ``nack``, or until this object is dropped.
+
+    ``tries`` counts how often it was taken, this time included. Its tensors stay valid as long as any view lives.
+    """
+
+    __slots__ = ("id", "lease", "meta", "name", "tensors", "tries")
+
+    def __init__(self, name: str, id: int, tries: int, tensors: dict[str, Any], meta: Any, lease: object) -> None:
+        self.name, self.id, self.tries, self.tensors, self.meta = name, id, tries, tensors, meta
+        self.lease: object = lease
 
 
 class Reader:
@@ -176,7 +211,7 @@ class Reader:
     def _hold(self, seq: int, leased: Sequence[Leased], sealed: bool, epoch: int) -> list[list[Held]]:
         """Map what was just leased. Raises EpochChanged when the registry was rebuilt since ``epoch``."""
         space = self._space
-        faults.point("leased")
+        failpoint("leased")
         try:
             held = [space.leases.hold(one.version, seq, one.blocks, sealed=sealed) for one in leased]
         except BaseException:
@@ -186,7 +221,7 @@ class Reader:
         if space.table.epoch != epoch:  # the registry was rebuilt meanwhile and may not know of these leases
             raise errors.EpochChanged("the registry was rebuilt during a get")
         space.counters["gets"] += len(leased)
-        faults.point("mapped")
+        failpoint("mapped")
         return held
 
     def _views(self, leased: Leased, held: list[Held], as_: str) -> Parts:

@@ -13,10 +13,10 @@ from typing import Any, Final
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.tensors import errors
-from rota.tensors.backends.file import making_files
-from rota.tensors.clientfile import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
 from rota.tensors.core.names import describe
+from rota.tensors.errors import making_files
+from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.registry import RedisMachine
 from rota.tensors.segments import PREPARED, READY, Header, Segments
 from rota.tensors.space import Space

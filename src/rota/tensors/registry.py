@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, Protocol
 from rota.runtime.clock import Clock
 from rota.runtime.redis_client import Address, Argument, Exchange, RedisClient, ReplyError, Script
 from rota.tensors import errors
-from rota.tensors.core.protocol import SLOTS_MAX, Refused
+from rota.tensors.core.names import SLOTS_MAX
 
 _FOLDER = Path(__file__).parent / "scripts"
 STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
@@ -137,8 +137,16 @@ class Row:
     evictable: bool
 
 
+class Refused(Exception):
+    """A script said no; ``code`` and ``words`` as it gave them."""
+
+    def __init__(self, code: str, words: Iterable[object] = ()) -> None:
+        self.code, self.words = code, [str(word) for word in words]
+        super().__init__(" ".join([code, *self.words]))
+
+
 class Machine(Protocol):
-    """One namespace of a registry: the Redis scripts, or ``core/protocol.py`` in memory; both answer alike."""
+    """One namespace of a registry: the Redis scripts, or the model of them (tests/proof) in memory."""
 
     def run(self, name: str, *args: Argument) -> Any:
         """Run one script with its arguments behind epoch and wall clock. Raises Refused."""

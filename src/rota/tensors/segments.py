@@ -6,6 +6,8 @@ header is ``pending`` while bytes are copied, ``prepared`` when they are complet
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -18,9 +20,103 @@ from typing import Final
 
 import numpy as np
 
-from rota.tensors import errors, faults
-from rota.tensors.backends import file
+from rota.runtime import environ
+from rota.spec.errors import BadInput
+from rota.tensors import errors
 from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.failpoint import failpoint
+
+DIR: Final = "ROTA_SPILL_DIR"
+BYTES_MAX: Final = "ROTA_SPILL_BYTES_MAX"
+_SHARE: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spill:
+    """Where segments of ``links`` (a namespace's folder in shared memory) go when that is full, and how many bytes
+    all that spill into ``folder`` may take there."""
+
+    links: Path
+    folder: Path
+    bytes_max: int
+
+    @staticmethod
+    def of(links: Path) -> Spill | None:
+        """As ``ROTA_SPILL_DIR`` and ``ROTA_SPILL_BYTES_MAX`` (bytes; default: half of its file system) say; None
+        without a folder. Raises BadInput."""
+        if not (name := environ.get(DIR)):
+            return None
+        folder, limit = Path(name), environ.get(BYTES_MAX, "0")
+        if not folder.is_absolute() or not limit.isdigit():
+            raise BadInput(f"{DIR}={name!r}, {BYTES_MAX}={limit!r}: an absolute folder, and a number of bytes")
+        folder.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
+        own = folder.stat()
+        if own.st_uid != os.getuid() or own.st_mode & 0o077:
+            raise BadInput(f"{DIR}={name!r}: others may read or change what lies there", hint=f"chmod 700 {name}")
+        facts = os.statvfs(folder)
+        return Spill(links=links, folder=folder, bytes_max=int(limit) or facts.f_blocks * facts.f_frsize // _SHARE)
+
+    def make(self, seg: str, file_bytes: int) -> None:
+        """Make the file of a segment, with its memory, and the link to it. Raises OutOfMemory, then neither is left."""
+        lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two that look at the same sum would both find room
+            used = sum(_size(path) for path in self.folder.glob("*+*+seg-*"))
+            if used + file_bytes > self.bytes_max:
+                self._refuse(f"{used} of at most {self.bytes_max} bytes are taken", file_bytes)
+            link, file = self.links / seg, self._file(seg)
+            link.unlink(missing_ok=True)
+            link.symlink_to(file)
+            file.unlink(missing_ok=True)
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, environ.PRIVATE_FILE)
+            try:
+                os.posix_fallocate(fd, 0, file_bytes)
+            except OSError as error:
+                remove_file(link)
+                if error.errno not in errors.FULL:
+                    raise
+                self._refuse(os.strerror(error.errno), file_bytes)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(lock)
+
+    def sweep(self) -> list[tuple[str, int]]:
+        """Remove the strays; name and bytes of each."""
+        gone: list[tuple[str, int]] = []
+        for path in self.strays():
+            with contextlib.suppress(FileNotFoundError):  # another sweeps, too
+                gone.append((path.name, path.stat().st_size))
+                path.unlink()
+        return gone
+
+    def strays(self) -> Iterator[Path]:
+        """Files of this namespace to which no link leads: left by a process killed in between, or by another boot."""
+        for file in list(self.folder.glob(self._file("seg-*").name)):
+            if not (self.links / file.name.rpartition("+")[2]).is_symlink():
+                yield file
+
+    def _file(self, seg: str) -> Path:
+        return self.folder / f"{self.links.parent.name}+{self.links.name}+{seg}"  # no plus sign is in any of them
+
+    def _refuse(self, why: str, file_bytes: int) -> None:
+        text = f"{self.folder}: shared memory is full, and {file_bytes} bytes do not fit here either: {why}"
+        raise errors.OutOfMemory(text, hint=f"free names, or raise {BYTES_MAX}", bytes=file_bytes)
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # somebody removed it meanwhile, without the lock
+        return 0
+
+
+def remove_file(segment: Path) -> None:
+    """Remove a segment's file wherever it lies; harmless when it is gone."""
+    if segment.is_symlink():
+        segment.readlink().unlink(missing_ok=True)
+    segment.unlink(missing_ok=True)
+
 
 MAGIC: Final = b"ROTATSR1"
 FORMAT: Final = 1
@@ -124,7 +220,7 @@ class Mapping:
 class Segments:
     """The segment files of one namespace, in one directory; each is mapped at most once in this process."""
 
-    def __init__(self, folder: Path, spill: file.Spill | None = None) -> None:
+    def __init__(self, folder: Path, spill: Spill | None = None) -> None:
         self.folder, self.spill = folder, spill
         self._maps: dict[str, Mapping] = {}
         self._lock = threading.RLock()
@@ -145,12 +241,12 @@ class Segments:
             return
         fd = os.open(self.path(seg), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            faults.point("opened")
+            failpoint("opened")
             recycled = os.fstat(fd).st_size >= file_bytes
             if not recycled:
                 os.posix_fallocate(fd, 0, file_bytes)
         except OSError as error:
-            if error.errno not in file.FULL:
+            if error.errno not in errors.FULL:
                 raise
             if not spill or self.spill is None:
                 text = f"{self.folder}: no room for {file_bytes} bytes ({os.strerror(error.errno)})"
@@ -206,7 +302,7 @@ class Segments:
         """Give a segment's memory back; views that still map it keep it until they die."""
         with self._lock:
             self._maps.pop(seg, None)
-        file.remove(self.path(seg))
+        remove_file(self.path(seg))
 
     def spilled_bytes(self) -> int:
         """Bytes of segments that lie on disk."""

@@ -15,22 +15,27 @@ from rota.runtime import environ, process, redis_server
 from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
 from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
-from rota.tensors import faults
-from rota.tensors.backends import file
-from rota.tensors.clientfile import KEEPER_MARK, ClientFile, clients_in, is_alive, make_fork_hold, read_file
-from rota.tensors.copier import Copier, threads_wanted
 from rota.tensors.core.names import EPOCH_MAX, check_label, count_of
-from rota.tensors.devices import Devices
+from rota.tensors.devices.client import Devices
+from rota.tensors.failpoint import failpoint
 from rota.tensors.generation import GenerationTable
-from rota.tensors.lifetime import Leases
-from rota.tensors.liveness import sweep_client, sweep_dead, sweep_unfiled
-from rota.tensors.lockfiles import LockFile, shared
+from rota.tensors.leases import Leases
+from rota.tensors.locks import (
+    KEEPER_MARK,
+    ClientFile,
+    LockFile,
+    clients_in,
+    is_alive,
+    make_fork_hold,
+    read_file,
+    shared,
+)
 from rota.tensors.reader import Reader
 from rota.tensors.recovery import Recovered, read_notes, rebuild, write_note
 from rota.tensors.registry import RedisMachine, Refused, Registry
-from rota.tensors.segments import Segments
-from rota.tensors.space import Space
-from rota.tensors.writer import Writer
+from rota.tensors.segments import Segments, Spill, remove_file
+from rota.tensors.space import Space, sweep_client, sweep_dead, sweep_unfiled
+from rota.tensors.writer import Copier, Writer, threads_wanted
 
 SHM_DIR: Final = "ROTA_SHM_DIR"
 CHECK: Final = "ROTA_TENSORS_CHECK"
@@ -72,7 +77,7 @@ def own_epoch() -> int:
 def remove_root(root: Path) -> None:
     """Give all shared memory of a registry's namespaces back, and what spilled from it to disk."""
     for segment in root.glob("*/seg-*"):
-        file.remove(segment)
+        remove_file(segment)
     shutil.rmtree(root, ignore_errors=True)
     with contextlib.suppress(OSError):  # other registries of this user still have theirs beside it
         root.parent.rmdir()
@@ -145,7 +150,7 @@ class Session:
         _wipe_after_reboot(folder)
         silent = redis_server.StoppedServer(home) if server.ours else None
         self.machine = RedisMachine(server.address, namespace, clock, silent=silent)
-        segments = Segments(folder, file.Spill.of(folder))
+        segments = Segments(folder, Spill.of(folder))
         if segments.spill is not None:
             segments.spill.sweep()
         table = shared(folder / "gen", GenerationTable, lambda path: GenerationTable(path, clock))
@@ -154,7 +159,7 @@ class Session:
         client = KEEPER_MARK * keeper + chance.fresh(96)
         identity = self._identity(client)
         mirror = ClientFile(folder / "c", client, identity)  # last of what a full file system refuses
-        faults.point("joining")
+        failpoint("joining")
         leases = Leases(segments, mirror)
         self.space = Space(
             namespace=namespace, folder=folder, client=client, clock=clock, registry=Registry(self.machine),
@@ -256,7 +261,7 @@ class Session:
             except Refused:
                 self.unpin(holder)
                 raise
-            faults.point("pinned")
+            failpoint("pinned")
             with self._recover_gate, self._recover.locked():
                 if space.table.epoch == epoch:  # else the registry was rebuilt, and knew nothing of this lease
                     write_note(space, "pins", holder, version)
@@ -277,12 +282,12 @@ class Session:
             self._unsent += devices.settle(ended) if devices is not None else ended
             sent = self._unsent
             if sent:
-                faults.point("releasing")
+                failpoint("releasing")
                 try:
                     self.space.registry.release(self.space.client, [(version, seq) for version, seq, _ in sent])
                 except Refused:  # a new epoch: joining again states the leases that are left
                     self.rejoin()
-                faults.point("released")
+                failpoint("released")
                 self._unsent = []
                 for *_, place in sent:
                     self.space.file.clear(place)
@@ -336,7 +341,7 @@ class Session:
         """State all leases. Not for a client that is known: a get of another thread may be between lease and note."""
         leases = self.space.leases.live()
         self.space.registry.join(self.space.client, _line(self.space.identity), leases)
-        faults.point("joined")
+        failpoint("joined")
 
     def _restart_server(self) -> None:
         if not self.server.ours:
@@ -440,7 +445,7 @@ def _wipe_after_reboot(folder: Path) -> None:
     before = _text_of(mark)
     if before not in ("", boot):
         for segment in folder.glob("seg-*"):
-            file.remove(segment)
+            remove_file(segment)
         for path in [folder / "gen", *(folder / "c").iterdir(), *folder.glob("k/*")]:
             path.unlink(missing_ok=True)
     if before != boot:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,12 +13,13 @@ from typing import Any, Final, TypeVar
 
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable, nearest
-from rota.tensors import errors, faults
-from rota.tensors.clientfile import ClientFile
+from rota.tensors import errors
 from rota.tensors.core.names import check_seconds
-from rota.tensors.devices import Devices
+from rota.tensors.devices.client import Devices
+from rota.tensors.failpoint import failpoint
 from rota.tensors.generation import GenerationTable
-from rota.tensors.lifetime import Leases
+from rota.tensors.leases import Leases
+from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in
 from rota.tensors.registry import Refused, Registry, Row
 from rota.tensors.segments import Segments
 
@@ -130,7 +133,7 @@ class Space:
         for _ in range(_RETRIES_MAX):
             before = self.table.epoch
             version = self.retry(delete)
-            faults.point("deleted")
+            failpoint("deleted")
             self.table.store_deleted(slot, version)
             if self.table.epoch == before:
                 return True
@@ -152,3 +155,68 @@ class Space:
         if refused.code != "LEASED":
             raise refused
         return False
+
+
+_SLICE: Final = 1000
+_UNBORN_S: Final = 60.0
+_SLICES_MAX: Final = 10_000
+
+
+def sweep_dead(space: Space) -> list[str]:
+    """Undo what every dead client had; the clients swept. The caller is the one sweeper."""
+    swept: list[str] = []
+    for client, fd in dead_in(space.clients):
+        try:
+            sweep_client(space, client)
+            for slab in space.folder.glob(f"k/{client}.*"):  # what a keeper had: its memory died with it
+                slab.unlink(missing_ok=True)
+            (space.clients / client).unlink(missing_ok=True)
+            swept.append(client)
+        finally:
+            os.close(fd)
+    _remove_unborn(space)
+    if swept:
+        restore_slots(space)
+        space.counters["swept"] += len(swept)
+    return swept
+
+
+def _remove_unborn(space: Space) -> None:
+    """Files of clients that died before they had locked and shown them."""
+    for path in space.clients.glob(".*"):
+        with contextlib.suppress(FileNotFoundError):
+            if space.clock.wall_s() - path.stat().st_mtime > _UNBORN_S:
+                path.unlink()
+
+
+def sweep_unfiled(space: Space) -> list[str]:
+    """Undo registry clients that have no file: they died between two steps of their own sweep."""
+    known = space.registry.members("clients")
+    lost = [c for c in known - set(clients_in(space.clients)) if not c.startswith(PIN_MARK) and c != space.client]
+    for client in lost:
+        sweep_client(space, client)
+    return lost
+
+
+def sweep_client(space: Space, client: str) -> None:
+    """Undo one client slice by slice; each slice may be repeated."""
+    for _ in range(_SLICES_MAX):
+        swept = space.registry.sweep(client, _SLICE)
+        failpoint("mid-sweep")
+        for version, name in swept.drops:
+            space.delete(name, expected=version)
+        if not swept.left:
+            return
+
+
+def restore_slots(space: Space) -> int:
+    """Fill slots that a dead publisher left at 0; readers were right meanwhile, only slower. How many were filled."""
+    filled = 0
+    for row in space.registry.ls_all():
+        if row.version and space.table.current(row.slot) == 0 and not space.table.blocker(row.slot):
+            with space.table.changing(row.slot, row.name):
+                now = space.find_row(row.name)
+                if now is not None and now.version and now.slot == row.slot:
+                    space.table.store(row.slot, now.version)
+                    filled += 1
+    return filled

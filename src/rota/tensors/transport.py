@@ -12,8 +12,8 @@ from typing import Any, Final
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
 from rota.tensors import errors
-from rota.tensors.handle import Snapshot
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
+from rota.tensors.reader import Snapshot
 
 _TURN_S: Final = 0.05
 

@@ -8,22 +8,24 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from rota.runtime import environ
 from rota.runtime.chance import Chance
 from rota.runtime.clock import blocking_sleep
+from rota.runtime.devices import cores_allowed
 from rota.spec.errors import BadInput, RotaError
-from rota.tensors import errors, faults
+from rota.tensors import errors
 from rota.tensors.arrays import Layout, Source
-from rota.tensors.clientfile import clients_in, read_file
-from rota.tensors.copier import Copier
 from rota.tensors.core import arena
 from rota.tensors.core.names import WORLD_MAX, check_count, describe, payload_bytes
-from rota.tensors.devices import PLACE_BYTES, Place
-from rota.tensors.handle import Version
+from rota.tensors.devices.client import PLACE_BYTES, Place
+from rota.tensors.failpoint import failpoint
+from rota.tensors.locks import clients_in, read_file
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header, pack_state
 from rota.tensors.space import Space
@@ -99,6 +101,19 @@ class Pending:
     reserved: Reserved
     header: Header
     place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """One published value of a name. ``ready`` is False for a part of a group step that is not complete yet."""
+
+    name: str
+    id: int
+    epoch: int
+    step: int
+    bytes: int
+    ready: bool = True
+    received: int = 1
 
 
 class Writer:
@@ -181,7 +196,7 @@ class Writer:
         except BaseException:  # Ctrl-C: it may have been done, and the same request has the same answer
             space.registry.abort(space.client, space.registry.reserve(space.client, request, ask).version)
             raise
-        faults.point("reserved")
+        failpoint("reserved")
         header = Header(
             state=PENDING, version=reserved.version, slot=reserved.slot, epoch=ask.epoch, step=reserved.step,
             name=ask.name, owner=self._space.client, offset=draft.start, bytes=draft.payload, group=ask.kind == "g",
@@ -194,7 +209,7 @@ class Writer:
         except BaseException:
             self.abort(pending)
             raise
-        faults.point("allocated")
+        failpoint("allocated")
         return pending
 
     def _begin(self, pending: Pending) -> Pending:
@@ -212,7 +227,7 @@ class Writer:
 
     def copy(self, pending: Pending, data: Sequence[Any]) -> None:
         """Copy the tensors' bytes to their places."""
-        faults.point("copying")
+        failpoint("copying")
         if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
             self._copier.copy(list(zip(self.view_on_device(pending, None, "bytes").values(), data, strict=True)))
         elif pending.place is not None:
@@ -226,7 +241,7 @@ class Writer:
             for layout, array in zip(pending.draft.tensors, data, strict=True):
                 if array.nbytes:
                     self._write(pending, layout.offset, array)
-        faults.point("copied")
+        failpoint("copied")
 
     def commit(self, pending: Pending) -> Version:
         """Make it visible, under the lock of its slot; the header says so after the registry does."""
@@ -243,12 +258,12 @@ class Writer:
             for _ in range(_ROOM_TRIES_MAX):
                 epoch = space.table.epoch
                 done = self._commit(pending)
-                faults.point("committed")
+                failpoint("committed")
                 if done.ready:
                     self._write(pending, STATE_AT, pack_state(READY, done.version, done.kept[:KEPT_MAX]))
                 if done.current:
                     space.table.store(reserved.slot, done.current)
-                faults.point("slot-stored")
+                failpoint("slot-stored")
                 if space.table.epoch == epoch:
                     break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
             else:
@@ -383,3 +398,89 @@ def lay_out(
         for (name, dtype, shape), offset, size in zip(tensors, offsets, sizes, strict=True)
     )
     return Draft(layouts, manifest, front, payload, total, _json(describe(rows, device)), device)
+
+
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+THREADS: Final = "ROTA_TENSORS_COPY_THREADS"
+_THREADS_DEFAULT_MAX: Final = 4
+_THREADS_MAX: Final = 64
+_SHARED_BYTES_MIN: Final = 8 << 20
+_PIECE_BYTES: Final = 2 << 20
+_SMALL_BYTES: Final = 256 << 10
+
+
+def threads_wanted() -> int:
+    """``ROTA_TENSORS_COPY_THREADS``, else one a core that this process may use, at most four. Raises BadInput."""
+    given = environ.get(THREADS)
+    if not given:
+        return min(_THREADS_DEFAULT_MAX, cores_allowed())
+    if not given.isdecimal() or not 1 <= int(given) <= _THREADS_MAX:
+        raise BadInput(f"{THREADS}={given!r}: a number of threads, 1 to {_THREADS_MAX}")
+    return int(given)
+
+
+class Copier:
+    """The copies of one plane. At most ``threads``, with the caller's own, share the pieces of one."""
+
+    def __init__(self, threads: int) -> None:
+        self._helpers = threads - 1
+        self._pool = ThreadPoolExecutor(max(self._helpers, 1), "rota-tensors-copy")  # a thread starts at its first use
+
+    def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
+        """Copy into each target its source, of the same length. Afterwards, whatever was raised, nobody writes there.
+
+        Threads take pieces as they come, so one that gets no core costs nothing but the piece that it has begun.
+        """
+        shared = self._helpers and sum(source.nbytes for _, source in pairs) >= _SHARED_BYTES_MIN
+        pieces = deque[tuple[Bytes, Bytes]]()
+        for target, source in pairs:
+            if shared and source.nbytes >= _SMALL_BYTES:  # below, a turn of the interpreter costs more than the copy
+                for at in range(0, source.nbytes, _PIECE_BYTES):
+                    pieces.append((target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES]))
+            else:
+                target[:] = source
+        helpers = [Future[None]() for _ in range(min(self._helpers, len(pieces) - 1))]
+        try:
+            with contextlib.suppress(RuntimeError):  # no thread to be had, or the process ends: it goes without
+                for helper in helpers:
+                    self._pool.submit(_help, helper, pieces)
+            _drain(pieces)
+        finally:
+            pieces.clear()
+            _settle(helpers)
+        for helper in helpers:
+            if not helper.cancelled():
+                helper.result()
+
+    def close(self) -> None:
+        """End the threads; a copy still works afterwards, alone."""
+        self._pool.shutdown(wait=False)
+
+
+def _drain(pieces: deque[tuple[Bytes, Bytes]]) -> None:
+    while True:
+        try:
+            target, source = pieces.popleft()
+        except IndexError:
+            return
+        failpoint("piece")
+        target[:] = source
+
+
+def _help(helper: Future[None], pieces: deque[tuple[Bytes, Bytes]]) -> None:
+    if helper.set_running_or_notify_cancel():
+        try:
+            _drain(pieces)
+        except BaseException as error:  # noqa: BLE001  # raised where the copy was asked for
+            helper.set_exception(error)
+        else:
+            helper.set_result(None)
+
+
+def _settle(helpers: Sequence[Future[None]]) -> None:
+    """Wait for the pieces that others have begun; an interrupt waits too, since the block is given up after it."""
+    try:
+        wait([helper for helper in helpers if not helper.cancel()])
+    except BaseException:
+        _settle(helpers)
+        raise

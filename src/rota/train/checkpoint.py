@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rota.spec.errors import BadInput, TensorError
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 from rota.train.parallel.mesh import local
 
 MANIFEST = "manifest.json"

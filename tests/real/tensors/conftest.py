@@ -13,7 +13,7 @@ import pytest
 from tests.real.tensors.crew import Actors, Cases, Crew, end
 
 import rota.tensors
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from typing import Any
 
 from rota.runtime.node import spied
 from rota.runtime.process import identify
-from rota.tensors.clientfile import is_alive
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
+from rota.tensors.locks import is_alive
 
 WAIT_S = 60.0
 DEEP = os.environ.get("ROTA_DEEP") == "1"

@@ -9,7 +9,7 @@ import pytest
 from tests.real.tensors.crew import DEEP, HOLDING, WAITING, Cases, Crew, clean, stop_housekeeping, wait_until
 
 from rota.tensors import errors
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 
 BEFORE_COMMIT = ("joining", "joined", "reserved", "allocated", "copying", "copied", "slot-zero")
 AFTER_COMMIT = ("committed", "slot-stored")

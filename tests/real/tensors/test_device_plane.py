@@ -21,9 +21,9 @@ from tests.real.tensors.crew import WAITING, Actors, Cases, Crew, wait_until
 import rota.tensors
 from rota.spec.errors import BadInput
 from rota.tensors import errors
-from rota.tensors.backends.fakecuda import FakeCuda
-from rota.tensors.devices import Devices
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
+from rota.tensors.devices.client import Devices
+from rota.tensors.devices.fakecuda import FakeCuda
 
 torch = pytest.importorskip("torch")
 FAKE = "fakecuda:0"
@@ -101,7 +101,7 @@ def test_a_device_tensor_is_read_in_another_process_by_name(plane: Plane, crew: 
         assert group['a'].sum() == 1000 and group['none'].shape == (0, 3)
         assert plane.get('made').tolist() == [3] * 5
         plane.get('made')[2] = 4
-        from rota.tensors.devices import _open
+        from rota.tensors.devices.client import _open
         assert len(_open) == 1, 'a slab is opened once, whatever lies in it'
         torch.zeros(1)
         plane._space.devices.finish()
@@ -307,7 +307,7 @@ def export(crew: Crew) -> tuple[int, bytes, list[str]]:
     """Another process that owns memory of the stand-in: its pid, a handle, and what it does when told by a signal."""
     code = """
         import signal
-        from rota.tensors.backends.fakecuda import FakeCuda
+        from rota.tensors.devices.fakecuda import FakeCuda
         own = FakeCuda(); at = own.allocate(0, 4096)
         def free(*_):
             try: own.free(at); print('freed', flush=True)

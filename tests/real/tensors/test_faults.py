@@ -23,7 +23,7 @@ import rota.tensors
 from rota.runtime import redis_client
 from rota.runtime.clock import SystemClock
 from rota.tensors import errors
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 from rota.tensors.registry import SCRIPTS
 
 # 4: a reply is lost and the command sent again
@@ -192,14 +192,14 @@ def test_a_server_that_comes_back_with_old_content_is_not_believed(kind: str, te
 def _answers(client: redis_client.RedisClient) -> bool:
     try:
         return client.call("PING") == b"PONG"
-    except (redis_client.ReplyError, rota.tensors.plane.redis_server.RegistryUnavailable):
+    except (redis_client.ReplyError, rota.tensors.api.store.redis_server.RegistryUnavailable):
         return False
 
 
 def _names(plane: Plane) -> list[str]:
     try:
         return [row.name for row in plane.ls()]
-    except rota.tensors.plane.redis_server.RegistryUnavailable:
+    except rota.tensors.api.store.redis_server.RegistryUnavailable:
         return []
 
 

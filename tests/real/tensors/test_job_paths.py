@@ -14,7 +14,7 @@ from rota.job import checkpoint
 from rota.spec.errors import Fenced
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.tensors import errors
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 
 KILLED = -signal.SIGKILL
 

@@ -21,9 +21,9 @@ import rota.tensors
 from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import errors
+from rota.tensors.api.store import Plane
 from rota.tensors.generation import GenerationTable
-from rota.tensors.lockfiles import LockFile, shared
-from rota.tensors.plane import Plane
+from rota.tensors.locks import LockFile, shared
 
 
 @pytest.fixture

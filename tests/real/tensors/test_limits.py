@@ -20,7 +20,7 @@ from tests.real.tensors.crew import Crew, clean, wait_until
 import rota.tensors
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 from rota.tensors.transport import Pulled, pull
 
 NOBODY = 65534
@@ -259,7 +259,7 @@ def test_gc_removes_the_memory_of_a_home_that_is_gone_and_no_other(plane: Plane,
         pid = actors.start(code)
         assert actors.wait(pid) == -signal.SIGKILL
         roots[home] = Path(actors.output(pid).strip())
-    rota.tensors.plane.redis_server.end_running(rota.tensors.plane.environ.Home.of(gone))
+    rota.tensors.api.store.redis_server.end_running(rota.tensors.api.store.environ.Home.of(gone))
     shutil.rmtree(gone)
     dropped = [each["what"] for each in plane.gc()["dropped"]]
     assert str(roots[gone]) in dropped

@@ -14,8 +14,8 @@ from tests.real.tensors.crew import HOLDING, Cases, Crew, end, wait_until
 
 import rota.tensors
 from rota.tensors import errors
-from rota.tensors.backends.memfd import Memfd
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
+from rota.tensors.devices.memfd import Memfd
 
 KILLED = -signal.SIGKILL
 

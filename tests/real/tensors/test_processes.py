@@ -17,8 +17,8 @@ from tests.real.tensors.crew import HOLDING, WAITING, Cases, Crew, clean, stop_h
 
 import rota.tensors
 from rota.tensors import errors
-from rota.tensors.clientfile import clients_in
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
+from rota.tensors.locks import clients_in
 
 # 6: stopped processes; 8: what a pid does not say
 

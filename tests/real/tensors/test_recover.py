@@ -29,8 +29,8 @@ import rota.tensors
 from rota.runtime import environ, hang, process, redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
+from rota.tensors.api.store import Plane
 from rota.tensors.core.arena import HEADER_BYTES
-from rota.tensors.plane import Plane
 from rota.tensors.registry import Row
 from rota.tensors.segments import STATE_AT
 from rota.tensors.space import Space

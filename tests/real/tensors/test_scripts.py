@@ -1,4 +1,4 @@
-"""The Lua scripts on a real server answer, and leave, exactly what core/protocol.py does."""
+"""The Lua scripts on a real server answer, and leave, exactly what tests/proof/tensor_protocol.py does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.proof.tensor_protocol import ProtocolMachine
 from tests.tensors.core.calls import Driver, call
 
 from rota.runtime import environ, redis_server
 from rota.runtime.clock import SystemClock
-from rota.tensors.core.protocol import SLOTS_MAX, ProtocolMachine
+from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.inspect import check
 from rota.tensors.registry import RedisMachine, Refused, Registry
-from rota.tensors.reports import check
 
 EXAMPLES = 5000 if os.environ.get("ROTA_DEEP") == "1" else 40
 

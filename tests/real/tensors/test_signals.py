@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.real.tensors.crew import Crew
 
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 
 
 def test_a_call_that_a_signal_ends_mixes_no_replies_and_leaves_the_plane_usable(plane: Plane, actors: Crew) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import rota.tensors
 from rota.spec.errors import BadInput
-from rota.tensors.plane import Plane
+from rota.tensors.api.store import Plane
 from rota.train.checkpoint import MemoryCheckpoints
 
 RANKS = 2

@@ -20,8 +20,8 @@ from tests.real.tensors.crew import Cases, Crew, clean, wait_until
 import rota.tensors
 from rota.spec.errors import BadInput
 from rota.tensors import errors
+from rota.tensors.api.store import Plane
 from rota.tensors.core.names import ITEM_BYTES
-from rota.tensors.plane import Plane
 
 torch = pytest.importorskip("torch")
 TORCH_DTYPES = [name for name in ITEM_BYTES if hasattr(torch, name)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
+from tests.proof.tensor_protocol import ProtocolMachine
 
-from rota.tensors.core.protocol import ProtocolMachine, Refused
-from rota.tensors.registry import Ask, Registry
+from rota.tensors.registry import Ask, Refused, Registry
 
 CLIENTS = ("c1", "c2", "c3")
 NAMES = ("a", "b", "g", "ch/#1", "ch/#2")

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.core import arena, names
-from rota.tensors.core.slabs import BLOCK_BYTES, SLAB_BYTES, SLAB_STEP_BYTES, Range, Slabs, slab_bytes
+from rota.tensors.core.arena import (
+    DEVICE_BLOCK_BYTES,
+    DEVICE_SLAB_BYTES,
+    DEVICE_SLAB_STEP_BYTES,
+    Range,
+    Slabs,
+    slab_bytes,
+)
 from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header, pack_state
 
 
@@ -140,7 +147,7 @@ def test_device_ranges_never_overlap_and_a_slab_is_whole_again_when_all_are_give
                 assert all(size < max(value, 1) for free in slabs._free.values() for _, size in free)
                 continue
             assert found.size >= value
-            assert found.offset % BLOCK_BYTES == 0
+            assert found.offset % DEVICE_BLOCK_BYTES == 0
             assert found.offset + found.size <= slabs.sizes[found.slab]
             for other in held:
                 apart = found.offset >= other.offset + other.size or other.offset >= found.offset + found.size
@@ -154,5 +161,5 @@ def test_device_ranges_never_overlap_and_a_slab_is_whole_again_when_all_are_give
     assert slabs.idle() == list(slabs.sizes)
     for slab in slabs.idle():
         slabs.remove(slab)
-    assert slab_bytes(1) == SLAB_BYTES
-    assert slab_bytes(SLAB_BYTES + 1) == SLAB_BYTES + SLAB_STEP_BYTES
+    assert slab_bytes(1) == DEVICE_SLAB_BYTES
+    assert slab_bytes(DEVICE_SLAB_BYTES + 1) == DEVICE_SLAB_BYTES + DEVICE_SLAB_STEP_BYTES

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.proof.tensor_protocol import ProtocolMachine
 from tests.tensors.core.calls import Driver, broken_rules, call
 
-from rota.tensors.core.protocol import ProtocolMachine, Refused
-from rota.tensors.registry import Ask, Registry
+from rota.tensors.registry import Ask, Refused, Registry
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 Step = Callable[[Registry], object]

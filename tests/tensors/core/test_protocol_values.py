@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.proof.tensor_protocol import ProtocolMachine
 from tests.tensors.core.calls import broken_rules
 
-from rota.tensors.core.protocol import SLOTS_MAX, ProtocolMachine, Refused
+from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.registry import Refused
 
 FIELDS = {
     "request": "r", "name": "n", "kind": "t", "epoch": 0, "step": "", "label": "", "block": 1024, "count": 2,

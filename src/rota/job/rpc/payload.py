@@ -25,10 +25,10 @@ from rota import tensors
 from rota.runtime import environ
 from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
+from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
 from rota.tensors.core.names import ITEM_BYTES
 from rota.tensors.errors import OutOfMemory
-from rota.tensors.plane import Plane
 
 REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"
 """Variable of a role: arrays of answers from so many bytes on stay where they were made."""

@@ -7,7 +7,8 @@ such a block is several times faster than to fresh pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect
+from dataclasses import dataclass, field
 from typing import Final
 
 HEADER_BYTES: Final = 512
@@ -16,6 +17,10 @@ ALIGN_BYTES: Final = 64
 SMALL_BYTES_MAX: Final = 1 << 20
 SLAB_BYTES: Final = 2 << 20
 SLAB_BLOCKS_MAX: Final = 1024
+DEVICE_HANDLE_BYTES: Final = 64
+DEVICE_BLOCK_BYTES: Final = 512
+DEVICE_SLAB_BYTES: Final = 256 << 20
+DEVICE_SLAB_STEP_BYTES: Final = 2 << 20
 _SMALL_STEPS: Final = 4
 _LARGE_STEPS: Final = 16
 
@@ -74,3 +79,62 @@ def pack(sizes: list[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end = round_up(end + size, ALIGN_BYTES)
     return offsets, end
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Range:
+    """A range of one slab."""
+
+    slab: str
+    offset: int
+    size: int
+
+
+@dataclass(slots=True)
+class Slabs:
+    """Slabs by name, in the order they came, with their free ranges as sorted ``[offset, size]``."""
+
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    _free: dict[str, list[list[int]]] = field(default_factory=dict[str, list[list[int]]])
+
+    def add(self, slab: str, size: int) -> None:
+        """A new slab, wholly free."""
+        self.sizes[slab] = size
+        self._free[slab] = [[0, size]]
+
+    def remove(self, slab: str) -> None:
+        """Forget a slab."""
+        del self.sizes[slab], self._free[slab]
+
+    def take(self, size: int) -> Range | None:
+        """The first free range that is large enough, 512-byte aligned; None when there is none."""
+        size = round_up(max(size, 1), DEVICE_BLOCK_BYTES)
+        for slab, free in self._free.items():
+            for index, (offset, length) in enumerate(free):
+                if length >= size:
+                    free[index : index + 1] = [[offset + size, length - size]] if length > size else []
+                    return Range(slab, offset, size)
+        return None
+
+    def give(self, taken: Range) -> None:
+        """Free a range that was taken."""
+        free = self._free[taken.slab]
+        at = bisect(free, [taken.offset])
+        free.insert(at, [taken.offset, taken.size])
+        for left in (at, at - 1):  # join with the neighbour behind, then with the one before
+            if 0 <= left < len(free) - 1 and sum(free[left]) == free[left + 1][0]:
+                free[left][1] += free.pop(left + 1)[1]
+
+    def idle(self) -> list[str]:
+        """Slabs that are wholly free."""
+        return [slab for slab, free in self._free.items() if free == [[0, self.sizes[slab]]]]
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in free ranges."""
+        return sum(size for free in self._free.values() for _, size in free)
+
+
+def slab_bytes(wanted: int, preferred: int = DEVICE_SLAB_BYTES) -> int:
+    """How large a new slab is that must hold ``wanted`` bytes: the preferred size, or whole 2 MiB steps beyond it."""
+    return max(preferred, round_up(wanted, DEVICE_SLAB_STEP_BYTES))

@@ -17,6 +17,7 @@ STEP_MAX: Final = 1 << 53
 """The registry's scripts count in doubles."""
 EPOCH_MAX: Final = (1 << 32) - 1
 WORLD_MAX: Final = (1 << 16) - 1
+SLOTS_MAX: Final = 65_535
 _SHARD: Final = re.compile(r"\[shard=(\d+)-of-(\d+)\]$")
 _LABEL_BYTES_MAX: Final = 240
 _NO_UTF8: Final = re.compile("[\ud800-\udfff]")

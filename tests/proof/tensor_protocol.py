@@ -1,4 +1,4 @@
-"""The protocol as a pure machine; the Lua scripts must equal it.
+"""The protocol of the tensor registry as a pure machine; the Lua scripts must equal it.
 
 A version goes ``p`` (pending) -> ``r`` (ready) -> ``d`` (doomed) -> gone, a part of a group step by way of ``q``
 (prepared). ``refs`` of a version is always the number of holders whose lease hash names it; a doomed version without
@@ -8,19 +8,12 @@ exhaustively, and unit tests take it as an in-memory registry. ``run`` takes and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-SLOTS_MAX: Final = 65_535
-
-
-class Refused(Exception):
-    """A script said no; ``code`` and ``words`` as it gave them."""
-
-    def __init__(self, code: str, words: Iterable[object] = ()) -> None:
-        self.code, self.words = code, [str(word) for word in words]
-        super().__init__(" ".join([code, *self.words]))
+from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.registry import Refused
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rota.tensors import lockfiles
-from rota.tensors.lockfiles import LockFile, shared
+from rota.tensors import locks
+from rota.tensors.locks import LockFile, shared
 
 
 @pytest.fixture
@@ -55,6 +55,6 @@ def test_a_file_closes_with_its_last_client(tmp_path: Path) -> None:
     os.fstat(fd)
     del second
     gc.collect()
-    assert fd not in lockfiles._fds.values()
+    assert fd not in locks._fds.values()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

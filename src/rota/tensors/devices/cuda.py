@@ -14,8 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from rota.tensors import errors
-from rota.tensors.backends.driver import HANDLE_BYTES
-from rota.tensors.core.slabs import SLAB_BYTES
+from rota.tensors.core.arena import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
 
 _OUT_OF_MEMORY: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
@@ -24,7 +23,7 @@ _LAZY_PEER_ACCESS: Final = 1
 class _Handle(ctypes.Structure):
     """CUipcMemHandle, passed by value."""
 
-    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_ubyte * DEVICE_HANDLE_BYTES),)
 
 
 class _Uuid(ctypes.Structure):
@@ -48,7 +47,7 @@ class Cuda:
 
     name = "cuda"
     host = False
-    slab_bytes = SLAB_BYTES
+    slab_bytes = DEVICE_SLAB_BYTES
 
     def __init__(self) -> None:
         self._pid = os.getpid()

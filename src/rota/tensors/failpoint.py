@@ -11,7 +11,7 @@ _WANTED, _NTH, _HOW = (environ.get("ROTA_TENSORS_DIE_AT") + "::").split(":")[:3]
 _seen: Counter[str] = Counter()
 
 
-def point(name: str) -> None:
+def failpoint(name: str) -> None:
     """Die here by SIGKILL when ``ROTA_TENSORS_DIE_AT`` is ``name`` or ``name:n`` (the n-th passage); ``name:n:stop``
     stops."""
     if name != _WANTED:

@@ -16,9 +16,9 @@ from tests.real.tensors.crew import Crew, wait_until
 
 import rota.tensors
 from rota.runtime.redis_client import RedisClient
-from rota.tensors import door as door_module
-from rota.tensors.door import Door
-from rota.tensors.plane import Plane
+from rota.tensors import bridge as door_module
+from rota.tensors.api.store import Plane
+from rota.tensors.bridge import Door
 
 pytest.importorskip("torch")  # the door reads as torch: it is loaded before the first client waits
 
@@ -169,7 +169,7 @@ def test_a_door_is_ready_before_the_first_command_comes(plane: Plane, actors: Cr
     """To load torch takes seconds, for which whoever sent the command would wait."""
     code = """
         import sys
-        from rota.tensors.door import Door
+        from rota.tensors.bridge import Door
         assert 'torch' not in sys.modules
         Door(plane).close()
         assert 'torch' in sys.modules

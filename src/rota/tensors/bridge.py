@@ -19,9 +19,9 @@ from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.redis_client import RedisClient
 from rota.spec.errors import BadInput, LimitExceeded, RegistryUnavailable, RotaError
 from rota.tensors import errors
+from rota.tensors.api.store import DEFAULT_NAMESPACE, Plane
 from rota.tensors.arrays import dtype_name, load_torch
 from rota.tensors.core.names import long_dtype, short_dtype
-from rota.tensors.plane import DEFAULT_NAMESPACE, Plane
 
 WAITING_MAX: Final = 10_000
 _COMMAND_BYTES_MAX: Final = 1 << 16

@@ -20,9 +20,8 @@ from rota.runtime import environ
 from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.tensors import errors
-from rota.tensors.backends.driver import HANDLE_BYTES
-from rota.tensors.backends.memfd import Memfd
-from rota.tensors.core.slabs import SLAB_BYTES
+from rota.tensors.core.arena import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
+from rota.tensors.devices.memfd import Memfd
 
 POISON: Final = 0xDB
 _FRONT_BYTES: Final = 8192
@@ -49,7 +48,7 @@ class FakeCuda(Memfd):
 
     name = "fakecuda"
     host = False
-    slab_bytes = SLAB_BYTES
+    slab_bytes = DEVICE_SLAB_BYTES
     front_bytes = _FRONT_BYTES
 
     def __init__(self) -> None:
@@ -84,7 +83,7 @@ class FakeCuda(Memfd):
     def export(self, address: int) -> bytes:
         """The handle of memory this process owns."""
         found = self.need(address, owned=True)
-        return _HANDLE.pack(self._pid, found.fd, found.nonce, found.device.encode()).ljust(HANDLE_BYTES, b"\0")
+        return _HANDLE.pack(self._pid, found.fd, found.nonce, found.device.encode()).ljust(DEVICE_HANDLE_BYTES, b"\0")
 
     def open(self, device: int, handle: bytes) -> int:
         """Breaches ``open-in-exporter``, ``open-twice``, ``wrong-device``, ``stale-handle``."""

@@ -17,7 +17,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.arrays import source_of
 from rota.tensors.core.names import check_count, check_name
-from rota.tensors.handle import Record
+from rota.tensors.reader import Record
 from rota.tensors.registry import Refused, refusal
 from rota.tensors.session import Session
 from rota.tensors.writer import Life, Order

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,21 +16,18 @@ from rota.runtime import environ, redis_server
 from rota.runtime.chance import Chance, SystemChance
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput
-from rota.tensors import errors
+from rota.tensors import errors, inspect
+from rota.tensors.api.channel import Channel
+from rota.tensors.api.watch import TensorEvent, Watch
 from rota.tensors.arrays import Source, address_of, dtype_name, source_of, view_of
-from rota.tensors.backends import file
-from rota.tensors.channel import Channel
-from rota.tensors.clientfile import PIN_MARK
 from rota.tensors.core import names
-from rota.tensors.core.names import check_only
-from rota.tensors.coroutines import Coroutines
-from rota.tensors.handle import Pin, Snapshot, TensorRef, Version
-from rota.tensors.inspection import Inspection
-from rota.tensors.reader import chosen, selector_of
+from rota.tensors.core.names import check_count, check_only
+from rota.tensors.inspect import Location
+from rota.tensors.locks import PIN_MARK
+from rota.tensors.reader import Snapshot, chosen, selector_of
 from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, end_keepers, remove_root, shm_root
-from rota.tensors.watch import TensorEvent, Watch
-from rota.tensors.writer import Life, Order, Pending, lay_out
+from rota.tensors.writer import Life, Order, Pending, Version, lay_out
 
 DEFAULT_NAMESPACE: Final = "default"
 NAMESPACE: Final = "ROTA_TENSORS_NAMESPACE"
@@ -101,11 +100,52 @@ def down(home: str | Path | None = None) -> bool:
     return ended
 
 
-class Plane(Coroutines, Inspection):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One version of a name, by value: picklable, small, valid while somebody leases it: the sender, or ``holder``,
+    a pin made with it."""
+
+    namespace: str
+    name: str
+    version: int
+    holder: str = ""
+
+    def get(self) -> Any:
+        """The tensor of exactly this version, from the plane of this process. Raises VersionGone when it is gone."""
+        return connect(namespace=self.namespace).get(self.name, version=self.version)
+
+    def close(self) -> None:
+        """End the pin, if there is one; harmless when it ended before. Views that live keep the bytes."""
+        if self.holder:
+            connect(namespace=self.namespace).unpin(self.holder)
+
+
+class Pin:
+    """A lease that no process holds: the version stays until ``close()`` or until its label's job ends.
+
+    Not to be mixed up with pinned (page-locked) host memory.
+    """
+
+    def __init__(self, holder: str, name: str, version: int, close: Callable[[str], None]) -> None:
+        self.holder, self.name, self.version = holder, name, version
+        self._close = close
+
+    def close(self) -> None:
+        """End the pin; harmless when it ended before."""
+        self._close(self.holder)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Plane:
     """Named tensors of one namespace. Thread-safe; a forked child must call ``connect()`` itself."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session)
+        self._session, self._space = session, session.space
         self._reader, self._writer = session.reader, session.writer
         self._cache, self._words = session.reader.cache, session.reader.words
         self.label, self.epoch = session.label, session.epoch
@@ -118,7 +158,7 @@ class Plane(Coroutines, Inspection):
         clock: Clock = SystemClock()
         chance: Chance = SystemChance()
         always = environ.get(SEALED) == "1" if sealed is None else sealed
-        with file.making_files(), redis_server.registry_lock(home):
+        with errors.making_files(), redis_server.registry_lock(home):
             was_ended = redis_server.was_ended(home)
             server = redis_server.find_or_start(home, url=url, keep=keep)
             try:
@@ -417,6 +457,73 @@ class Plane(Coroutines, Inspection):
     ) -> Watch:
         """Events of names with a prefix, in order: iterate it, or give a callback; ``after`` resumes behind an id."""
         return self._space.retry(lambda: Watch(self._space, self._session.machine, prefix, after, callback))
+
+    async def aput(self, name: str, tensor: Any, **how: Any) -> Version:
+        """``put`` without blocking the event loop."""
+        return await asyncio.to_thread(self.put, name, tensor, **how)
+
+    async def aget(self, name: str, **how: Any) -> Any:
+        """``get`` without blocking the event loop."""
+        return await asyncio.to_thread(self.get, name, **how)
+
+    async def apublish_group(self, group: str, tensors: Mapping[str, Any], **how: Any) -> Version:
+        """``publish_group`` without blocking the event loop."""
+        return await asyncio.to_thread(self.publish_group, group, tensors, **how)
+
+    async def aget_group(self, group: str, **how: Any) -> Snapshot:
+        """``get_group`` without blocking the event loop."""
+        return await asyncio.to_thread(self.get_group, group, **how)
+
+    def locate(self, name: str) -> list[Location]:
+        """Where the bytes of a name's current version lie, part by part: memory, file or device. It leases nothing: the
+        bytes may be another's a moment later. Raises NotFound, VersionGone."""
+        return self._space.retry(lambda: inspect.locate(self._space, name))
+
+    def info(self, name: str) -> Row:
+        """What the registry knows of a name. Raises NotFound."""
+        row = self._space.retry(lambda: self._space.find_row(name))
+        if row is None:
+            raise self._space.not_found(name)
+        return row
+
+    def stats(self) -> dict[str, Any]:
+        """Bytes, leases and counts of the namespace and of this process."""
+        return self._space.retry(lambda: inspect.stats(self._space))
+
+    def fsck(self, *, repair: bool = False) -> dict[str, Any]:
+        """Check invariants I1 to I7: the document of ``rota tensors fsck``."""
+        return inspect.fsck(self._session, repair=repair)
+
+    def gc(self, *, dry_run: bool = False) -> dict[str, Any]:
+        """Sweep the dead and give all free memory back: the document of ``rota tensors gc``."""
+        return inspect.gc(self._session, dry_run=dry_run)
+
+    def recover(self, *, dry_run: bool = False) -> dict[str, Any]:
+        """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""
+        done = asdict(self._session.recover(dry_run=dry_run))
+        return done | {"seconds": round(done["seconds"], 4)}
+
+    def list_document(self, prefix: str = "") -> dict[str, Any]:
+        """The document of ``rota tensors ls``."""
+        return self._space.retry(lambda: inspect.tensor_list(self._space, prefix))
+
+    def stat_document(self, name: str) -> dict[str, Any]:
+        """The document of ``rota tensors stat``: a name, its versions, who holds them. Raises NotFound."""
+        row = self.info(name)
+        return self._space.retry(lambda: inspect.tensor(self._space, row))
+
+    def top(self, n_max: int = 20) -> dict[str, Any]:
+        """The document of ``rota tensors top``: names by the bytes that all their versions take."""
+        return self._space.retry(lambda: inspect.top(self._space, n_max))
+
+    def doctor(self) -> dict[str, Any]:
+        """The document of ``rota tensors doctor``: findings with level and remedy."""
+        return self._space.retry(lambda: inspect.doctor(self._session))
+
+    def limit(self, bytes_max: int) -> None:
+        """Set how many bytes the files of the namespace may take; 0 lifts the limit. Raises BadInput."""
+        check_count("bytes_max", bytes_max, 0)
+        self._space.retry(lambda: self._space.registry.configure(quota=bytes_max or 1 << 62))
 
     @property
     def namespace(self) -> str:

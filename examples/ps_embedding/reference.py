@@ -1,4 +1,4 @@
-"""The same training in one process, without Rota: both trainers' batches of a clock in turn."""
+"""The same training in one process, without a job: the batches of two trainers in turn."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import numpy as np
 import ps_embedding as job
 import words
 
+from rota.train.data import StaticOrder
 from rota.train.ps.table import Table
 
 tables = {spec.name: Table(spec) for spec in job.TABLES}
+orders = [StaticOrder(len(words.corpus().train)) for _ in range(2)]
 loss = 0.0
 for clock in range(job.ROUNDS * job.CLOCKS):
     for worker in range(2):
-        word, candidates = words.batch(0, worker, clock)
+        epoch, _ = orders[worker].cursor
+        word, candidates = words.batch(orders[worker].take(2 * words.BATCH, worker, 2), epoch)
         near = tables["near"].pull(candidates.reshape(-1)).reshape(*candidates.shape, job.DIM)
         loss, of_words, of_near = words.gradients(tables["words"].pull(word), near)
         tables["words"].push(word, of_words)

@@ -45,11 +45,11 @@ def corpus() -> Corpus:
     return Corpus(words=words, train=pairs[~held], held_out=pairs[held], noise=noise / noise.sum())
 
 
-def batch(seed: int, worker: int, clock: int) -> tuple[Array, Array]:
-    """Words [B] and candidates [B, 1 + NEGATIVES], the true neighbour first; a function of its arguments."""
-    rng, data = np.random.default_rng([seed, worker, clock]), corpus()
-    pairs = data.train[rng.integers(0, len(data.train), BATCH)]
-    negatives = rng.choice(len(data.words), (BATCH, NEGATIVES), p=data.noise)
+def batch(samples: list[int], epoch: int) -> tuple[Array, Array]:
+    """Words [B] and candidates [B, 1 + NEGATIVES] of pairs, the true neighbour first; a function of its arguments."""
+    rng, data = np.random.default_rng([epoch, samples[0]]), corpus()
+    pairs = data.train[samples]
+    negatives = rng.choice(len(data.words), (len(pairs), NEGATIVES), p=data.noise)
     return pairs[:, 0], np.concatenate([pairs[:, 1:], negatives], 1)
 
 

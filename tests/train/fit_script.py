@@ -1,4 +1,5 @@
-"""A training script of the tests: ``fit_script.py FOLDER STEPS`` appends ``[step, loss]`` lines to FOLDER/losses."""
+"""A training script of the tests: ``fit_script.py FOLDER STEPS`` appends ``[step, loss]`` lines to FOLDER/losses, and
+``[ranks, step, samples]`` of every rank to FOLDER/samples."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from rota.train.apply import StepResult
+from rota.train.data import StaticOrder
 from rota.train.loop import fit
 from rota.train.models.gpt import Gpt
 from rota.train.plan.layers import ModelShape
@@ -20,8 +22,13 @@ SHAPE = ModelShape(layers=2, hidden=16, heads=2, seq=16, vocab=32, tied=False)
 BATCH = 4
 
 
+SAMPLES = 16
+ORDER = StaticOrder(SAMPLES, seed=5)
+
+
 def data(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.randint(0, SHAPE.vocab, (BATCH, SHAPE.seq + 1), generator=torch.Generator().manual_seed(step))[rows]
+    whole = torch.randint(0, SHAPE.vocab, (SAMPLES, SHAPE.seq + 1), generator=torch.Generator().manual_seed(1))
+    ids = whole[ORDER.rows(step, BATCH, rows)]
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -35,10 +42,15 @@ def main(folder: Path, steps: int) -> None:
         if str(step) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def counted(step: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        with (folder / "samples").open("a") as file:
+            file.write(json.dumps([torch.distributed.get_world_size(), step, ORDER.rows(step, BATCH, rows)]) + "\n")
+        return data(step, rows)
+
     torch.set_num_threads(1)
     done = fit(
         partial(Gpt, SHAPE),
-        data,
+        counted,
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         steps=steps,
         batch=BATCH,

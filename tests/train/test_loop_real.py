@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_two_ranks_lose_one_and_the_other_goes_on_alone_with_the_same_losses(tmp
     want, got = losses(tmp_path / "whole"), losses(tmp_path / "lost")
     assert sorted(got) == sorted(want)
     assert max(abs(got[step] - want[step]) for step in want) <= 1e-5
+    lines = [json.loads(line) for line in (tmp_path / "lost" / "samples").read_text().splitlines()]
+    resumed = min(step for ranks, step, _ in lines if ranks == 1)
+    assert 0 < resumed <= 7, "the second world continues from a checkpoint of the first"
+    trained = Counter(
+        sample for ranks, step, samples in lines if (ranks == 1) == (step >= resumed) for sample in samples
+    )
+    assert trained == Counter(dict.fromkeys(range(fit_script.SAMPLES), 3)), "three epochs, each sample once in each"
 
 
 @pytest.mark.real

@@ -22,9 +22,11 @@ LOOK_S: Final = 0.05
 
 
 class StaticOrder:
-    """The samples of a step are a function of the global sample index, so the world may change at any step.
+    """Order of samples as a function of the global sample index, so the world may change at any step.
 
-    ``cursor`` = (epoch, index) says where the next global batch starts; keep it in the checkpoint.
+    ``rows`` serves ``fit``: what a step trains depends on the step alone, and a run that continues from a checkpoint
+    continues its data, each sample once an epoch. ``take`` serves a loop of one's own, which keeps ``cursor`` = (epoch,
+    index of the next global batch) in its checkpoint.
     """
 
     def __init__(self, samples: int, *, seed: int = 0, cursor: tuple[int, int] = (0, 0)) -> None:
@@ -32,18 +34,26 @@ class StaticOrder:
             raise BadInput(f"samples: {samples} is below 1")
         self._samples, self._seed, self.cursor = samples, seed, cursor
 
+    def rows(self, step: int, batch: int, rows: slice) -> list[int]:
+        """The samples of ``rows`` of the global batch of ``batch`` samples that ``step`` (from 0) trains."""
+        return [self._sample(step * batch + row) for row in range(batch)[rows]]
+
     def take(self, global_batch: int, rank: int, world: int) -> list[int]:
         """This rank's samples of the next global batch; the cursor moves. Batches run over the end of an epoch."""
-        epoch, first = self.cursor
-        mine = range(first + global_batch * rank // world, first + global_batch * (rank + 1) // world)
-        after = first + global_batch
-        self.cursor = epoch + after // self._samples, after % self._samples
-        places = [(epoch + at // self._samples, at % self._samples) for at in mine]
-        return [sample_at(at, self._samples, self._seed, in_epoch) for in_epoch, at in places]
+        epoch, index = self.cursor
+        first = epoch * self._samples + index
+        self.cursor = divmod(first + global_batch, self._samples)
+        return [
+            self._sample(first + at) for at in range(global_batch * rank // world, global_batch * (rank + 1) // world)
+        ]
+
+    def _sample(self, at: int) -> int:
+        epoch, index = divmod(at, self._samples)
+        return sample_at(index, self._samples, self._seed, epoch)
 
 
 class ShardJournal:
-    """One worker's door to the shard table of a folder. Raises Fenced when the worker was replaced.
+    """A worker's access to the shard table in a folder. Raises Fenced when the worker was replaced.
 
     ``durable`` makes each change survive a power cut (fsync); without it, changes survive the death of any process.
     """

@@ -1,4 +1,4 @@
-"""Cache of data files on a node: fetched once, whole or not at all, oldest out; cached content needs no source."""
+"""Cache of data files on a node: each is fetched once, the least recently used go first, copies need no source."""
 
 from __future__ import annotations
 
@@ -55,10 +55,6 @@ class DataCache:
             os.utime(wanted)
         self._evict(keep=wanted)
         return wanted
-
-    def facts(self) -> list[str]:
-        """Names of the cached contents: what a scheduler may prefer this node for."""
-        return sorted(path.name for path in self._contents())
 
     def _newest(self, source: str, uri: str, error: OSError) -> Path:
         found = sorted(self._folder.glob(f"{source}-*"), key=lambda path: path.stat().st_mtime)

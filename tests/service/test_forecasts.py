@@ -17,7 +17,7 @@ from rota.cluster.live import Scheduler
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock, SystemClock
-from rota.service import assembly, forecasts, serve
+from rota.service import assembly, forecasts, rest, serve
 from rota.service.config import load_settings
 from rota.service.routes.doors import Doors
 from rota.spec.states import JobState
@@ -183,9 +183,9 @@ def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeyp
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
 
-    real = serve.make_app
+    real = rest.make_app
     monkeypatch.setattr(Forecast, "play", endless)
-    monkeypatch.setattr(serve, "make_app", make_app)
+    monkeypatch.setattr(rest, "make_app", make_app)
     monkeypatch.setattr(assembly, "make_engine", lambda *_: PlayedEngine())
     tmp_path.joinpath("rota.db").write_bytes(empty_database())
     settings = load_settings({"home": str(tmp_path), "port": 0, "pretend": "1x1x4"}, environ={})

@@ -18,7 +18,7 @@ from rota.runtime.devices import LOCAL_HOST, local_node
 from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.log import INSTALL_SCOPE, Writer
-from rota.service import assembly, nodes, serve
+from rota.service import assembly, nodes, rest, serve
 from rota.service.assembly import node_changes
 from rota.service.config import load_settings
 from rota.service.engine import GatewayEngine
@@ -109,11 +109,11 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
     with_service(tmp_path, submit, pretend="1x1x2")  # the second has no room
     db_url = postgres.database(tmp_path) if postgres.WANTED else f"sqlite:///{tmp_path}/rota.db"
     given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": db_url}
-    settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[Doors](), serve.make_app
+    settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[Doors](), rest.make_app
     with contextlib.closing(assembly.open_store(settings)) as log:
         joined = [NodeJoined(node=one) for one in pretend_nodes("1x2x2", host=LOCAL_HOST)]
         log.append(joined, writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)))
-    monkeypatch.setattr(serve, "make_app", make_app)
+    monkeypatch.setattr(rest, "make_app", make_app)
     with serve.bind(settings) as listener:
         asyncio.run(main())
 

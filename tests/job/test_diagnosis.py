@@ -10,7 +10,7 @@ from tests.makers import fail as contract
 
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
-from rota.job.core.waits import Wait
+from rota.job.core.progress import Wait
 from rota.job.health.heartbeat import SETTING_UP, Beat, Pulse
 from rota.job.master.diagnosis import DiagnosisManager, sentence
 from rota.job.master.rendezvous import Meetings

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from rota.job.core.sizing import world_of
+from rota.job.core.resize import world_of
 from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.environ import Home

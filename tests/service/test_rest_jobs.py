@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from standing import HELLO, Standing, standing, with_service
 
-from rota.job.core.sizing import ask_emits
+from rota.job.core.resize import ask_emits
 from rota.service import intake, submission
 from rota.service import loop as service_loop
 from rota.service.calls import error_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.makers import JOB, loop, op, placement, service, spec
 
-from rota.job.core.timeline import Span
+from rota.job.core.progress import Span
 from rota.service.views.story import begin_story
 from rota.service.views.trace import trace_document
 from rota.spec.events import Committed, Event, JobAdmitted, JobQueued, JobSubmitted, Record

@@ -12,7 +12,7 @@ from rota.cluster.core import facts, preemption
 from rota.cluster.core.capacity import QueueTree
 from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
-from rota.job.core import failover, intent, ledger, losing, machine, memory, settling, stopping, winding
+from rota.job.core import desired, failover, ledger, losses, machine, memory, shutdown
 from rota.job.core.context import JobContext
 from rota.job.master import executor
 from rota.job.master import master as master_module
@@ -80,24 +80,24 @@ def lost_wake_up(patch: Patch) -> None:
 
 def released_too_early(patch: Patch) -> None:
     """Reservations are given back while processes are still being stopped."""
-    real = settling._wind_down
+    real = desired._wind_down
 
     def wind_down(ctx: JobContext) -> JobContext:
         ctx = real(ctx)
         return replace(ctx, gangs=tuple(replace(gang, state="releasing") for gang in ctx.gangs))
 
-    patch.setattr(settling, "_wind_down", wind_down)
+    patch.setattr(desired, "_wind_down", wind_down)
 
 
 def budget_reset_at_restart(patch: Patch) -> None:
     """A new master forgets how often a role was restarted."""
-    real = losing.reattach
-    patch.setattr(losing, "reattach", lambda ctx, event: replace(real(ctx, event), charges=()))
+    real = losses.reattach
+    patch.setattr(losses, "reattach", lambda ctx, event: replace(real(ctx, event), charges=()))
 
 
 def started_beside_the_old_one(patch: Patch) -> None:
     """A replacement starts while the old process is still being stopped."""
-    real = settling._start
+    real = desired._start
 
     def start(ctx: JobContext) -> JobContext:
         doomed = {one.id: one.doomed for one in ctx.instances.values()}
@@ -105,7 +105,7 @@ def started_beside_the_old_one(patch: Patch) -> None:
         moved = real(bare)
         return moved.with_instances([replace(one, doomed=doomed[one.id]) for one in moved.instances.values()])
 
-    patch.setattr(settling, "_start", start)
+    patch.setattr(desired, "_start", start)
 
 
 def fenced_loop_commits(patch: Patch) -> None:
@@ -163,12 +163,12 @@ def checks_not_looked_at(patch: Patch) -> None:
 
 def no_start_limit(patch: Patch) -> None:
     """Nobody gives up an instance that never gets ready."""
-    real = intent.timers
+    real = desired.timers
 
     def timers(ctx: JobContext) -> Iterator[SetTimer]:
         return (one for one in real(ctx) if not one.timer.startswith("start/"))
 
-    patch.setattr(intent, "timers", timers)
+    patch.setattr(desired, "timers", timers)
 
 
 def one_failure_too_many(patch: Patch) -> None:
@@ -179,7 +179,7 @@ def one_failure_too_many(patch: Patch) -> None:
 
 def failover_without_end(patch: Patch) -> None:
     """The end of a recovery is never recorded, so nobody runs again."""
-    patch.setattr(intent, "_progress", lambda ctx, one: iter(()))
+    patch.setattr(desired, "_progress", lambda ctx, one: iter(()))
 
 
 def open_items_forgotten(patch: Patch) -> None:
@@ -214,7 +214,7 @@ def cut_of_the_commit_before(patch: Patch) -> None:
 
 def devices_before_state(patch: Patch) -> None:
     """A job that stops gives its devices back at once, its state in memory alone."""
-    patch.setattr(stopping, "begin", lambda ctx, ending, state: replace(ctx, state=state, ending=ending))
+    patch.setattr(shutdown, "begin", lambda ctx, ending, state: replace(ctx, state=state, ending=ending))
 
 
 def disk_before_memory(patch: Patch) -> None:
@@ -224,20 +224,20 @@ def disk_before_memory(patch: Patch) -> None:
 
 def stale_death_believed(patch: Patch) -> None:
     """The report of the end of an earlier process counts against the present one."""
-    patch.setattr(losing, "_concerns", lambda one, event: one.process is not None)
+    patch.setattr(losses, "_concerns", lambda one, event: one.process is not None)
 
 
 def timer_of_an_old_epoch(patch: Patch) -> None:
     """A timer is not ended with its time, and when it fires it counts."""
-    real = losing.fire
+    real = losses.fire
     patch.setattr(executor.Executor, "keep", lambda self, wanted: None)
 
     def fire(ctx: JobContext, timer: str, doing: Any) -> JobContext:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(losing, "timers", lambda ctx: (SetTimer(timer=timer, since_s=0.0, after_s=0.0),))
+            inner.setattr(losses, "timers", lambda ctx: (SetTimer(timer=timer, since_s=0.0, after_s=0.0),))
             return real(ctx, timer, doing)
 
-    patch.setattr(losing, "fire", fire)
+    patch.setattr(losses, "fire", fire)
 
 
 def cancel_overwritten_by_finish(patch: Patch) -> None:
@@ -260,23 +260,23 @@ def two_terminal_events(patch: Patch) -> None:
 
 def reserved_before_released(patch: Patch) -> None:
     """A reservation is asked for while an older one is still held."""
-    real = intent._of_gangs
+    real = desired._of_gangs
 
     def of_gangs(ctx: JobContext) -> Iterator[Any]:
         yield from real(ctx)
         yield from real(replace(ctx, gangs=tuple(one for one in ctx.gangs if one.state != "releasing")))
 
-    patch.setattr(intent, "_of_gangs", of_gangs)
+    patch.setattr(desired, "_of_gangs", of_gangs)
 
 
 def _without_grace(patch: Patch, which: Callable[[JobContext], bool]) -> None:
-    real = intent._of_instances
+    real = desired._of_instances
 
     def of_instances(ctx: JobContext) -> Iterator[Any]:
         for one in real(ctx):
             yield replace(one, grace_s=0.0) if isinstance(one, StopInstance) and which(ctx) else one
 
-    patch.setattr(intent, "_of_instances", of_instances)
+    patch.setattr(desired, "_of_instances", of_instances)
 
 
 def grace_skipped(patch: Patch) -> None:
@@ -342,12 +342,12 @@ def paused_job_admitted(patch: Patch) -> None:
 
 def rollback_ignored(patch: Patch) -> None:
     """After a return to an earlier commit the job counts on from the last one."""
-    real = losing.roll_back
+    real = losses.roll_back
 
     def roll_back(ctx: JobContext, event: Any) -> JobContext:
         return replace(real(ctx, event), committed=ctx.committed)
 
-    patch.setattr(losing, "roll_back", roll_back)
+    patch.setattr(losses, "roll_back", roll_back)
 
 
 def weights_forgotten(patch: Patch) -> None:
@@ -398,8 +398,8 @@ def superfluous_victim(patch: Patch) -> None:
 
 def requeue_forgets_commits(patch: Patch) -> None:
     """A job that goes back to the queue begins again with commit 1."""
-    real = winding.requeue
-    patch.setattr(winding, "requeue", lambda ctx, event: replace(real(ctx, event), committed=0))
+    real = losses.requeue
+    patch.setattr(losses, "requeue", lambda ctx, event: replace(real(ctx, event), committed=0))
 
 
 def cancel_lost_in_the_queue(patch: Patch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.job.core.context import JobContext
-from rota.job.core.diagnosis import PLATFORM
-from rota.job.core.intent import timers
+from rota.job.core.desired import timers
+from rota.job.core.failover import PLATFORM
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.memory import keepers

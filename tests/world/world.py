@@ -21,7 +21,7 @@ from rota.cluster.policies.fifo import fifo
 from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
-from rota.job.core.sizing import is_world
+from rota.job.core.resize import is_world
 from rota.job.master import master as master_module
 from rota.job.master import snapshots as kept_module
 from rota.job.master.master import JobMaster

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rota.cluster.live import Scheduler
-from rota.job.core.sizing import is_world, world_of
+from rota.job.core.resize import is_world, world_of
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec

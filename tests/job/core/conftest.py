@@ -9,8 +9,7 @@ from tests import makers
 
 from rota.job.core import machine
 from rota.job.core.context import JobContext
-from rota.job.core.intent import next_emit, wanted
-from rota.job.core.settling import settle
+from rota.job.core.desired import next_emit, settle, wanted
 from rota.job.core.transitions import allowed, instance_allowed
 from rota.spec.commands import (
     Assemble,

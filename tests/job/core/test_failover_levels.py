@@ -8,8 +8,8 @@ import pytest
 from tests.makers import admitted, at, command, fail, loop, mesh, rl, service, spec
 
 from rota.job.core.context import PLATFORM_FAULTS_MAX, Loss
-from rota.job.core.diagnosis import is_secondary, kind_of, root_cause
-from rota.job.core.intent import next_emit, wanted
+from rota.job.core.desired import next_emit, wanted
+from rota.job.core.failover import is_secondary, kind_of, root_cause
 from rota.job.core.machine import initial, replay
 from rota.job.master.executor import death_event
 from rota.runtime.launch import ProcessDied

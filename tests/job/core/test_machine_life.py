@@ -8,7 +8,7 @@ import pytest
 from tests.makers import admitted, at, command, fail, ids, loop, mesh, rl, service, spec
 
 from rota.job.core.context import JobContext
-from rota.job.core.intent import next_emit, wanted
+from rota.job.core.desired import next_emit, wanted
 from rota.job.core.machine import accepts_commit, replay
 from rota.spec.commands import Assemble, RunInstance, StartInstance
 from rota.spec.events import (

@@ -8,7 +8,7 @@ from tests.job.core.conftest import Driven
 from tests.makers import JOB, Log, admitted, command, fail, loop, mesh, rl, service, spec, submitted
 
 from rota.job.core.context import JobContext
-from rota.job.core.intent import next_emit, wanted
+from rota.job.core.desired import next_emit, wanted
 from rota.job.core.machine import replay, step
 from rota.spec.events import (
     CheckpointSaved,

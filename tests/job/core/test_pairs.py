@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.core.pairs import Pair, Verdict, first_round, second_round, verdict
+from rota.job.core.progress import Pair, Verdict, first_round, second_round, verdict
 
 
 def judged(world: int, *, broken: frozenset[int] = frozenset(), slow: Mapping[int, float] | None = None) -> Verdict:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.core.symptoms import (
+from rota.job.core.progress import (
     Pace,
     RateWatch,
     bad_losses,

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.core.timeline import Span, busy_s, critical_path, idle_shares, lanes, shares
+from rota.job.core.progress import Span, busy_s, critical_path, idle_shares, lanes, shares
 
 
 def call(target: str, at_s: float, s: float, kind: str = "call") -> Span:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.job.core.waits import Rank, Standing, Wait, WaitGraph, collective_waits, components
+from rota.job.core.progress import Rank, Standing, Wait, WaitGraph, collective_waits, components
 
 NAMES = tuple("abcdefg")
 

@@ -15,7 +15,7 @@ import httpx
 from tests.makers import loop, mesh, op, service
 from tests.service.standing import PlayedEngine, Standing, empty_database
 
-from rota.job.core.timeline import Span
+from rota.job.core.progress import Span
 from rota.job.rpc.peers import CUT
 from rota.runtime.chance import SeededChance
 from rota.runtime.clock import VirtualClock

@@ -1,28 +1,143 @@
-"""FailoverCoordinator: from losses to the level, scope and budget of a recovery; the verdict changes nothing yet."""
+"""Recovery: the cause of losses that come together, its level, scope and budget, and what the verdict changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.job.core import memory
-from rota.job.core.context import JobContext, Loss
-from rota.job.core.diagnosis import (
-    by_platform,
-    deaths_of_one_node,
-    is_free,
-    is_secondary,
-    may_move,
-    platform_left,
-    root_cause,
+from rota.job.core import memory, shutdown
+from rota.job.core.context import (
+    FAILED_GRACE_S,
+    FAILOVERS_KEPT_MAX,
+    PLATFORM_FAULTS_MAX,
+    PLATFORM_WINDOW_S,
+    Charge,
+    Ending,
+    Failover,
+    Instance,
+    JobContext,
+    Loss,
+    replace,
 )
-from rota.job.core.graph import recovery_scope
-from rota.job.core.sizing import OF_THE_NODE, held, is_fit, is_world, world_of
+from rota.job.core.graph import recovery_scope, replaced
+from rota.job.core.resize import OF_THE_NODE, PLANNED, has_place, held, homeless, is_fit, is_world, leaving, world_of
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, NodeId, RoleName
 from rota.spec.job import Restart, RoleSpec
-from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, Level
+from rota.spec.reasons import INFO, Reason
+from rota.spec.states import InstanceState, JobState, Level
+
+SECONDARY_TEXTS = (
+    "connection reset by peer",
+    "connection closed by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "read error",
+    "nccl communicator was aborted",
+    "application timeout caused pair closure",
+    "roledown",
+    "role_down",
+    "calllost",
+    "call_lost",
+)
+"""What an instance reports when another one went away; in lower case."""
+
+
+PLATFORM = frozenset({Reason.NODE_LOST, Reason.ENGINE_LOST, Reason.GANG_TIMEOUT, Reason.SELF_ENDED})
+"""Faults of what carries the job: engine, node, reservation; and of a process that ended itself, since its master did
+not answer, or since it could not follow a recovery."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule of diagnosis; ``name`` is what people see as the kind of the cause."""
+
+    name: str
+    fits: Callable[[Loss], bool]
+
+
+def is_secondary(loss: Loss) -> bool:
+    """True for an error that only says that somebody else is gone: it is never the root."""
+    if loss.reason is Reason.COLLECTIVE_TIMEOUT:
+        return True
+    if loss.reason not in (Reason.USER_ERROR, Reason.EXIT_NONZERO):
+        return False
+    last = " ".join(line for line in (loss.text, loss.traceback.strip().rpartition("\n")[2]) if line).lower()
+    return any(text in last for text in SECONDARY_TEXTS)
+
+
+def _one_of(*reasons: Reason) -> Callable[[Loss], bool]:
+    return lambda loss: loss.reason in reasons
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("engine lost", _one_of(Reason.ENGINE_LOST)),
+    Rule("node lost", _one_of(Reason.NODE_LOST)),
+    Rule("device fault", _one_of(Reason.GPU_LOST, Reason.GPU_ECC, Reason.NODE_SUSPECT)),
+    Rule("out of memory", _one_of(Reason.OOM_KILLED, Reason.GPU_OOM)),
+    Rule("storage", _one_of(Reason.OUTPUT_FULL, Reason.DATA_UNREACHABLE, Reason.CHECKPOINT_BAD)),
+    Rule("killed", _one_of(Reason.SIGNALLED, Reason.SELF_ENDED)),
+    Rule("culprit of a wait", _one_of(Reason.HANG, Reason.NO_PROGRESS)),
+    Rule("own exception", lambda loss: not is_secondary(loss)),
+    Rule("peer lost", lambda loss: True),
+)
+"""In the order in which they are tried."""
+
+
+def root_cause(losses: Sequence[Loss]) -> Loss:
+    """The one loss that explains the others: of the first rule that fits any, the earliest. ``losses`` is not empty."""
+    for rule in RULES:
+        fits = [loss for loss in losses if rule.fits(loss)]
+        if fits:
+            return min(fits, key=lambda loss: loss.at_s)
+    raise AssertionError("the last rule fits every loss")
+
+
+def kind_of(loss: Loss) -> str:
+    """Name of the rule that fits a loss."""
+    return next(rule.name for rule in RULES if rule.fits(loss))
+
+
+def may_move(cause: Loss) -> bool:
+    """True when another node may help: the fault is not in the code."""
+    return INFO[cause.reason].fault == "infra" or cause.reason in (*OF_THE_NODE, Reason.MIGRATED_DRAIN)
+
+
+def is_free(ctx: JobContext, cause: Loss) -> bool:
+    """True for a survivor that could not follow the open recovery and ended itself: part of what is charged already.
+
+    It was started before that recovery, so each process comes to this once at most.
+    """
+    process, failover = ctx.instances[cause.instance].process, ctx.failover
+    before = process is not None and failover is not None and process.epoch < failover.epoch
+    return before and cause.reason is Reason.SELF_ENDED
+
+
+def by_platform(ctx: JobContext, cause: Loss) -> bool:
+    """True for a fault of the platform: it is not charged to the budgets of the user.
+
+    State that no memory has is one while the last commit is not on disk: an older checkpoint, or the start, is left.
+    """
+    return cause.reason in PLATFORM or (cause.reason is Reason.STATE_LOST and ctx.checkpoint_n < ctx.committed)
+
+
+def platform_left(ctx: JobContext, level: Level, at_s: float) -> int:
+    """How many faults of the platform the level may still absorb; a commit in between makes them forgotten."""
+    since_s = at_s - PLATFORM_WINDOW_S
+    used = sum(charge.platform and charge.level is level and charge.at_s > since_s for charge in ctx.charges)
+    return PLATFORM_FAULTS_MAX - used
+
+
+def deaths_of_one_node(ctx: JobContext, cause: Loss, within_s: float) -> int:
+    """How many died where the cause did; 0 when somebody died elsewhere too, or all were of one unit."""
+    past = [one.cause for one in ctx.failovers]
+    seen = (one for one in (*past, *ctx.losses) if one.reason not in (*PLANNED, Reason.SELF_ENDED))
+    recent = (one for one in seen if cause.at_s - one.at_s <= within_s and may_move(one))
+    died = {(one.instance, one.at_s, one.node) for one in recent if one.node}
+    units = {ctx.plan.unit(one) for one, _, _ in died if one in ctx.instances}
+    return len(died) if len({node for _, _, node in died}) == 1 and len(units) > 1 else 0
+
 
 NODE_MOVES_MAX = 2
 """Replacements of a node for one role within its window; the next one widens to the job."""
@@ -290,3 +405,208 @@ class FailoverCoordinator:
     def _role(self, cause: Loss) -> RoleSpec:
         assert self.ctx.spec is not None
         return self.ctx.spec.role(cause.instance.role)
+
+
+BACKOFF_MAX_S = 60.0
+CHARGES_KEPT_MAX = 1000
+
+
+def open_failover(ctx: JobContext, event: FailoverStarted) -> JobContext:
+    """Apply a verdict, or a change of size: from here on the older epochs of its scope are fenced."""
+    planned = event.reason in PLANNED and not ctx.losses
+    if event.failover != ctx.failover_count + 1 or not (ctx.losses or (planned and ctx.open_failover is None)):
+        return ctx
+    cause = _cause(ctx, event) if planned else root_cause(ctx.losses)
+    new = _record(ctx, event, cause)
+    platform = by_platform(ctx, cause)
+    charge = Charge(role=event.role, level=event.level, at_s=ctx.at_s, platform=platform)
+    charges = () if planned or is_free(ctx, cause) or (platform and event.level is Level.JOB) else (charge,)
+    resized = bool(event.join) or any(_is_world_of(ctx, role) for role, _ in event.leave)
+    ctx = replace(
+        ctx,
+        failovers=(*_superseded(ctx, new), new)[-FAILOVERS_KEPT_MAX:],
+        failover_count=new.number,
+        charges=(*ctx.charges, *charges)[-CHARGES_KEPT_MAX:],
+        resized_s=ctx.at_s if resized else ctx.resized_s,
+        boundary=False,
+    )
+    match event.level:
+        case Level.NODE if not may_move(cause):
+            return replace(ctx, escalated=Level.NODE)
+        case Level.JOB:
+            return _restart_job(ctx, cause)
+        case Level.PROCESS | Level.ROLE | Level.NODE:
+            return _restart_scope(ctx, new, event)
+
+
+def _is_world_of(ctx: JobContext, role: RoleName) -> bool:
+    """True when the members of this role are one process group whose size may change."""
+    return ctx.spec is not None and is_world(ctx.spec.role(role))
+
+
+def _cause(ctx: JobContext, event: FailoverStarted) -> Loss:
+    """A change of size or place in the form of a loss; nothing was lost."""
+    one = ctx.instances[InstanceId(event.role, event.rank)]
+    return Loss(instance=one.id, epoch=one.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
+
+
+def job_level_ending(ctx: JobContext, cause: Loss) -> Ending:
+    """What a restart of the whole job means: the queue again, or the end for the reason of the cause.
+
+    A fault of the platform never uses up a retry: it has a budget of its own.
+    """
+    assert ctx.spec is not None
+    free = by_platform(ctx, cause)
+    own = ctx.retries < ctx.spec.retry and cause.reason is not Reason.DATA_ERROR
+    requeue = platform_left(ctx, Level.JOB, ctx.at_s) > 0 if free else own
+    fails = INFO[cause.reason].ends_in is not None
+    return Ending(
+        reason=cause.reason if fails else Reason.INTERNAL,
+        requeue=requeue,
+        counts=not free,
+        grace_s=FAILED_GRACE_S,
+        save_s=ctx.spec.grace_s if requeue else 0.0,
+        text=cause.text,
+        role=cause.instance.role,
+        rank=cause.instance.rank,
+        traceback=cause.traceback,
+    )
+
+
+def _record(ctx: JobContext, event: FailoverStarted, cause: Loss) -> Failover:
+    scope = tuple(InstanceId(role, rank) for role, rank, _ in event.scope)
+    coordinator = FailoverCoordinator(ctx)
+    # A world that changes its size goes on in the processes that live.
+    shrinks = {role for role, _ in event.leave if _is_world_of(ctx, role)}
+    wide = coordinator.whole_roles(event.level, event.role) - shrinks
+    lost = coordinator.lost(event.level, cause) if ctx.losses or cause.reason is not Reason.RESIZED else ()
+    fresh = replaced(ctx.plan, lost, wide)
+    delay_s = _backoff_s(ctx, cause) if ctx.losses else 0.0
+    return Failover(
+        number=event.failover,
+        level=event.level,
+        scope=scope,
+        replaced=tuple(member for member in scope if member in fresh),
+        epoch=max((epoch for _, _, epoch in event.scope), default=ctx.epoch_max),
+        restore=event.restore,
+        cause=cause,
+        started_s=ctx.at_s,
+        moved_from=event.moved_from,
+        move_reason=event.move_reason,
+        delay_s=delay_s,
+        released=delay_s == 0.0,
+        rolled_back=not _touches_state(ctx, scope) or event.level is Level.JOB or _opens_nothing(event, cause),
+    )
+
+
+def _opens_nothing(event: FailoverStarted, cause: Loss) -> bool:
+    return event.level is Level.NODE and not may_move(cause)
+
+
+def _touches_state(ctx: JobContext, scope: tuple[InstanceId, ...]) -> bool:
+    return any(member.role in ctx.plan.stateful for member in scope)
+
+
+def _backoff_s(ctx: JobContext, cause: Loss) -> float:
+    """0 for the first failure of the role in its window, then the base of the contract, doubled each time."""
+    assert ctx.spec is not None
+    fail = ctx.spec.role(cause.instance.role).fail
+    earlier = sum(
+        1
+        for charge in ctx.charges
+        if charge.role == cause.instance.role and charge.at_s > cause.at_s - fail.limit_window_s
+    )
+    return min(BACKOFF_MAX_S, fail.backoff_s * 2.0 ** (earlier - 1)) if earlier else 0.0
+
+
+def _superseded(ctx: JobContext, by: Failover) -> tuple[Failover, ...]:
+    """The records with the open recovery taken over by the new one; a level that was not possible changes nothing."""
+
+    def taken_over(one: Failover) -> bool:
+        impossible = one.level is Level.NODE and one.number == by.number - 1 and one.superseded_by is None
+        opens = by.level is not Level.NODE or may_move(by.cause)
+        return opens and (one.number == ctx.open_failover or impossible)
+
+    return tuple(replace(one, superseded_by=by.number) if taken_over(one) else one for one in ctx.failovers)
+
+
+def _restart_job(ctx: JobContext, cause: Loss) -> JobContext:
+    ending = job_level_ending(ctx, cause)
+    ctx = shutdown.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+    return replace(ctx, losses=(), escalated=None, diagnosed=False, checked=None, open_failover=None)
+
+
+def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) -> JobContext:
+    fresh, join = frozenset(failover.replaced), {InstanceId(*pair) for pair in event.join}
+    lost = frozenset(loss.instance for loss in ctx.losses)
+    away = frozenset(FailoverCoordinator(ctx).lost(event.level, failover.cause)) if event.level is Level.NODE else lost
+    leave = {InstanceId(*pair) for pair in event.leave}
+    if not leave and event.move_reason is Reason.RESIZED_DEGRADED:
+        leave = set(lost)  # as logs say it that do not list who leaves
+
+    stays = event.move_reason is Reason.NO_NODE
+    barred = {} if stays else {one.id: one.barred for one in ctx.instances.values() if one.barred}
+    moved = away if failover.cause.reason is Reason.MIGRATED_DRAIN else frozenset[InstanceId]()
+    if (event.level is Level.NODE and not moved) or leave:
+        # Who was lost elsewhere, by its peer's end, says nothing of its own node.
+        own = {loss.node for loss in ctx.losses if loss.instance in leave or loss.reason in OF_THE_NODE}
+        bad = own | {failover.cause.node}
+        homes = {one: ctx.bundle(one)[1].node for one in away if one in ctx.bound and not ctx.instances[one].barred}
+        barred |= {one: (node,) for one, node in homes.items() if node in bad}
+
+    def changed(member: InstanceId) -> Instance:
+        one = ctx.instances[member]
+        if member in leave:
+            return leaving(one, failover.epoch, barred=barred.get(member, ()))
+        if member in join:
+            return replace(_re_form(one, failover.epoch), spare=False)
+        if member not in fresh:
+            return replace(_re_form(one, failover.epoch), barred=barred.get(member, ()))
+        new = _replace(one, failover.epoch, lost=member in away)
+        return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
+
+    # Without another node nobody waits for one: who is not replaced now comes up again where it was, too.
+    back = [one for one in homeless(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
+    asks = tuple(replace(ask, state="granted") if frozenset(ask.everybody) == moved else ask for ask in ctx.asks)
+    instances = [*(changed(member) for member in failover.scope), *(replace(one, barred=()) for one in back)]
+    return replace(
+        ctx.with_instances(instances).with_placement(ctx.placement, asks),
+        open_failover=failover.number,
+        epoch_max=Epoch(max(ctx.epoch_max, failover.epoch)),
+        starting_s=ctx.at_s,
+        losses=(),
+        escalated=None,
+        diagnosed=False,
+        checked=None,
+    )
+
+
+def _in_background(ctx: JobContext, member: InstanceId, lost: frozenset[InstanceId]) -> bool:
+    """True when nobody waits for the replacement: a spare takes over, or the role may go on with fewer."""
+    assert ctx.spec is not None
+    role = ctx.spec.role(member.role)
+    if member not in lost or not role.serves:
+        return False
+    members = [one for one in ctx.of_role(role.name) if one.id not in lost and one.state is InstanceState.READY]
+    spares = sum(one.spare for one in members)
+    mine = sorted(one for one in lost if one.role == role.name and ctx.instances[one].active)
+    fewest = role.fail.degrade or (role.replicas_min if role.replicas_max > role.replicas_min else None)
+    if fewest is not None and len(members) - spares >= fewest:
+        return True
+    return member in mine[:spares]
+
+
+def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
+    """A new process under ``epoch``; one that was only asked for and did not fail is as good as new and stays."""
+    if one.state is InstanceState.PLANNED or (not lost and one.state is InstanceState.STARTING):
+        return replace(one, epoch=epoch)
+    new = one.let_go(InstanceState.PLANNED, epoch)
+    return replace(new, ended=False, retired=False, restarts=one.restarts + 1)
+
+
+def _re_form(one: Instance, epoch: Epoch) -> Instance:
+    """The same process under ``epoch``, to be assembled anew; without a process it starts like any other."""
+    state = InstanceState.STALE if one.alive else one.state
+    if one.process is None:
+        state = InstanceState.PLANNED
+    return replace(one, state=state, epoch=epoch, running=False, ended=False, retired=False)

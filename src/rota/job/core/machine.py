@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rota.job.core import losing, memory, moving, sizing, stopping, winding
+from rota.job.core import losses, memory, migration, resize, shutdown
 from rota.job.core.context import Ending, Gang, Instance, JobContext, Process, replace
+from rota.job.core.desired import settle, wanted
+from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
-from rota.job.core.intent import wanted
 from rota.job.core.placement import requests_of
-from rota.job.core.recovering import open_failover
-from rota.job.core.settling import settle
 from rota.spec.changes import changed_spec
 from rota.spec.commands import Command
 from rota.spec.events import (
@@ -125,7 +124,7 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
         case JobState.QUEUED, PreemptAsked(reason=Reason.PAUSED):
             return replace(ctx, state=JobState.PAUSED)
         case _, ScaleAsked():
-            return sizing.scaled(ctx, event)
+            return resize.scaled(ctx, event)
         case _, JobAdmitted():
             return _admit(ctx, event)
         case _, StopAsked(reason=reason, grace_s=grace_s):
@@ -141,40 +140,40 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
         case _, InstanceEnded(epoch=epoch):
             return _with_instance(ctx, event, lambda one: _ended(one, epoch))
         case _, InstanceLost():
-            return losing.lose(ctx, event)
+            return losses.lose(ctx, event)
         case _, ProgressStalled():
-            return losing.stall(ctx, event)
+            return losses.stall(ctx, event)
         case _, GangReserveFailed():
-            return winding.reservation_failed(ctx, event)
+            return losses.reservation_failed(ctx, event)
         case _, NodeChecked(node=node, fit=fit) if ctx.losses:
             return replace(ctx, checked=(node, fit))
         case _, FailoverStarted():
             return open_failover(ctx, event)
         case ((JobState.RECOVERING | JobState.RESIZING), FailoverEnded()):
-            return losing.close(ctx, event)
+            return losses.close(ctx, event)
         case _, GangAsked():
-            return sizing.noted(ctx, event)
+            return resize.noted(ctx, event)
         case _, GangGranted():
-            return sizing.granted(ctx, event)
+            return resize.granted(ctx, event)
         case _, GangWaits():
-            return sizing.waits(ctx, event)
+            return resize.waits(ctx, event)
         case _, ScaleAsked():
-            return sizing.scaled(ctx, event)
+            return resize.scaled(ctx, event)
         case _, RolledBack():
-            return losing.roll_back(ctx, event)
+            return losses.roll_back(ctx, event)
         case _, Committed():
             return _commit(ctx, event)
         case _, MoveAsked():
-            return moving.asked(ctx, event)
+            return migration.asked(ctx, event)
         case _, StopAsked():
-            return winding.stop(ctx, event)
-        case _, PreemptAsked(gang=str(gang)) if (fewer := sizing.without(ctx, gang)) is not None:
+            return losses.stop(ctx, event)
+        case _, PreemptAsked(gang=str(gang)) if (fewer := resize.without(ctx, gang)) is not None:
             return fewer
         case _, PreemptAsked(reason=reason, grace_s=grace_s):
             ending = Ending(reason=reason, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
-            return stopping.begin(ctx, ending, JobState.PREEMPTING)
+            return shutdown.begin(ctx, ending, JobState.PREEMPTING)
         case _, TimerFired(timer=timer, doing=doing):
-            return losing.fire(ctx, timer, doing)
+            return losses.fire(ctx, timer, doing)
         case _:
             return _apply_always(ctx, event)
 
@@ -182,30 +181,30 @@ def _apply_live(ctx: JobContext, event: Event) -> JobContext:
 def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
     match ctx.state, event:
         case ((JobState.PREEMPTING | JobState.RECOVERING), StopAsked()):
-            return winding.stop(ctx, event)
+            return losses.stop(ctx, event)
         case JobState.STOPPING, StopAsked() if ending.phase != "stop":
-            return stopping.stopped_now(ctx)
+            return shutdown.stopped_now(ctx)
         case JobState.RECOVERING, PreemptAsked():
-            return stopping.preempted(ctx, event)
+            return shutdown.preempted(ctx, event)
         case JobState.PREEMPTING, PreemptAsked(reason=Reason.PAUSED):
             return replace(ctx, ending=replace(ending, reason=Reason.PAUSED))
         case _, GangReserveFailed(gang=gang, epoch=epoch):
-            return winding.without_gang(ctx, gang, epoch, "reserving")
+            return losses.without_gang(ctx, gang, epoch, "reserving")
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):
-            queued = winding.requeue(ctx, event)
+            queued = losses.requeue(ctx, event)
             return _with_spec(queued, queued.next_spec) if queued is not ctx and queued.next_spec else queued
         case ((JobState.PREEMPTING | JobState.STOPPING), Committed()):
-            return stopping.committed(_commit(ctx, event), event)
+            return shutdown.committed(_commit(ctx, event), event)
         case _, CheckpointSaved():
-            return stopping.saved(_apply_always(ctx, event))
+            return shutdown.saved(_apply_always(ctx, event))
         case _, (InstanceLost() | ProgressStalled()) if ending.phase != "stop":
-            return stopping.lost(ctx, event)
-        case _, InstanceStopped() if stopping.went_without_saving(ctx, event):
-            return _apply_always(settle(stopping.stopped_now(ctx)), event)
+            return shutdown.lost(ctx, event)
+        case _, InstanceStopped() if shutdown.went_without_saving(ctx, event):
+            return _apply_always(settle(shutdown.stopped_now(ctx)), event)
         case _, InstanceEnded(epoch=epoch) if ending.phase != "stop":
             return _with_instance(ctx, event, lambda one: _ended(one, epoch))
         case _, TimerFired(timer=timer, doing=doing):
-            return losing.fire(ctx, timer, doing)
+            return losses.fire(ctx, timer, doing)
         case _:
             return _apply_always(ctx, event)
 
@@ -216,22 +215,22 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
         case MasterStarted(master_epoch=epoch) if epoch > ctx.master_epoch:
             return replace(ctx, master_epoch=epoch, attached=False)
         case Reattached(master_epoch=epoch) if epoch == ctx.master_epoch:
-            return losing.reattach(ctx, event)
+            return losses.reattach(ctx, event)
         case GangReserved(gang=gang, epoch=epoch):
             return _reserved(ctx, Gang(id=gang, epoch=epoch, state="reserved"))
         case GangReleased(gang=gang, epoch=epoch):
-            return sizing.released(winding.without_gang(ctx, gang, epoch, "releasing"), gang)
+            return resize.released(losses.without_gang(ctx, gang, epoch, "releasing"), gang)
         case InstanceStarted():
             return _with_instance(ctx, event, lambda one: _started(one, event))
         case InstanceStopped(epoch=epoch):
-            return _with_instance(ctx, event, lambda one: losing.stopped(one, epoch))
-        case CheckpointSaved(n=n, path=path, cursor=cursor) if ctx.checkpoint_n <= n <= losing.kept(ctx):
+            return _with_instance(ctx, event, lambda one: losses.stopped(one, epoch))
+        case CheckpointSaved(n=n, path=path, cursor=cursor) if ctx.checkpoint_n <= n <= losses.kept(ctx):
             saved = replace(ctx, checkpoint_n=n, checkpoint_path=path, checkpoint_cursor=cursor)
-            return replace(saved, boundary=moving.at_boundary(saved))
+            return replace(saved, boundary=migration.at_boundary(saved))
         case JobChanged(changes=changes) if ctx.spec is not None:
             return replace(
                 ctx,
-                spec=changed_spec(ctx.spec, winding.changeable(changes)),
+                spec=changed_spec(ctx.spec, losses.changeable(changes)),
                 next_spec=changed_spec(ctx.next_spec or ctx.spec, changes),
             )
         case JobEnded(state=state, reason=reason):
@@ -243,7 +242,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
 def _with_spec(ctx: JobContext, spec: JobSpec) -> JobContext:
     """Another spec between two attempts; what is known of instances that it still has is kept."""
     graph = expand(spec)
-    instances = {one: ctx.instances.get(one) or sizing.first(spec.role(one.role), one) for one in graph.instances}
+    instances = {one: ctx.instances.get(one) or resize.first(spec.role(one.role), one) for one in graph.instances}
     return replace(ctx, spec=spec, next_spec=None, graph=graph, instances=instances)
 
 
@@ -265,11 +264,11 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
             *(Gang(id=request.gang, epoch=epoch, state="reserving") for request in requests_of(ctx.spec)),
         ),
         instances={
-            one: replace(sizing.first(spec.role(one.role), one), epoch=epoch, restarts=old.restarts, error=old.error)
+            one: replace(resize.first(spec.role(one.role), one), epoch=epoch, restarts=old.restarts, error=old.error)
             for one, old in ((one, ctx.instances[one]) for one in graph.instances)
         },
     )
-    return winding.restore_point(ctx.with_placement(event.placement, ()))
+    return losses.restore_point(ctx.with_placement(event.placement, ()))
 
 
 def _reserved(ctx: JobContext, gang: Gang) -> JobContext:
@@ -325,7 +324,7 @@ def _commit(ctx: JobContext, event: Committed) -> JobContext:
         charges=charges if len(charges) < len(ctx.charges) else ctx.charges,
     )
     done = replace(done, hosts=memory.hosts_now(done))
-    return replace(done, boundary=moving.at_boundary(done))
+    return replace(done, boundary=migration.at_boundary(done))
 
 
 def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
@@ -333,7 +332,7 @@ def accepts_commit(ctx: JobContext, n: int, loop_epoch: Epoch) -> bool:
     loop = ctx.loop
     if loop is None or ctx.state.terminal or n != ctx.committed + 1 or loop_epoch != loop.epoch:
         return False
-    if ctx.ending is not None and (ctx.state is JobState.RECOVERING or not stopping.takes_commits(ctx)):
+    if ctx.ending is not None and (ctx.state is JobState.RECOVERING or not shutdown.takes_commits(ctx)):
         return False  # the verdict to restart the whole job is a fence too, and so is the commit that was saved
     return loop.running and loop.state in (InstanceState.READY, InstanceState.STOPPING)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rota.job.core.context import JobContext
-from rota.job.core.sizing import homeless
+from rota.job.core.resize import homeless
 from rota.spec.commands import SaveCommit, Saving
 from rota.spec.ids import Epoch, InstanceId, NodeId
 from rota.spec.states import InstanceState

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from rota.job.core.waits import Wait
+from rota.job.core.progress import Wait
 from rota.job.rpc.peers import PeerTable
 from rota.job.rpc.tracing import Collectives, Waiting, own_collectives
 from rota.runtime.clock import Clock

@@ -13,8 +13,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rota.job.core.pairs import Pair, Verdict, first_round, second_round, verdict
-from rota.job.core.symptoms import device_faults, memory_faults, storage_reason
+from rota.job.core.progress import (
+    Pair,
+    Verdict,
+    device_faults,
+    first_round,
+    memory_faults,
+    second_round,
+    storage_reason,
+    verdict,
+)
 from rota.runtime.clock import SystemClock
 from rota.runtime.devices import bus_addresses, kernel_lines, local_devices, memory_errors
 from rota.spec.reasons import Reason

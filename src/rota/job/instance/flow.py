@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from rota.job import checkpoint
 from rota.job.checkpoint import Cadence, folder_of, prune
-from rota.job.core.symptoms import bad_losses
+from rota.job.core.progress import bad_losses
 from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
 from rota.job.instance.device_lease import Turns

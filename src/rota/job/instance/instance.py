@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job import checkpoint
-from rota.job.core.symptoms import storage_reason
+from rota.job.core.progress import storage_reason
 from rota.job.health.heartbeat import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
 from rota.job.health.preflight import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
 from rota.job.health.stacks import own_reason, own_stacks, told

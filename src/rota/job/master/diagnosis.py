@@ -8,8 +8,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.job.core.context import Instance, JobContext, Process
-from rota.job.core.symptoms import Pace, RateWatch, memory_evidence, stragglers
-from rota.job.core.waits import Rank, Root, Standing, Wait, WaitGraph, collective_waits
+from rota.job.core.progress import (
+    Pace,
+    Rank,
+    RateWatch,
+    Root,
+    Standing,
+    Wait,
+    WaitGraph,
+    collective_waits,
+    memory_evidence,
+    stragglers,
+)
 from rota.job.health.heartbeat import BEAT_S, SETTING_UP, Beat
 from rota.runtime.clock import Clock
 from rota.runtime.hang import LOOK_S, STOPPED_LOOKS

@@ -11,7 +11,7 @@ from typing import Any
 
 from rota.job.checkpoint import folder_of
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
-from rota.job.core.sizing import places
+from rota.job.core.resize import places
 from rota.job.health.heartbeat import Failure
 from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, table_of
 from rota.runtime import vault

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rota.job import checkpoint
-from rota.job.core import moving, stopping
+from rota.job.core import migration, shutdown
 from rota.job.core.context import JobContext, Process
-from rota.job.core.intent import next_emit, wanted
+from rota.job.core.desired import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial
-from rota.job.core.sizing import saved_by_script
+from rota.job.core.resize import saved_by_script
 from rota.job.health.heartbeat import Beat, BeatAnswer
 from rota.job.health.stacks import of_the_job
 from rota.job.inspect import import_target
@@ -366,7 +366,7 @@ class JobMaster:
         one, lost = self.ctx.instances.get(beat.id), beat.lost()
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
-        if beat.saved_s > self._saved_s and moving.waits_for_boundary(replace(self.ctx, at_s=self._clock.wall_s())):
+        if beat.saved_s > self._saved_s and migration.waits_for_boundary(replace(self.ctx, at_s=self._clock.wall_s())):
             self.report(saved_by_script(self.ctx))
         self._saved_s = max(self._saved_s, beat.saved_s)
 
@@ -403,8 +403,8 @@ class JobMaster:
                     return {"answer": "refused", "text": str(error)}
         if saved is not None and self.ctx.checkpoint_n < n:
             self.report(CheckpointSaved(n=n, cursor=dict(self.ctx.cursor), **saved))
-        answer = {"answer": "done", "table": table_of(self.ctx).to_json(), "save": moving.needs_save(self.ctx)}
-        return {**answer, "stop": not stopping.takes_commits(self.ctx)}
+        answer = {"answer": "done", "table": table_of(self.ctx).to_json(), "save": migration.needs_save(self.ctx)}
+        return {**answer, "stop": not shutdown.takes_commits(self.ctx)}
 
     def _has(self, n: int, loop_epoch: int) -> bool:
         return n == self.ctx.committed and loop_epoch == self.ctx.loop_epoch

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rota.job.core.timeline import Span
-from rota.job.core.waits import Wait, WaitKind
+from rota.job.core.progress import Span, Wait, WaitKind
 from rota.runtime.clock import Clock
 from rota.spec import codec
 

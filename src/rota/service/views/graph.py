@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rota.job.core.graph import blast_radius, expand
-from rota.job.core.sizing import wanted_size
+from rota.job.core.resize import wanted_size
 from rota.service.views.jobs import API
 from rota.service.views.story import JobStory
 from rota.service.views.streams import stream_rows

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rota.cluster.core.jobs import Wait
-from rota.job.core.sizing import wanted_size
+from rota.job.core.resize import wanted_size
 from rota.runtime.clock import iso
 from rota.service.calls import JobSort
 from rota.service.views.culprit import culprit_of

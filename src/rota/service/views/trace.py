@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from rota.job.core.paths import paths_of
-from rota.job.core.timeline import Piece, Span, critical_path, idle_shares, lanes, shares
+from rota.job.core.progress import Piece, Span, critical_path, idle_shares, lanes, shares
 from rota.service.views.jobs import API
 from rota.service.views.story import JobStory
 from rota.spec.events import Committed, Record

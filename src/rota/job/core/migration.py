@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rota.job.core import memory, stopping
+from rota.job.core import memory, shutdown
 from rota.job.core.context import Ending, JobContext, Loss, replace
 from rota.job.core.failover import FailoverCoordinator
-from rota.job.core.sizing import held, leavers, waits_to_grow
+from rota.job.core.resize import held, leavers, waits_to_grow
 from rota.spec.events import FailoverStarted, MoveAsked
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
@@ -51,7 +51,7 @@ def overdue(ctx: JobContext) -> JobContext:
         return replace(ctx, boundary=True)
     grace_s = ctx.spec.grace_s
     ending = Ending(reason=Reason.MIGRATED_DRAIN, requeue=True, counts=False, grace_s=grace_s, save_s=grace_s)
-    return stopping.begin(ctx, ending, JobState.PREEMPTING)
+    return shutdown.begin(ctx, ending, JobState.PREEMPTING)
 
 
 def save_until(ctx: JobContext) -> float | None:

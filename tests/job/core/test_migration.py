@@ -8,9 +8,9 @@ import pytest
 from tests.makers import admitted, at, command, loop, mesh, service, spec
 
 from rota.job.core.context import JobContext
-from rota.job.core.intent import wanted
+from rota.job.core.desired import wanted
 from rota.job.core.machine import initial, replay
-from rota.job.core.moving import needs_save
+from rota.job.core.migration import needs_save
 from rota.spec.commands import SetTimer
 from rota.spec.events import (
     CheckpointSaved,

@@ -1,4 +1,4 @@
-"""What should be under way in a state: the commands a context asks for, level-triggered, each with a stable id.
+"""Desired state: the commands that a context asks for, level-triggered, with stable ids; what follows from a state.
 
 Rules for whoever carries commands out. A command is carried out once per id while it stays wanted, and again after the
 master was restarted. ``StopInstance`` supersedes ``StartInstance`` of the same process, and ``ReleaseGang`` supersedes
@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.job.core import memory, moving, sizing, stopping
+from rota.job.core import memory, migration, resize, shutdown
 from rota.job.core.context import (
     ASK_WAIT_S,
     DIAGNOSE_S,
     FENCED_GRACE_S,
     NODE_WAIT_S,
     START_TIMEOUT_S,
+    Ending,
     Failover,
     Instance,
     JobContext,
+    Process,
+    replace,
 )
-from rota.job.core.diagnosis import root_cause
-from rota.job.core.failover import FailoverCoordinator
+from rota.job.core.failover import FailoverCoordinator, root_cause
+from rota.job.core.resize import PLANNED, sized, waits_for_answers
 from rota.spec.commands import (
     Assemble,
     CheckNode,
@@ -38,8 +41,8 @@ from rota.spec.commands import (
     StopInstance,
 )
 from rota.spec.events import FailoverEnded, JobEnded, JobEvent, JobRequeued, RolledBack
-from rota.spec.ids import Epoch, GangId
-from rota.spec.reasons import final_state
+from rota.spec.ids import Epoch, GangId, RoleName
+from rota.spec.reasons import Reason, final_state
 from rota.spec.states import InstanceState, JobState
 
 
@@ -68,14 +71,14 @@ def emits(ctx: JobContext) -> Iterator[Emit]:
         yield Emit(event=verdict, key=f"failover/{verdict.failover}")
     elif (failover := ctx.failover) and not ctx.losses:
         yield from _progress(ctx, failover)
-    elif change := moving.wanted_move(ctx) or sizing.wanted_resize(ctx):
+    elif change := migration.wanted_move(ctx) or resize.wanted_resize(ctx):
         yield Emit(event=change, key=f"failover/{change.failover}")
-    yield from sizing.ask_emits(ctx)
+    yield from resize.ask_emits(ctx)
 
 
 def timers(ctx: JobContext) -> Iterator[SetTimer]:
     """Limits that hold in this state."""
-    yield from stopping.timers(ctx)
+    yield from shutdown.timers(ctx)
     if ctx.ending is not None or ctx.placement is None or ctx.spec is None:
         return
     if (limit_s := ctx.spec.time_limit_s) is not None:
@@ -86,18 +89,18 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
             first_s = min(loss.at_s for loss in ctx.losses)
             yield SetTimer(timer=f"diagnose/{ctx.failover_count + 1}", since_s=first_s, after_s=DIAGNOSE_S)
         return
-    if ctx.state is JobState.RUNNING and (there := sizing.leavers(ctx)):
+    if ctx.state is JobState.RUNNING and (there := resize.leavers(ctx)):
         node = ctx.bundle(there[0].id)[1].node
-        due_s, until_s = ctx.drains[node], moving.save_until(ctx)
+        due_s, until_s = ctx.drains[node], migration.save_until(ctx)
         yield SetTimer(timer=f"drain/{node}/{due_s:.3f}", since_s=due_s, after_s=0.0)
         if until_s is not None:
             yield SetTimer(timer=f"move/{node}/{due_s:.3f}", since_s=until_s, after_s=0.0)
     failover = ctx.failover
     if failover is not None and not failover.released:
         yield SetTimer(timer=f"backoff/{failover.number}", since_s=failover.started_s, after_s=failover.delay_s)
-    elif failover is not None and sizing.homeless(ctx):
+    elif failover is not None and resize.homeless(ctx):
         yield SetTimer(timer=f"node/{failover.number}", since_s=failover.started_s, after_s=NODE_WAIT_S)
-    elif any(sizing.waits_for_answers(ctx, role.name) for role in ctx.spec.roles):
+    elif any(resize.waits_for_answers(ctx, role.name) for role in ctx.spec.roles):
         yield SetTimer(timer=f"asks/{ctx.attempt}", since_s=ctx.admitted_s, after_s=ASK_WAIT_S)
     elif not all(one.settled and not _comes_up(ctx, one) for one in ctx.instances.values()):
         delay_s = failover.delay_s if failover else 0.0
@@ -121,7 +124,7 @@ def _checks(ctx: JobContext) -> Iterator[CheckNode]:
 def _saves(ctx: JobContext) -> Iterator[SaveCommit]:
     """The last commit goes to disk before devices are given back."""
     stops = ctx.ending is not None and ctx.ending.phase == "save"
-    if (stops or (ctx.ending is None and moving.save_until(ctx) is not None)) and (save := memory.saving(ctx)):
+    if (stops or (ctx.ending is None and migration.save_until(ctx) is not None)) and (save := memory.saving(ctx)):
         yield save
 
 
@@ -173,7 +176,7 @@ def _of_gangs(ctx: JobContext) -> Iterator[Command]:
     """Gang-atomic: a reservation is asked for only after every older one is given back."""
     releasing = [gang for gang in ctx.gangs if gang.state == "releasing"]
     yield from (ReleaseGang(gang=gang.id, epoch=gang.epoch) for gang in releasing)
-    if not releasing and ctx.placement is not None and not sizing.abandoned(ctx):
+    if not releasing and ctx.placement is not None and not resize.abandoned(ctx):
         for gang in ctx.gangs:
             if gang.state == "reserving":
                 bundles = ctx.placement.gang(gang.id).bundles
@@ -210,3 +213,142 @@ def _of_instance(ctx: JobContext, one: Instance, started: Epoch, gangs: dict[Gan
             return RunInstance(instance=one.id, epoch=one.epoch, started_epoch=started, committed=ctx.committed)
         case _:
             return None
+
+
+def settle(ctx: JobContext) -> JobContext:
+    """Draw every conclusion; a settled context stays as it is."""
+    if ctx.graph is None or ctx.state.terminal:
+        return ctx
+    if ctx.ending is None and ctx.placement is not None:
+        ctx = _succeed(_run(_start(sized(ctx))))
+    if ctx.ending is not None and ctx.ending.phase != "stop":
+        ctx = _at_its_end(_succeed(ctx))
+    if ctx.ending is not None:
+        return _wind_down(ctx) if ctx.ending.phase == "stop" else ctx
+    return ctx if ctx.placement is None else _with_state(ctx)
+
+
+def reserved(ctx: JobContext) -> dict[str, Epoch]:
+    """Gangs that exist, with their epochs."""
+    return {gang.id: gang.epoch for gang in ctx.gangs if gang.state == "reserved"}
+
+
+def role_started(ctx: JobContext, role: RoleName) -> bool:
+    """True when what waits for this role may start: all of it is ready and, if it is finite, runs or has ended."""
+    return all(
+        not one.active or (one.settled and (role not in ctx.plan.finite or one.running or one.ended))
+        for one in ctx.of_role(role)
+    )
+
+
+def _start(ctx: JobContext) -> JobContext:
+    """Planned instances start once their gang exists, their old processes are gone and what they wait for is ready."""
+    have = reserved(ctx)
+    open_one = ctx.failover
+    held = open_one.scope if open_one and not open_one.released else ()
+    ready_roles: dict[RoleName, bool] = {}
+
+    def may_start(one: Instance) -> bool:
+        if one.state is not InstanceState.PLANNED or one.doomed or one.id in held or ctx.rollback_to is not None:
+            return False
+        if one.barred or one.id not in ctx.bound or ctx.bundle(one.id)[0] not in have:
+            return False
+        if waits_for_answers(ctx, one.id.role):
+            return False
+        for role in ctx.plan.starts_after.get(one.id.role, ()):
+            if role not in ready_roles:
+                ready_roles[role] = role_started(ctx, role)
+            if not ready_roles[role]:
+                return False
+        return True
+
+    starting = [
+        replace(one, state=InstanceState.STARTING, process=Process(epoch=one.epoch))
+        for one in ctx.instances.values()
+        if may_start(one)
+    ]
+    return ctx.with_instances(starting) if starting else ctx
+
+
+def _run(ctx: JobContext) -> JobContext:
+    """Finite instances run when everybody is ready, those apart that start only after them.
+
+    During a recovery only such run as others wait for; the rest runs again once its end is recorded.
+    """
+    failover = ctx.failover
+    waits = {one.id.role for one in ctx.instances.values() if not one.settled}
+    if ctx.losses or (failover is not None and not (waits and failover.rolled_back)):
+        return ctx
+
+    def may_run(one: Instance) -> bool:
+        role = one.id.role
+        if one.state is not InstanceState.READY or one.running or one.ended or role not in ctx.plan.finite:
+            return False
+        return all(role in ctx.plan.waits_for(other) for other in waits)
+
+    ready = [replace(one, running=True) for one in ctx.instances.values() if may_run(one)]
+    return _start(ctx.with_instances(ready)) if ready else ctx
+
+
+def _succeed(ctx: JobContext) -> JobContext:
+    assert ctx.spec is not None
+    match ctx.spec.success_when:
+        case None | "loop" if ctx.plan.loop is not None:
+            needed = frozenset({ctx.plan.loop})
+        case tuple() as roles:
+            needed = frozenset(RoleName(role) for role in roles)
+        case _:
+            needed = ctx.plan.finite
+    members = [one for one in ctx.instances.values() if one.id.role in needed and one.active]
+    if not members or not all(one.ended for one in members):
+        return ctx
+    return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
+
+
+def _at_its_end(ctx: JobContext) -> JobContext:
+    """A loop that has returned comes to no further commit."""
+    waits = ctx.ending is not None and ctx.ending.phase == "commit"
+    return shutdown.saved_first(ctx) if waits and ctx.loop is not None and ctx.loop.ended else ctx
+
+
+def _with_state(ctx: JobContext) -> JobContext:
+    failover = ctx.failover
+    if ctx.losses or failover is not None:
+        resizes = not ctx.losses and failover is not None and failover.cause.reason in PLANNED
+        state = JobState.RESIZING if resizes else JobState.RECOVERING
+    elif all(one.settled for one in ctx.instances.values()):
+        state = JobState.RUNNING
+    else:
+        state = _on_the_way(ctx)
+    if state is ctx.state:
+        return ctx
+    first = state is JobState.RUNNING and ctx.started_s is None
+    return replace(ctx, state=state, started_s=ctx.at_s if first else ctx.started_s)
+
+
+def _on_the_way(ctx: JobContext) -> JobState:
+    """ADMITTED without a reservation, CHECKING until the first processes have found their nodes fit, then STARTING."""
+    assert ctx.spec is not None
+    if not reserved(ctx):
+        return JobState.ADMITTED
+    first = ctx.state in (JobState.ADMITTED, JobState.CHECKING)
+    roles = {role.name for role in ctx.spec.roles if role.fail.check != "none"} if first else set[RoleName]()
+    coming = (one for one in ctx.instances.values() if one.state is InstanceState.STARTING and one.active)
+    return JobState.CHECKING if any(one.id.role in roles for one in coming) else JobState.STARTING
+
+
+def _wind_down(ctx: JobContext) -> JobContext:
+    """First every process goes, then every reservation; then the end can be recorded."""
+    going = [_doom(one) for one in ctx.instances.values() if one.process or not one.state.terminal]
+    if going:
+        ctx = ctx.with_instances(going)
+    if any(one.doomed for one in ctx.instances.values()):
+        return ctx
+    gangs = tuple(replace(gang, state="releasing") for gang in ctx.gangs)
+    return replace(ctx, gangs=gangs, asks=(), open_failover=None, losses=())
+
+
+def _doom(one: Instance) -> Instance:
+    """Its processes must go; a start that is still under way is superseded by the stop."""
+    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
+    return replace(one, process=None, doomed=doomed, state=InstanceState.STOPPING if doomed else InstanceState.GONE)

@@ -8,9 +8,9 @@ import pytest
 from tests.makers import at, command, fail, loop, mesh, service, spec
 
 from rota.job.core.context import JobContext
-from rota.job.core.intent import wanted
+from rota.job.core.desired import wanted
 from rota.job.core.machine import initial, replay
-from rota.job.core.sizing import sized, world_of
+from rota.job.core.resize import sized, world_of
 from rota.service.notify import notice_of
 from rota.service.views.failures import failure_list
 from rota.service.views.story import JobStory, begin_story

@@ -1,17 +1,39 @@
-"""Events of failure: a loss, a stall, a timer, a restart of the master; and the end of a recovery."""
+"""Events that end or bound an attempt: losses, stalls, timers, a new master, stops, requeues, restore points."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
-from rota.job.core import moving, sizing, stopping
-from rota.job.core.context import NO_NODE_ID, Ending, Failover, Gang, Instance, JobContext, Loss, replace
-from rota.job.core.intent import timers
-from rota.job.core.recovering import job_level_ending
-from rota.spec.events import FailoverEnded, InstanceLost, ProgressStalled, Reattached, RolledBack
-from rota.spec.ids import Epoch, GangId, InstanceId
+from rota.job.core import memory, migration, resize, shutdown
+from rota.job.core.context import (
+    NO_NODE_ID,
+    Charge,
+    Ending,
+    Failover,
+    Gang,
+    GangState,
+    Instance,
+    JobContext,
+    Loss,
+    replace,
+)
+from rota.job.core.desired import timers
+from rota.job.core.failover import PLATFORM, job_level_ending
+from rota.job.core.resize import first, refused
+from rota.spec.events import (
+    FailoverEnded,
+    GangReserveFailed,
+    InstanceLost,
+    JobRequeued,
+    ProgressStalled,
+    Reattached,
+    RolledBack,
+    StopAsked,
+)
+from rota.spec.ids import Epoch, GangId, InstanceId, RoleName
 from rota.spec.reasons import Reason
-from rota.spec.states import InstanceState, JobState
+from rota.spec.states import InstanceState, JobState, Level
 
 GONE_TEXT = "its process was gone when the master came back"
 
@@ -73,19 +95,19 @@ def fire(ctx: JobContext, timer: str, doing: Mapping[str, str]) -> JobContext:
                 save_s=ctx.spec.grace_s,
                 text=f"the job ran for its limit of {ctx.spec.time_limit_s:.0f} s",
             )
-            return stopping.begin(ctx, ending, JobState.STOPPING)
+            return shutdown.begin(ctx, ending, JobState.STOPPING)
         case "grace":
-            return stopping.overdue(ctx)
+            return shutdown.overdue(ctx)
         case "diagnose":
             return replace(ctx, diagnosed=True)
         case "backoff":
             return _with_failover(ctx, released=True)
         case "asks":
-            return sizing.answered(ctx)
+            return resize.answered(ctx)
         case "node":
-            return sizing.no_node(ctx)
+            return resize.no_node(ctx)
         case "drain":
-            return moving.overdue(ctx)
+            return migration.overdue(ctx)
         case "move":
             return ctx  # its time alone counts
         case _:
@@ -123,7 +145,7 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
     ctx = replace(ctx, attached=True, gangs=(*ctx.gangs, *_unknown_gangs(ctx, event.gangs)))
     ctx = ctx.with_instances(_with_unexpected(one, alive.get(one.id, set())) for one in ctx.instances.values())
     if ctx.ending is not None:
-        return stopping.gone(ctx, [one for one in ctx.instances.values() if _is_gone(one, alive)])
+        return shutdown.gone(ctx, [one for one in ctx.instances.values() if _is_gone(one, alive)])
     if ctx.placement is None:
         return ctx
     missing = _missing_gang(ctx, event.gangs)
@@ -221,4 +243,87 @@ def _without_reservation(ctx: JobContext, gang: Gang) -> JobContext:
         at_s=ctx.at_s,
     )
     ending = job_level_ending(ctx, cause)
-    return stopping.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+    return shutdown.begin(ctx, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+
+
+CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry", "labels"})
+"""Fields of a job that may change after submit without a new attempt."""
+
+
+def stop(ctx: JobContext, event: StopAsked) -> JobContext:
+    """Somebody wants the job to end; the reason decides the final state."""
+    return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=event.reason, grace_s=event.grace_s))
+
+
+def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
+    """The engine did not give the reservation: back to the queue some times, then the end."""
+    without = without_gang(ctx, event.gang, event.epoch, "reserving")
+    if without is ctx:
+        return ctx
+    if (asked := refused(without, event.gang)) is not None:
+        return asked
+    first = next(iter(ctx.instances.values()))
+    cause = Loss(instance=first.id, epoch=first.epoch, reason=event.reason, text=event.text, at_s=ctx.at_s)
+    ending = replace(job_level_ending(ctx, cause), role=None, rank=None)
+    return shutdown.begin(without, ending, JobState.RECOVERING if ending.requeue else JobState.STOPPING)
+
+
+def without_gang(ctx: JobContext, gang: GangId, epoch: Epoch, state: GangState) -> JobContext:
+    """The reservation does not exist any more; only one that was in ``state`` can go that way."""
+    left = tuple(one for one in ctx.gangs if (one.id, one.epoch, one.state) != (gang, epoch, state))
+    return ctx if len(left) == len(ctx.gangs) else replace(ctx, gangs=left)
+
+
+def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
+    """The attempt is over: nothing is held; the next admission starts anew, with fresh budgets of its roles.
+
+    Faults of the platform are counted on: not the attempt, but a commit or the time makes them forgotten.
+    """
+    if event.attempt != ctx.attempt or not ctx.released:
+        return ctx  # a job in the queue holds nothing, so a report that comes before the release says nothing
+    assert ctx.spec is not None
+    charges = tuple(charge for charge in ctx.charges if charge.platform)
+    free = not event.counts and event.reason in PLATFORM
+    if free:
+        charges = (*charges, Charge(role=RoleName(""), level=Level.JOB, at_s=ctx.at_s, platform=True))
+    return replace(
+        ctx,
+        state=JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
+        ending=None,
+        placement=None,
+        asks=(),
+        drains={},
+        bound={},
+        losses=(),
+        diagnosed=False,
+        checked=None,
+        escalated=None,
+        charges=charges,
+        open_failover=None,
+        retries=ctx.retries + (1 if event.counts else 0),
+        free_requeues=ctx.free_requeues + (1 if free else 0),
+        used_s=ctx.used_s + ctx.at_s - ctx.admitted_s,
+        instances={
+            one.id: replace(
+                first(ctx.spec.role(one.id.role), one.id), epoch=one.epoch, restarts=one.restarts, error=one.error
+            )
+            for one in ctx.instances.values()
+        },
+    )
+
+
+def restore_point(ctx: JobContext) -> JobContext:
+    """Where a new attempt starts: the last commit if its state survived, else the newest checkpoint.
+
+    State of a commit lives in the memory of the host where its instance ran; it survives the processes, and it is
+    found again by an instance of the same role and rank on the same host.
+    """
+    newest = min(ctx.checkpoint_n, ctx.committed) if memory.missing(ctx) else ctx.committed
+    if newest < ctx.committed:
+        return replace(ctx, rollback_to=newest)
+    return replace(ctx, rollback_to=None, hosts=memory.hosts_now(ctx))
+
+
+def changeable(changes: dict[str, Any]) -> dict[str, Any]:
+    """Those of the changes that need no new attempt."""
+    return {path: value for path, value in changes.items() if path in CHANGEABLE}

@@ -11,7 +11,7 @@ import pytest
 from tests.makers import admitted, at, loop, mesh, rl, service, spec
 
 from rota.job.core.context import PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S
-from rota.job.core.intent import wanted
+from rota.job.core.desired import wanted
 from rota.job.core.machine import accepts_commit, initial, replay
 from rota.service.views.failures import failure_list
 from rota.service.views.story import begin_story

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rota.job.core.pairs import Verdict
+from rota.job.core.progress import Verdict
 from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, pairwise, quick, told_of
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import fake_devices

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.job.core.test_graph_and_gangs import near, problems
-from tests.job.test_calls import Launcher
+from tests.job.test_rpc_client import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
 from rota.job.instance.device_lease import Turns

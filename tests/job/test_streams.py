@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.job.test_calls import Launcher, table
+from tests.job.test_rpc_client import Launcher, table
 from tests.makers import JOB, at, loop, op, service, spec
 from tests.world import virtual
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.job.test_calls import Launcher
+from tests.job.test_rpc_client import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
 from rota.job.instance.weights import PHASE, Replicas, Tape, gradient_edges

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from rota.runtime.clock import VirtualClock
 from rota.service.cli import FAMILIES, GROUPS, VERBS, verb_function
 from rota.service.config import Settings
-from rota.service.fieldkinds import Either, FieldKind, ListOf, MapOf, Record
-from rota.service.jobschema import JOB, json_schema
+from rota.service.jobfile.fields import Kind, Part, Several, part_in
+from rota.service.jobfile.models import JobPart, json_schema
 from rota.service.metrics import Metrics
 from rota.service.rest import application
 from rota.service.scripts import SBATCH, SHORT
@@ -119,11 +119,11 @@ def page_of_job_file() -> str:
         "tells every mistake at its line and column, those of the workloads too, which it imports. `--set path=value`",
         "changes a field, for example `--set roles.trainer.replicas=4`.",
     ]
-    for path, record in _records("", JOB):
+    for path, part in _parts("", JobPart):
         lines += ["", f"## {path or 'Job'}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
-        for name, field in record.fields.items():
-            default = "required" if field.required else field.default
-            lines.append(f"| `{name}` | {field.kind.words} | {default} | {field.doc} |")
+        for name, (attribute, field) in part.by_name().items():
+            words = _kind_words(field.annotation, field.metadata)
+            lines.append(f"| `{name}` | {words} | {_default(part, attribute)} | {field.description} |")
     lines += [
         "",
         "## The older form",
@@ -146,26 +146,42 @@ def page_of_job_file() -> str:
     return "\n".join([*lines, ""])
 
 
-def _records(path: str, record: Record) -> Iterator[tuple[str, Record]]:
-    """The records below a record, each with the path that leads to it."""
-    yield path, record
-    for name, field in record.fields.items():
-        yield from _below(f"{path}.{name}" if path else name, field.kind)
+def _parts(path: str, part: type[Part]) -> Iterator[tuple[str, type[Part]]]:
+    """The mappings below a mapping, each with the path that leads to it."""
+    yield path, part
+    for name, (_, field) in part.by_name().items():
+        below = part_in(field)
+        many = {dict: ".NAME", tuple: "[]"}.get(get_origin(field.annotation) or object, "")
+        if below is not None:
+            yield from _parts(f"{path}.{name}{many}" if path else f"{name}{many}", below)
 
 
-def _below(path: str, kind: FieldKind) -> Iterator[tuple[str, Record]]:
-    match kind:
-        case Record():
-            yield from _records(path, kind)
-        case MapOf():
-            yield from _below(f"{path}.NAME", kind.value)
-        case ListOf():
-            yield from _below(f"{path}[]", kind.item)
-        case Either():
-            for one in kind.by.values():
-                yield from _below(path, one)
-        case _:
-            return
+def _kind_words(annotation: Any, metadata: Sequence[Any]) -> str:
+    """The type of a field as people read it."""
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+    named = next((one.words for one in metadata if hasattr(one, "words")), None)
+    if named is not None:
+        return named
+    if get_origin(annotation) is dict:
+        return f"map of name to {_kind_words(get_args(annotation)[1], ())}"
+    if get_origin(annotation) is tuple:
+        bars = any(isinstance(one, Several) and one.bars for one in metadata)
+        return f"list of {_kind_words(get_args(annotation)[0], ())}" + (", or `a\\|b`" if bars else "")
+    return annotation.words
+
+
+def _default(part: type[Part], name: str) -> str:
+    """What holds when a field is left out."""
+    field = part.model_fields[name]
+    shown = str(field.json_schema_extra.get("x-default", "")) if isinstance(field.json_schema_extra, dict) else ""
+    value = part.defaults().get(name)
+    if field.is_required() or shown or value is None:
+        return "required" if field.is_required() else shown
+    if isinstance(value, bool | tuple):
+        return "\\|".join(value) if isinstance(value, tuple) else str(value).lower()
+    kind = next((one for one in field.metadata if isinstance(one, Kind)), None)
+    return str(value if kind is None else kind.write(value)) if not is_dataclass(value) else ""
 
 
 def page_of_exits() -> str:

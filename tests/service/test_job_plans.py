@@ -21,8 +21,8 @@ from rota.service import intake
 from rota.service.changes import checked_size
 from rota.service.intake import Intake
 from rota.service.jobfile import read_job
+from rota.service.jobfile.dump import job_text
 from rota.service.jobplans import with_plans
-from rota.service.jobtext import job_text
 from rota.service.offline import plan_job
 from rota.service.plans import FILE_BYTES_MAX, read_json
 from rota.service.submission import Submission

@@ -108,7 +108,7 @@ def test_a_mistake_in_a_role_is_told_at_its_place(line: str, message: str) -> No
         ("# only words\n", "job.yaml:1:1: the file is empty; 'rota init --list' shows templates to begin with"),
         ("hello", "job.yaml:1:1: expected a mapping with 'name' and 'roles', got 'hello'"),
         ("[1, 2]", "job.yaml:1:1: expected a mapping with 'name' and 'roles', got a list"),
-        ("name: t\nroles:\n\ta: {run: hi}\n", "job.yaml:3:1: a tab stands where only spaces may; indent with spaces"),
+        ("name: t\nroles:\n\ta: {run: hi}\n", "job.yaml:3:1: tabs are not allowed for indentation; indent with spaces"),
         ("name: t\nname: u\nroles: {a: {run: hi}}\n", "job.yaml:2:1: name: duplicate key; the first is in line 1"),
         ("name: t\nroles: {a: {run: hi}}\nretry: .nan\n", "job.yaml:3:8: .nan is not a number a job can use; give a finite number"),
         ("name: t\nroles: {a: {run: hi}}\nretry: .inf\n", "job.yaml:3:8: .inf is not a number a job can use; give a finite number"),
@@ -116,7 +116,7 @@ def test_a_mistake_in_a_role_is_told_at_its_place(line: str, message: str) -> No
         ("name: t\n---\nname: u\n", "job.yaml:2:1: a second document; one job a file"),
         ("name: 'x\n", "job.yaml:1:7: a quote is opened here and never closed; close it"),
         ("a: b: c\n", "job.yaml:1:5: ':' is not allowed here; check the indentation, or quote the text"),
-        ("a: &x [*x]\n", "job.yaml:1:8: *x stands inside what it names"),
+        ("a: &x [*x]\n", "job.yaml:1:8: *x is used inside the value that it names"),
         ("a: *x\n", "job.yaml:1:4: no anchor &x before this alias"),
         ("[a]: b\n", "job.yaml:1:1: a key must be a name; quote it"),
         ("name: a\x01b\n", "job.yaml:1:8: character U+0001 is not allowed; remove it"),
@@ -341,7 +341,7 @@ def test_five_errors_in_two_hundred_lines_are_found_fast() -> None:
 
 
 def test_the_json_schema_is_json_and_knows_every_field() -> None:
-    from rota.service.jobschema import JOB, json_schema
+    from rota.service.jobfile.models import JobPart, json_schema
 
     schema = json.loads(json.dumps(json_schema()))
-    assert set(schema["properties"]) == set(JOB.fields)
+    assert set(schema["properties"]) == set(JobPart.by_name())

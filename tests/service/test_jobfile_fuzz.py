@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rota.service.jobfile import read_job
-from rota.service.jobschema import JOB, ROLE
-from rota.service.jobtext import job_text
+from rota.service.jobfile.dump import job_text
+from rota.service.jobfile.models import JobPart, RolePart
 from rota.spec.check import check
 from rota.spec.errors import JobFileError
 from rota.spec.ids import RoleName
@@ -58,13 +58,13 @@ def test_bytes_never_break_the_reader(raw: bytes) -> None:
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 10**20) | st.floats() | st.sampled_from(["x", "a.b -> c.d", "2GiB", "5m", "*", ""]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*JOB.fields, *ROLE.fields, "min", "max"]), inner, max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*JobPart.by_name(), *RolePart.by_name(), "min", "max"]), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
 
 
 @settings(max_examples=100 * SCALE, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.dictionaries(st.sampled_from([*JOB.fields, "rols"]), VALUES, max_size=6), VALUES)
+@given(st.dictionaries(st.sampled_from([*JobPart.by_name(), "rols"]), VALUES, max_size=6), VALUES)
 def test_known_fields_with_any_value_never_break_the_reader(fields: dict[str, object], role: object) -> None:
     import json
 

@@ -11,7 +11,7 @@ from doors import EXITS, page_of_commands, page_of_exits, page_of_job_file
 from rota.service.calls import BY_CODE
 from rota.service.cli import VERBS, verb_function
 from rota.service.completion import flags_of
-from rota.service.jobschema import FAIL, JOB, RESOURCES, ROLE
+from rota.service.jobfile.models import FailPart, JobPart, ResourcesPart, RolePart
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,10 +27,10 @@ def test_every_verb_and_flag_is_on_the_page() -> None:
 
 def test_every_field_is_on_the_page() -> None:
     page = page_of_job_file()
-    for record in (JOB, ROLE, FAIL, RESOURCES):
-        for name, field in record.fields.items():
+    for part in (JobPart, RolePart, FailPart, ResourcesPart):
+        for name, (_, field) in part.by_name().items():
             assert f"| `{name}` |" in page
-            assert field.doc
+            assert field.description
 
 
 def test_every_exit_status_has_a_line() -> None:

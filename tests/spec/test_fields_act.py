@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 import rota
-from rota.service.jobschema import JOB
+from rota.service.jobfile.models import json_schema
 from rota.spec import job as model
 from rota.spec.resources import Res
 
 SOURCE = Path(rota.__file__).parent
+JOB_FILE = json_schema()
 CLASSES = (
     model.JobSpec, model.RoleSpec, model.Fail, model.Near, model.Edge, model.Bound, model.StreamSpec, model.WeightsEdge,
     model.Checkpoint, Res,
 )  # fmt: skip
-READERS = ("service/jobfile.py", "service/jobtext.py", "service/jobschema.py", "service/views/", "job/builder.py")
+READERS = ("service/jobfile/", "service/views/", "job/builder.py")
 """What only carries a field from one form into another acts on nothing."""
 WHOLE = ("service/jobplans.py", "asdict(model)")
 """``model`` is read as a whole: each of its fields is an argument of the search."""
@@ -148,7 +149,7 @@ def test_a_field_that_nothing_reads_is_found() -> None:
     assert idle((more,)) == ["Fail.dummy"]
 
 
-@pytest.mark.parametrize("name", sorted(set(JOB.fields) - {"$schema"}))
+@pytest.mark.parametrize("name", sorted(set(JOB_FILE["properties"]) - {"$schema"}))
 def test_every_name_of_the_job_file_is_a_field_of_the_spec(name: str) -> None:
     fields = {one.name for cls in (*CLASSES, model.TrainedModel) for one in dataclasses.fields(cls)}
     found: set[str] = set()
@@ -156,11 +157,13 @@ def test_every_name_of_the_job_file_is_a_field_of_the_spec(name: str) -> None:
     def names(schema: Any) -> None:
         if isinstance(schema, dict):
             found.update(schema.get("properties", {}))
+            if "$ref" in schema:
+                names(JOB_FILE["$defs"][schema["$ref"].rpartition("/")[2]])
             for below in schema.values():
                 names(below)
         elif isinstance(schema, list):
             for below in schema:
                 names(below)
 
-    names(JOB.fields[name].kind.schema())
+    names(JOB_FILE["properties"][name])
     assert [one for one in {name, *found} if WRITTEN.get(one, one) not in fields] == []

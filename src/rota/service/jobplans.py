@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from math import inf, lcm
 from pathlib import Path
 
-from rota.job.instance.spmd import parse_command
 from rota.runtime.clock import Clock
 from rota.runtime.devices import local_node
 from rota.service.plans import find_hardware, load_plan
 from rota.spec.errors import BadInput, Infeasible, TimedOut
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel
 from rota.spec.resources import Device, counted, types_of
+from rota.spec.torchrun import read_torchrun, shell_operators
 from rota.train.plan.explain import summary
 from rota.train.plan.hardware import A100_80G_DGX, SHIPPED, Hardware, cpu_ranks, hardware_of_type
 from rota.train.plan.importers import model_from_json
@@ -71,7 +71,7 @@ def _read(role: RoleSpec, workdir: str) -> SizedPlan:
     """The plan of a file; it gives the size of a role that names none."""
     assert role.plan is not None
     plan, _ = load_plan(_own_file(role.plan, workdir))
-    local, world = parse_command(role).local, plan.gang().world
+    local, world = _local_ranks(role), plan.gang().world
     size = world // local
     given = (role.replicas_min, role.replicas_max)
     if world % local or (given != (1, 1) and not given[0] <= size <= given[1]):
@@ -89,13 +89,20 @@ def _sized(size: int, plan: ParallelPlan, local: int, why: str) -> SizedPlan:
     return SizedPlan(replicas=size, plan=plan.to_json(), why=why, together=together, close=close)
 
 
+def _local_ranks(role: RoleSpec) -> int:
+    """Ranks in each instance: those of its torchrun line, one where a shell reads the line."""
+    assert role.run is not None, "spec.check lets no other in"
+    by_shell = role.shell and shell_operators(role.run[0])
+    return 1 if by_shell else read_torchrun(role.run, shell=role.shell).local
+
+
 def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, int]) -> tuple[SizedPlan, ...]:
     """The best plan of each size, smallest first; a size that is no faster than a smaller one is left out."""
     assert role.model is not None, "spec.check lets no other in"
     sizes = range(role.replicas_min, role.replicas_max + 1)
     if len(sizes) > SIZES_MAX:
         raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
-    local, plans, fastest_s, late = parse_command(role).local, list[SizedPlan](), float("inf"), list[int]()
+    local, plans, fastest_s, late = _local_ranks(role), list[SizedPlan](), float("inf"), list[int]()
     one, note = _question(role, role.model, local, workdir, there)
     table = Table(one)
     for index, size in enumerate(sizes):

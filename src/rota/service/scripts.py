@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rota.service.jobfile.nodes import ErrorCollector, Place
 from rota.service.wire import Document, job_name
-from rota.service.yamltree import Node, Sink
 from rota.spec.errors import did_you_mean
 
 HEADER_LINES_MAX = 200
@@ -56,37 +56,39 @@ class Header:
 
 def script_body(text: str, *, filename: str, workdir: str) -> Document:
     """The body of a submission for a script. Raises JobFileError with every option that has no meaning here."""
-    sink = Sink(text, filename)
+    errors = ErrorCollector(text, filename)
     interpreter = "python" if filename.endswith(".py") else "bash"
     role: dict[str, Any] = {"run": [interpreter, Path(filename).name]}
     source = {"name": job_name(filename), "roles": {"main": role}}
     sets: list[str] = []
     for number, line in enumerate(text.splitlines()[:HEADER_LINES_MAX], 1):
         if line.startswith("#ROTA "):
-            sets += _rota(line[6:], number, sink)
+            sets += _rota(line[6:], number, errors)
         elif line.startswith("#SBATCH "):
             for header in _options(line[8:].partition(" #")[0], number):
-                sets += _sbatch(header, sink)
+                sets += _sbatch(header, errors)
         elif line.strip() and not line.startswith("#"):
             break
-    _refuse_srun(text, sink)
-    sink.raise_if_any()
+    _refuse_srun(text, errors)
+    errors.raise_if_any()
     return {"source": json.dumps(source, indent=1), "filename": filename, "sets": sets, "workdir": workdir}
 
 
-def _refuse_srun(text: str, sink: Sink) -> None:
+def _refuse_srun(text: str, errors: ErrorCollector) -> None:
     """A script that starts its own tasks would start them once a task."""
     for number, line in enumerate(text.splitlines(), 1):
         found = re.match(r"\s*srun\b", line)
         if found is not None:
             hint = "every task runs the script itself: write the command without srun"
-            sink.add_at(number, found.end() - 3, "srun has no meaning here", hint=hint, code="UNKNOWN_FIELD")
+            errors.add(Place(number, found.end() - 3), (), "srun has no meaning here", hint=hint, code="UNKNOWN_FIELD")
 
 
-def _rota(text: str, line: int, sink: Sink) -> list[str]:
+def _rota(text: str, line: int, errors: ErrorCollector) -> list[str]:
     path, equals, value = text.strip().partition("=")
     if not equals or not path:
-        sink.add_at(line, 7, f"{text.strip()!r} is not key=value", hint="for example #ROTA gpus=2", code="BAD_SET")
+        errors.add(
+            Place(line, 7), (), f"{text.strip()!r} is not key=value", hint="for example #ROTA gpus=2", code="BAD_SET"
+        )
         return []
     return [f"{SHORT.get(path, path)}={value.strip()}"]
 
@@ -107,16 +109,18 @@ def _options(text: str, line: int) -> list[Header]:
     return found
 
 
-def _sbatch(header: Header, sink: Sink) -> list[str]:
+def _sbatch(header: Header, errors: ErrorCollector) -> list[str]:
     known = SBATCH.get(header.name)
     if known is None:
         hint = REPLACED.get(header.name) or did_you_mean(header.name, SBATCH)
-        sink.add_at(header.line, header.col, f"--{header.name} has no meaning here", hint=hint, code="UNKNOWN_FIELD")
+        errors.add(
+            Place(header.line, header.col), (), f"--{header.name} has no meaning here", hint=hint, code="UNKNOWN_FIELD"
+        )
         return []
     try:
         return known(header.value)
     except ValueError as exc:
-        sink.add(Node("scalar", header.line, header.col), f"--{header.name}", str(exc), code="BAD_TYPE")
+        errors.add(Place(header.line, header.col), (f"--{header.name}",), str(exc), code="BAD_TYPE")
         return []
 
 

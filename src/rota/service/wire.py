@@ -100,7 +100,7 @@ def job_name(path: str) -> str:
 
 def read_file(path: Path) -> str:
     """Text of a job file. Raises BadInput when it is missing or cannot be read, JobFileError when it is not UTF-8."""
-    from rota.service.yamltree import decode  # noqa: PLC0415 - a client that submits nothing needs no parser
+    from rota.service.jobfile.nodes import decode  # noqa: PLC0415 - a client that submits nothing needs no parser
 
     try:
         return decode(path.read_bytes(), filename=str(path))

@@ -155,7 +155,7 @@ def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
         message = f"{degrade} is not between 1 and {low}, the instances that start"
         yield Finding(path=(*at, "fail", "degrade"), message=message, code="OUT_OF_RANGE")
     if "none" in role.fail.state and len(role.fail.state) > 1:
-        message = "'none' stands alone: state comes back from nowhere or from somewhere"
+        message = "'none' cannot be combined with other state sources"
         yield Finding(path=(*at, "fail", "state"), message=message, code="CONTRADICTION")
     gpus = role.res.gpus
     if gpus > 1 and gpus != int(gpus):

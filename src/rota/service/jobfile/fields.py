@@ -348,7 +348,7 @@ class Part(BaseModel):
     words: ClassVar[str] = "mapping"
     makes: ClassVar[Any] = dict
     short: ClassVar[Any] = None
-    """The kind of a scalar that stands for a mapping."""
+    """The kind of a scalar that is short for a mapping."""
     always: ClassVar[tuple[str, ...]] = ()
     """Fields that are written also at their default."""
     models: ClassVar[dict[Any, type[Part]]] = {}
@@ -369,7 +369,7 @@ class Part(BaseModel):
 
     @classmethod
     def long_form(cls, node: Any) -> Any:
-        """The mapping that a shorter form stands for; anything else unchanged."""
+        """The mapping that a shorter form means; anything else unchanged."""
         return node
 
     @classmethod

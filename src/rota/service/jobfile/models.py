@@ -100,7 +100,7 @@ class FailPart(Part):
     state: Annotated[tuple[Annotated[State, OneOf(State)], ...], Several(bars=True)] = optional(
         "where state may come back from, cheapest first; `peer` is accepted and not built"
     )
-    degrade: Count = optional("fewest instances the job may go on with")
+    degrade: Count = optional("fewest instances with which the job continues")
     standby: CountOrNone = optional("warm spare instances")
     progress_s: SomeSeconds = optional("longest legal silence", alias="progress")
     bad_data: CountOrNone = optional("items that may fail before the job does")

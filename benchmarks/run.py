@@ -2,7 +2,8 @@
 
 ``python benchmarks/run.py [NAME...] [--limit SECONDS]``. Less is better in every row, and a ratio is ours over the
 peer's. Scripts run in their short form (``SHORT``, else without arguments). One that fails, or runs past its limit,
-does not stop the others; the exit status is 1 then.
+does not stop the others; the exit status is 1 then. It is 1 also when a ratio to a peer of the same run is more than
+``SLOWER`` times the one in ``ratios.json``; ``--record`` writes the ratios of this run there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,9 @@ RESULT = "ROTA_BENCH_RESULT"
 """The file that a script writes its rows to, when it is run from here."""
 SHORT = {"chaos": ("--minutes", "2"), "ettr": ("--minutes", "2"), "recovery": ("--kills", "5")}
 """Arguments of scripts that take longer than a few minutes without any."""
+RATIOS = FOLDER / "ratios.json"
+"""Ratios that are watched, as measured last on a quiet machine: ``script: claim`` to ours over the peer's."""
+SLOWER = 1.3
 LIMIT_S = 600.0
 GRACE_S = 60.0
 """For a script that is interrupted, to end what it has started."""
@@ -130,12 +134,33 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def ratios(outcomes: Sequence[Outcome], recorded: Mapping[str, float]) -> dict[str, float]:
+    """The ratios of this run, of those that are watched."""
+    rows = ((f"{one.name}: {row.claim}", row) for one in outcomes for row in one.rows)
+    return {name: row.ours / row.peer for name, row in rows if name in recorded and row.peer}
+
+
+def slower(outcomes: Sequence[Outcome], recorded: Mapping[str, float]) -> list[str]:
+    """Watched ratios that became worse by more than ``SLOWER``, and those that a script no longer hands in."""
+    found = ratios(outcomes, recorded)
+    worse = [
+        f"slower than recorded: {name}: {found[name]:.3g} times its peer, recorded {was:.3g}"
+        for name, was in recorded.items()
+        if found.get(name, 0.0) > SLOWER * was
+    ]
+    done = {one.name for one in outcomes if one.rows}
+    gone = [f"not measured: {name}" for name in recorded if name not in found and name.partition(":")[0] in done]
+    return worse + gone
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the scripts that are named, else all; 1 when one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="scripts, without .py")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that one script may take")
     parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--ratios", type=Path, default=RATIOS, help="the ratios that are watched")
+    parser.add_argument("--record", action="store_true", help="write the ratios of this run to that file")
     given = parser.parse_args(arguments)
     scripts = {path.stem: path for path in sorted(given.folder.glob("[a-z]*.py")) if path != Path(__file__).resolve()}
     unknown = sorted(set(given.names) - set(scripts))
@@ -152,7 +177,15 @@ def main(arguments: Sequence[str]) -> int:
         return 130
     finally:
         print(f"\n{table(outcomes)}", flush=True)
-    return int(any(one.failed for one in outcomes))
+    recorded: dict[str, float] = json.loads(given.ratios.read_text(encoding="utf-8")) if given.ratios.exists() else {}
+    if given.record:
+        kept = recorded | {name: round(ratio, 4) for name, ratio in ratios(outcomes, recorded).items()}
+        given.ratios.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        recorded = kept
+    worse = slower(outcomes, recorded)
+    for text in worse:
+        print(text)
+    return int(any(one.failed for one in outcomes) or bool(worse))
 
 
 if __name__ == "__main__":

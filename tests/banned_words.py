@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,9 +97,15 @@ def recorded() -> list[str]:
     return LEFT.read_text(encoding="utf-8").splitlines()
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax of a file, read once for all tests."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
 def _in_python(path: Path) -> Iterator[Place]:
     """In literals of more than one word: a single one is a name, such as that of a field."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\s", node.value.strip()):
             yield from _in_text(path, node.value, node.lineno)
 

@@ -70,6 +70,22 @@ def test_scripts_that_fail_do_not_stop_the_others_and_the_exit_status_is_1(tmp_p
     assert [line.split(" | ")[2] for line in shown[-3:]] == ["failed: exit status 2", "failed: exit status 1", "done"]
 
 
+def test_a_ratio_that_became_worse_by_a_third_fails_and_a_smaller_change_does_not(tmp_path: Path) -> None:
+    scripts = {"a": HEAD + 'hand_in([Row("get", 2.0, "us", 1.0, "Ray"), Row("put", 9.0, "us", 1.0, "Ray")])'}
+    recorded = tmp_path / "ratios.json"
+
+    def runs(value: dict[str, float], *words: str) -> subprocess.CompletedProcess[str]:
+        recorded.write_text(json.dumps(value))
+        return run(tmp_path, scripts, "--ratios", str(recorded), *words)
+
+    good, worse, gone = runs({"a: get": 1.6}), runs({"a: get": 1.5}), runs({"a: take": 1.0, "b: x": 1.0})
+    assert (good.returncode, worse.returncode, gone.returncode) == (0, 1, 1)
+    assert table(worse.stdout)[-1] == "slower than recorded: a: get: 2 times its peer, recorded 1.5"
+    assert table(gone.stdout)[-1] == "not measured: a: take"
+    assert runs({"a: get": 1.0, "b: x": 3.0}, "--record").returncode == 0
+    assert json.loads(recorded.read_text()) == {"a: get": 2.0, "b: x": 3.0}
+
+
 def test_a_script_that_has_nothing_to_measure_is_skipped_and_nothing_fails(tmp_path: Path) -> None:
     done = run(tmp_path, {"gpu": HEAD + "skip('CUDA device not found')", "other": GOOD})
     assert done.returncode == 0
@@ -137,7 +153,7 @@ def test_the_script_of_the_scheduler_measures_everything_without_arguments(
     scheduling.main([])
     assert set(json.loads(capsys.readouterr().out)["result"]) == {"decide", "sim", "guarantee"}
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert [row["ours"] > 0 for row in rows] == [True, True, False]  # none starts later than in a private cluster
+    assert [row["ours"] > 0 for row in rows] == [True, True, True, False]  # none starts later than in a private cluster
     with pytest.raises(SystemExit) as refused:
         scheduling.main(["sim", "--trace", "jobs.csv"])
     assert refused.value.code == 2 and "--vcs" in capsys.readouterr().err

@@ -33,7 +33,7 @@ def test_every_source_file_begins_with_one_sentence_keeps_its_size_and_is_docume
     if not text.strip():
         assert path.name == "__init__.py", f"{_name(path)} is empty"
         return
-    tree = ast.parse(text, filename=str(path))
+    tree = words.tree_of(path)
     docstring = ast.get_docstring(tree)
     assert docstring, f"{_name(path)}: begin with a sentence that says what the file is for"
     first = docstring.split("\n\n")[0].replace("\n", " ")

@@ -228,9 +228,9 @@ class Scheduler:
         if row in self.state.jobs:
             return
         self._jobs[job] = replace(known, asks=(*known.asks, request))
-        ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
+        ask = _ask_of_gang(job, known, request)
         spare = self._can_spare(job, event.request.gang)
-        ask = replace(ask, part_of=job, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
+        ask = replace(ask, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
         self._fact(facts.JobArrived(ask=ask), known.queued_at)
         self._left[row] = event.avoid
         self._gone[row] = event.avoid if event.lost else ()
@@ -339,9 +339,9 @@ class Scheduler:
         asks = (BundleAsk(index=i, members=(), res=Res(cpus=given.res.cpus)) for i, given in enumerate(left))
         request = GangRequest(gang=gang, bundles=tuple(asks))
         bundles = tuple(replace(given, index=i, devices=()) for i, given in enumerate(left))
-        ask = ask_of(row_of(job, gang), known.spec, (request,), user=known.user, queued_at=known.queued_at)
+        ask = _ask_of_gang(job, known, request)
         self._jobs[job] = replace(known, asks=(*known.asks, request))
-        self._fact(facts.JobArrived(ask=replace(ask, part_of=job)), known.queued_at)
+        self._fact(facts.JobArrived(ask=ask), known.queued_at)
         held = self._held(((request, Grant(gang=gang, bundles=bundles)),))
         self._fact(facts.JobHolds(job=row_of(job, gang), held=held), at)
 
@@ -419,31 +419,30 @@ class Scheduler:
         decisions, refused = sound(self.state, self.profile, now)
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
         for decision in decisions:
+            if isinstance(decision, WakeAt):
+                wake.append(decision.at)
+                continue
+            job, gang = self._key_of(decision.job)
             match decision:
-                case Admit(job=row, held=held) if ASK in row:
-                    job, gang = parts_of(row)
+                case Admit(held=held) if gang is not None:
                     request = next(one for one in self._jobs[job].asks if one.gang == gang)
                     bundles = self._placement((request,), held).gangs[0].bundles
                     events.append((job, GangGranted(gang=gang, bundles=bundles)))
-                case WaitOn(job=row, wait=wait) if ASK in row:
-                    job, gang = parts_of(row)
+                case WaitOn(wait=wait) if gang is not None:
                     events.append((job, GangWaits(gang=gang, reason=wait.reason, text=wait.text)))
-                case Preempt(job=row, reason=reason, grace_s=grace_s, for_job=for_job):
-                    (job, gang), other = parts_of(row), parts_of(for_job)[0]
-                    only = gang if self._can_spare(job, gang) else None
-                    if not gang or job not in stopped:  # what a job holds beside stops with it
+                case Preempt(reason=reason, grace_s=grace_s, for_job=for_job):
+                    other, only = self._key_of(for_job)[0], gang if self._can_spare(job, gang) else None
+                    if gang is None or job not in stopped:  # what a job holds beside stops with it
                         events.append((job, PreemptAsked(reason=reason, grace_s=grace_s, for_job=other, gang=only)))
-                case Admit(job=job, held=held, why=why):
+                case Admit(held=held, why=why):
                     known = self._jobs[job]
                     placement = self._placement(known.requests, held)
                     attempt, epoch = known.attempts + 1, Epoch(known.epoch + 1)
                     events.append((job, JobAdmitted(attempt=attempt, epoch=epoch, placement=placement, why=why)))
-                case WaitOn(job=job, wait=wait):
+                case WaitOn(wait=wait):
                     events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
-                case Resize(job=job):
+                case Resize():
                     raise AssertionError(f"{job}: a live scheduler resizes nobody; {self.profile.name} must not grow")
-                case WakeAt(at=at):
-                    wake.append(at)
         events += self._moves()
         return Outcome(
             events=tuple(events),
@@ -452,7 +451,10 @@ class Scheduler:
             broken=(*broken, *(f"{job}: {text}" for job, text in refused.items())),
         )
 
-    def _can_spare(self, job: JobId, gang: GangId) -> bool:
+    def _key_of(self, row: JobId) -> tuple[JobId, GangId | None]:
+        return self.state.jobs[row].ask.key
+
+    def _can_spare(self, job: JobId, gang: GangId | None) -> bool:
         """Whether a gang is beyond what the job needs: none of its members is of the admission."""
         known = self._jobs[job]
         members = [member for ask in known.asks if ask.gang == gang for one in ask.bundles for member in one.members]
@@ -461,7 +463,7 @@ class Scheduler:
     def _moves(self) -> list[tuple[JobId, Event]]:
         """Jobs that do not know yet that they must leave a node, or that they need not any more."""
         holders = [row for row in self.state.holding() if row.phase != "stopping"] if self._drains else []
-        there = {(self.state.nodes[slot.node].id, parts_of(row.ask.id)[0]) for row in holders for slot in row.held}
+        there = {(self.state.nodes[slot.node].id, row.ask.key[0]) for row in holders for slot in row.held}
         due = {told: self._drains[told[0]] for told in sorted(there) if told[0] in self._drains}
         new = [told for told, due_at in due.items() if self._told.get(told) != due_at]
         told = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
@@ -546,19 +548,18 @@ def _replaced(request: GangRequest, grant: Grant, moved: Mapping[tuple[InstanceI
 
 LEFT = "left-"
 """Before the name of a gang: what the engine keeps reserved where it was before."""
-ASK = "~"
-"""In a row of the state that stands for one gang of a job, between the two; no job has it in its name."""
 
 
 def row_of(job: JobId, gang: GangId) -> JobId:
-    """The row of a gang that is asked for beside those of the admission."""
-    return JobId(f"{job}{ASK}{gang}")
+    """The row of a gang that is asked for beside those of the admission; ``JobAsk.key`` has both again."""
+    return JobId(f"{job}~{gang}")
 
 
-def parts_of(row: JobId) -> tuple[JobId, GangId]:
-    """Job and gang of a row; the gang is empty for the job itself."""
-    job, _, gang = row.partition(ASK)
-    return JobId(job), GangId(gang)
+def _ask_of_gang(job: JobId, known: _Known, request: GangRequest) -> JobAsk:
+    """What the scheduler needs to know of a gang beside those of the admission."""
+    row = row_of(job, request.gang)
+    ask = ask_of(row, known.spec, (request,), user=known.user, queued_at=known.queued_at)
+    return replace(ask, part_of=job, gang=request.gang)
 
 
 DATA_LABEL = "rota.data"

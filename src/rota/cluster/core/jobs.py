@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from rota.spec.gang import CellLevel, GangRequest
-from rota.spec.ids import JobId, NodeId
+from rota.spec.ids import GangId, JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE
 from rota.spec.reasons import Reason
 from rota.spec.resources import types_of
@@ -169,11 +169,18 @@ class JobAsk:
     """In place of devices that a running job lost: it may have the nodes that are held back as spares."""
     part_of: JobId | None = None
     """The job that asks for this beside what it was admitted with; None for what a job is admitted with."""
+    gang: GangId | None = None
+    """The gang of ``part_of`` that this asks for; None for what a job is admitted with."""
     spare: bool = False
     """A part that its job can do without."""
     slots_max: int = 0
     """With equal slots: how many of them it can use at most, while nobody else waits for them; 0 = those it asks."""
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def key(self) -> tuple[JobId, GangId | None]:
+        """Job and gang; no gang for what a job is admitted with."""
+        return self.part_of or self.id, self.gang
 
     @property
     def opportunistic(self) -> bool:

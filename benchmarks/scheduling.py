@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rota.cluster.core.cycle import decide, step
-from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, Tick, apply
+from rota.cluster.core.events import JobArrived, JobGone, JobReleased, Tick, apply
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.state import State

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rota.cluster.core.admission import shape_feasible
 from rota.cluster.core.cycle import step
+from rota.cluster.core.events import JobArrived
 from rota.cluster.core.explain import explain_ask
-from rota.cluster.core.facts import JobArrived
 from rota.cluster.core.jobs import Held, JobAsk, JobRow, Shape, compile_shape
 from rota.cluster.core.placement import place
 from rota.cluster.core.state import TENANT_LABEL, State

@@ -9,7 +9,7 @@ import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived
+from rota.cluster.core.events import JobArrived
 from rota.cluster.core.scoring import Board, Gradient, Kind, Mix, fragments
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.sim.fill import fill

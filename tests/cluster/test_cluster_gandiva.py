@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.proof.cases.reference import choose_migration
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived, JobGone, JobHolds, JobReleased, Tick, apply
+from rota.cluster.core.events import JobArrived, JobGone, JobHolds, JobReleased, Tick, apply
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Held
 from rota.cluster.core.profile import Admit, Decision, Preempt

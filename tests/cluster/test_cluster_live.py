@@ -11,8 +11,8 @@ import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
+from rota.cluster.core.events import JobArrived, Tick
 from rota.cluster.core.explain import explain
-from rota.cluster.core.facts import JobArrived, Tick
 from rota.cluster.core.guarded import PASSES_MAX
 from rota.cluster.core.jobs import Held, JobRow, asked
 from rota.cluster.core.state import InvariantBroken, State

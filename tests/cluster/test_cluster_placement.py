@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived, JobGone, apply
+from rota.cluster.core.events import JobArrived, JobGone, apply
 from rota.cluster.core.jobs import Held, Shape, Slot
 from rota.cluster.core.placement import place, spread
 from rota.cluster.core.state import DATA_MAX, State

@@ -10,7 +10,7 @@ import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived
+from rota.cluster.core.events import JobArrived
 from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.profiles import get_profile

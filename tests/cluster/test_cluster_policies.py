@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import _ahead, explain
-from rota.cluster.core.facts import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Held, JobAsk, JobRow
 from rota.cluster.core.preemption import Rooms

@@ -12,7 +12,7 @@ import pytest
 from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
-from rota.cluster.core.facts import JobArrived
+from rota.cluster.core.events import JobArrived
 from rota.cluster.core.jobs import Held
 from rota.cluster.core.state import State
 from rota.cluster.policies.profiles import PROFILES, get_profile

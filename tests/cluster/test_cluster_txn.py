@@ -8,7 +8,7 @@ from cluster_makers import ask, node, state
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rota.cluster.core.facts import JobArrived, JobHolds, apply
+from rota.cluster.core.events import JobArrived, JobHolds, apply
 from rota.cluster.core.guarded import violations
 from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.txn import Txn

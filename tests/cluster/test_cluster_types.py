@@ -10,8 +10,8 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.admission import shape_feasible
 from rota.cluster.core.cycle import step
+from rota.cluster.core.events import JobArrived
 from rota.cluster.core.explain import explain_ask
-from rota.cluster.core.facts import JobArrived
 from rota.cluster.core.profile import Admit
 from rota.cluster.core.state import TENANT_LABEL, State
 from rota.cluster.policies.profiles import PROFILES, get_profile

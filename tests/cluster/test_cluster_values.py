@@ -24,7 +24,7 @@ from rota.cluster.core.admission import (
     with_slots,
     without,
 )
-from rota.cluster.core.facts import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, JobStopping, apply
+from rota.cluster.core.events import JobArrived, JobHolds, JobPaused, JobReleased, JobSaved, JobStopping, apply
 from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, compile_shape, line_key, place_key
 from rota.cluster.core.placement import place
 from rota.cluster.core.preemption import Claims, take_what_is_free
@@ -393,7 +393,11 @@ def test_a_row_knows_its_times_and_its_line() -> None:
     assert replace(row, held=(Held(0, (0,), 0, 0, 0),)).served_by(50.0) == 47.0
     assert replace(row, back_at=1.0).begins_at == 5.0
     told = replace(row, wait=Wait(reason=Reason.TOPOLOGY))
-    assert told.is_told(Reason.TOPOLOGY) and not told.is_told(Reason.TOO_LARGE) and not row.is_told(Reason.TOO_LARGE)
+    assert (
+        told.has_reason(Reason.TOPOLOGY)
+        and not told.has_reason(Reason.TOO_LARGE)
+        and not row.has_reason(Reason.TOO_LARGE)
+    )
     busy = JobRow(
         ask=ask("a", queue="q", priority=70, user="u", preemptible=False, avoid=(NodeId("n"),), failover=True)
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rota.cluster.core import facts, preemption
+from rota.cluster.core import events, preemption
 from rota.cluster.core.capacity import QueueTree
 from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
@@ -289,15 +289,15 @@ def grace_of_the_preempted_skipped(patch: Patch) -> None:
     _without_grace(patch, lambda ctx: ctx.ending is not None and ctx.ending.requeue)
 
 
-def _with_facts(patch: Patch, change: Callable[[Any, Any], Any]) -> None:
-    """The scheduler takes in another fact than the one that is true, or none."""
-    real = Scheduler._fact
+def _with_events(patch: Patch, change: Callable[[Any, Any], Any]) -> None:
+    """The scheduler takes in another event than the one that happened, or none."""
+    real = Scheduler._happened
 
-    def fact(self: Any, one: Any, at: float) -> None:
+    def happened(self: Any, one: Any, at: float) -> None:
         if (other := change(self, one)) is not None:
             real(self, other, at)
 
-    patch.setattr(Scheduler, "_fact", fact)
+    patch.setattr(Scheduler, "_happened", happened)
 
 
 def released_twice(patch: Patch) -> None:
@@ -332,12 +332,12 @@ def retry_without_id(patch: Patch) -> None:
 
 def node_used_early(patch: Patch) -> None:
     """A drained or suspected node is used before somebody has found it fit."""
-    _with_facts(patch, lambda self, one: None if isinstance(one, facts.NodeChanged) and not one.devices else one)
+    _with_events(patch, lambda self, one: None if isinstance(one, events.NodeChanged) and not one.devices else one)
 
 
 def paused_job_admitted(patch: Patch) -> None:
     """The scheduler does not know that a job is paused."""
-    _with_facts(patch, lambda self, one: None if isinstance(one, facts.JobPaused) and one.paused else one)
+    _with_events(patch, lambda self, one: None if isinstance(one, events.JobPaused) and one.paused else one)
 
 
 def rollback_ignored(patch: Patch) -> None:
@@ -433,9 +433,9 @@ def victims_places_given_too_early(patch: Patch) -> None:
     """What a job that is asked to leave still holds is given to the next one at once."""
 
     def change(self: Any, one: Any) -> Any:
-        return facts.JobReleased(job=one.job) if isinstance(one, facts.JobStopping) else one
+        return events.JobReleased(job=one.job) if isinstance(one, events.JobStopping) else one
 
-    _with_facts(patch, change)
+    _with_events(patch, change)
 
 
 BUGS = (

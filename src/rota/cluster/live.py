@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rota.cluster.core import admission, explain, facts
-from rota.cluster.core.guarded import overdrawn, sound, violations
+from rota.cluster.core import admission, events, explain
+from rota.cluster.core.guarded import guarded, overdrawn, violations
 from rota.cluster.core.jobs import Held, JobAsk, Wait, compile_shape
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
 from rota.cluster.core.queue_order import wait_of
@@ -53,7 +53,7 @@ from rota.spec.resources import Health, Node, Res
 _Place = tuple[GangRequest, Grant]
 RequestsOf = Callable[[JobSpec], tuple[GangRequest, ...]]
 ASIDE_S = 1.0
-"""How long work of another thread stands aside at most; decisions are far shorter."""
+"""Maximum time that work of another thread is held back; decisions are far shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class _Known:
 class Outcome:
     """What ``decide`` wants: events to append, in order, and when to ask again if nothing happens until then.
 
-    ``broken`` tells bugs of the scheduler that were met; what they touch is left alone, and the rest goes on.
+    ``broken`` has the bugs of the scheduler that were met; what they touch is left alone, the rest continues.
     """
 
     events: tuple[tuple[JobId, Event], ...]
@@ -114,14 +114,14 @@ class Scheduler:
         """The same of nodes that were lost: they may be used again once they are back."""
         self._drains: dict[NodeId, float] = {}
         """Nodes that jobs must leave, and until when."""
-        self._told: dict[tuple[NodeId, JobId], float] = {}
-        """Who was told so, and which time."""
+        self._asked_to_leave: dict[tuple[NodeId, JobId], float] = {}
+        """Jobs that were asked to leave, and until when."""
         self._idle = threading.Event()
         self._idle.set()
 
     @property
     def state(self) -> State:
-        """The state of now. Nodes that joined one after another are laid out once, when somebody looks."""
+        """The state of now. Nodes that joined one after another are laid out once, when the state is read."""
         if self._laid_out_at is not None:
             at, self._laid_out_at = self._laid_out_at, None
             self._rebuild(at)
@@ -141,7 +141,7 @@ class Scheduler:
                     self._is_back(node.id, record.at)
             case NodeLost(node=node):
                 self._lost.add(node)
-                self._fact(facts.NodeChanged(node=node, health=None), record.at)
+                self._happened(events.NodeChanged(node=node, health=None), record.at)
             case NodeMarked():
                 self._marked(record.event, record.at)
             case QueuesChanged(queues=queues):
@@ -158,35 +158,35 @@ class Scheduler:
                 self._jobs[job] = _Known(spec=spec, user=user, requests=self._requests_of(spec), queued_at=at)
             case JobQueued(spec=spec) if known is not None:
                 self._learn(job, replace(known, spec=spec or known.spec, queued=True), at)
-                self._fact(facts.JobPaused(job=job, paused=False), at)
+                self._happened(events.JobPaused(job=job, paused=False), at)
             case JobChanged(changes=changes) if known is not None:
                 self._learn(job, replace(known, spec=changed_spec(known.spec, changes)), at)
             case JobAdmitted(placement=placement) if known is not None:
                 own = tuple((request, placement.gang(request.gang)) for request in known.requests)
                 epoch = int(event.epoch)
                 self._jobs[job] = replace(known, attempts=event.attempt, epoch=epoch, own=own, arrived=frozenset())
-                self._fact(facts.JobHolds(job=job, held=self._held(own)), at)
+                self._happened(events.JobHolds(job=job, held=self._held(own)), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
-                self._fact(facts.JobWaits(job=job, wait=wait), at)
+                self._happened(events.JobWaits(job=job, wait=wait), at)
             case PreemptAsked(gang=str(gang)):
-                self._fact(facts.JobStopping(job=row_of(job, gang)), at)
+                self._happened(events.JobStopping(job=row_of(job, gang)), at)
             case PreemptAsked(reason=reason):
-                self._fact(facts.JobStopping(job=job), at)
+                self._happened(events.JobStopping(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
                 if reason is Reason.PAUSED:
-                    self._fact(facts.JobPaused(job=job, paused=True), at)
+                    self._happened(events.JobPaused(job=job, paused=True), at)
             case MoveAsked(node=node, due_at=None):
-                self._told.pop((node, job), None)
+                self._asked_to_leave.pop((node, job), None)
             case MoveAsked(node=node, due_at=float(due_at)):
-                self._told[(node, job)] = due_at
+                self._asked_to_leave[(node, job)] = due_at
             case GangAsked() if known is not None:
                 self._asked(job, known, event)
             case GangGranted() if known is not None:
                 self._granted(job, known, event, at)
             case GangWaits(gang=gang, reason=reason):
                 wait = Wait(reason=reason, text=event.text)
-                self._fact(facts.JobWaits(job=row_of(job, gang), wait=wait), at)
+                self._happened(events.JobWaits(job=row_of(job, gang), wait=wait), at)
             case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
                 self._started(job, known, InstanceId(role, rank), node, at)
             case GangReleased(gang=gang, gone=gone) if known is not None:
@@ -196,22 +196,22 @@ class Scheduler:
                 else:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
-                self._fact(facts.JobStopping(job=job), at)
+                self._happened(events.JobStopping(job=job), at)
                 self._forget(job, known, lambda request: not self._holds(row_of(job, request.gang)), at)
-                self._fact(facts.JobPaused(job=job, paused=True), at)
+                self._happened(events.JobPaused(job=job, paused=True), at)
             case JobRequeued(reason=reason):
-                self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
+                self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
                 self._forget(job, known, lambda request: True, at)
                 self._let_go(job, at, cools=reason not in (Reason.PAUSED, Reason.SERVICE_DOWN))
-                self._fact(facts.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
+                self._happened(events.JobPaused(job=job, paused=reason is Reason.PAUSED), at)
             case Committed() | CheckpointSaved():
                 for row in (job, *(row_of(job, one.gang) for one in (known.asks if known else ()))):
-                    self._fact(facts.JobSaved(job=row), at)
+                    self._happened(events.JobSaved(job=row), at)
             case JobEnded():
-                self._told = {told: due_at for told, due_at in self._told.items() if told[1] != job}
+                self._asked_to_leave = {one: due_at for one, due_at in self._asked_to_leave.items() if one[1] != job}
                 self._forget(job, known, lambda request: True, at)
                 self._jobs.pop(job, None)
-                self._fact(facts.JobGone(job=job), at)
+                self._happened(events.JobGone(job=job), at)
             case _:
                 pass
 
@@ -220,7 +220,7 @@ class Scheduler:
         self._jobs[job] = known
         if known.queued:
             ask = ask_of(job, known.spec, known.requests, user=known.user, queued_at=known.queued_at)
-            self._fact(facts.JobArrived(ask=ask), at)
+            self._happened(events.JobArrived(ask=ask), at)
 
     def _asked(self, job: JobId, known: _Known, event: GangAsked) -> None:
         """A gang beside those of the admission: for the policies it is one more request of the same user and queue."""
@@ -231,7 +231,7 @@ class Scheduler:
         ask = _ask_of_gang(job, known, request)
         spare = self._can_spare(job, event.request.gang)
         ask = replace(ask, spare=spare, avoid=(*event.avoid, *event.apart), failover=bool(event.avoid))
-        self._fact(facts.JobArrived(ask=ask), known.queued_at)
+        self._happened(events.JobArrived(ask=ask), known.queued_at)
         self._left[row] = event.avoid
         self._gone[row] = event.avoid if event.lost else ()
         for node in event.avoid if event.lost else ():
@@ -247,12 +247,12 @@ class Scheduler:
             self._suspect(node, f"{job} left it after its processes died there")
         place = (request, Grant(gang=event.gang, bundles=event.bundles))
         self._jobs[job] = replace(known, beside=(*known.beside, place))
-        self._fact(facts.JobHolds(job=row, held=self._held((place,))), at)
+        self._happened(events.JobHolds(job=row, held=self._held((place,))), at)
         if not self._holds(job):
             self._settle(job, self._jobs[job], (), at)
 
     def _suspect(self, node: NodeId, text: str, by: str = "failover") -> None:
-        """A node that a job had to leave, or that is overdrawn, takes no new work until somebody has looked at it."""
+        """A node that a job had to leave, or that is overdrawn, takes no new work until it is marked healthy."""
         known = self._nodes.get(node)
         if known is not None and known.health is Health.HEALTHY:
             self._suspects[node] = NodeMarked(node=node, health=Health.SUSPECT, by=by, text=text)
@@ -264,25 +264,25 @@ class Scheduler:
             self._left[row] = tuple(one for one in self._left[row] if one != node)
             avoid = list(self.state.jobs[row].ask.avoid)
             avoid.remove(node)  # once: another reason to be apart from it stays
-            self._fact(facts.JobArrived(ask=replace(self.state.jobs[row].ask, avoid=tuple(avoid))), at)
+            self._happened(events.JobArrived(ask=replace(self.state.jobs[row].ask, avoid=tuple(avoid))), at)
 
     def _forget(self, job: JobId, known: _Known | None, which: Callable[[GangRequest], bool], at: float) -> None:
         gone = [request for request in known.asks if which(request)] if known else []
         for request in gone:
             self._left.pop(row_of(job, request.gang), None)
             self._gone.pop(row_of(job, request.gang), None)
-            self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
+            self._happened(events.JobGone(job=row_of(job, request.gang)), at)
         if known is not None and gone:
             self._jobs[job] = replace(known, asks=tuple(one for one in known.asks if one not in gone))
 
     def _moved(self, job: JobId, known: _Known, gang: GangId, at: float) -> None:
-        """Nobody of a gang is at its first place any more: what took that place is the holding of the job itself."""
+        """No member of a gang is at its first place any more: what took that place is the holding of the job itself."""
         if self.state.jobs[job].phase != "running":
             return  # all of it comes back at once
         own = tuple(place for place in known.own if place[0].gang != gang)
         if not self._settle(job, known, own, at) and self._all_wait(job, known):
             self._let_go(job, at)
-            self._fact(facts.JobPaused(job=job, paused=True), at)  # it is not admitted anew: its gangs are granted
+            self._happened(events.JobPaused(job=job, paused=True), at)  # it is not admitted anew: its gangs are granted
 
     def _settle(self, job: JobId, known: _Known, own: tuple[_Place, ...], at: float) -> bool:
         """Make ``own`` and what is held beside it the holding of the job itself; False when that is too little."""
@@ -296,22 +296,22 @@ class Scheduler:
         if have != wanted:
             return False
         for request, _ in instead:
-            self._fact(facts.JobGone(job=row_of(job, request.gang)), at)
+            self._happened(events.JobGone(job=row_of(job, request.gang)), at)
         self._jobs[job] = replace(known, own=(*own, *instead))
         self._let_go(job, at)
-        self._fact(facts.JobHolds(job=job, held=self._held((*own, *instead))), at)
+        self._happened(events.JobHolds(job=job, held=self._held((*own, *instead))), at)
         return True
 
     def _all_wait(self, job: JobId, known: _Known) -> bool:
-        """True when everybody of the admission is in a gang that is asked for and not granted yet."""
+        """True when every member of the admission is in a gang that is asked for and not granted yet."""
         waiting = [one for one in known.asks if not self._holds(row_of(job, one.gang))]
         away = {member for one in waiting for ask in one.bundles for member in ask.members}
         return all(member in away for request, _ in known.own for ask in request.bundles for member in ask.members)
 
     def _started(self, job: JobId, known: _Known, member: InstanceId, node: NodeId, at: float) -> None:
-        """Who has moved has left its first place, though others of its gang run on: no device is held there any more.
+        """A member that moved has left its first place, though others of its gang run on: no device is held there.
 
-        The new place becomes a part of the holding of the job itself once everybody who was to move has started there.
+        The new place becomes a part of the holding of the job itself once all members that were to move started there.
         The engine gives the cores of a reservation back as a whole, so they stay held until the gang is released.
         """
         places = [place for place in known.beside if self._holds(row_of(job, place[0].gang))]
@@ -322,13 +322,13 @@ class Scheduler:
         moved = {ask.members: given for ask, given in zip(move[0].bundles, move[1].bundles)}
         own = tuple((request, _replaced(request, grant, moved)) for request, grant in known.own)
         firsts = {ask.members for request, _ in known.own for ask in request.bundles}
-        everybody = {one for members in moved for one in members}
-        if not (moved.keys() <= firsts and everybody <= known.arrived):
+        movers = {one for members in moved for one in members}
+        if not (moved.keys() <= firsts and movers <= known.arrived):
             return
-        self._fact(facts.JobGone(job=row_of(job, move[0].gang)), at)
-        self._jobs[job] = replace(known, own=own, arrived=known.arrived - everybody)
+        self._happened(events.JobGone(job=row_of(job, move[0].gang)), at)
+        self._jobs[job] = replace(known, own=own, arrived=known.arrived - movers)
         self._let_go(job, at)
-        self._fact(facts.JobHolds(job=job, held=self._held(own)), at)
+        self._happened(events.JobHolds(job=job, held=self._held(own)), at)
         before = [given for _, grant in known.own for given in grant.bundles]
         after = [given for _, grant in own for given in grant.bundles]
         self._keep_cores(job, [old for old, new in zip(before, after) if old != new], move[0].gang, at)
@@ -341,18 +341,18 @@ class Scheduler:
         bundles = tuple(replace(given, index=i, devices=()) for i, given in enumerate(left))
         ask = _ask_of_gang(job, known, request)
         self._jobs[job] = replace(known, asks=(*known.asks, request))
-        self._fact(facts.JobArrived(ask=ask), known.queued_at)
+        self._happened(events.JobArrived(ask=ask), known.queued_at)
         held = self._held(((request, Grant(gang=gang, bundles=bundles)),))
-        self._fact(facts.JobHolds(job=row_of(job, gang), held=held), at)
+        self._happened(events.JobHolds(job=row_of(job, gang), held=held), at)
 
     def _let_go(self, job: JobId, at: float, *, cools: bool = False) -> None:
         """All is given back. A time limit counts every second on devices, whether its work was kept or not.
 
-        Who was asked by others for its devices ``cools`` down; who was paused by its user may go on at once.
+        A job that others asked for its devices ``cools`` down; one that its user paused may continue at once.
         """
         row = self.state.jobs.get(job)
         back_at = at + self.profile.cool_down_s if cools and row and row.phase == "stopping" else 0.0
-        self._fact(facts.JobReleased(job=job, back_at=back_at, done_s=row.served_by(at) if row else 0.0), at)
+        self._happened(events.JobReleased(job=job, back_at=back_at, done_s=row.served_by(at) if row else 0.0), at)
 
     def _holds(self, row: JobId) -> bool:
         return row in self.state.jobs and bool(self.state.jobs[row].held)
@@ -370,12 +370,12 @@ class Scheduler:
             self._drains.pop(event.node, None)
             if event.health is Health.DRAINED and event.notice_s is not None:
                 self._drains[event.node] = at + event.notice_s
-        self._fact(facts.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
+        self._happened(events.NodeChanged(node=event.node, health=event.health, devices=event.devices), at)
         if event.health is Health.HEALTHY and not event.devices:
             self._is_back(event.node, at)
 
-    def _fact(self, fact: facts.Fact, at: float) -> None:
-        facts.apply(self.state, fact, at)
+    def _happened(self, event: events.Event, at: float) -> None:
+        events.apply(self.state, event, at)
 
     def _rebuild(self, at: float) -> None:
         """Lay the jobs over the new inventory. A lost node stays in it, unusable, while a job still holds it."""
@@ -385,7 +385,7 @@ class Scheduler:
         self._lost &= held
         self._state = self.state.with_cluster(tuple(self._nodes.values()), self._queues)
         for node in sorted(self._lost):
-            self._fact(facts.NodeChanged(node=node, health=None), at)
+            self._happened(events.NodeChanged(node=node, health=None), at)
         if self.profile.prepare is not None:  # a reason of now may be asked for before the next pass
             self.profile.prepare(self._state)
 
@@ -410,13 +410,13 @@ class Scheduler:
 
     def _decide(self, now: float) -> Outcome:
         broken = violations(self.state)
-        if broken:  # counts that are not those of the jobs are mended by counting anew
+        if broken:  # counts that are not those of the jobs are repaired by counting anew
             self._rebuild(now)
         for row in overdrawn(self.state):
             self._suspect(self.state.nodes[row].id, "more of it is given than there is", "scheduler")
         events: list[tuple[JobId, Event]] = []
         wake: list[float] = []
-        decisions, refused = sound(self.state, self.profile, now)
+        decisions, refused = guarded(self.state, self.profile, now)
         stopped = {one.job for one in decisions if isinstance(one, Preempt)}
         for decision in decisions:
             if isinstance(decision, WakeAt):
@@ -442,7 +442,9 @@ class Scheduler:
                 case WaitOn(wait=wait):
                     events.append((job, JobWaits(reason=wait.reason, text=wait.text, fields=wait.fields)))
                 case Resize():
-                    raise AssertionError(f"{job}: a live scheduler resizes nobody; {self.profile.name} must not grow")
+                    raise AssertionError(
+                        f"{job}: a live scheduler resizes no job; profile {self.profile.name} must not share devices"
+                    )
         events += self._moves()
         return Outcome(
             events=tuple(events),
@@ -464,11 +466,13 @@ class Scheduler:
         """Jobs that do not know yet that they must leave a node, or that they need not any more."""
         holders = [row for row in self.state.holding() if row.phase != "stopping"] if self._drains else []
         there = {(self.state.nodes[slot.node].id, row.ask.key[0]) for row in holders for slot in row.held}
-        due = {told: self._drains[told[0]] for told in sorted(there) if told[0] in self._drains}
-        new = [told for told, due_at in due.items() if self._told.get(told) != due_at]
-        told = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
-        stay = [(job, MoveAsked(node=node, due_at=None)) for node, job in self._told if node not in self._drains]
-        return [*told, *stay]
+        due = {one: self._drains[one[0]] for one in sorted(there) if one[0] in self._drains}
+        new = [one for one, due_at in due.items() if self._asked_to_leave.get(one) != due_at]
+        leave = [(job, MoveAsked(node=node, due_at=due[(node, job)])) for node, job in new]
+        stay = [
+            (job, MoveAsked(node=node, due_at=None)) for node, job in self._asked_to_leave if node not in self._drains
+        ]
+        return [*leave, *stay]
 
     def infeasible(self, spec: JobSpec) -> admission.Shortfall | None:
         """Why the empty cluster and the limits of its queue could never hold this job, or None."""
@@ -492,7 +496,7 @@ class Scheduler:
             return explain.explain(self.state, self.profile, job, now)
 
     def wait_of(self, job: JobId, now: float) -> Wait | None:
-        """Why a job waits, with what holds for one that is tried before it; None where no pass has told it anything."""
+        """Why a job waits, with what holds for one that is tried before it; None where no pass gave it a reason."""
         return wait_of(self.state, self.profile, job, now)
 
     def explain_spec(self, spec: JobSpec, now: float, user: str) -> explain.Explanation:

@@ -67,7 +67,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "plan validate": ("Tools", "rota.service.verbs.plan:validate", "Compare the cost model with a published table."),
     "init": ("Tools", "rota.service.verbs.start:init", "Write a job file with its code, ready to run."),
     "completion": ("Tools", "rota.service.verbs.start:completion", "The shell's Tab key: show, install, uninstall."),
-    "sim run": ("Tools", "rota.service.verbs.sim:run", "Play a trace of jobs under a scheduling profile."),
+    "sim run": ("Tools", "rota.service.verbs.sim:run", "Simulate a trace of jobs under a scheduling profile."),
     "sim compare": ("Tools", "rota.service.verbs.sim:compare", "Compare scheduling profiles on a trace."),
     "sim fgd": ("Tools", "rota.service.verbs.sim:fgd", "Fill a cluster with tasks under a placement."),
     "sim cases": ("Tools", "rota.service.verbs.sim:cases", "Replay recorded scheduling cases."),

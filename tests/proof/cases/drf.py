@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import lcm
 
 from rota.cluster.core.cycle import decide
-from rota.cluster.core.facts import JobArrived, apply
+from rota.cluster.core.events import JobArrived, apply
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Admit
 from rota.cluster.core.quota import Amounts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from rota.cluster.core import cycle, facts
+from rota.cluster.core import cycle, events
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Held, JobAsk, Shape, Slot, asked
 from rota.cluster.core.profile import Admit, Preempt, Profile
@@ -103,9 +103,9 @@ class _Replay:
 
     def add(self, ask: JobAsk, held: tuple[Held, ...] = ()) -> None:
         """Put a job into the state, running if it holds something."""
-        facts.apply(self.state, facts.JobArrived(ask=ask), ask.queued_at)
+        events.apply(self.state, events.JobArrived(ask=ask), ask.queued_at)
         if held:
-            facts.apply(self.state, facts.JobHolds(job=ask.id, held=held), ask.queued_at)
+            events.apply(self.state, events.JobHolds(job=ask.id, held=held), ask.queued_at)
 
     def note(self) -> None:
         """Keep the largest counts of any round."""
@@ -117,13 +117,13 @@ class _Replay:
         self.act(profile)
         self.note()
         for job in sorted(self.state.stopping):
-            facts.apply(self.state, facts.JobReleased(job=job), self.now)
+            events.apply(self.state, events.JobReleased(job=job), self.now)
         self._settle()
 
     def act(self, profile: Profile) -> None:
         """One pass of decisions; the statuses tell what came of each job."""
         self.now += 1.0
-        for decision in cycle.step(self.state, facts.Tick(), profile, self.now):
+        for decision in cycle.step(self.state, events.Tick(), profile, self.now):
             match decision:
                 case Admit(job=job, held=held):
                     self.counts["binds"] += 1

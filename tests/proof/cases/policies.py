@@ -9,7 +9,7 @@ from typing import Any
 
 from rota.cluster.core import quota
 from rota.cluster.core.cycle import decide
-from rota.cluster.core.facts import JobArrived, JobHolds, apply
+from rota.cluster.core.events import JobArrived, JobHolds, apply
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Admit, Profile
 from rota.cluster.core.quota import QueueUse, ReclaimRules, reclaim

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rota.cluster.core.admission import awaits, waits_because, with_spares
-from rota.cluster.core.facts import (
-    Fact,
+from rota.cluster.core.events import (
+    Event,
     JobGone,
     JobHolds,
     JobReleased,
@@ -30,12 +30,12 @@ from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 
-def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decision]:
-    """Fold a fact, decide, and carry the decisions out in the state. Equal inputs give equal decisions.
+def step(state: State, event: Event, profile: Profile, now: float) -> list[Decision]:
+    """Fold an event, decide, and carry the decisions out in the state. Equal inputs give equal decisions.
 
     What a pass tried is what its decisions do, so it stays; only claims on devices that are still held are undone.
     """
-    apply(state, fact, now)
+    apply(state, event, now)
     if profile.prepare is not None:
         profile.prepare(state)
     with state.txn() as txn:
@@ -65,7 +65,8 @@ def step(state: State, fact: Fact, profile: Profile, now: float) -> list[Decisio
 def decide(state: State, profile: Profile, now: float, until: JobId | None = None) -> list[Decision]:
     """What should happen now; with ``until`` no further than what it says of that job.
 
-    The state stays as it was: whoever carries a decision out applies its fact."""
+    The state stays as it was: the caller that carries a decision out applies its event.
+    """
     if profile.prepare is not None:
         profile.prepare(state)
     with state.txn() as txn:
@@ -102,7 +103,7 @@ class _Pass:
         self.tries_max = profile.candidates_max << state.memory.cut_short
 
     def run(self) -> list[Decision]:
-        # 0. who shares devices without gain, or with nobody any more
+        # 0. end sharing that does not pay; jobs that are left alone get their devices whole
         if self.joins and self.sharing is not None:
             self.shared = self.sharing.has_pairs(self.state)
             self._separate(self.sharing.separate(self.state, self.now))
@@ -121,18 +122,18 @@ class _Pass:
             if isinstance(wait, Known) and key in fresh:
                 wait = self.verdicts[key] = self._because(row)  # the numbers at its turn, remembered or not
             if wait is not None:
-                self._tell(row, wait)
+                self._give_reason(row, wait)
             if self.until is not None and (row.ask.id == self.until or self._is_settled(self.until)):
                 break
             turns.after(turn, wait)
-        # 3. whoever came since the last pass learns why it waits
+        # 3. jobs that arrived since the last pass learn why they wait
         for job in sorted(self.state.fresh if self.until is None else self.state.fresh.keys() & {self.until}):
             row = self.state.jobs[job]
             key = line_key(row)
             if wait := self.verdicts.get(key) or self._gate_time(row) or self._gate_queue(row) or self._gate_order(row):
                 if isinstance(wait, Known):
                     wait = self.verdicts[key] = self._because(row)
-                self._tell(row, wait)
+                self._give_reason(row, wait)
         if self.until is not None:
             return self.decisions
         # 4. lend what is idle when no job waits for it
@@ -142,7 +143,7 @@ class _Pass:
         self.state.memory.cut_short = self.state.memory.cut_short + 1 if self.cut_short else 0
         if self.cut_short:
             self.wake.append(self.now)
-        if (round_s := self.profile.round_s) and (self.shared or self._somebody_waits_beside_others()):
+        if (round_s := self.profile.round_s) and (self.shared or self._some_wait_beside_others()):
             self.wake.append((self.now // round_s + 1) * round_s)
         if self.wake:
             self.decisions.append(WakeAt(at=min(self.wake), kind="not_before"))
@@ -153,18 +154,18 @@ class _Pass:
         verdict = None if self.profile.order.by_job else self.verdicts.get(line_key(row))
         return row.ask.queue in self.blocked or (verdict is not None and verdict.reason not in FOR_ONE_JOB)
 
-    def _somebody_waits_beside_others(self) -> bool:
+    def _some_wait_beside_others(self) -> bool:
         return bool(self.state.lines) and any(self.state.running.values())
 
     def _starts(self) -> int:
         """Starts and claims so far: ranks stay as they are until there is one more."""
         return self.started + len(self.claims.jobs)
 
-    def _tell(self, row: JobRow, wait: Wait | Known) -> None:
-        """Say it if it is another reason than the last one, with the numbers of now."""
-        if not row.is_told(wait.reason) and self.until in (None, row.ask.id):
+    def _give_reason(self, row: JobRow, wait: Wait | Known) -> None:
+        """Give a job its reason if it differs from the last one, with the numbers of now."""
+        if not row.has_reason(wait.reason) and self.until in (None, row.ask.id):
             wait = self._because(row) if isinstance(wait, Known) else wait
-            if not row.is_told(wait.reason):
+            if not row.has_reason(wait.reason):
                 self.decisions.append(WaitOn(job=row.ask.id, wait=wait))
                 self.state.put(self.txn, replace(row, wait=wait))
 
@@ -289,7 +290,7 @@ class _Pass:
 
     def _learn_full(self, key: LineKey, row: JobRow) -> Wait | Known:
         if self.until is not None and key != place_key(line_key(self.state.jobs[self.until])):
-            # None of these is told, so that they do not fit is enough.
+            # None of these gets its reason, so that they do not fit is enough.
             self.full[key] = Reason.NO_FREE_DEVICES
             return Known(Reason.NO_FREE_DEVICES)
         wait = waits_because(self.state, row.ask, self.profile.placer)
@@ -337,7 +338,7 @@ class _Pass:
     def _fit(self, key: LineKey, row: JobRow, around: Sequence[Reservation] = ()) -> tuple[Held, ...] | None:
         """Where the job fits out of the way of these reservations. Equal requests share the answer.
 
-        A place is good until somebody starts; that there is none holds for the pass, in which nothing comes back.
+        A place is good until a job starts; that there is none holds for the pass, in which nothing comes back.
         """
         if self.profile.block != "reserve":
             return self._place(row)
@@ -407,7 +408,7 @@ class _Pass:
     def _would_start(self, row: JobRow, stopping: list[JobId], chosen: Sequence[Victim]) -> bool:
         """Whether the next pass starts the job once these have let go and wait again, or lie where they were moved to.
 
-        Whoever stands before it comes first, its victims too: without this test jobs would take each other's place
+        Jobs before it in the order come first, its victims too: without this test jobs would take each other's place
         for ever.
         """
         if not self.profile.starts:

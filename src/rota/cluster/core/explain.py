@@ -63,7 +63,7 @@ class Explanation:
 def explain(state: State, profile: Profile, job: JobId, now: float) -> Explanation:
     """Explain a live job. Raises KeyError for a job that the state does not know."""
     row = state.jobs[job]
-    if row.phase != "queued" or row.is_told(Reason.INTERNAL):
+    if row.phase != "queued" or row.has_reason(Reason.INTERNAL):
         return Explanation(job=job, state=row.phase, starts_now=False, why=row.wait, since=now)
     return explain_ask(state, profile, row.ask, now)
 
@@ -96,7 +96,7 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
     """The verdict of an unbounded pass on a job (None = it starts), and whom the pass would stop for it."""
     cut_short = state.memory.cut_short
     with state.txn() as txn:
-        # Without a reason yet, the job is told the verdict of its line even when an equal job stands before it.
+        # Without a reason yet, the job gets the verdict of its line even when an equal job is before it.
         state.put(txn, JobRow(ask=ask))
         unbounded = replace(profile, candidates_max=1_000_000, victim_sets_max=1_000_000)
         decisions = decide(state, unbounded, now, until=ask.id)
@@ -113,7 +113,7 @@ def _tried(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[Wai
 def _ahead(state: State, profile: Profile, ask: JobAsk, now: float) -> tuple[int, int]:
     """How many jobs of the same queue the order tries before this one, and how many devices they ask for.
 
-    A line stands in the order of the policy already, unless that looks at each job by itself.
+    A line is in the order of the policy already, unless that ranks each job by itself.
     """
 
     def place(entry: tuple[float, JobId]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ PASSES_MAX = 200
 """Passes of one decision: a policy that fails at every job costs no more than these."""
 
 
-def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
+def guarded(state: State, profile: Profile, now: float) -> tuple[list[Decision], dict[JobId, str]]:
     """What should happen now, and the jobs that are left out of it, with why.
 
     Nothing new goes to nodes that are overdrawn. Left out are jobs at which the pass fails, or which it would start
@@ -36,15 +36,15 @@ def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], d
         for _ in range(PASSES_MAX):
             try:
                 decisions = decide(state, profile, now)
-                wrong = unsound(state, decisions)
+                wrong = refusals(state, decisions)
             except InvariantBroken as error:
                 if error.job is None:
                     raise
                 decisions, wrong = [], {error.job: str(error)}
             if not wrong:
-                told = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {why}.") for job, why in refused.items()}
-                new = [job for job in told if not state.jobs[job].is_told(Reason.INTERNAL)]
-                return [*decisions, *(WaitOn(job=job, wait=told[job]) for job in new)], refused
+                waits = {job: Wait(reason=Reason.INTERNAL, text=f"{REFUSED}: {why}.") for job, why in refused.items()}
+                new = [job for job in waits if not state.jobs[job].has_reason(Reason.INTERNAL)]
+                return [*decisions, *(WaitOn(job=job, wait=waits[job]) for job in new)], refused
             refused |= wrong
             for job in wrong:
                 state.put(txn, replace(state.jobs[job], phase="paused"))
@@ -53,10 +53,10 @@ def sound(state: State, profile: Profile, now: float) -> tuple[list[Decision], d
 
 @contextmanager
 def without_refused(state: State) -> Generator[None]:
-    """Jobs that were told that a bug keeps them from starting are not tried meanwhile."""
+    """Jobs whose reason is that a bug keeps them from starting are not tried meanwhile."""
     with state.txn() as txn:
         for row in state.waiting():
-            if row.is_told(Reason.INTERNAL):
+            if row.has_reason(Reason.INTERNAL):
                 state.put(txn, replace(row, phase="paused"))
         yield
 
@@ -67,7 +67,7 @@ def overdrawn(state: State) -> list[int]:
     return sorted({*state.dev_node[state.dev_milli < 0].tolist(), *short})
 
 
-def unsound(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
+def refusals(state: State, decisions: Sequence[Decision]) -> dict[JobId, str]:
     """Jobs that these decisions would start on what is not free, after the starts before them, and why that is wrong.
 
     This looks at the devices alone: it shares nothing with the policies, which may be what is wrong.

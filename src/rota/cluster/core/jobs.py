@@ -174,7 +174,7 @@ class JobAsk:
     spare: bool = False
     """A part that its job can do without."""
     slots_max: int = 0
-    """With equal slots: how many of them it can use at most, while nobody else waits for them; 0 = those it asks."""
+    """With equal slots: how many of them it can use at most, while no other job waits for them; 0 = those it asks."""
     labels: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -284,7 +284,7 @@ class JobRow:
         """When it may start at the earliest."""
         return max(self.ask.not_before, self.back_at)
 
-    def is_told(self, reason: Reason) -> bool:
+    def has_reason(self, reason: Reason) -> bool:
         """Whether this is the last reason that the job was given."""
         return self.wait is not None and self.wait.reason is reason
 

@@ -152,7 +152,7 @@ def slots_that_fit(state: State, slot: Slot, mask: Mask) -> NDArray[np.int64]:
 
 
 def enough(room: Rows, count: int) -> bool:
-    """Whether so many slots fit in all; a full cluster, where none fits anywhere, is told at once."""
+    """Whether ``count`` slots fit in all; for a full cluster, where none fits anywhere, the answer is immediate."""
     nodes = room.nonzero()[0]
     return len(nodes) >= count or int(room[nodes].sum()) >= count
 
@@ -280,7 +280,7 @@ class _Search:
         return self.shape.slots[i] == self.shape.slots[j] and self.bound[i] == self.bound[j]
 
     def _choices(self, i: int, floor: int) -> Iterator[_Spot]:
-        """Allowed spots, preferred nodes first; of nodes that nobody could tell apart only the first."""
+        """Allowed spots, preferred nodes first; of nodes that are alike in everything only the first."""
         slot, state = self.shape.slots[i], self.state
         nodes = np.flatnonzero(self._fitting(i)).astype(np.int32)
         nodes = nodes[nodes >= floor]

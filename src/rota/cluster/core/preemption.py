@@ -17,9 +17,9 @@ from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
 EXACT_MAX = 12
-"""Up to so many candidates the least-cost set is searched exactly."""
+"""Maximum number of candidates of which the least-cost set is searched exactly."""
 SETS_MAX = 600
-"""Sets tried at most in the exact search; beyond, the inclusion-minimal set stands."""
+"""Sets tried at most in the exact search; beyond, the inclusion-minimal set is taken."""
 
 
 def lost_gpu_s(state: State, job: JobId, now: float, restart_s: float = 0.0) -> float:
@@ -46,7 +46,7 @@ def choose_victims(
 
     Candidates are added in the given order until the job fits, then each is left out again, last first, if it still
     fits: no member of the set is superfluous. Of at most ``EXACT_MAX`` candidates the set of least cost is taken.
-    Nobody is stopped as long as jobs that only become smaller make room.
+    No job is stopped as long as jobs that only become smaller make room.
     """
     spare = [one for one in candidates if one[0].ask.spare]
     if 0 < len(spare) < len(candidates):
@@ -160,7 +160,7 @@ def make_room(
     """Stop candidates one by one until the job fits and the rest is ``allowed``; who fits elsewhere is only moved.
 
     After each one more the job is placed and then the stopped ones are placed again in the same order, where they
-    were if possible. Whoever comes to lie as before is no victim; who comes to lie elsewhere is one that may go on
+    were if possible. A job that lies as before is not a victim; one that lies elsewhere is a victim that may continue
     there at once (``Victim.to``); the others are stopped, and ``allowed`` judges them in the order in which they were
     taken. None if no such set of at most ``victims_max`` jobs was found; the state stays as it was.
     """
@@ -170,7 +170,7 @@ def make_room(
         taken = pool[:count]
         places = _refit(state, txn, row, placer, taken)
         if places is not None and allowed([r for r in taken if r.ask.id not in places]):
-            # Whoever stays on its nodes need not stop at all, if the job fits beside it device by device.
+            # A job that stays on its nodes need not stop at all, if the new one fits beside it device by device.
             moved = [r for r in taken if _nodes(places.get(r.ask.id, ())) != _nodes(r.held)]
             fewer = _refit(state, txn, row, placer, moved) if len(moved) < len(taken) else None
             if fewer is not None and allowed([r for r in moved if r.ask.id not in fewer]):
@@ -260,7 +260,7 @@ class Reservation:
 
 
 def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> Reservation | None:
-    """When the job fits, if running jobs end as estimated, and where; None if that cannot be told from estimates.
+    """When the job fits, if running jobs end as estimated, and where; None if the estimates do not say it.
 
     Estimates only reserve; a job that runs on past its own is expected to end at any moment.
     """
@@ -283,7 +283,7 @@ def earliest_start(state: State, txn: Txn, row: JobRow, placer: Placer, now: flo
 class Reservations:
     """Those of one pass: the first blocked job of a queue gets the earliest time at which it fits.
 
-    That takes long to find, so it is put off until somebody fits and might be in the way; others may run until then.
+    That takes long to find, so it is put off until another job fits and might be in the way; others may run until then.
     """
 
     def __init__(self, state: State, txn: Txn, placer: Placer, now: float) -> None:
@@ -395,7 +395,7 @@ class Claims:
         return bool(self._claims)
 
     def given_back(self, stopping: Sequence[JobId]) -> int:
-        """Thousandths of devices at most, free ones and what these jobs give back, that nobody has claimed yet."""
+        """Thousandths of devices at most, free ones and what these jobs give back, that no job has claimed yet."""
         as_of = (self._txn.changes, len(stopping), len(self._claims))
         if self._back[0] != as_of:
             self._back = (as_of, self._count_back(stopping))

@@ -24,7 +24,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preempt:
-    """Ask a job for its devices back on behalf of another; ``to`` is where it could go on at once, if anywhere."""
+    """Ask a job for its devices back on behalf of another; ``to`` is where it could continue at once, if anywhere."""
 
     job: JobId
     for_job: JobId
@@ -38,7 +38,7 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize:
-    """Let a running job use these slots from now on, without a stop: its own, and idle ones that nobody waits for."""
+    """Let a running job use these slots from now on, without a stop: its own, and idle ones that no job waits for."""
 
     job: JobId
     held: tuple[Held, ...]
@@ -98,7 +98,7 @@ class Placer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """One job to stop, why, the device-seconds of work that are lost with it, and where it could go on at once."""
+    """One job to stop, why, the device-seconds of work that are lost with it, and where it could continue at once."""
 
     job: JobId
     reason: Reason
@@ -151,12 +151,12 @@ class Profile:
     placer: Placer
     victims: Victims | None = None
     stops: Callable[[State, JobRow], bool] | None = None
-    """A cheap test before ``victims``: False where nobody could be stopped for the job, whoever else lets go."""
+    """A cheap test before ``victims``: False where no job could be stopped for this one, whatever else is released."""
     block: Literal["none", "queue", "reserve"] = "none"
     candidates_max: int = 200
     """Different kinds of request tried in one pass; equal ones share a verdict."""
     victim_sets_max: int = 1000
-    """Jobs for which others are stopped in one pass; the next pass, at once, goes on."""
+    """Jobs for which others are stopped in one pass; the next pass, at once, continues."""
     spares: int = 0
     """Nodes kept free for jobs that lose some; opportunistic work may use them meanwhile."""
     grace_max_s: float = 300.0
@@ -165,7 +165,7 @@ class Profile:
     local: bool = False
     """What a guaranteed job may get depends on its own queue alone."""
     starve_s: float = 3600.0
-    """Under ``reserve``: a job that waited so long and has no known start holds up what is behind it."""
+    """Under ``reserve``: a job that waited this long and has no known start holds up what is behind it."""
     prepare: Callable[[State], None] | None = None
     """Called before every pass, for policies that keep books of their own."""
     round_s: float = 0.0

@@ -37,7 +37,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A "no" that was reached before: its numbers are found when it is told."""
+    """A "no" that was reached before: its numbers are found when a job gets it as its reason."""
 
     reason: Reason
 
@@ -106,14 +106,14 @@ class Turns:
 
 
 def place_in_order(state: State, profile: Profile, row: JobRow, now: float) -> tuple[Any, ...]:
-    """Where a waiting job stands: opportunistic ones last, then the rank, queue time, and id (the last element)."""
+    """Place of a waiting job: opportunistic ones last, then the rank, queue time, and id (the last element)."""
     return (row.ask.opportunistic, *profile.order.rank(state, row, now), row.ask.queued_at, row.ask.id)
 
 
 def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | None:
-    """Why a job waits by what the passes told, or None: what holds for one that is tried before it holds for it.
+    """Reason of a waiting job by the last passes, or None: what holds for one that is tried before it holds for it.
 
-    A pass tries no more of a line, or of a queue that is held up, than it must, and tells nobody else anything new.
+    A pass tries no more of a line, or of a queue that is held up, than it must; the others keep their last reason.
     """
     row = state.jobs.get(job)
     if row is None or row.phase != "queued" or row.wait is None or row.begins_at > now:
@@ -136,11 +136,11 @@ def wait_of(state: State, profile: Profile, job: JobId, now: float) -> Wait | No
     return _as_of_now(state, profile, row, row.wait)
 
 
-def _as_of_now(state: State, profile: Profile, row: JobRow, told: Wait) -> Wait:
-    """What a job that finds no place waits for by now: more may be taken since it was told, and that tells nobody."""
-    if told.reason not in BY_PLACE:
-        return told
-    return profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or told
+def _as_of_now(state: State, profile: Profile, row: JobRow, last: Wait) -> Wait:
+    """What a job that finds no place waits for by now: more may be taken since it got its reason."""
+    if last.reason not in BY_PLACE:
+        return last
+    return profile.division.verdict(state, row) or too_few_free(state, row.ask.shape) or last
 
 
 def _is_shorter(row: JobRow, wait: Wait, now: float) -> bool:

@@ -63,7 +63,7 @@ class Claim:
 def fair_shares(
     total: Fraction, claims: Mapping[str, Claim], unit: Fraction | None = None
 ) -> tuple[dict[str, Fraction], Fraction]:
-    """Fair share of each queue, and what nobody gets.
+    """Fair share of each queue, and what is left over.
 
     First what is deserved, as far as it is asked; the rest by tiers of priority, inside one by weight, until everyone
     has what it asks or may have. Weight 0 gets nothing of the rest. ``deserved`` None = unlimited. With a ``unit`` the
@@ -170,7 +170,7 @@ class _Node:
 def reclaim(queues: Sequence[QueueUse], rules: ReclaimRules) -> dict[str, Fraction]:
     """How much every leaf should give back now; leaves that give nothing are left out.
 
-    Per level, every queue starts at what it uses of its guarantee, plus the excess that nobody may touch. The remainder
+    Per level, every queue starts at what it uses of its guarantee, plus untouchable excess. The remainder
     goes to the most under-served first, in proportion to guarantees among those that still want, up to the limit and
     to what is used and pending, and never beyond ``max(guaranteed, used)``. So two queues that are both above their
     guarantee are never balanced, and a parent below its guarantee loses nothing to outsiders. Source: the

@@ -52,7 +52,7 @@ class Book(Protocol):
         ...
 
     def claim(self, txn: Txn, state: State, row: JobRow) -> None:
-        """A job waits for devices that others are giving back: nobody else may be promised them."""
+        """A job waits for devices that others are giving back: no other job may be promised them."""
         ...
 
 

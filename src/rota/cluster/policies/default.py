@@ -146,7 +146,7 @@ class LeastCost:
 
 
 def stops(state: State, row: JobRow) -> bool:
-    """Whether ``LeastCost`` could find anybody: lower work of the own queue, opportunistic, or lent by a promise."""
+    """Whether ``LeastCost`` could find a victim: lower work of the own queue, opportunistic, or lent by a promise."""
     tree = state.queues
     queue = tree.row[row.ask.queue]
     back = sum(

@@ -43,7 +43,7 @@ def dominant_share(state: State, queue: int) -> float:
 
 
 def drf() -> Profile:
-    """Lowest dominant share first, best fit, nobody is stopped."""
+    """Lowest dominant share first, best fit, no job is stopped."""
     return Profile(name="drf", order=LowestDominantShare(), division=LimitsOnly(), placer=Fit())
 
 

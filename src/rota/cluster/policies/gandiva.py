@@ -64,11 +64,11 @@ class ByAffinity:
 
 @dataclass(frozen=True, slots=True)
 class MoveThenTurns:
-    """Move running jobs so that one fits; where that does not help, whoever ran longest gives way for a round.
+    """Move running jobs so that one fits; where that does not help, the job that ran longest gives way for a round.
 
-    Only jobs that ran before this round began are taken, so nobody is moved or stopped twice in one. A move lowers the
+    Only jobs that ran before this round began are taken, so no job is moved or stopped twice in one. A move lowers the
     potential, takes no job further apart, and costs less device time than it gives: ``move_s`` is what saving and
-    restoring take, ``horizon_s`` stands in for the length of a job without an estimate. Who just asks and fits nowhere
+    restoring take, ``horizon_s`` is taken as the length of a job without an estimate. A job that asks and fits nowhere
     causes moves; idle nodes and departures alone cause none. Source: Gandiva (OSDI'18), sections 3.2 and 3.3.
     """
 

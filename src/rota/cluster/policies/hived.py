@@ -43,7 +43,7 @@ class CellBook:
             self.hold(txn, state, row)
 
     def forget_gone(self, state: State) -> None:
-        """Drop what was claimed for jobs that are no more."""
+        """Drop what was claimed for jobs that are gone."""
         for job in [job for job in self.claimed if job not in state.jobs]:
             del self.claimed[job]
 
@@ -63,7 +63,7 @@ class CellBook:
         if members:
             ask = gang_ask(row)
             if ask.priority >= 0 and not row.ask.preemptible:
-                ask = replace(ask, priority=PRIORITY_MAX)  # nobody stands above it any more
+                ask = replace(ask, priority=PRIORITY_MAX)  # no job is above it any more
             levels = [at for member in members for at in [self.cluster.levels_over(ask, member)] * len(member)]
             self.cluster.adopt(txn, ask, members, levels)
 
@@ -76,7 +76,7 @@ class CellBook:
         """A job waits for its victims to leave: its cells are reserved, those that are free as well.
 
         Later passes, which undo claims and make them anew, keep its virtual cells: in a cluster of its tenant's own it
-        would hold them by now, and whoever comes later must not move it.
+        would hold them by now, and a later job must not move it.
         """
         plan = self._find(txn, state, row)
         if plan is not None:
@@ -230,7 +230,7 @@ def _size(cell: CellSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WithinCells:
-    """No queue passes its limit, and whole devices are asked, of a tenant that owns so many in its cells."""
+    """No queue passes its limit, and whole devices are asked, of a tenant that owns as many in its cells."""
 
     def verdict(self, state: State, row: JobRow) -> Wait | None:
         wait, shape = LimitsOnly().verdict(state, row), row.ask.shape
@@ -292,7 +292,7 @@ def held_of(state: State, txn: Txn, book: CellBook, shape: Shape, plan: GangPlan
 
 @dataclass(frozen=True, slots=True)
 class CellVictims:
-    """Whoever runs on the cells that a guaranteed job is entitled to."""
+    """Jobs that run on the cells that a guaranteed job is entitled to."""
 
     def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
         plan = book_of(state).find(txn, state, row)

@@ -82,7 +82,7 @@ class ShareBook:
                 self._divide(state, asked, below, at, dim, shares[str(row)])
 
     def keys_of(self, state: State) -> dict[int, _Key]:
-        """Where every queue with waiting jobs stands among its siblings now."""
+        """Rank of every queue with waiting jobs among its siblings now."""
         seen = (state.used.tobytes(), len(state.stopping), sum(map(len, state.lines.values())))
         if seen != self.seen:
             self.seen = seen
@@ -202,7 +202,7 @@ class WithinDeserved:
 
 @dataclass(frozen=True, slots=True)
 class ShareVictims:
-    """Move what can go on elsewhere; take back from queues above their share; preempt lower priority of the own queue.
+    """Move what can continue elsewhere; take back from queues above their share; preempt lower priority in the queue.
 
     Taking back keeps the order of the queues: it is allowed from a queue above its fair share, or above what it
     deserves while the own queue stays within that; and never if the own queue would then be above its fair share and
@@ -219,12 +219,12 @@ class ShareVictims:
             found = None
             if action == "consolidate" and row.ask.preemptible:
                 some = islice(candidates, MOVED_MAX)
-                found = make_room(state, txn, row, placer, some, _nobody, Reason.MIGRATED_AFFINITY, now)
+                found = make_room(state, txn, row, placer, some, _none_stopped, Reason.MIGRATED_AFFINITY, now)
             elif action == "reclaim" and self._may_reclaim(state, row):
                 fair = _Reclaim(self.book, state, row).fair
                 found = make_room(state, txn, row, placer, candidates, fair, Reason.PREEMPTED_RECLAIM, now)
             elif action == "preempt":
-                found = make_room(state, txn, row, placer, candidates, _anybody, Reason.PREEMPTED_PRIORITY, now)
+                found = make_room(state, txn, row, placer, candidates, _any_stopped, Reason.PREEMPTED_PRIORITY, now)
             if found is not None:
                 return found
         return None
@@ -268,11 +268,11 @@ class ShareVictims:
         return not ((used_soon(state)[queue] + need > self.book.fair[queue]) & (need > 0)).any()
 
 
-def _nobody(stopped: Sequence[JobRow]) -> bool:
+def _none_stopped(stopped: Sequence[JobRow]) -> bool:
     return not stopped
 
 
-def _anybody(stopped: Sequence[JobRow]) -> bool:
+def _any_stopped(stopped: Sequence[JobRow]) -> bool:
     return True
 
 

@@ -57,7 +57,7 @@ def pool() -> Profile:
 
 
 def pool_spread() -> Profile:
-    """One cluster, quotas in devices, emptiest node first: shows why a quota of devices is no guarantee."""
+    """One cluster, quotas in devices, emptiest node first: shows why a quota of devices guarantees nothing."""
     return _pool("pool-spread", "spread")
 
 

@@ -57,7 +57,7 @@ class Estimates:
 
 
 class Forecast:
-    """When the waiting jobs would start if nobody else came, by playing the live jobs on a copy.
+    """When the waiting jobs would start if no other job came, by playing the live jobs on a copy.
 
     The copy is made at once, so ``play`` may run beside the scheduler; the live state is not touched. Durations are
     the declared estimates or time limits; a job without one takes the mean of those that have one. With ``until`` the
@@ -112,7 +112,7 @@ class Forecast:
 
 
 def outlook(forks: Mapping[str, State], now: float, clock: Clock) -> dict[str, Any]:
-    """What becomes of the live jobs under each profile, if nobody else comes: starts and ends in seconds from now.
+    """What becomes of the live jobs under each profile, if no other job comes: starts and ends in seconds from now.
 
     ``forks`` has for each profile a copy of the same state, which is used up. A job without an estimate or time limit
     takes the mean of those that have one, or ``UNKNOWN_S``. Raises UnknownName for a profile that does not exist.

@@ -30,7 +30,7 @@ def replayed(records: Iterable[Record], profile: Profile, requests_of: RequestsO
     """What happened is taken from the log; each decision in it is compared with what the profile decides there.
 
     A service decides at one moment and appends one decision after the other, so those of one pass are looked up in the
-    outcome of that pass. A different decision counts once; the recorded one stands for all that follows.
+    outcome of that pass. A different decision counts once; the recorded one is taken for all that follows.
     """
     scheduler = Scheduler(profile, requests_of)
     open_ones: list[tuple[JobId, Event]] = []

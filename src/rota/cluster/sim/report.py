@@ -249,7 +249,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 class Sample(NamedTuple):
-    """What held from a time on for so many seconds; ``share_gap`` as the summary has it, 0 while nobody waits."""
+    """What held from ``at`` on for ``seconds``; ``share_gap`` as the summary has it, 0 while no job waits."""
 
     at: float
     seconds: float
@@ -290,7 +290,7 @@ def write_plots(folder: Path, runs: Mapping[str, Drawn]) -> list[str]:
         }
         drawings[name] = chart(f"{name}: {label}", "hours since the first job", curves)
     for profile, run in runs.items():
-        title = f"waits under {profile}: part of the jobs that waited at most so long"
+        title = f"waits under {profile}: part of the jobs that waited at most this long"
         drawings[f"waits-{profile}"] = chart(title, "seconds, each step ten times longer", waits(run.jobs), powers=True)
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in drawings.items():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core import cycle, facts
+from rota.cluster.core import cycle, events
 from rota.cluster.core.admission import shape_feasible, unusable_share
 from rota.cluster.core.capacity import GPU, UNLIMITED
 from rota.cluster.core.guarded import violations
@@ -172,7 +172,7 @@ class Simulation:
             heappush(self.heap, (failure.back_s, FAIL, failure.node, 1, Health.HEALTHY))
 
     def run(self) -> SimResult:
-        """Play everything to the end; jobs that wait for ever stay QUEUED. Raises InvariantBroken if time stands."""
+        """Play everything to the end; jobs that wait for ever stay QUEUED. Raises InvariantBroken if time stops."""
         began, passes = self.clock.monotonic_s(), 0
         while self.heap and self.heap[0][0] <= self.until_s:
             passes = passes + 1 if self.heap[0][0] == self.now else 0
@@ -260,7 +260,7 @@ class Simulation:
             return
         there = self.state.jobs.get(run.job.ask.id)
         if there is None or there.ask is not run.job.ask:
-            facts.apply(self.state, facts.JobArrived(ask=run.job.ask), self.now)
+            events.apply(self.state, events.JobArrived(ask=run.job.ask), self.now)
 
     def _never_runs(self, ask: JobAsk) -> Wait | None:
         """Why the profile would not start the job even on the empty cluster; one answer for all equal jobs."""
@@ -287,7 +287,7 @@ class Simulation:
         run.state, run.end_s = "SUCCEEDED", self.now
         self.result.last_s = max(self.result.last_s, self.now)
         run.attempts = -run.attempts
-        facts.apply(self.state, facts.JobGone(job=job), self.now)
+        events.apply(self.state, events.JobGone(job=job), self.now)
 
     def _release(self, job: JobId, saved_s: float | None = None) -> None:
         """A preempted job lets go; what was not saved is lost. ``saved_s`` is when it saved to be suspended."""
@@ -302,7 +302,7 @@ class Simulation:
         run.lost_gpu_s += (worked - kept) * run.job.ask.shape.gpus
         run.state = "QUEUED"
         back_at = self.now + self.profile.cool_down_s
-        facts.apply(self.state, facts.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
+        events.apply(self.state, events.JobReleased(job=job, back_at=back_at, done_s=run.done_s), self.now)
 
     def _account(self, run: JobRun) -> None:
         if run.first_work_s is None and self.now >= run.work_from_s:
@@ -312,7 +312,7 @@ class Simulation:
         self.result.used_gpu_s += used
 
     def _resize(self, job: JobId, held: tuple[Held, ...]) -> None:
-        """A job goes on with other devices, or with others beside it; that is done between two of its steps."""
+        """A job continues with other devices, or with another job beside it; that is done between two of its steps."""
         run = self.runs[job]
         self._account(run)
         run.done_s += max(0.0, self.now - run.work_from_s) * run.rate
@@ -337,7 +337,7 @@ class Simulation:
     def _fail(self, node: NodeId, health: Health | None) -> None:
         """A node goes (None) or comes back; gangs on it stop and wait again."""
         row = self.state.node_row[node]
-        facts.apply(self.state, facts.NodeChanged(node=node, health=health), self.now)
+        events.apply(self.state, events.NodeChanged(node=node, health=health), self.now)
         if health is None:
             for job in self.state.holding():
                 if any(held.node == row for held in job.held):
@@ -347,10 +347,10 @@ class Simulation:
 
     def _decide(self) -> None:
         for job, rate in self.measured.items():
-            facts.apply(self.state, facts.JobMeasured(job=job, rate=rate), self.now)
+            events.apply(self.state, events.JobMeasured(job=job, rate=rate), self.now)
         self.measured.clear()
         began = self.clock.monotonic_s()
-        decisions = cycle.step(self.state, facts.Tick(), self.profile, self.now)
+        decisions = cycle.step(self.state, events.Tick(), self.profile, self.now)
         self.result.decision_s.append(self.clock.monotonic_s() - began)
         self.result.decisions += 1
         for decision in decisions:
@@ -371,7 +371,7 @@ class Simulation:
                 self._samples.append(unusable_share(self.state))
 
     def _stop(self, job: JobId, reason: Reason) -> None:
-        """Ask a job for its devices. To move or to take turns it saves first; else its last checkpoint stands."""
+        """Ask a job for its devices. To move or to take turns it saves first; else its last checkpoint counts."""
         result, suspends = self.result, reason in (Reason.MIGRATED_AFFINITY, Reason.TIME_SLICE)
         self.runs[job].preemptions += 1
         result.preemptions += 1

@@ -202,7 +202,7 @@ class BuddyCells:
     def _share_the_bad(self, txn: Txn, chain: str) -> None:
         """Where a tenant could no longer get its cells from the healthy free ones, its shortfall is bound to bad cells.
 
-        So the tenant sees the loss in its own view, and nobody else does. Bindings that are not needed are undone.
+        So the tenant sees the loss in its own view, and no other tenant does. Bindings that are not needed are undone.
         """
         if not self.bad_leaves[chain] and not self.doomed:
             return
@@ -256,7 +256,7 @@ class BuddyCells:
         _use(txn, self.prio, self.used, self.parent, self.v.physical.children, leaf, prio)
 
     def vacate(self, txn: Txn, leaf: int) -> None:
-        """Take a device back from whoever has it."""
+        """Take a device back from its holder."""
         vleaf = self.bound[leaf]
         _use(txn, self.prio, self.used, self.parent, self.v.physical.children, leaf, FREE)
         if vleaf != NONE:

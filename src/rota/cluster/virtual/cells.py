@@ -20,7 +20,7 @@ class TopologyError(BadInput):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellType:
-    """How cells of a kind are made: so many children of a kind; a kind without a type is a device."""
+    """How cells of a kind are made: ``count`` children of a kind; a kind without a type is a device."""
 
     child: str
     count: int

@@ -257,7 +257,7 @@ class HivedCluster:
         txn.put(self.gangs, name, Gang(plan=plan, state="allocated", lazily_preempted=_gave_way(plan)))
 
     def reserve(self, txn: Txn, plan: GangPlan) -> None:
-        """The gang takes its leaves at once, in the books; whoever runs there is being preempted until it leaves."""
+        """The gang takes its leaves at once, in the books; what runs there is being preempted until it leaves."""
         self._make_way(txn, plan)
         for leaf, vleaf in plan.flat:
             if leaf in self.user:

@@ -25,7 +25,7 @@ def map_leaves(buddy: BuddyCells, vleaves: Sequence[int], allowed: Usable) -> di
     Leaves that are bound keep their binding. Cells below a bound one go to children of what it serves, one to one, so
     that the topology is kept; whole owned cells are allocated by buddies. Cells that are bad, bound, or lie on no
     allowed node are left out; those with fewer opportunistic devices come first. When no buddy works, larger cells are
-    split as far as that breaks nobody's guarantee.
+    split as far as that breaks no guarantee.
     """
     found = {v: buddy.serves[v] for v in vleaves if buddy.serves[v] != NONE}
     owned, inside = _paths(buddy, [v for v in vleaves if v not in found])
@@ -305,7 +305,7 @@ def _leaves_for(view: View, nodes: Sequence[int], members: Sequence[int], prio: 
 
 
 def _closest(cells: Cells, node: int, leaves: Sequence[int], size: int) -> list[int]:
-    """``size`` of the leaves under the lowest cell that has so many; of equal ones the first in the order of leaves."""
+    """``size`` of the leaves under the lowest cell that has as many; of equal ones the first in the order of leaves."""
     best: tuple[int, list[int], list[int]] | None = None
     groups: dict[int, list[int]] = {}
     for position, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""Routes that play: what other scheduling policies would do with the jobs of now; and the templates to begin with."""
+"""Simulation routes: what other scheduling profiles would do with the present jobs; and the job templates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ router = APIRouter(prefix="/api/v1", tags=["sim"])
 
 
 class OutlookBody(BaseModel):
-    """The profiles to play, the first being the one the others are compared with."""
+    """The profiles to simulate; the others are compared with the first."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -44,14 +44,14 @@ def _sentence(name: str) -> str:
 
 @router.post("/sim/outlook")
 async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Document:
-    """When the jobs of now would start and end under each profile, played in virtual time on copies of the state."""
+    """When the present jobs would start and end under each profile, in virtual time on copies of the state."""
     for name in body.profiles:
         get_profile(name)
     state = doors.loop.scheduler.state
     if len(state.jobs) > JOBS_MAX:
         raise LimitExceeded(
-            f"{len(state.jobs)} jobs wait or run; {JOBS_MAX} can be played at most",
-            hint="play a part of them from a trace: rota sim compare --trace FILE",
+            f"{len(state.jobs)} jobs wait or run; the limit of a simulation is {JOBS_MAX}",
+            hint="simulate a part of them from a trace: rota sim compare --trace FILE",
         )
     async with doors.playing:
         forks = {name: state.copy() for name in dict.fromkeys(body.profiles)}

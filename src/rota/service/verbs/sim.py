@@ -18,7 +18,7 @@ TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_
 VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
 SCALE = Annotated[float, Parameter(help="Multiplies the nodes of every tenant.")]
 PLOTS = Annotated[Path | None, Parameter(help="Folder for drawings (SVG): use, queue, fairness, waits by tenant.")]
-SEED = Annotated[int, Parameter(help="Seed of everything random.")]
+SEED = Annotated[int, Parameter(help="Seed of all random choices.")]
 
 NEVER_MAX = 10
 """Jobs that never started, shown as text."""
@@ -33,15 +33,15 @@ def run(
     scale: SCALE = 1.0,
     seed: SEED = 0,
     out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
-    jobs: Annotated[bool, Parameter(help="Show every job, however many.")] = False,
+    jobs: Annotated[bool, Parameter(help="Show every job.")] = False,
     plots: PLOTS = None,
     start_s: Annotated[float, Parameter(help="Seconds from its devices to the first work of a job.")] = 0.0,
     checkpoint_s: Annotated[float, Parameter(help="Seconds that saving takes a job.")] = 0.0,
-    restore_s: Annotated[float, Parameter(help="Seconds that a job takes to go on after a stop.")] = 0.0,
+    restore_s: Annotated[float, Parameter(help="Seconds that restoring takes a job after a stop.")] = 0.0,
     sharing_speed: Annotated[float, Parameter(help="Speed of each of two jobs on one device, 1 = alone.")] = 0.5,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Play a trace of jobs under a scheduling profile, or compare the decisions of a recorded log; 1 if some differ.
+    """Simulate a trace of jobs under a profile, or compare decisions of a recorded log (exit status 1 if some differ).
 
     Examples
     --------
@@ -80,7 +80,7 @@ def compare(
     plots: PLOTS = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Play a trace under several profiles and compare them with the first.
+    """Simulate a trace under several profiles and compare them with the first.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def fgd(
     seed: SEED = 0,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Fill a cluster with tasks until 130 % of its devices were asked; say which part is given out.
+    """Fill a cluster with tasks until 130 % of its devices were asked; print the allocated part.
 
     Examples
     --------

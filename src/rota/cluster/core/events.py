@@ -1,4 +1,4 @@
-"""Facts that change the scheduling state: what happened to jobs and nodes, and how the state takes it in."""
+"""Scheduling events: what happened to jobs and nodes, and how the state takes it in."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Tick:
     """Time passed."""
 
 
-Fact = (
+Event = (
     JobArrived
     | JobHolds
     | JobResized
@@ -130,18 +130,18 @@ Fact = (
 )
 
 
-def apply(state: State, fact: Fact, now: float) -> None:
-    """Fold one fact into the state. Facts about jobs that are not there change nothing: they came late or twice."""
+def apply(state: State, event: Event, now: float) -> None:
+    """Fold one event into the state. Events of jobs that are not there change nothing: they came late or twice."""
     with state.txn() as txn:
-        fold(state, txn, fact, now)
+        fold(state, txn, event, now)
         txn.keep()
     state.version += 1
 
 
-def fold(state: State, txn: Txn, fact: Fact, now: float) -> None:
+def fold(state: State, txn: Txn, event: Event, now: float) -> None:
     """The same inside an open transaction, which may be undone."""
-    row = state.jobs.get(fact.job) if not isinstance(fact, JobArrived | NodeChanged | Tick) else None
-    match fact:
+    row = state.jobs.get(event.job) if not isinstance(event, JobArrived | NodeChanged | Tick) else None
+    match event:
         case JobArrived(ask=ask):
             old = state.jobs.get(ask.id)
             if old is None or not old.held:

@@ -15,8 +15,8 @@ from dataclasses import replace
 from rota.train.plan.hardware import A100_80G_DGX
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.search import search
-from rota.train.plan.setting_costs import Table
-from rota.train.plan.space import Question
+from rota.train.plan.setting_costs import CostTable
+from rota.train.plan.space import SearchRequest
 from run import Row, hand_in
 
 SEVEN = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False)
@@ -26,15 +26,15 @@ SEVENTY = ModelShape(
 GPT3 = ModelShape(layers=96, hidden=12288, heads=96, seq=2048, vocab=51200)
 
 
-def asked(model: ModelShape, gpus: int, memory_gib: float, batch: int) -> Question:
+def asked(model: ModelShape, gpus: int, memory_gib: float, batch: int) -> SearchRequest:
     """On A100 of 80 GB in nodes of eight."""
-    return Question(model=model, hardware=A100_80G_DGX, gpus=gpus, memory_gib=memory_gib, batch=batch)
+    return SearchRequest(model=model, hardware=A100_80G_DGX, gpus=gpus, memory_gib=memory_gib, batch=batch)
 
 
 def sizes() -> None:
     """As ``plan: auto`` does for a role of 1 to 16 instances of eight devices."""
     one = asked(GPT3, 8, 80, 512)
-    table, best_s = Table(one), float("inf")
+    table, best_s = CostTable(one), float("inf")
     for count in range(1, 17):
         found = search(replace(one, gpus=8 * count), top=2, table=table, under_s=best_s)
         best_s = found.best[0].step.total_s if found.best else best_s

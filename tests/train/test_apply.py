@@ -20,7 +20,7 @@ from rota.train.apply import parallelize
 from rota.train.elastic import check_memory, this_machine
 from rota.train.loop import world
 from rota.train.models.gpt import Gpt
-from rota.train.optim import InFiles, OnHost, by_bytes, deal, fill_state, optimizer_tensors
+from rota.train.optim import FileOptimizer, HostOptimizer, by_bytes, fill_state, optimizer_tensors, partition
 from rota.train.parallel.context_parallel import columns
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.parallel.model_parts import Parts, stages_of
@@ -111,12 +111,12 @@ def test_ring_columns_give_each_rank_an_early_and_a_late_chunk() -> None:
 
 
 def test_parameters_are_dealt_out_evenly() -> None:
-    shares = deal([torch.zeros(size) for size in (7, 5, 4, 4)], 2)
+    shares = partition([torch.zeros(size) for size in (7, 5, 4, 4)], 2)
     assert [sum(one.numel() for one in share) for share in shares] == [11, 9]
 
 
 def test_a_schedule_that_turns_momentum_finds_it_in_state_on_the_host() -> None:
-    optimizer = OnHost(partial(torch.optim.AdamW, lr=0.1), [nn.Parameter(torch.ones(2))])
+    optimizer = HostOptimizer(partial(torch.optim.AdamW, lr=0.1), [nn.Parameter(torch.ones(2))])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4)
     before = optimizer.parts[0].param_groups[0]["lr"]
     optimizer.step()
@@ -133,7 +133,7 @@ def test_state_in_files_steps_like_state_in_memory(tmp_path: Path) -> None:
     drawn = [torch.randn(64, 3), torch.randn(5)]
     kept, filed = ([nn.Parameter(one.clone()) for one in drawn] for _ in range(2))
     make = partial(torch.optim.AdamW, lr=0.1)
-    plain, files = make(kept), InFiles(make, filed, tmp_path, budget_bytes=600)
+    plain, files = make(kept), FileOptimizer(make, filed, tmp_path, budget_bytes=600)
     assert len(files.parts) == 2
     for _ in range(3):
         for one, two in zip(kept, filed, strict=True):
@@ -146,7 +146,7 @@ def test_state_in_files_steps_like_state_in_memory(tmp_path: Path) -> None:
 
 def test_state_on_the_host_is_there_before_a_step_and_a_checkpoint_does_not_move_it() -> None:
     layer = nn.Linear(4, 2)
-    optimizer = OnHost(partial(torch.optim.AdamW, lr=0.1), list(layer.parameters()))
+    optimizer = HostOptimizer(partial(torch.optim.AdamW, lr=0.1), list(layer.parameters()))
     fill_state(optimizer)
     assert set(optimizer_tensors([layer], optimizer, {})) >= {"optim.weight.exp_avg", "optim.bias.exp_avg_sq"}
     layer(torch.ones(4)).sum().backward()
@@ -168,7 +168,7 @@ def test_a_full_disk_is_told_before_any_weight_changes(tmp_path: Path, monkeypat
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
     try:
         with pytest.raises(OSError, match="too large"):
-            InFiles(partial(torch.optim.AdamW, lr=0.1), [weight], tmp_path, budget_bytes=1 << 20)
+            FileOptimizer(partial(torch.optim.AdamW, lr=0.1), [weight], tmp_path, budget_bytes=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert torch.equal(weight, torch.ones(1000))

@@ -92,11 +92,11 @@ def test_attention_that_a_ring_computes_is_looked_at_and_left_as_it_was(core: nn
 
 
 def test_a_window_as_long_as_a_part_of_the_sequence_is_seen_in_the_whole() -> None:
-    from rota.train.parallel.attention import look
+    from rota.train.parallel.attention import inspect_core
 
     core, q = Core(window=8), torch.empty(1, 2, 8, 4)
     with pytest.raises(BadInput, match="gives a mask"):
-        look("the core", core, q, 2, 4, ranks=2, part=8)
+        inspect_core("the core", core, q, 2, 4, ranks=2, part=8)
 
 
 def test_layers_that_count_places_in_what_they_are_given_are_refused() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from rota.train.apply import Parallel, parallelize
 from rota.train.models.gpt import Gpt
-from rota.train.optim import Shared, local
+from rota.train.optim import ZeroOneOptimizer, local
 from rota.train.parallel.mesh import plan_mesh
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import memory
@@ -147,7 +147,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def state_bytes(trained: Parallel) -> float:
     """Of Adam's moments on this rank; where whole parameters are dealt out, the mean over the ranks."""
-    if isinstance(trained.optimizer, Shared):
+    if isinstance(trained.optimizer, ZeroOneOptimizer):
         return 2 * bytes_of(trained.optimizer.all) / trained.optimizer.group.size()
     return bytes_of(value for kept in trained.optimizer.state.values() for value in kept.values() if value.dim())
 

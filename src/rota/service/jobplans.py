@@ -20,9 +20,9 @@ from rota.train.plan.hardware import A100_80G_DGX, SHIPPED, Hardware, cpu_ranks,
 from rota.train.plan.importers import model_from_json
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import Dtype, ParallelPlan
-from rota.train.plan.search import Found, search
-from rota.train.plan.setting_costs import Table
-from rota.train.plan.space import MIXED, Question, divisors
+from rota.train.plan.search import SearchResult, search
+from rota.train.plan.setting_costs import CostTable
+from rota.train.plan.space import MIXED, SearchRequest, divisors
 
 SIZES_MAX = 32
 SEARCH_S = 5.0
@@ -97,14 +97,14 @@ def _local_ranks(role: RoleSpec) -> int:
 
 
 def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, int]) -> tuple[SizedPlan, ...]:
-    """The best plan of each size, smallest first; a size that is no faster than a smaller one is left out."""
+    """The best plan of each size, smallest first; sizes that are not faster than a smaller one are left out."""
     assert role.model is not None, "spec.check lets no other in"
     sizes = range(role.replicas_min, role.replicas_max + 1)
     if len(sizes) > SIZES_MAX:
         raise BadInput(f"replicas {sizes[0]} to {sizes[-1]} are too many sizes", hint=f"at most {SIZES_MAX} sizes")
     local, plans, fastest_s, late = _local_ranks(role), list[SizedPlan](), float("inf"), list[int]()
     one, note = _question(role, role.model, local, workdir, there)
-    table = Table(one)
+    table = CostTable(one)
     for index, size in enumerate(sizes):
         question = replace(one, gpus=size * local)
         stop = limit.share(len(sizes) - index)
@@ -135,8 +135,8 @@ def _searched(role: RoleSpec, workdir: str, limit: _Limit, there: Mapping[str, i
 
 
 def _within_instances(
-    question: Question, local: int, stop: Callable[[], bool], table: Table, under_s: float
-) -> tuple[Question, Found]:
+    question: SearchRequest, local: int, stop: Callable[[], bool], table: CostTable, under_s: float
+) -> tuple[SearchRequest, SearchResult]:
     """The best plan of which no tensor-parallel group is on several instances: they come and go one by one."""
     asked = [replace(question, pins={"tp": tp}) for tp in divisors(local)]
     answers = [(one, search(one, top=2, stop=stop, table=table, under_s=under_s)) for one in asked]
@@ -145,13 +145,13 @@ def _within_instances(
 
 def _question(
     role: RoleSpec, model: TrainedModel, local: int, workdir: str, there: Mapping[str, int]
-) -> tuple[Question, str]:
+) -> tuple[SearchRequest, str]:
     """What is asked of one instance, with ``local`` ranks, and for which devices."""
     fields = asdict(model)
     batch, named = fields.pop("batch"), fields.pop("hardware")
     shape, _ = model_from_json(fields)
     hardware, note = _hardware(role, named, local, workdir, there)
-    question = Question(
+    question = SearchRequest(
         model=shape,
         hardware=hardware,
         gpus=local,
@@ -202,7 +202,7 @@ def _own_file(name: str, workdir: str) -> Path:
     return path
 
 
-def _why(found: Found, question: Question) -> str:
+def _why(found: SearchResult, question: SearchRequest) -> str:
     """Shape, time and memory in sentences, the proof, and the next best."""
     proof = found.certificate
     text = " ".join(summary(found.best[0], question))

@@ -23,8 +23,8 @@ from rota.train.plan.importers import from_galvatron, hardware_from_any, model_f
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import ParallelPlan
-from rota.train.plan.search import Found, Scored, found_to_json, score, search
-from rota.train.plan.space import Question, settings
+from rota.train.plan.search import Scored, SearchResult, found_to_json, score, search
+from rota.train.plan.space import SearchRequest, settings
 
 GPUS_TRIED_MAX = 65_536
 BATCHES_TRIED_MAX = 1_024
@@ -37,7 +37,7 @@ def read_json(path: Path, what: str) -> Any:
     try:
         with open(path, "rb", opener=_open_nowait) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise BadInput(f"{path}: is no regular file", hint=f"give the path of a {what} file")
+                raise BadInput(f"{path}: is not a regular file", hint=f"give the path of a {what} file")
             raw = file.read(FILE_BYTES_MAX + 1)
         if len(raw) > FILE_BYTES_MAX:
             raise BadInput(f"{path}: is larger than {FILE_BYTES_MAX} bytes", hint=f"give the path of a {what} file")
@@ -45,7 +45,7 @@ def read_json(path: Path, what: str) -> Any:
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}", hint=f"give the path of a {what} file") from error
     except UnicodeDecodeError as error:
-        raise BadInput(f"{path}: byte {error.start} is no UTF-8") from error
+        raise BadInput(f"{path}: byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise BadInput(f"{path}:{error.lineno}:{error.colno}: {error.msg}") from error
 
@@ -60,12 +60,14 @@ def find_hardware(name_or_path: str) -> Hardware:
         return SHIPPED[name_or_path]
     path = Path(name_or_path)
     if not path.exists():
-        raise BadInput(f"hardware: {name_or_path!r} is no file and not shipped", hint=f"shipped: {', '.join(SHIPPED)}")
+        raise BadInput(
+            f"hardware: {name_or_path!r} is neither a file nor a shipped name", hint=f"shipped: {', '.join(SHIPPED)}"
+        )
     return hardware_from_any(read_json(path, "hardware"))
 
 
 def measured(name_or_path: str, model: ModelShape) -> tuple[Hardware, ModelShape]:
-    """As ``find_hardware``; a folder of Galvatron profiles also tells the memory of the model that was profiled."""
+    """As ``find_hardware``; a folder of Galvatron profiles also gives the memory of the model that was profiled."""
     path = Path(name_or_path)
     if not path.is_dir():
         return find_hardware(name_or_path), model
@@ -88,7 +90,7 @@ def search_document(
     """The ``PlanSearch`` document and warnings. ``plan`` is None when nothing fits."""
     shape, warnings = model_from_json(read_json(model, "model"))
     described, shape = measured(hardware, shape)
-    question = Question(
+    question = SearchRequest(
         model=shape,
         hardware=described,
         gpus=gpus,
@@ -110,7 +112,7 @@ def search_document(
     return {**document, "question": asked, "elapsed_s": round(clock.monotonic_s() - began_s, 3)}, warnings
 
 
-def _closest(question: Question) -> dict[str, Any]:
+def _closest(question: SearchRequest) -> dict[str, Any]:
     """What would help: the plan that needs least memory, and the fewest devices on which something fits."""
     enough = search(replace(question, memory_gib=1e9), top=1).best
     closest = None
@@ -129,7 +131,7 @@ def _closest(question: Question) -> dict[str, Any]:
     return {"closest": closest, "smallest_gpus": None, "helps": ["a device with more memory"]}
 
 
-def _no_setting(question: Question) -> dict[str, Any]:
+def _no_setting(question: SearchRequest) -> dict[str, Any]:
     """Why there is no setting at all, whatever the memory: the nearest batches, or the pins, that would make one."""
     pinned = ",".join(f"{name}={value}" for name, value in question.pins.items())
     cause = f"no plan takes {counted(question.batch, 'sequence')} on {counted(question.gpus, 'device')}" + (
@@ -145,7 +147,7 @@ def _no_setting(question: Question) -> dict[str, Any]:
     return {"closest": None, "smallest_gpus": None, "cause": cause, "helps": helps or ["other pins or devices"]}
 
 
-def _has_setting(question: Question) -> bool:
+def _has_setting(question: SearchRequest) -> bool:
     return question.batch > 0 and any(True for _ in settings(question))
 
 
@@ -174,13 +176,13 @@ def calibrate_document(out: Path, *, ranks: int) -> dict[str, Any]:
     if ranks < 1:
         raise BadInput(f"--ranks: {ranks} is below 1")
     words = [sys.executable, "-m", "rota.train.measure", str(ranks)]  # a process of its own: torch stays out of here
-    told = output_of(words, timeout_s=CALIBRATE_S)
-    if told is None:
+    printed = output_of(words, timeout_s=CALIBRATE_S)
+    if printed is None:
         raise RotaError(
             f"calibrate: {' '.join(words)} failed, or took more than {CALIBRATE_S:g} s",
             hint="run it by itself to see why; it needs torch",
         )
-    found = json.loads(told)
+    found = json.loads(printed)
     try:
         out.write_text(json.dumps(found["hardware"], indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -201,7 +203,7 @@ def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: 
     """The ``PlanExplanation`` document; ``degrees`` (``tp=8,pp=1``) adds ``why_not``."""
     plan, raw = load_plan(path)
     question = _question(plan, raw.get("question"), model, hardware)
-    found: Found | None = search(question) if raw.get("question") else None
+    found: SearchResult | None = search(question) if raw.get("question") else None
     document = explain(plan, question, found=found)
     if degrees:
         best: Scored = score(plan, question)
@@ -210,7 +212,7 @@ def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: 
     return codec.to_json_value(document)
 
 
-def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str) -> Question:
+def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str) -> SearchRequest:
     if model is None and not isinstance(asked, Mapping):
         raise BadInput("--model: a bare plan does not say which model it is for", hint="give --model and --hardware")
     source = read_json(model, "model") if model else asked["model"]
@@ -219,7 +221,7 @@ def _question(plan: ParallelPlan, asked: Any, model: Path | None, hardware: str)
     if described is None:
         described = hardware_from_json(asked["hardware"]) if isinstance(asked, Mapping) else find_hardware("")
     known: Mapping[str, Any] = asked if isinstance(asked, Mapping) else {}
-    return Question(
+    return SearchRequest(
         model=shape,
         hardware=described,
         gpus=known.get("gpus", plan.mesh.world),

@@ -23,15 +23,15 @@ from rota.train.batch import Inputs, LossScale, call, check_rows, each, in_two, 
 from rota.train.batch import cross_entropy_sum as cross_entropy_sum
 from rota.train.elastic import check_memory, this_machine
 from rota.train.optim import MakeOptimizer, clip_global_norm, fill_state, optimizer_for, optimizer_tensors
-from rota.train.parallel.attention import place_holders, set_places
-from rota.train.parallel.context_parallel import check_cores, check_places, columns, split_attention
+from rota.train.parallel.attention import position_modules, set_positions
+from rota.train.parallel.context_parallel import check_cores, check_positions, columns, split_attention
 from rota.train.parallel.data_parallel import Buffers, only_data, replicate_model, shard_model, sync_gradients
 from rota.train.parallel.experts import spread_experts
 from rota.train.parallel.mesh import PlanMesh, local, plan_mesh
 from rota.train.parallel.model_parts import Loss, Parts, schedule, stages_of
 from rota.train.parallel.precision import DTYPES, mixed, recompute
 from rota.train.parallel.tensor_parallel import Rules, split_layers
-from rota.train.parallel.tied_weights import Ties, holders, tie_again, tied_names
+from rota.train.parallel.tied_weights import TiedWeights, holders, tie_again, tied_names
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.model import ParallelPlan
 from rota.train.sync import Synchroniser, synchroniser
@@ -77,7 +77,7 @@ def parallelize(
     check_model(model, plan, parts)  # 1. the plan fits the model and the world
     mesh = plan_mesh(plan.mesh, device, dist.group.WORLD)
     pieces, ties = [model], [(names, holders(model, names, parts, plan)) for names in tied_names(model)]
-    partial, places = list[str](), WeakSet(place_holders(model))
+    partial, places = list[str](), WeakSet(position_modules(model))
     if plan.mesh.pp > 1:  # 2. the stages of this rank
         pieces = [parts.cut(model, plan.stages[index]) for index in stages_of(plan, mesh.index("pp"))]
     for piece in pieces:
@@ -93,11 +93,11 @@ def parallelize(
     if DTYPES[plan.dtype.master] != torch.float32:
         model.to(DTYPES[plan.dtype.master])
     for piece in pieces:
-        places.update(place_holders(piece))
+        places.update(position_modules(piece))
     agree = synchroniser(plan, mesh)
     wrapped = [wrap(piece, parts, plan, mesh, agree) for piece in pieces]  # 6. data axes, 10. hooks
     made = optimizer_for(optimizer, pieces, parts, plan, mesh.group("data"), offload_folder)  # 8. optimizer
-    tied = Ties(ties, pieces, mesh)
+    tied = TiedWeights(ties, pieces, mesh)
     return Parallel(plan, mesh, parts, pieces, wrapped, made, loss, agree, clip_norm, device, tied, partial, places)
 
 
@@ -125,7 +125,7 @@ def check_model(model: nn.Module, plan: ParallelPlan, parts: Parts) -> None:
 
     if plan.mesh.cp > 1:
         check_cores(model, parts, plan)
-        check_places(model, parts, plan)
+        check_positions(model, parts, plan)
     if plan.mesh.dp_shard > 1 and parts.rest(model, plan).zero == 3 and not parts.count(model) and not dist.get_rank():
         log.warning(
             "zero = 3: %s has no %r, so its weights are gathered all at once and shared memory is saved between steps "
@@ -185,7 +185,7 @@ class Parallel:
         agree: Synchroniser | None,
         clip_norm: float | None,
         device: torch.device,
-        tied: Ties,
+        tied: TiedWeights,
         partial: Sequence[str],
         places: WeakSet[nn.Module],
     ) -> None:
@@ -333,7 +333,7 @@ class Parallel:
         Layers of any stage may read them from the embedding, which only one stage runs."""
         if self._columns is None or len(self._columns) * self.plan.mesh.cp != seq:
             self._columns = columns(self.plan, self.mesh.index("cp"), seq).to(self.device)
-            set_places(self._places, self._columns)
+            set_positions(self._places, self._columns)
         return self._columns
 
     @property

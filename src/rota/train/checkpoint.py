@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SavedCheckpoint:
     """The newest good checkpoint: its step, what the caller had added, and why newer ones were refused."""
 
     path: Path
@@ -64,7 +64,7 @@ class _Save:
 class Checkpoints:
     """The checkpoints of one training run in one folder that all ranks see.
 
-    Methods are collective when there is a process group; they use one of their own, so that a save may go on while
+    Methods are collective when there is a process group; they use one of their own, so that a save may run while
     the model trains. One save at a time: the next one waits for it. As a context it is closed at the end.
     """
 
@@ -129,7 +129,7 @@ class Checkpoints:
         ):  # the error that ended training is the one raised
             self.close()
 
-    def find(self) -> Found | None:
+    def find(self) -> SavedCheckpoint | None:
         """The newest checkpoint whose files are all as the manifest says; all ranks get the same. None in a folder
         without any.
 
@@ -141,7 +141,9 @@ class Checkpoints:
             faults = [fault for share in shares for fault in share]
             if not faults:
                 manifest = _manifest(path)
-                return Found(path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused))
+                return SavedCheckpoint(
+                    path=path, step=manifest["step"], extra=manifest["extra"], refused=tuple(refused)
+                )
             refused.append(f"{path.name}: {faults[0]}")
         if refused:
             raise BadInput(
@@ -150,7 +152,7 @@ class Checkpoints:
             )
         return None
 
-    def load(self, found: Found, tensors: Tensors) -> None:
+    def load(self, found: SavedCheckpoint, tensors: Tensors) -> None:
         """Fill ``tensors`` in place, each with the part of the saved one that it is a shard of.
 
         Raises BadInput, on every rank, for a tensor that the checkpoint lacks or that has another shape, and for
@@ -171,7 +173,7 @@ class Checkpoints:
         with _as_os_error(f"checkpoint {found.path.name}"):
             load(dict(tensors), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
 
-    def find_bytes(self, found: Found, name: str) -> torch.Tensor | None:
+    def find_bytes(self, found: SavedCheckpoint, name: str) -> torch.Tensor | None:
         """The flat tensor of bytes that was saved as ``name``, of any length; None without one. Not collective."""
         reader = FileSystemReader(found.path)
         kept: Any = reader.read_metadata().state_dict_metadata.get(name)
@@ -360,7 +362,7 @@ KEPT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryCheckpoint:
     """The newest step of which every rank's part is in memory."""
 
     step: int
@@ -390,7 +392,7 @@ class MemoryCheckpoints:
             meta={"plan": self._plan, "extra": dict(extra)},
         )
 
-    def find(self) -> Held | None:
+    def find(self) -> MemoryCheckpoint | None:
         """The newest whole step that was copied under the same plan; None without one."""
         try:
             found = self._plane.get_group(self._group)
@@ -400,9 +402,9 @@ class MemoryCheckpoints:
         mine = any(name.startswith(f"{self._rank}/") for name in found)
         if not mine or {meta["plan"] for meta in metas} != {self._plan}:
             return None
-        return Held(step=found.step, extra=metas[0]["extra"])
+        return MemoryCheckpoint(step=found.step, extra=metas[0]["extra"])
 
-    def load(self, held: Held, tensors: Tensors) -> None:
+    def load(self, held: MemoryCheckpoint, tensors: Tensors) -> None:
         """Fill ``tensors`` in place. Raises TensorError when the step is gone, BadInput when it is of another model."""
         found, mine = self._plane.get_group(self._group, step=held.step), f"{self._rank}/"
         kept = {name.removeprefix(mine): tuple(found[name].shape) for name in found if name.startswith(mine)}
@@ -416,7 +418,7 @@ class MemoryCheckpoints:
             for name, tensor in tensors.items():
                 local(tensor).copy_(found[f"{self._rank}/{name}"])
 
-    def find_tensor(self, held: Held, name: str) -> torch.Tensor | None:
+    def find_tensor(self, held: MemoryCheckpoint, name: str) -> torch.Tensor | None:
         """What this rank kept as ``name``; None without it. Raises TensorError when the step is gone."""
         found = self._plane.get_group(self._group, step=held.step)
         full = f"{self._rank}/{name}"

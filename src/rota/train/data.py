@@ -153,7 +153,7 @@ class ShardJournal:
             file.seek(self._read_to)
             for line in file:
                 if not line.endswith(b"\n"):
-                    os.ftruncate(fd, self._read_to)  # its writer died in the middle and was told nothing
+                    os.ftruncate(fd, self._read_to)  # its writer died in the middle and got no answer
                     return
                 self._apply(json.loads(line))
                 self._read_to += len(line)
@@ -175,7 +175,7 @@ class ShardJournal:
             case {"do": "restore", "kept": kept}:
                 return table.restore(kept)
             case _:
-                raise BadInput(f"{self._path}: no record of a shard journal: {record}")
+                raise BadInput(f"{self._path}: not a record of a shard journal: {record}")
 
 
 _MASK = (1 << 64) - 1
@@ -248,7 +248,7 @@ class ShardTable:
         return lease
 
     def advance(self, number: int, offset: int, now_s: float) -> Lease | None:
-        """Count the samples up to ``offset``; the lease that goes on (or is done), None when it is no longer held."""
+        """Count the samples up to ``offset``; the moved lease (perhaps complete), None when it is no longer held."""
         lease = self.leases.get(number)
         if lease is None or not lease.offset <= offset <= lease.end:
             return None

@@ -14,7 +14,7 @@ from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import Dtype, ParallelPlan
 from rota.train.plan.search import search
-from rota.train.plan.space import Question
+from rota.train.plan.space import SearchRequest
 
 FP32 = Dtype()
 
@@ -62,7 +62,7 @@ def replan(shape: ModelShape, *, ranks: int, batch: int, hardware: Hardware, dty
 
 
 def _search(shape: ModelShape, ranks: int, batch: int, hardware: Hardware, dtype: Dtype) -> ParallelPlan | None:
-    question = Question(
+    question = SearchRequest(
         model=shape,
         hardware=hardware,
         gpus=ranks,

@@ -304,7 +304,7 @@ def restore_own(trained: Parallel, found: torch.Tensor | None) -> None:
         raise BadInput(
             f"checkpoint: state of {had} for sync.mode {sync.mode} with compression {sync.compression} on "
             f"{dist.get_world_size()}",
-            hint="go on with the plan and the world it was written under, or with mode allreduce and compression none",
+            hint="continue with its plan and number of ranks, or use mode allreduce without compression",
         )
     trained.agree.load_state_dict(kept["state"])
     with torch.no_grad():

@@ -41,7 +41,7 @@ class Measured:
 def measure(ranks: int = 1) -> tuple[Hardware, tuple[Measured, ...]]:
     """A hardware description of one device here, and what it rests on.
 
-    ``ranks`` > 1 starts so many processes for the all-reduce; with 1 the link keeps its order of magnitude. Rates come
+    ``ranks`` > 1 is the number of processes of the all-reduce; with 1 the link keeps its order of magnitude. Rates come
     in TFLOP/s, GB/s and microseconds. Raises what torch raises where a device or its memory is missing.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -64,8 +64,8 @@ def measure(ranks: int = 1) -> tuple[Hardware, tuple[Measured, ...]]:
         link = _link(ranks)
         found += link
         level = replace(level, size=ranks, gb_s=link[0].value, latency_us=link[1].value)
-    told = f"measured on {device.type} in fp32, medians of {REPEATS}" + ("" if ranks > 1 else "; the link is a guess")
-    return Hardware(name="measured", provenance=told, device=spec, levels=(level,)), tuple(found)
+    text = f"measured on {device.type} in fp32, medians of {REPEATS}" + ("" if ranks > 1 else "; the link is a guess")
+    return Hardware(name="measured", provenance=text, device=spec, levels=(level,)), tuple(found)
 
 
 def _measured(name: str, values: list[float]) -> Measured:
@@ -136,5 +136,5 @@ def _reduce(rank: int, ranks: int, folder: str) -> None:
 
 if __name__ == "__main__":
     made, quantities = measure(int(sys.argv[1]))
-    told = {"hardware": codec.to_json_value(made), "measured": [codec.to_json_value(one) for one in quantities]}
-    sys.stdout.write(json.dumps(told) + "\n")
+    text = {"hardware": codec.to_json_value(made), "measured": [codec.to_json_value(one) for one in quantities]}
+    sys.stdout.write(json.dumps(text) + "\n")

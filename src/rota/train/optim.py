@@ -46,8 +46,8 @@ def optimizer_for(
     make = functools.partial(_checked, make)
     for (shared, offload), parameters in _by_kind(pieces, parts, plan).items():
         place = functools.partial(_placed, make, offload, folder)
-        made.append(Shared(place, parameters, group) if shared and group.size() > 1 else place(parameters))
-    optimizer = made[0] if len(made) == 1 else Composed(made)
+        made.append(ZeroOneOptimizer(place, parameters, group) if shared and group.size() > 1 else place(parameters))
+    optimizer = made[0] if len(made) == 1 else ComposedOptimizer(made)
     for settings in optimizer.param_groups:
         if any(isinstance(parameter, DTensor) for parameter in settings["params"]):
             settings["foreach"] = False  # loops over lists refuse lists of sharded and plain tensors
@@ -85,10 +85,10 @@ def _by_kind(
                 kind = kinds.get(parameter, parts.rest(piece, plan))
                 same = found.setdefault((kind.zero == 1, kind.offload), {})
                 same[parameter] = None  # a tied one may be in two pieces
-    return {kind: list(same) for kind, same in found.items()} or {(False, "none"): [stand_in()]}
+    return {kind: list(same) for kind, same in found.items()} or {(False, "none"): [placeholder()]}
 
 
-def stand_in() -> torch.Tensor:
+def placeholder() -> torch.Tensor:
     """What an optimizer has that would have nothing: a stage may be frozen, and parameters fewer than ranks."""
     return nn.Parameter(torch.empty(0))
 
@@ -98,16 +98,16 @@ def _placed(
 ) -> torch.optim.Optimizer:
     match offload:
         case "optimizer_cpu":
-            return OnHost(make, list(parameters))
+            return HostOptimizer(make, list(parameters))
         case "optimizer_nvme":
             if folder is None:
                 raise BadInput("offload = optimizer_nvme: no folder for its files", hint="give offload_folder=")
-            return InFiles(make, list(parameters), folder, FILE_BUDGET_BYTES)
+            return FileOptimizer(make, list(parameters), folder, FILE_BUDGET_BYTES)
         case _:
             return make(parameters)
 
 
-class Composed(torch.optim.Optimizer):
+class ComposedOptimizer(torch.optim.Optimizer):
     """An optimizer made of others: one set of groups and one state for schedules, clipping and checkpoints."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -138,7 +138,7 @@ class Composed(torch.optim.Optimizer):
 
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer make the state that it otherwise makes in its first step; no weight changes."""
-    if isinstance(optimizer, Composed):
+    if isinstance(optimizer, ComposedOptimizer):
         for part in optimizer.parts:
             fill_state(part)
         return
@@ -162,16 +162,16 @@ def fill_state(optimizer: torch.optim.Optimizer) -> None:
             count.zero_()
 
 
-class Shared(Composed):
+class ZeroOneOptimizer(ComposedOptimizer):
     """ZeRO-1 (Rajbhandari et al. 2020, section 5.1): each data rank steps its share of the parameters and sends them.
 
     Whole parameters are dealt out, largest first, to the rank with the least; gradients must be equal on all ranks.
     """
 
     def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self.shares = group, deal(parameters, group.size())
+        self.group, self.shares = group, partition(parameters, group.size())
         self.all = list(parameters)
-        super().__init__([make(self.shares[group.rank()] or [stand_in()])])
+        super().__init__([make(self.shares[group.rank()] or [placeholder()])])
 
     def step(self, closure: Any = None) -> None:
         """Step the own share, then send it to the others and receive theirs."""
@@ -191,7 +191,7 @@ class Shared(Composed):
         _zero_grad(self.all, set_to_none)
 
 
-def deal(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
+def partition(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tensor]]:
     """Parameters of each rank, balanced by elements; the same on all ranks."""
     shares: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
     for parameter in sorted(parameters, key=lambda one: -one.numel()):
@@ -199,7 +199,7 @@ def deal(parameters: Sequence[torch.Tensor], ranks: int) -> list[list[torch.Tens
     return shares
 
 
-class OnHost(Composed):
+class HostOptimizer(ComposedOptimizer):
     """ZeRO-Offload (Ren et al. 2021): a copy of the weights and all state on the host, where the update is computed."""
 
     def __init__(self, make: MakeOptimizer, parameters: Sequence[torch.Tensor]) -> None:
@@ -233,7 +233,7 @@ class OnHost(Composed):
         _zero_grad(self.device_of.values(), set_to_none)
 
 
-class InFiles(Composed):
+class FileOptimizer(ComposedOptimizer):
     """State in memory-mapped files (after ZeRO-Infinity, Rajbhandari et al. 2021): while a group of parameters steps,
     the pages of the next are read ahead, and those of the last are written back and let go.
 

@@ -12,7 +12,7 @@ from tests.proof.validation import validate
 
 from rota.spec import codec
 from rota.spec.errors import BadInput
-from rota.train.plan.cost import gemm_s, keeping, state_time, step_time, transfers_s
+from rota.train.plan.cost import gemm_s, state_placement, state_time, step_time, transfers_s
 from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, hardware_from_json
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import held_params, memory
@@ -106,7 +106,7 @@ def test_layers_gathered_one_by_one_pay_the_latency_of_each() -> None:
     far = LevelSpec(name="cluster", gb_s=1e9, latency_us=100)
     hardware = replace(A100_80G_DGX, levels=(far,))
     plan = even_plan(layers=8, tp=1, pp=1, dp=16, micro_batch=1, global_batch=16, interleave=1, layer=Layer(zero=3))
-    kept = state_time(keeping(plan), hardware, held_params(plan, gpt(8, 1024, 8)), 8)
+    kept = state_time(state_placement(plan), hardware, held_params(plan, gpt(8, 1024, 8)), 8)
     assert kept.exposed_s(hardware, 0.0) == pytest.approx(3 * 9 * 15 * 1e-4, rel=1e-3)
     ahead = replace(hardware, overlap=replace(hardware.overlap, gather=1.0))
     assert kept.exposed_s(ahead, 100.0) == pytest.approx(9 * 15 * 1e-4, rel=1e-3), "the scatter is left"

@@ -11,10 +11,10 @@ from rota.train.plan.explain import explain, parse_degrees, why_not
 from rota.train.plan.hardware import A100_80G_DGX
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.search import search
-from rota.train.plan.space import Question
+from rota.train.plan.space import SearchRequest
 
 MODEL = ModelShape(layers=8, hidden=2048, heads=16, seq=2048, vocab=32000, tied=False)
-QUESTION = Question(model=MODEL, hardware=A100_80G_DGX, gpus=4, memory_gib=20, batch=8)
+QUESTION = SearchRequest(model=MODEL, hardware=A100_80G_DGX, gpus=4, memory_gib=20, batch=8)
 FOUND = search(QUESTION)
 
 

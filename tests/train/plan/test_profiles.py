@@ -10,7 +10,7 @@ from rota.spec.errors import BadInput
 from rota.train.plan.importers import from_galvatron, hardware_from_any
 from rota.train.plan.layers import ModelShape
 from rota.train.plan.search import search
-from rota.train.plan.space import Question
+from rota.train.plan.space import SearchRequest
 
 SEVEN_B = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False)
 MS_A_SAMPLE = (4.396, 4.295, 4.165, 4.124, 4.015, 4.034, 3.976, 3.937, 3.959, 3.940, 3.942, 3.918)
@@ -42,7 +42,7 @@ CALCULON: dict[str, Any] = {
 @pytest.mark.slow
 def test_a_better_plan_is_proven_on_the_tables_that_galvatron_ships() -> None:
     hardware, model = from_galvatron(GALVATRON, SEVEN_B)
-    found = search(Question(model=model, hardware=hardware, gpus=8, memory_gib=36, batch=16), top=1)
+    found = search(SearchRequest(model=model, hardware=hardware, gpus=8, memory_gib=36, batch=16), top=1)
     assert 16 / found.best[0].step.total_s > GALVATRON_SAMPLES_A_S
     assert found.certificate.gap_pct == 0
     assert found.best[0].memory_bytes <= 34 * 2**30

@@ -16,8 +16,8 @@ from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import host_bytes, memory
 from rota.train.plan.model import Offload, ParallelPlan, Recompute
 from rota.train.plan.search import found_to_json, lower_bound_s, search
-from rota.train.plan.setting_costs import Table
-from rota.train.plan.space import Question, Setting, cuts, divisors, plan_of, settings
+from rota.train.plan.setting_costs import CostTable
+from rota.train.plan.space import SearchRequest, Setting, cuts, divisors, plan_of, settings
 from rota.train.plan.traffic import traffic
 
 SEVEN_B = ModelShape(
@@ -27,12 +27,12 @@ SEEDS = tuple(range(1000)) if os.environ.get("ROTA_DEEP") else (1, 2, 4, 18, 19,
 """Without ROTA_DEEP: small ones, among them some where state goes to the host, or may and does not."""
 
 
-def seven_b(**changes: object) -> Question:
-    question = Question(model=SEVEN_B, hardware=A100_80G_DGX, gpus=8, memory_gib=36, batch=16)
+def seven_b(**changes: object) -> SearchRequest:
+    question = SearchRequest(model=SEVEN_B, hardware=A100_80G_DGX, gpus=8, memory_gib=36, batch=16)
     return replace(question, **changes)  # type: ignore[arg-type]
 
 
-def small_question(seed: int) -> Question:
+def small_question(seed: int) -> SearchRequest:
     """A random instance of a few layers on a few devices, with memory that may or may not bind."""
     rng = random.Random(seed)
     model = ModelShape(
@@ -43,7 +43,7 @@ def small_question(seed: int) -> Question:
         vocab=rng.choice([1000, 32000]),
         attention=rng.choice(["plain", "flash"]),
     )
-    return Question(
+    return SearchRequest(
         model=model,
         hardware=A100_80G_DGX,
         gpus=rng.choice([1, 2, 4]),
@@ -53,7 +53,7 @@ def small_question(seed: int) -> Question:
     )
 
 
-def plans_of(question: Question, setting: Setting) -> list[ParallelPlan]:
+def plans_of(question: SearchRequest, setting: Setting) -> list[ParallelPlan]:
     """Every cut of the family with every recompute of every layer; the order inside a chunk does not count."""
     kinds: tuple[Recompute, ...] = ("none", "selective", "full")
     return [
@@ -63,13 +63,13 @@ def plans_of(question: Question, setting: Setting) -> list[ParallelPlan]:
     ]
 
 
-def brute_force_s(question: Question) -> float | None:
+def brute_force_s(question: SearchRequest) -> float | None:
     """The least time of all plans that fit, with offload allowed when nothing fits without."""
     found = best_of_all_s(question)
     return found or best_of_all_s(replace(question, allow=(*question.allow, "offload")))
 
 
-def best_of_all_s(question: Question) -> float | None:
+def best_of_all_s(question: SearchRequest) -> float | None:
     """Settings, cuts, recompute and offload, whatever the space takes for legal: the rules decide."""
     fits = [
         step_time(plan, question.model, question.hardware).total_s
@@ -82,7 +82,7 @@ def best_of_all_s(question: Question) -> float | None:
     return min(fits, default=None)
 
 
-def with_offloads(question: Question, plan: ParallelPlan) -> list[ParallelPlan]:
+def with_offloads(question: SearchRequest, plan: ParallelPlan) -> list[ParallelPlan]:
     """The plan with its state here or there, where the rules let it and the host has room."""
     kinds: tuple[Offload, ...] = ("none", "optimizer_cpu", "all_cpu", "all_nvme")
     made = [
@@ -113,7 +113,7 @@ def test_the_search_finds_what_brute_force_finds(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS[::3])
 def test_no_plan_of_a_setting_is_faster_than_its_bound(seed: int) -> None:
     question = small_question(seed)
-    table = Table(question)
+    table = CostTable(question)
     for setting in settings(question):
         bound_s = lower_bound_s(question, setting, table)
         for cut in cuts(question.model.layers, setting.pp * setting.interleave):
@@ -224,7 +224,7 @@ def test_a_search_of_many_cuts_is_stopped_between_two_of_them() -> None:
 
 def test_sizes_share_a_table_and_look_only_for_what_beats_the_size_before() -> None:
     eight = seven_b(model=replace(SEVEN_B, layers=8))
-    sixteen, table = replace(eight, gpus=16), Table(eight)
+    sixteen, table = replace(eight, gpus=16), CostTable(eight)
     first = search(eight, table=table)
     best_s = first.best[0].step.total_s
     assert first == search(eight)

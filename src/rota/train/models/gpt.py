@@ -12,7 +12,7 @@ from rota.train.parallel.experts import Experts
 from rota.train.plan.layers import ModelShape
 
 
-class Table(nn.Embedding):
+class SmallEmbedding(nn.Embedding):
     """An embedding whose rows begin small, as in GPT-2 (standard deviation 0.02)."""
 
     def reset_parameters(self) -> None:
@@ -28,8 +28,8 @@ class Embed(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.token = Table(shape.vocab, shape.hidden)
-        self.position = Table(shape.seq, shape.hidden)
+        self.token = SmallEmbedding(shape.vocab, shape.hidden)
+        self.position = SmallEmbedding(shape.seq, shape.hidden)
         self.positions: torch.Tensor | None = None
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:

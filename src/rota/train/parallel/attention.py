@@ -21,7 +21,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionCall:
     """What a core asks of ``scaled_dot_product_attention``; ``called`` False when it computes the same by itself."""
 
     is_causal: bool
@@ -29,7 +29,7 @@ class Attention:
     called: bool = True
 
 
-class Instead(TorchFunctionMode):
+class ReplacedAttention(TorchFunctionMode):
     """While open, ``scaled_dot_product_attention`` is another function of the same arguments."""
 
     def __init__(self, attend: Attend) -> None:
@@ -42,25 +42,25 @@ class Instead(TorchFunctionMode):
         return (self._attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
-def asked(
+def attention_call(
     name: str,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Attention:
+) -> AttentionCall:
     """The arguments of a call beside q, k and v. Raises BadInput for those that a ring cannot honour."""
     if attn_mask is not None:
         raise _unlike(name, "gives a mask (a window, padding, a bias by distance)")
     if dropout_p:
         raise _unlike(name, f"drops {dropout_p:g} of the attention")
-    return Attention(is_causal=is_causal, scale=scale)
+    return AttentionCall(is_causal=is_causal, scale=scale)
 
 
-def look(
+def inspect_core(
     name: str, core: Attend, q: torch.Tensor, key_heads: int, value_width: int, ranks: int, part: int
-) -> Attention:
+) -> AttentionCall:
     """What ``core`` computes for a whole sequence, of which each of ``ranks`` has ``part`` tokens.
 
     ``q`` says the number of heads, their width, dtype and device. Raises BadInput when parts of it in a ring would not
@@ -73,14 +73,14 @@ def look(
     draw = torch.Generator().manual_seed(0)
     sizes = ((heads, width), (key_heads, width), (key_heads, value_width))
     whole = [torch.randn(1, count, seq, size, generator=draw).to(q) for count, size in sizes]
-    seen: list[Attention] = []
+    seen: list[AttentionCall] = []
 
     def mix(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        seen.append(asked(name, *rest, **named))
+        seen.append(attention_call(name, *rest, **named))
         return token_by_token(q, k, v)
 
     with torch.no_grad():
-        with Instead(mix):
+        with ReplacedAttention(mix):
             out = core(*whole)
             outs = [core(*one) for one in zip(*(tensor.split(part, dim=2) for tensor in whole), strict=True)]
         if not seen:
@@ -92,14 +92,14 @@ def look(
     return seen[0]
 
 
-def _computed(name: str, core: Attend, whole: Sequence[torch.Tensor], out: torch.Tensor) -> Attention:
+def _computed(name: str, core: Attend, whole: Sequence[torch.Tensor], out: torch.Tensor) -> AttentionCall:
     """Of a core that does not call torch's attention: is it softmax(q k / sqrt(width)) v, causal or not?"""
     q, k, v = whole
     if 4 * q.shape[1] * q.shape[2] ** 2 <= PLAIN_BYTES_MAX:
         for is_causal in (True, False):
             plain = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
             if same_by_part(plain, out):
-                return Attention(is_causal=is_causal, called=False)
+                return AttentionCall(is_causal=is_causal, called=False)
     raise _unlike(name, "does not call F.scaled_dot_product_attention and is not the softmax of q k / sqrt(width)")
 
 
@@ -131,7 +131,7 @@ def same_by_part(whole: torch.Tensor, joined: torch.Tensor) -> bool:
     return whole.shape == joined.shape and torch.allclose(whole, joined, rtol=loose, atol=loose)
 
 
-def place_holders(model: nn.Module) -> list[nn.Module]:
+def position_modules(model: nn.Module) -> list[nn.Module]:
     """Modules that read the places of tokens from their attribute ``positions`` (None = 0, 1, ...)."""
     kept = ((one, getattr(one, "positions", 0)) for one in model.modules())
     return [
@@ -139,14 +139,14 @@ def place_holders(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def set_places(holders: Iterable[nn.Module], places: Any) -> None:
+def set_positions(holders: Iterable[nn.Module], places: Any) -> None:
     """Name the place of each column of what comes next: a tensor ``[T]``, or None."""
     for one in holders:
         one.positions = places
 
 
 @contextmanager
-def instead_of(cores: Sequence[nn.Module], attend: Attend) -> Iterator[None]:
+def replaced_forward(cores: Sequence[nn.Module], attend: Attend) -> Iterator[None]:
     """While open, these modules compute another function."""
     before = [vars(core).get("forward") for core in cores]
     for core in cores:
@@ -164,7 +164,7 @@ def instead_of(cores: Sequence[nn.Module], attend: Attend) -> Iterator[None]:
 def evaluated(model: nn.Module) -> Iterator[None]:
     """While open, without dropout and gradients, and places may be set; afterwards all is as before."""
     training = [(one, one.training) for one in model.modules()]
-    places = [(one, one.positions) for one in place_holders(model)]
+    places = [(one, one.positions) for one in position_modules(model)]
     try:
         with torch.no_grad():
             model.eval()
@@ -173,4 +173,4 @@ def evaluated(model: nn.Module) -> Iterator[None]:
         for module, was in training:
             module.training = was
         for module, kept in places:
-            set_places([module], kept)
+            set_positions([module], kept)

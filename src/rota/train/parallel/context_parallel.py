@@ -1,7 +1,7 @@
 """Split long sequences over ranks: ring attention and Ulysses.
 
 Ring: in place of ``scaled_dot_product_attention`` inside a core, keys and values travel around the ring while each rank
-keeps its queries; partial results are merged by their log-sum-exp (Liu, Zaharia, Abbeel 2023, "Ring Attention with
+keeps its queries; partial results are merged by their log-sum-exp (Liu, Zaharia, Abbeel 2023, "Ring AttentionCall with
 Blockwise Transformers"). A sequence is cut into 2 * cp chunks and rank i holds chunks i and 2 * cp - 1 - i, so that
 every rank has equal work under a causal mask. Ulysses: an all-to-all turns a part of the sequence with all heads into
 the whole sequence with some heads (Jacobs et al. 2023).
@@ -20,16 +20,16 @@ from torch import nn
 from rota.spec.errors import BadInput
 from rota.train.parallel.attention import (
     Attend,
-    Attention,
-    Instead,
-    asked,
+    AttentionCall,
+    ReplacedAttention,
+    attention_call,
     check_alone,
     evaluated,
-    instead_of,
-    look,
-    place_holders,
+    inspect_core,
+    position_modules,
+    replaced_forward,
     same_by_part,
-    set_places,
+    set_positions,
     token_by_token,
 )
 from rota.train.parallel.mesh import PlanMesh, all_to_all
@@ -102,16 +102,16 @@ def check_cores(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
                 q = torch.empty(1, heads, 1, width, device=device)
                 try:
                     if plan.cp_kind == "ring":
-                        look(_name(index, core), inner_of(core), q, key_heads, width, cp, 6)
+                        inspect_core(_name(index, core), inner_of(core), q, key_heads, width, cp, 6)
                     else:
-                        look_at_heads(_name(index, core), inner_of(core), q, cp)
+                        inspect_heads(_name(index, core), inner_of(core), q, cp)
                 except BadInput:
                     raise
                 except Exception as error:  # noqa: BLE001 - a core of the user's, for heads that are only guessed
                     log.debug("%s is looked at in the first step: %s", _name(index, core), error)
 
 
-def look_at_heads(name: str, core: Attend, q: torch.Tensor, ranks: int) -> None:
+def inspect_heads(name: str, core: Attend, q: torch.Tensor, ranks: int) -> None:
     """Raises BadInput when some of the heads alone give another output, as with a bias for each head."""
     draw = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, q.shape[1], 4 * ranks, q.shape[3], generator=draw).to(q) for _ in range(3)]
@@ -123,7 +123,7 @@ def look_at_heads(name: str, core: Attend, q: torch.Tensor, ranks: int) -> None:
         )
 
 
-def check_places(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
+def check_positions(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
     """Raises BadInput for a part of the model that treats tokens by their place in what it is given: a rank of a cp
     group has other places."""
     cp, seq = plan.mesh.cp, 4 * plan.mesh.cp
@@ -132,12 +132,12 @@ def check_places(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
     ends = [(name, getattr(model, name)) for name in (parts.embed, parts.head)]
     cores = list({core: None for _, layer in parts.layers(model) for core in cores_of(layer)})  # one may be in several
     x = torch.arange(seq, device=next(model.parameters()).device)[None] % 2
-    with evaluated(model), instead_of(cores, token_by_token):
+    with evaluated(model), replaced_forward(cores, token_by_token):
         for name, part in (ends[0], *kinds.values(), ends[1]):
             try:
-                whole, equal = compare_places(model, part, x, here)
+                whole, equal = compare_positions(model, part, x, here)
             except Exception as error:
-                if place_holders(model):
+                if position_modules(model):
                     log.debug("places of %s are not looked at: %s", name, error)
                     return
                 raise BadInput(
@@ -154,14 +154,14 @@ def check_places(model: nn.Module, parts: Parts, plan: ParallelPlan) -> None:
             x = whole
 
 
-def compare_places(
+def compare_positions(
     model: nn.Module, part: nn.Module, x: torch.Tensor, here: list[torch.Tensor]
 ) -> tuple[torch.Tensor, bool]:
     """The output of a part of the model for ``x``, and whether its pieces give the same when their places are set."""
-    set_places(place_holders(model), None)
+    set_positions(position_modules(model), None)
     whole, outs = part(x), list[torch.Tensor]()
     for some in here:
-        set_places(place_holders(model), some.to(x.device))
+        set_positions(position_modules(model), some.to(x.device))
         outs.append(part(x[:, some]))
     return whole, same_by_part(whole[:, torch.cat(here)], torch.cat(outs, dim=1))
 
@@ -197,26 +197,26 @@ class Ring:
 
     def __init__(self, name: str, core: Attend, group: dist.ProcessGroup) -> None:
         self.name, self.inner, self.group = name, core, group
-        self._how: Attention | None = None
+        self._how: AttentionCall | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         """Attention of this rank's part of the sequence. Raises BadInput for one that a ring cannot compute."""
         check_alone(self.name, rest, named)
         if self._how is None:
-            self._how = look(self.name, self.inner, q, k.shape[1], v.shape[3], self.group.size(), q.shape[2])
+            self._how = inspect_core(self.name, self.inner, q, k.shape[1], v.shape[3], self.group.size(), q.shape[2])
         if not self._how.called:
             return _Ring.apply(q, k, v, self.group, self._how)
-        with Instead(self._attend):
+        with ReplacedAttention(self._attend):
             return self.inner(q, k, v)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        return _Ring.apply(q, k, v, self.group, asked(self.name, *rest, **named))
+        return _Ring.apply(q, k, v, self.group, attention_call(self.name, *rest, **named))
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, how: Attention
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, how: AttentionCall
     ) -> torch.Tensor:
         scale = 1.0 / math.sqrt(q.shape[-1]) if how.scale is None else how.scale
         queries = [part.float() for part in q.chunk(2, dim=2)]

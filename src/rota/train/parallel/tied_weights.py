@@ -44,7 +44,7 @@ def tie_again(piece: nn.Module, ties: Sequence[Names]) -> None:
                 setattr(piece.get_submodule(owner), key, first)
 
 
-class Ties:
+class TiedWeights:
     """The tied parameters of this rank: their gradients are summed over the stages that share them."""
 
     def __init__(self, ties: Sequence[tuple[Names, list[int]]], pieces: Sequence[nn.Module], mesh: PlanMesh) -> None:

@@ -121,7 +121,7 @@ def layer_time(
 
 
 def _ring_s(cp: int, size_bytes: float, block_s: float, link: Link) -> tuple[float, float]:
-    """Keys and values go on ``cp - 1`` times while a block is computed; backward they and their gradients go around."""
+    """Keys and values are sent ``cp - 1`` times beside a block; backward, with their gradients, ``cp`` times."""
     ahead_s = (cp - 1) * max(send_s(size_bytes, link) - block_s, 0.0)
     return ahead_s, cp * max(send_s(2 * size_bytes, link) - 2 * block_s, 0.0)
 
@@ -169,7 +169,7 @@ def step_time(plan: ParallelPlan, model: ModelShape, hardware: Hardware) -> Step
     comm_s = micro * sum(one.comm_s for one in work[busiest::pp])
     ring_s = micro * sum(one.ring_s for one in work[busiest::pp])
     host_s = micro * sum(one.host_s for one in work[busiest::pp])
-    kept = state_time(keeping(plan), hardware, held_params(plan, model), layers_max(plan))
+    kept = state_time(state_placement(plan), hardware, held_params(plan, model), layers_max(plan))
     parts = {
         "compute": busy_s[busiest] - again_s - comm_s - ring_s - host_s,
         "host": host_s,
@@ -219,7 +219,7 @@ def _stage_work(stage: Stage, per_layer: list[Layer], times: Mapping[Layer, Laye
 
 
 def _order_of(plan: ParallelPlan) -> Kind:
-    """The schedule that is simulated; zero-bubble ones as 1F1B, which is no faster."""
+    """The schedule that is simulated; zero-bubble ones as 1F1B, which is not faster."""
     if plan.schedule == "interleaved" or plan.schedule == "gpipe":
         return plan.schedule
     return "1f1b"
@@ -247,7 +247,7 @@ def transfers_s(model: ModelShape, mesh: Mesh, micro_batch: int, hardware: Hardw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class StatePlacement:
     """Who keeps the state of a layer: ``ranks`` data and context ranks, ``tp`` apart."""
 
     ranks: int
@@ -258,9 +258,9 @@ class Keeping:
     dtype: Dtype
 
 
-def keeping(plan: ParallelPlan) -> Keeping:
+def state_placement(plan: ParallelPlan) -> StatePlacement:
     """Of a plan: the highest ZeRO stage of its layers, the offload of the first."""
-    return Keeping(
+    return StatePlacement(
         ranks=plan.mesh.dp * plan.mesh.cp,
         tp=plan.mesh.tp,
         zero=max((layer.zero for layer in plan.layers), default=0),
@@ -291,7 +291,7 @@ class StateTime:
         return self.exposed_s(hardware, busy_s) + self.optimizer_s + self.offload_s
 
 
-def state_time(kind: Keeping, hardware: Hardware, held: float, layers: int) -> StateTime:
+def state_time(kind: StatePlacement, hardware: Hardware, held: float, layers: int) -> StateTime:
     """Of a rank that holds ``held`` parameters in ``layers`` layers; more of either is never faster.
 
     Adam reads and writes master, moments, gradient and parameter once. The link to the host is hidden by nothing, and
@@ -314,7 +314,7 @@ def state_time(kind: Keeping, hardware: Hardware, held: float, layers: int) -> S
     return StateTime(reduce_s=reduce_s, gather_s=gather_s, optimizer_s=size / rate, offload_s=moved / rate)
 
 
-def _exchange_s(kind: Keeping, hardware: Hardware, held: float, pieces: int) -> tuple[float, float]:
+def _exchange_s(kind: StatePlacement, hardware: Hardware, held: float, pieces: int) -> tuple[float, float]:
     """Gradients and parameters that data and context ranks exchange, over the slowest level that they span.
 
     ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and

@@ -10,9 +10,9 @@ from rota.spec.errors import BadInput
 from rota.spec.resources import counted
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import ParallelPlan
-from rota.train.plan.search import Found, Scored, binds, predicted, score, search
-from rota.train.plan.setting_costs import Table
-from rota.train.plan.space import Question
+from rota.train.plan.search import Scored, SearchResult, binds, predicted, score, search
+from rota.train.plan.setting_costs import CostTable
+from rota.train.plan.space import SearchRequest
 
 WORTH_TELLING = 0.01
 """A part of a step is named when it makes up at least this share of the difference."""
@@ -29,7 +29,7 @@ def parse_degrees(text: str) -> dict[str, int]:
     return pins
 
 
-def explain(plan: ParallelPlan, question: Question, *, found: Found | None = None) -> dict[str, Any]:
+def explain(plan: ParallelPlan, question: SearchRequest, *, found: SearchResult | None = None) -> dict[str, Any]:
     """The document of ``plan explain`` for one plan, without ``why_not``."""
     scored = score(plan, question)
     parts = predicted(scored, question)
@@ -47,7 +47,7 @@ def explain(plan: ParallelPlan, question: Question, *, found: Found | None = Non
     }
 
 
-def summary(scored: Scored, question: Question) -> list[str]:
+def summary(scored: Scored, question: SearchRequest) -> list[str]:
     """Three sentences: the shape, the time with its largest part, the memory with its largest class."""
     plan, mesh, step = scored.plan, scored.plan.mesh, scored.step
     axes = ", ".join(f"{name} {size}" for name, size in _axes(plan) if size > 1) or "one device"
@@ -70,7 +70,7 @@ def _axes(plan: ParallelPlan) -> list[tuple[str, int]]:
     return [("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp), ("ep", mesh.ep)]
 
 
-def stages(plan: ParallelPlan, question: Question) -> list[dict[str, Any]]:
+def stages(plan: ParallelPlan, question: SearchRequest) -> list[dict[str, Any]]:
     """One row a pipeline rank: its layers, its work for one micro-batch, its memory."""
     rows: list[dict[str, Any]] = []
     for rank, need in enumerate(memory(plan, question.model)):
@@ -95,10 +95,10 @@ def _runner_up(other: Scored, best: Scored) -> dict[str, Any]:
     }
 
 
-def why_not(pins: Mapping[str, int], best: Scored, question: Question) -> dict[str, Any]:
+def why_not(pins: Mapping[str, int], best: Scored, question: SearchRequest) -> dict[str, Any]:
     """What the named degrees would give when everything else is chosen best for them.
 
-    ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is told), ``illegal`` (no plan of
+    ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is given), ``illegal`` (no plan of
     the space has these degrees), or ``faster`` when ``best`` was not the best of the space.
     """
     pinned = replace(question, pins=dict(pins))
@@ -122,10 +122,10 @@ def why_not(pins: Mapping[str, int], best: Scored, question: Question) -> dict[s
     return _verdict(need, "does_not_fit", [reason])
 
 
-def least_memory(question: Question) -> Scored:
+def least_memory(question: SearchRequest) -> Scored:
     """Among the best plans of each memory limit, the one that needs least: the limit is bisected to 1 %."""
     low, high = question.hardware.device.reserve_gib, 1e6
-    table = Table(question)
+    table = CostTable(question)
     best = search(replace(question, memory_gib=high), top=1, table=table).best[0]
     while high - low > 0.01 * high:
         middle = (low + high) / 2 if high < 4 * max(low, 1) else (max(low, 1) * high) ** 0.5

@@ -108,7 +108,7 @@ class Hardware:
         """The link that ``ranks`` ranks, ``stride`` apart, see when they talk in a ring.
 
         Inside one unit of a level it is that of the level. A group that crosses units uses the outer links of all of
-        its members in a unit side by side, as rings over several adapters do, and is no faster than inside a unit.
+        its members in a unit side by side, as rings over several adapters do, and is not faster than inside a unit.
         """
         held, beside, inner = 1, 1, math.inf
         for level in self.levels:

@@ -203,10 +203,10 @@ def pipeline_s(
 ) -> float:
     """Total seconds of ``micro`` micro-batches, as ``simulate`` gives them.
 
-    Few micro-batches are simulated when these settle: once every step comes the same time after the one so many
-    micro-batches before it, as many more add just that time, since each end is a maximum of sums of earlier ends
-    (Baccelli et al., "Synchronization and Linearity", 1992). As many are as stages that bound each other: one for a
-    single slowest stage, several where neighbours are equally slow.
+    Few micro-batches are simulated when these settle: once every step comes the same time after the one a fixed
+    number of micro-batches before it, as many more add just that time, since each end is a maximum of sums of earlier
+    ends (Baccelli et al., "Synchronization and Linearity", 1992). As many are as stages that bound each
+    other: one for a single slowest stage, several where neighbours are equally slow.
     """
     ranks, chunks = len(costs), len(costs[0])
     unit = ranks if kind == "interleaved" else 1
@@ -226,7 +226,7 @@ def pipeline_s(
 
 
 def _settled(program: Program, ends_s: Sequence[float], unit: int) -> tuple[int, float] | None:
-    """(units, seconds): every step lies so many seconds after the one so many units of steps before it on its rank.
+    """(units, seconds): every step comes ``seconds`` after the one ``units`` units of steps before it on its rank.
 
     Compared over a window that holds whatever a later step waits for: that is ``2 ranks`` steps away at most.
     """

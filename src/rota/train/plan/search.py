@@ -18,8 +18,8 @@ from rota.train.plan.cost import StepTime, step_time
 from rota.train.plan.importers import NUMBER_MAX
 from rota.train.plan.memory import GIB, host_bytes, memory
 from rota.train.plan.model import Layer, ParallelPlan
-from rota.train.plan.setting_costs import Room, Table
-from rota.train.plan.space import SPACE, Question, Setting, cuts, plan_of, settings, spread
+from rota.train.plan.setting_costs import CostTable, MemoryBudget
+from rota.train.plan.space import SPACE, SearchRequest, Setting, cuts, plan_of, settings, spread
 from rota.train.plan.traffic import bytes_by_collective
 
 
@@ -54,14 +54,14 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """Outcome of a search: the best plans in order (none when nothing fits) and the certificate."""
 
     best: tuple[Scored, ...]
     certificate: Certificate
 
 
-def check_question(question: Question) -> None:
+def check_request(question: SearchRequest) -> None:
     """Raise BadInput that names field, value and rule when the question makes no sense."""
     model = question.model
     for name, value in (("gpus", question.gpus), ("batch", question.batch), ("layers", model.layers)):
@@ -82,27 +82,27 @@ def check_question(question: Question) -> None:
 
 
 def search(
-    question: Question,
+    question: SearchRequest,
     *,
     top: int = 5,
     stop: Callable[[], bool] = lambda: False,
-    table: Table | None = None,
+    table: CostTable | None = None,
     under_s: float = float("inf"),
-) -> Found:
+) -> SearchResult:
     """The best ``top`` plans that take less than ``under_s``. Deterministic.
 
     ``stop`` is asked at each bound, each cut and each score; True ends with the best so far and what is proven of it.
     Searches for the same model, hardware and number formats may share a ``table``. Raises BadInput for a question that
     makes no sense.
     """
-    check_question(question)
-    table = table or Table(question)
+    check_request(question)
+    table = table or CostTable(question)
     run = _Search(question, table, top, stop, under_s)
     complete = run.finish()
     anywhere = under_s == float("inf") and not run.best
     if complete and anywhere and "offload" not in question.allow and question.hardware.host.gb_s:
         return search(replace(question, allow=(*question.allow, "offload")), top=top, stop=stop, table=table)
-    return Found(best=tuple(run.best), certificate=run.certificate(complete))
+    return SearchResult(best=tuple(run.best), certificate=run.certificate(complete))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,9 @@ class _Candidate:
 class _Search:
     """Best first: a heap of settings and of candidates by their bounds, and the best plans scored so far."""
 
-    def __init__(self, question: Question, table: Table, top: int, stop: Callable[[], bool], under_s: float) -> None:
+    def __init__(
+        self, question: SearchRequest, table: CostTable, top: int, stop: Callable[[], bool], under_s: float
+    ) -> None:
         self.best: list[Scored] = []
         self._question, self._table, self._top = question, table, top
         self._stop, self._under_s = stop, under_s
@@ -153,7 +155,7 @@ class _Search:
 
     def _open(self, setting: Setting, bound_s: float) -> bool:
         """Put the cuts of a setting that fit on the heap; score the best at once while there is no plan at all."""
-        room = Room(self._question, setting, self._table)
+        room = MemoryBudget(self._question, setting, self._table)
         bounds = _CutBounds(setting, self._table)
         found: list[tuple[float, _Candidate]] = []
         for cut in cuts(self._question.model.layers, setting.pp * setting.interleave):
@@ -218,14 +220,14 @@ def _certificate(best: list[Scored], bound_s: float, complete: bool, enumerated:
     )
 
 
-def score(plan: ParallelPlan, question: Question) -> Scored:
+def score(plan: ParallelPlan, question: SearchRequest) -> Scored:
     """Predict one plan."""
     need = max(memory(plan, question.model), key=lambda stage: stage.total)
     step = step_time(plan, question.model, question.hardware)
     return Scored(plan=plan, step=step, memory_bytes=need.total, memory_by_class_gib=need.by_class_gib())
 
 
-def lower_bound_s(question: Question, setting: Setting, table: Table) -> float:
+def lower_bound_s(question: SearchRequest, setting: Setting, table: CostTable) -> float:
     """No plan of this setting is faster: perfect cut, no recompute, transfers for free.
 
     With stages of work ``w_i`` and ``m`` micro-batches, 1F1B takes at least ``sum_{j<i} w_j + m w_i`` for every stage
@@ -251,7 +253,7 @@ class _CutBounds:
     """As ``lower_bound_s`` for one cut after the other: the work of a rank, and what the first micro-batch must pass
     before it and the last one after it, transfers included."""
 
-    def __init__(self, setting: Setting, table: Table) -> None:
+    def __init__(self, setting: Setting, table: CostTable) -> None:
         time = table.layer(setting)
         self._setting, self._table = setting, table
         self._layer_s, self._last_s = time.both_s, 3 * table.head_s(setting)
@@ -275,7 +277,7 @@ class _CutBounds:
         return bound_s + self._table.state_s(setting, self._table.held(setting, counts), max(counts))
 
 
-def found_to_json(found: Found, question: Question) -> dict[str, Any]:
+def found_to_json(found: SearchResult, question: SearchRequest) -> dict[str, Any]:
     """The document of ``plan search`` without its time; see the command line reference."""
     document: dict[str, Any] = {"api": "rota/v1", "kind": "PlanSearch"}
     certificate = asdict(found.certificate)
@@ -307,7 +309,7 @@ def found_to_json(found: Found, question: Question) -> dict[str, Any]:
     }
 
 
-def predicted(scored: Scored, question: Question) -> dict[str, Any]:
+def predicted(scored: Scored, question: SearchRequest) -> dict[str, Any]:
     """Time, throughput, share of peak and memory of a plan, with the parts that add up."""
     model, total_s = question.model, scored.step.total_s
     tokens = question.batch * model.seq
@@ -326,14 +328,14 @@ def predicted(scored: Scored, question: Question) -> dict[str, Any]:
     }
 
 
-def notes(plan: ParallelPlan, question: Question) -> list[str]:
+def notes(plan: ParallelPlan, question: SearchRequest) -> list[str]:
     """What the search did without being asked to."""
     if "offload" in question.allow or plan.layers[0].offload == "none":
         return []
     return [f"nothing fits without offload, so this plan has offload {plan.layers[0].offload}"]
 
 
-def binds(scored: Scored, question: Question) -> str:
+def binds(scored: Scored, question: SearchRequest) -> str:
     """What keeps the plan from being faster: memory when recompute is paid for it, else the largest part."""
     if scored.step.breakdown_s["recompute"] > 0:
         return "memory"

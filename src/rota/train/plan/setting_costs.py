@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rota.train.plan.cost import Keeping, LayerTime, head_s, layer_time, state_time, transfers_s
+from rota.train.plan.cost import LayerTime, StatePlacement, head_s, layer_time, state_time, transfers_s
 from rota.train.plan.layers import head_params
 from rota.train.plan.memory import (
     activation_bytes_per_layer,
@@ -16,15 +16,15 @@ from rota.train.plan.memory import (
     layers_in_flight,
 )
 from rota.train.plan.model import Layer
-from rota.train.plan.space import RECOMPUTES, Question, Setting, layer_of, plan_of
+from rota.train.plan.space import RECOMPUTES, SearchRequest, Setting, layer_of, plan_of
 
 T = TypeVar("T")
 
 
-class Table:
+class CostTable:
     """Costs by the degrees that they depend on. Questions that differ in devices and batch may share one."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: SearchRequest) -> None:
         self._model, self._hardware, self._dtype = question.model, question.hardware, question.dtype
         self._known: dict[Hashable, Any] = {}
 
@@ -52,8 +52,8 @@ class Table:
         )
 
     def state_s(self, setting: Setting, held: float, layers: int) -> float:
-        """Exchange, optimizer and offload of a rank of so many parameters, all hidden that may be."""
-        kind = Keeping(
+        """Exchange, optimizer and offload of a rank that holds ``held`` parameters, all hidden that may be."""
+        kind = StatePlacement(
             ranks=setting.dp * setting.cp,
             tp=setting.tp,
             zero=setting.zero,
@@ -111,14 +111,14 @@ class Table:
         return -(-self._model.layers // setting.pp) * (self.layer_bytes(setting) + kept)
 
 
-class Room:
+class MemoryBudget:
     """What fits on the ranks of one setting: memory is linear in the layers, and each rank has its own.
 
     A pipeline is never slower when one of its stages is faster, and stages share no memory; so each rank may take the
     cheapest recompute that fits it, alone.
     """
 
-    def __init__(self, question: Question, setting: Setting, table: Table) -> None:
+    def __init__(self, question: SearchRequest, setting: Setting, table: CostTable) -> None:
         model, pp, time = question.model, setting.pp, table.layer(setting)
         kinds = [layer_of(setting, recompute=kind) for kind in RECOMPUTES]
         self._again_s = [time.again_s(kind) for kind in kinds[1:]]
@@ -134,7 +134,7 @@ class Room:
         self._known: dict[tuple[int, int], tuple[int, int] | None] = {}
 
     def recompute(self, rank: int, layers: int) -> tuple[int, int] | None:
-        """(selective, full) layers of so many on a rank, with the least repeated time that fits; None: nothing fits."""
+        """(selective, full) layers among ``layers`` of a rank with the least repeated time; None: nothing fits."""
         key = (rank, layers)
         if key not in self._known:
             self._known[key] = self._cheapest(rank, layers)

@@ -20,7 +20,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchRequest:
     """What is asked: the best plan for ``batch`` sequences on ``gpus`` devices of ``memory_gib`` each.
 
     ``pins`` fixes degrees by name (``tp``, ``pp``, ``dp``, ``cp``, ``zero``, ``micro_batch``, ``interleave``, ``sp``).
@@ -98,7 +98,7 @@ def divisors(number: int) -> list[int]:
     return [*small, *(number // size for size in reversed(small) if size * size != number)]
 
 
-def settings(question: Question) -> Iterator[Setting]:
+def settings(question: SearchRequest) -> Iterator[Setting]:
     """Every setting of the space that keeps the rules of a plan, in a fixed order."""
     model, innermost = question.model, question.hardware.levels[0].size or question.gpus
     for tp in (1 << power for power in range(innermost.bit_length())):
@@ -112,15 +112,15 @@ def settings(question: Question) -> Iterator[Setting]:
                 yield from _inner_settings(question, tp, pp, dp, cp)
 
 
-def _context_degrees(question: Question, ranks: int) -> list[int]:
-    """Rings of so many ranks; each holds two chunks of the sequence, so that causal work is even."""
+def _context_degrees(question: SearchRequest, ranks: int) -> list[int]:
+    """Sizes of rings; each rank holds two chunks of the sequence, so that causal work is even."""
     if question.model.seq <= SEQ_WHOLE_MAX and "cp" not in question.pins and "cp" not in question.allow:
         return [1]
     sizes = [1 << power for power in range(ranks.bit_length())]
     return [cp for cp in sizes if cp == 1 or (ranks % cp == 0 and question.model.seq % (2 * cp) == 0)]
 
 
-def _inner_settings(question: Question, tp: int, pp: int, dp: int, cp: int) -> Iterator[Setting]:
+def _inner_settings(question: SearchRequest, tp: int, pp: int, dp: int, cp: int) -> Iterator[Setting]:
     for micro_batch in divisors(question.batch // dp):
         micro_batches = question.batch // dp // micro_batch
         for interleave in _interleaves(question.model, pp, micro_batches):
@@ -144,13 +144,13 @@ def _inner_settings(question: Question, tp: int, pp: int, dp: int, cp: int) -> I
                         )
 
 
-def _offloads(question: Question, zero: int, tp: int) -> tuple[bool, ...]:
+def _offloads(question: SearchRequest, zero: int, tp: int) -> tuple[bool, ...]:
     """Whether state may go to the host; the optimizer alone may where weights are whole."""
     possible = "offload" in question.allow and question.hardware.host.gb_s > 0 and (zero >= 2 or tp == 1)
     return (False, True) if possible else (False,)
 
 
-def _allowed(question: Question, **degrees: int) -> bool:
+def _allowed(question: SearchRequest, **degrees: int) -> bool:
     return all(question.allows(name, value) for name, value in degrees.items())
 
 

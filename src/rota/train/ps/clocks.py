@@ -72,7 +72,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """Tell the worker that its first iteration is ``clock``."""
+    """Admission of a worker, whose first iteration is ``clock``."""
 
     worker: int
     clock: int
@@ -106,7 +106,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """Nothing was done: an older epoch (FENCED), nobody of that number (UNKNOWN), or out of turn (NOT_ITS_TURN)."""
+    """Nothing was done: an older epoch (FENCED), an unknown worker (UNKNOWN), or out of turn (NOT_ITS_TURN)."""
 
     worker: int
     why: Literal["FENCED", "UNKNOWN", "NOT_ITS_TURN"]
@@ -161,7 +161,7 @@ class PsShard:
         worker = event.worker
         self._forget(worker)
         self.epochs[worker] = event.epoch
-        # A push that was acknowledged counts, so whoever sent it goes on with the next clock.
+        # A push that was acknowledged counts, so its sender continues with the next clock.
         start = self.version if self.rule.mode == "ps_sync" else self.low
         self.clocks[worker] = self.gathered.get(worker, start - 1) + 1
         return [Admit(worker=worker, clock=self.clocks[worker]), *self._settle()]
@@ -180,7 +180,7 @@ class PsShard:
     def _ask(self, worker: int, clock: int) -> list[PsEffect]:
         if clock > self.clocks[worker]:
             return [Refuse(worker=worker, why="NOT_ITS_TURN")]
-        if self.rule.mode == "ps_sync" and worker not in self.pulled:  # clocks that went on without it are over
+        if self.rule.mode == "ps_sync" and worker not in self.pulled:  # clocks that passed without it are over
             self.clocks[worker] = max(self.clocks[worker], self.version)
         self.waiting[worker] = self.clocks[worker]
         return self._settle()
@@ -207,7 +207,7 @@ class PsShard:
         return [Apply(pushes=((worker, clock),), weight=weight), *self._settle()]
 
     def _settle(self) -> list[PsEffect]:
-        """Apply what is complete, then let everybody run whose turn has come."""
+        """Apply what is complete, then let the workers run whose turn has come."""
         effects: list[PsEffect] = []
         missing = [worker for worker, clock in self.clocks.items() if clock <= self.version]
         if self.rule.mode == "ps_sync" and self.gathered and len(missing) <= self.rule.backup:

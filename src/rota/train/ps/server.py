@@ -43,7 +43,7 @@ Answer = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """What every shard of one server group is told. ``gone_s``: a worker without a connection for longer has left."""
+    """Configuration of every shard of a server group. ``gone_s``: a worker without connection for longer has left."""
 
     rule: Rule
     dense: RowOptimizer = SGD
@@ -79,7 +79,7 @@ class PsServer:
             return next(one.clock for one in effects if isinstance(one, Admit) and one.worker == worker)
 
     def leave(self, worker: int, epoch: int) -> None:
-        """Take part no longer: nobody waits for this worker."""
+        """Take part no longer: the others do not wait for this worker."""
         with self._changed:
             self._handle(Left(worker=worker, epoch=epoch))
 
@@ -153,7 +153,7 @@ class PsServer:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a shard needs to go on from here: nested dicts of arrays and numbers."""
+        """All that a shard needs to continue from here: nested dicts of arrays and numbers."""
         with self._changed:
             core = self._core
             epochs = {str(worker): epoch for worker, epoch in core.epochs.items()}
@@ -164,7 +164,7 @@ class PsServer:
             }  # fmt: skip
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Go on from a snapshot; workers join again and start at its clock."""
+        """Continue from a snapshot; workers join again and start at its clock."""
         with self._changed:
             epochs = {int(worker): int(epoch) for worker, epoch in kept["epochs"].items()}
             self._core = PsShard(rule=self.spec.rule, base=kept["base"], version=kept["version"], epochs=epochs)

@@ -249,7 +249,7 @@ def test_only_a_regular_file_of_a_bounded_size_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(FILE_BYTES_MAX + 1)
-    for path, told in (("/dev/null", "no regular file"), ("large", "larger than"), ("pipe", "no regular file")):
+    for path, told in (("/dev/null", "not a regular file"), ("large", "larger than"), ("pipe", "not a regular file")):
         with pytest.raises(BadInput, match=told):
             read_json(tmp_path / path, "plan")
 

@@ -14,7 +14,7 @@ from rota.cluster.core.events import JobArrived
 from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.txn import Txn
 from rota.cluster.policies.profiles import get_profile
-from rota.cluster.policies.random import Anywhere
+from rota.cluster.policies.random import RandomFit
 from rota.cluster.sim.simulate import run_sim
 
 
@@ -45,9 +45,9 @@ def test_at_random_every_node_with_room_is_as_likely_and_a_trial_agrees_with_the
     s = state(*(node(f"n{i}", 4) for i in range(5)))
     step(s, JobArrived(ask=ask("runs", slot(4))), get_profile("bestfit"), 0.0)
     rows = [JobRow(ask=ask(f"j{i}", slot(2), slot(2))) for i in range(1000)]
-    found = [Anywhere(7).place(s, Txn(), row) for row in rows]
-    assert found == [Anywhere(7).place(s, Txn(), row) for row in rows]
-    assert found != [Anywhere(8).place(s, Txn(), row) for row in rows]
+    found = [RandomFit(7).place(s, Txn(), row) for row in rows]
+    assert found == [RandomFit(7).place(s, Txn(), row) for row in rows]
+    assert found != [RandomFit(8).place(s, Txn(), row) for row in rows]
     for bundle in (0, 1):
         counts = Counter(held[bundle].node for held in found if held)
         assert set(counts) == {1, 2, 3, 4}

@@ -14,7 +14,7 @@ from rota.cluster.policies.gandiva import gandiva, gandiva_pack
 from rota.cluster.policies.hived import hived
 from rota.cluster.policies.kai import kai
 from rota.cluster.policies.las import las, srtf
-from rota.cluster.policies.random import Anywhere, random
+from rota.cluster.policies.random import RandomFit, random
 from rota.cluster.policies.static_partition import pool, pool_spread, private
 from rota.spec.errors import unknown
 
@@ -44,4 +44,4 @@ def get_profile(name: str, *, seed: int = 0) -> Profile:
     if name not in PROFILES:
         raise unknown(f"there is no scheduling profile {name!r}", name, PROFILES, "profiles")
     made = PROFILES[name]()
-    return replace(made, placer=Anywhere(seed)) if isinstance(made.placer, Anywhere) else made
+    return replace(made, placer=RandomFit(seed)) if isinstance(made.placer, RandomFit) else made

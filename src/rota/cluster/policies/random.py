@@ -26,8 +26,8 @@ def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Anywhere:
-    """Every bundle goes to any node that has room, all alike.
+class RandomFit:
+    """Random placement: every bundle goes to any node that has room, all alike.
 
     Which one follows from the seed, the job and the bundle, so that a trial and the start after it agree.
     """
@@ -47,4 +47,4 @@ class Anywhere:
 
 def random() -> Profile:
     """First come, first served; placed at random, by the seed of the run."""
-    return Profile(name="random", order=ByArrival(), division=LimitsOnly(), placer=Anywhere(), block="queue")
+    return Profile(name="random", order=ByArrival(), division=LimitsOnly(), placer=RandomFit(), block="queue")

@@ -11,8 +11,8 @@ from tests.job.core.test_graph_and_gangs import near, problems
 from tests.job.test_rpc_client import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
-from rota.job.instance.device_lease import Turns
-from rota.job.rpc.client import Courier, Request
+from rota.job.instance.device_lease import DeviceLease
+from rota.job.rpc.client import Request, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import Epoch, NodeId, RoleName
@@ -36,7 +36,7 @@ class World:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.launcher = Launcher(self._answer)
-        self.courier = Courier(
+        self.courier = RpcClient(
             job=JOB,
             spec=SPEC,
             launcher=self.launcher,  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ class World:
             caller=at("loop/0"),
         )
         self.table(1)
-        self.turns = Turns(SPEC, self.courier, partial(self.courier.call, loop_epoch=EPOCH))
+        self.turns = DeviceLease(SPEC, self.courier, partial(self.courier.call, loop_epoch=EPOCH))
 
     def table(self, version: int, **epochs: int) -> None:
         peers = [
@@ -155,4 +155,4 @@ def test_what_works_all_the_time_cannot_take_turns() -> None:
 @pytest.mark.parametrize("share", ["fraction", None])
 def test_roles_that_are_resident_together_take_no_turns(share: str | None) -> None:
     both = (service("a", 1, op("work")), service("b", 1, op("work"), collocate=(near("a", share=share),)))
-    assert Turns(spec(*both), World().courier, None)._devices == {}  # type: ignore[arg-type]
+    assert DeviceLease(spec(*both), World().courier, None)._devices == {}  # type: ignore[arg-type]

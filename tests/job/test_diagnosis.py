@@ -11,9 +11,9 @@ from tests.makers import fail as contract
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
 from rota.job.core.progress import Wait
-from rota.job.health.heartbeat import SETTING_UP, Beat, Pulse
+from rota.job.health.heartbeat import SETTING_UP, Heartbeat, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager, sentence
-from rota.job.master.rendezvous import Meetings
+from rota.job.master.rendezvous import Rendezvous
 from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
@@ -42,7 +42,9 @@ class Bench:
     def say(self, name: str, *waits: tuple[str, str], **fields) -> None:
         one, age_s = at(name), fields.get("still_s", fields.get("idle_s", 0.0))
         told = tuple(Wait(source=name, target=target, kind=kind, age_s=age_s) for target, kind in waits)  # type: ignore[arg-type]
-        beat = Beat(role=one.role, rank=one.rank, epoch=Epoch(1), started_epoch=Epoch(1), pid=7, waits=told, **fields)
+        beat = Heartbeat(
+            role=one.role, rank=one.rank, epoch=Epoch(1), started_epoch=Epoch(1), pid=7, waits=told, **fields
+        )
         self.manager.heard(beat)
 
     def told(self, **absent: tuple[str, ...]) -> dict[str, ProgressStalled]:
@@ -99,7 +101,7 @@ def test_a_joiner_that_stands_by_hides_no_rank_of_the_world() -> None:
 def test_those_who_have_not_come_to_a_meeting_are_named_by_their_seats() -> None:
     async def main() -> dict[str, tuple[str, ...]]:
         world = replace(command("actor", 2, mesh=(("dp", 2),), elastic_axis="dp"), replicas_max=3)
-        bench, meetings = Bench(world), Meetings()
+        bench, meetings = Bench(world), Rendezvous()
         gone = replace(bench.ctx.instances[at("actor/0")], retired=True)
         coming = meetings.meet(role="actor", rank=2, epoch=1, world=2, address="")
         waiting = asyncio.create_task(coming)
@@ -194,10 +196,10 @@ def test_a_role_without_one_that_is_ready_is_waited_for_as_a_whole_and_its_recov
 
 def test_waits_and_steps_of_a_process_are_told_by_its_pulse() -> None:
     clock = VirtualClock()
-    pulse = Pulse(clock)
+    pulse = ProgressMarks(clock)
     with pulse.running("loop"), pulse.waiting.on("reward/0", "call", "score"):
         clock.advance(3.0)
-        beat = pulse.read(Beat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7))
+        beat = pulse.read(Heartbeat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7))
         assert [(one.source, one.target, one.what, one.age_s) for one in beat.waits] == [
             ("loop/0", "reward/0", "score", 3.0)
         ]

@@ -12,7 +12,7 @@ from tests.makers import fail as contract
 
 from rota.job.core.context import Instance, JobContext, Process
 from rota.job.core.graph import expand
-from rota.job.health.heartbeat import Beat, BeatAnswer, Failure, Pulse
+from rota.job.health.heartbeat import Failure, Heartbeat, HeartbeatAnswer, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.rpc.tracing import Collectives, own_collectives
 from rota.runtime.clock import VirtualClock
@@ -21,7 +21,7 @@ from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
 
-EMPTY = Beat(role=at("a/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7)
+EMPTY = Heartbeat(role=at("a/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7)
 
 
 def ready(progress_s: float = 30.0) -> JobContext:
@@ -33,23 +33,23 @@ def ready(progress_s: float = 30.0) -> JobContext:
 def test_a_beat_and_its_answer_survive_their_json() -> None:
     failure = Failure(epoch=Epoch(2), reason=Reason.USER_ERROR, text="x", traceback="t")
     beat = replace(EMPTY, busy=("update",), failure=failure)
-    assert Beat.from_json(beat.to_json()) == beat
-    answer = BeatAnswer(master_epoch=Epoch(3))
-    assert BeatAnswer.from_json(answer.to_json()) == answer
+    assert Heartbeat.from_json(beat.to_json()) == beat
+    answer = HeartbeatAnswer(master_epoch=Epoch(3))
+    assert HeartbeatAnswer.from_json(answer.to_json()) == answer
     lost = beat.lost()
     assert lost is not None and (lost.epoch, lost.alive, lost.reason) == (2, True, Reason.USER_ERROR)
 
 
 def test_nothing_running_is_not_idle() -> None:
     clock = VirtualClock()
-    pulse = Pulse(clock)
+    pulse = ProgressMarks(clock)
     clock.advance(1000)
     assert pulse.read(EMPTY).idle_s == 0
 
 
 def test_collectives_of_any_group_are_marks_and_their_place_alone_is_none() -> None:
     clock = VirtualClock()
-    pulse = Pulse(clock)
+    pulse = ProgressMarks(clock)
     with pulse.running("command"):
         for n in (1, 2, 5):
             clock.advance(10)
@@ -62,7 +62,7 @@ def test_collectives_of_any_group_are_marks_and_their_place_alone_is_none() -> N
 
 def test_idle_counts_from_the_last_mark_of_what_runs_and_not_through_quiet_spans() -> None:
     clock = VirtualClock()
-    pulse = Pulse(clock)
+    pulse = ProgressMarks(clock)
     clock.advance(50)
     with pulse.running("update"):
         clock.advance(10)

@@ -12,7 +12,7 @@ import pytest
 from tests.makers import JOB, at, service, spec
 
 from rota.job.health import preflight
-from rota.job.health.heartbeat import Beat, BeatAnswer
+from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer
 from rota.job.instance import instance as instance_module
 from rota.job.instance import operations
 from rota.job.instance.instance import Instance
@@ -69,14 +69,14 @@ def test_an_instance_whose_beats_fail_in_any_way_ends_itself(
     finally:
         back.set()
         instance._control.close()
-        instance._seat.user.close()
+        instance._config.user.close()
 
 
 class QuietLauncher:
     """A master that answers every beat, and says nothing."""
 
     async def call(self, *_: object) -> Any:
-        return BeatAnswer(master_epoch=Epoch(1)).to_json()
+        return HeartbeatAnswer(master_epoch=Epoch(1)).to_json()
 
 
 BLOCKS, LETS_GO = threading.Event(), threading.Event()
@@ -130,7 +130,7 @@ def test_an_adopted_loop_runs_operations_once_fenced_and_control_goes_on_beside_
         # The table tells of a newer loop before its first call does.
         await instance.peers(PeerTable(version=1, loop_epoch=Epoch(5)).to_json())
         async with asyncio.timeout(LIMIT_S):
-            while instance._seat.courier.table.version < 1:
+            while instance._config.courier.table.version < 1:
                 await asyncio.sleep(0.001)
         fenced = await instance.call(head("b", "work"), 5)
         assert isinstance(fenced, Refusal) and fenced.kind == "stale" and "fenced by 5" in fenced.text
@@ -161,7 +161,7 @@ def test_weights_that_cannot_be_read_are_a_loss_of_the_instance_and_no_fault_of_
 
     class Listening(QuietLauncher):
         async def call(self, _: object, call: Call) -> Any:
-            if call.method == "beat" and Beat.from_json(call.args[0]).failure is not None:
+            if call.method == "beat" and Heartbeat.from_json(call.args[0]).failure is not None:
                 told.set()
             return await super().call()
 
@@ -196,7 +196,7 @@ def test_a_node_whose_disk_does_not_answer_is_unfit_and_the_folders_are_named(
     finally:
         back.set()
         instance._control.close()
-        instance._seat.user.close()
+        instance._config.user.close()
     assert (answer["answer"], answer["failure"]["reason"]) == ("failed", Reason.DATA_UNREACHABLE)
     assert str(tmp_path) in answer["failure"]["text"] and "did not answer in 0.01 s" in answer["failure"]["text"]
 
@@ -208,7 +208,7 @@ def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, m
 
     class Listening(QuietLauncher):
         async def call(self, _: object, call: Call) -> Any:
-            beat = Beat.from_json(call.args[0])
+            beat = Heartbeat.from_json(call.args[0])
             if beat.failure is not None and beat.failure.reason is Reason.GPU_ECC:
                 told.set()
             return await super().call()
@@ -222,7 +222,7 @@ def test_a_device_that_fails_under_its_work_fails_the_instance(tmp_path: Path, m
         assert told.wait(LIMIT_S), "the master hears of it at the next beat"
     finally:
         instance._control.close()
-        instance._seat.user.close()
+        instance._config.user.close()
 
 
 @pytest.mark.parametrize(("number", "text"), [(9, "ended by SIGKILL"), (35, "ended by signal 35")])
@@ -264,4 +264,4 @@ def test_an_operation_that_holds_its_thread_over_a_new_epoch_ends_the_process(
         assert statuses == [STUCK_EXIT_STATUS]
     finally:
         instance._control.close()
-        instance._seat.user.close()
+        instance._config.user.close()

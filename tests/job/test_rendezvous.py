@@ -12,11 +12,11 @@ import torch.distributed as dist
 from tests.makers import JOB, mesh, spec
 
 from rota.job.health import preflight
-from rota.job.health.heartbeat import BeatAnswer
+from rota.job.health.heartbeat import HeartbeatAnswer
 from rota.job.instance import instance
 from rota.job.instance.instance import Instance
 from rota.job.instance.process_group import Meeting
-from rota.job.instance.runners import Forming
+from rota.job.instance.runners import Setup
 from rota.job.rpc.peers import JobPlace
 from rota.runtime.devices import group_backend
 from rota.runtime.launch import Call
@@ -28,7 +28,7 @@ class AloneLauncher:
     """A master that answers every beat, and lets the one member of a world meet itself."""
 
     async def call(self, _: object, call: Call) -> Any:
-        return call.kwargs["address"] if call.method == "meet" else BeatAnswer(master_epoch=Epoch(1)).to_json()
+        return call.kwargs["address"] if call.method == "meet" else HeartbeatAnswer(master_epoch=Epoch(1)).to_json()
 
 
 @pytest.fixture
@@ -40,12 +40,12 @@ def member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instance
     made = Instance(place=place.to_json(), spec=spec(role).to_json(), instance="w/0", epoch=1, attempt=1, devices=[0])
     yield made
     made._control.close()
-    made._seat.user.close()
+    made._config.user.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a device here")
 def test_a_member_with_pretend_devices_meets_and_sums_over_gloo(member: Instance) -> None:
-    meeting = Meeting(member._seat, Forming(epoch=Epoch(1), world=1, restore=0))
+    meeting = Meeting(member._config, Setup(epoch=Epoch(1), world=1, restore=0))
     try:
         group, numbers = meeting.make(), torch.ones(3)
         dist.all_reduce(numbers, group=group)

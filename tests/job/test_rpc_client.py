@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.makers import JOB, at, loop, service, spec
 
-from rota.job.rpc.client import Courier, Lost, Refusal, Request, in_order
+from rota.job.rpc.client import Lost, Refusal, Request, RpcClient, in_order
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.launch import Call, CallTimeout, Handle, NotPicklable, ProcessGone
@@ -65,15 +65,15 @@ def op(send: Any, recv: Any = None, **fields: Any) -> OpSpec:
     return OpSpec(name="work", **texts, **fields)
 
 
-def courier(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> tuple[Courier, Launcher]:
+def courier(role: RoleSpec, answer: Answer, given: PeerTable, **fields: Any) -> tuple[RpcClient, Launcher]:
     launcher = Launcher(answer)
     job = spec(role, loop(), **fields)
-    made = Courier(job=JOB, spec=job, launcher=launcher, clock=SystemClock(), caller=at("loop/0"))  # type: ignore[arg-type]
+    made = RpcClient(job=JOB, spec=job, launcher=launcher, clock=SystemClock(), caller=at("loop/0"))  # type: ignore[arg-type]
     made.update(given)
     return made, launcher
 
 
-async def each(made: Courier, role: RoleSpec, items: list[Any]) -> list[Any]:
+async def each(made: RpcClient, role: RoleSpec, items: list[Any]) -> list[Any]:
     return await in_order(made.stream(role, op(Each, Concat()), items, (), {}), len(items))
 
 

@@ -18,17 +18,17 @@ from tests.world.virtual import run as virtual
 from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, Instance
 from rota.job.core.graph import expand
 from rota.job.health import stacks
-from rota.job.health.heartbeat import Beat, Failure, Pulse
+from rota.job.health.heartbeat import Failure, Heartbeat, ProgressMarks
 from rota.job.instance import flow
-from rota.job.instance.flow import Flow, LoopBody
+from rota.job.instance.flow import Flow, LoopRunner
 from rota.job.instance.runners import StillRunning
 from rota.job.instance.spmd import SETUP_MAX_S
 from rota.job.master import executor, master
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.master.executor import Executor, death_event
-from rota.job.master.master import InboxFull, JobMaster, Wish
-from rota.job.rpc.client import Courier
-from rota.job.rpc.event_loop import Exited, Lane
+from rota.job.master.master import AppendRequest, InboxFull, JobMaster
+from rota.job.rpc.client import RpcClient
+from rota.job.rpc.event_loop import EventLoopThread, Exited
 from rota.job.rpc.peers import JobPlace, Peer, PeerTable
 from rota.runtime.clock import SystemClock, VirtualClock
 from rota.runtime.launch import Call, CallTimeout, ProcessDied
@@ -69,7 +69,7 @@ def test_a_full_inbox_fails_the_master_and_drops_nothing_in_silence(monkeypatch:
         one = a_master()
         for number in range(5):
             one.report(TimerFired(timer=str(number)))
-        while isinstance(found := one._inbox.get_nowait(), Wish):
+        while isinstance(found := one._inbox.get_nowait(), AppendRequest):
             pass
         assert isinstance(found, InboxFull) and "3 events" in str(found)
 
@@ -83,7 +83,7 @@ def test_the_end_of_a_job_refuses_its_waiters_and_a_failed_master_leaves_them(mo
             one.ctx = SimpleNamespace(state=state, committed=0, loop_epoch=Epoch(1))  # type: ignore[assignment]
             event = Committed(n=1, loop_epoch=Epoch(1), versions={}, metrics={}, cursor={})
             done = asyncio.get_running_loop().create_future()
-            one._inbox.add(Wish(event, done))
+            one._inbox.add(AppendRequest(event, done))
             coming = one._meetings.meet(role="w", rank=0, epoch=1, world=2, address="")
             meeting = asyncio.create_task(coming)
             await asyncio.sleep(0)
@@ -104,7 +104,7 @@ def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_els
     async def main() -> None:
         one = a_master()
         who: Any = {"role": RoleName("w"), "rank": 0, "epoch": Epoch(1), "started_epoch": Epoch(1), "pid": 1}
-        beat = Beat(**who, saved_s=5.0, failure=Failure(epoch=Epoch(1), reason=Reason.USER_ERROR, text="boom"))
+        beat = Heartbeat(**who, saved_s=5.0, failure=Failure(epoch=Epoch(1), reason=Reason.USER_ERROR, text="boom"))
         assert (await one.beat(beat.to_json()))["table"] is None
         asked = [asyncio.create_task(work) for work in (one.status(), one.stacks("w", 0), one.why())]
         await asyncio.sleep(0)
@@ -116,7 +116,7 @@ def test_a_master_that_has_not_read_its_log_keeps_leases_and_answers_nothing_els
         assert (await asked[0])["beats"]["w/0"]["pid"] == 1
         assert one._inbox.empty() and one._saved_s == 0.0, "it judged what it did not know"
         await one.beat(beat.to_json())
-        assert one._inbox.get_nowait() == Wish(beat.lost())
+        assert one._inbox.get_nowait() == AppendRequest(beat.lost())
         await asyncio.gather(*asked)
 
     run(main())
@@ -142,7 +142,7 @@ def test_while_stacks_are_taken_the_others_are_judged(monkeypatch: pytest.Monkey
         taken.set()
         told.append(await one._inbox.get())
         watching.cancel()
-        assert told == [Wish(gone), Wish(replace(stuck, stacks="in read()"))]
+        assert told == [AppendRequest(gone), AppendRequest(replace(stuck, stacks="in read()"))]
 
     run(main())
 
@@ -226,14 +226,14 @@ class TestFlow:
         place = JobPlace(home=str(tmp_path), job=JOB, workdir="", launcher="")
         launcher, clock = SimpleNamespace(call=call), SystemClock()
         found = SimpleNamespace(place=place, spec=spec(role), role=role, id=at("loop/0"), devices=(), clock=clock)
-        vars(found).update(launcher=launcher, pulse=Pulse(SystemClock()), courier=None)
+        vars(found).update(launcher=launcher, pulse=ProgressMarks(SystemClock()), courier=None)
         return found
 
     def flow(self, seat: Any) -> Flow:
         return Flow(seat, FORMING, 0, {})
 
     def flow_among(self, seat: Any, *peers: Peer) -> Flow:
-        seat.courier = Courier(job=JOB, spec=seat.spec, launcher=seat.launcher, clock=seat.clock, caller=seat.id)
+        seat.courier = RpcClient(job=JOB, spec=seat.spec, launcher=seat.launcher, clock=seat.clock, caller=seat.id)
         seat.courier.update(PeerTable(version=1, peers=peers))
         return self.flow(seat)
 
@@ -291,7 +291,7 @@ class TestFlow:
 
         async def main() -> None:
             seat.control.loop = asyncio.get_running_loop()
-            body = LoopBody(seat)
+            body = LoopRunner(seat)
             one = self.flow_among(seat)
             await body._enter(forgets, one, threading.Lock(), asyncio.Event())
             first = forgets.__code__.co_firstlineno
@@ -336,7 +336,7 @@ class TestFlow:
         monkeypatch.setattr(flow, "CANCEL_MAX_S", 0.01)
 
         async def main() -> None:
-            body = LoopBody(seat)
+            body = LoopRunner(seat)
             body._flow, body._task = self.flow(seat), asyncio.ensure_future(asyncio.sleep(60))
             body._first.acquire()
             with pytest.raises(StillRunning):
@@ -360,10 +360,10 @@ class TestFlow:
         monkeypatch.setattr(Flow, "begin", restoring)
 
         async def main() -> None:
-            seat.user, seat.control, free = Lane("user"), SimpleNamespace(), threading.Event()
+            seat.user, seat.control, free = EventLoopThread("user"), SimpleNamespace(), threading.Event()
             seat.control.loop = asyncio.get_running_loop()
-            body = LoopBody(seat)
-            body._forming, body._function = FORMING, function
+            body = LoopRunner(seat)
+            body._setup, body._function = FORMING, function
             seat.user.loop.call_soon_threadsafe(free.wait)
             task = asyncio.ensure_future(body.run(0))
             await asyncio.sleep(0.01)
@@ -453,7 +453,7 @@ class TestFlow:
 
 
 def test_sys_exit_in_a_lane_is_a_failure_and_the_lane_goes_on() -> None:
-    lane = Lane("test")
+    lane = EventLoopThread("test")
 
     async def leave() -> None:
         raise SystemExit(3)

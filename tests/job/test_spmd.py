@@ -18,14 +18,14 @@ from typing import Any
 import psutil
 import pytest
 
-from rota.job.health.heartbeat import Beat, Pulse
+from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.instance import spmd
 from rota.job.instance.bootstrap import write_error
 from rota.job.instance.instance import failure_of
-from rota.job.instance.runners import Forming
+from rota.job.instance.runners import Setup
 from rota.job.instance.spmd import (
-    CommandBody,
     CommandFailed,
+    CommandRunner,
     RankMarks,
     first_error,
     parse_command,
@@ -44,7 +44,7 @@ from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
 
 BOOT = (sys.executable, "-m", "rota.job.instance.bootstrap")
-BEAT = Beat(role=RoleName("main"), rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)
+BEAT = Heartbeat(role=RoleName("main"), rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)
 
 
 def role(run: str | tuple[str, ...], **fields: object) -> RoleSpec:
@@ -183,7 +183,7 @@ def test_only_what_has_ranks_gets_the_variables_of_torchrun(
     seat: Any = SimpleNamespace(
         role=role(line, **fields), id=InstanceId(RoleName("main"), 0), place=SimpleNamespace(job="j-1")
     )
-    given = Forming(epoch=Epoch(1), world=1, restore=0)
+    given = Setup(epoch=Epoch(1), world=1, restore=0)
     env = spmd.rank_environment(seat, given, parse_command(seat.role), 0, "", Path("/w"))
     contract = {name for name in env if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     assert len(contract) == (5 if ranked else 0), contract
@@ -230,9 +230,9 @@ def test_an_instance_is_in_the_collectives_where_the_last_of_its_ranks_is(tmp_pa
     for rank, text in enumerate(("7 40 61 all_reduce", "7 39 60 ", "0 -1 0 ", "")):
         (tmp_path / f"progress-{rank}").write_text(text)
     seat: Any = SimpleNamespace(role=role("torchrun --nproc-per-node 4 t.py"), clock=SystemClock(), pulse=None)
-    seat.pulse = Pulse(seat.clock)
-    body = CommandBody(seat)
-    body._forming, body._files = Forming(epoch=Epoch(1), world=1, restore=0), tmp_path
+    seat.pulse = ProgressMarks(seat.clock)
+    body = CommandRunner(seat)
+    body._setup, body._files = Setup(epoch=Epoch(1), world=1, restore=0), tmp_path
 
     async def follow() -> None:
         following = asyncio.create_task(body._follow_progress())
@@ -256,8 +256,8 @@ def test_the_ranks_of_one_instance_that_the_others_wait_for_are_named() -> None:
 @pytest.mark.parametrize("line", ["torchrun --nproc-per-node 1 t.py", "cd /tmp && python t.py"])
 def test_a_rank_that_is_stopped_by_a_signal_is_reported_with_its_time(line: str) -> None:
     clock = VirtualClock()
-    body = CommandBody(SimpleNamespace(role=role(line), clock=clock))  # type: ignore[arg-type]
-    body._forming = Forming(epoch=Epoch(1), world=2, restore=0, index=1)
+    body = CommandRunner(SimpleNamespace(role=role(line), clock=clock))  # type: ignore[arg-type]
+    body._setup = Setup(epoch=Epoch(1), world=2, restore=0, index=1)
     shell = body._command.argv[0] == "/bin/sh"
     child = subprocess.Popen(["/bin/sh", "-c", "sleep 60; true"] if shell else ["sleep", "60"])
     body._children = [child]  # type: ignore[assignment]
@@ -281,8 +281,8 @@ def test_a_rank_that_is_stopped_by_a_signal_is_reported_with_its_time(line: str)
 
 def test_each_rank_is_told_with_its_state_and_its_collectives_one_that_is_stopped_too(tmp_path: Path) -> None:
     (tmp_path / "progress-1").write_text("3 12 12 barrier")
-    body = CommandBody(SimpleNamespace(role=role("torchrun --nproc-per-node 2 t.py")))  # type: ignore[arg-type]
-    body._forming, body._files = Forming(epoch=Epoch(1), world=1, restore=0), tmp_path
+    body = CommandRunner(SimpleNamespace(role=role("torchrun --nproc-per-node 2 t.py")))  # type: ignore[arg-type]
+    body._setup, body._files = Setup(epoch=Epoch(1), world=1, restore=0), tmp_path
     children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     body._children = children  # type: ignore[assignment]
     try:
@@ -305,8 +305,8 @@ def test_a_command_that_fails_is_told_with_its_exit_status_and_last_words(tmp_pa
     seat: Any = SimpleNamespace(
         role=role("./tool"), clock=SystemClock(), id="main/0", place=SimpleNamespace(log_path=lambda _: str(log))
     )
-    body = CommandBody(seat)
-    body._forming, body._log_from = Forming(epoch=Epoch(1), world=1, restore=0), log.stat().st_size
+    body = CommandRunner(seat)
+    body._setup, body._log_from = Setup(epoch=Epoch(1), world=1, restore=0), log.stat().st_size
     with log.open("a") as file:
         lines = (("stdout", "step 7"), ("stderr", "opening /data"), ("stderr", "tool: no such file /data"))
         file.writelines(format_line(2.0, 1, 1, *line) for line in lines)
@@ -324,7 +324,7 @@ def seat_with(setup: str, home: Path) -> Any:
     clock = SystemClock()
     return SimpleNamespace(
         role=role("true", setup=setup), spec=SimpleNamespace(output="", checkpoint=None, seed=0),
-        place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, pulse=Pulse(clock),
+        place=place, id=InstanceId(RoleName("main"), 0), devices=(), clock=clock, pulse=ProgressMarks(clock),
     )  # fmt: skip
 
 
@@ -403,7 +403,7 @@ def test_a_setup_command_at_its_limit_ends_with_all_it_started(tmp_path: Path, m
 
 
 def test_a_command_that_cannot_be_run_is_told_with_its_name_and_the_remedy() -> None:
-    body = CommandBody(SimpleNamespace(role=role(("./nosuchtool", "--x"))))  # type: ignore[arg-type]
+    body = CommandRunner(SimpleNamespace(role=role(("./nosuchtool", "--x"))))  # type: ignore[arg-type]
     with pytest.raises(
         CommandFailed, match=r"'\./nosuchtool' cannot be run in .*No such file.*put it on PATH"
     ) as caught:

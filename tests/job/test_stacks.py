@@ -14,7 +14,7 @@ from rota.job.health.stacks import is_of_the_job, of_the_job, own_stacks
 from rota.job.inspect import inspect_all
 from rota.job.instance import bootstrap
 from rota.job.instance.instance import failure_of
-from rota.job.rpc.event_loop import Lane
+from rota.job.rpc.event_loop import EventLoopThread
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 
@@ -29,7 +29,12 @@ async def waiting_in_the_job(begun: threading.Event) -> None:
 
 
 def test_only_threads_and_tasks_that_run_code_of_the_job_are_shown() -> None:
-    stop, begun, lane, control = threading.Event(), threading.Event(), Lane("user"), Lane("control")
+    stop, begun, lane, control = (
+        threading.Event(),
+        threading.Event(),
+        EventLoopThread("user"),
+        EventLoopThread("control"),
+    )
     thread = threading.Thread(target=stuck_in_the_job, args=(stop,), daemon=True)
     thread.start()
     waits = lane.submit(waiting_in_the_job(begun))
@@ -48,7 +53,7 @@ def test_a_dump_without_code_of_the_job_is_shown_whole() -> None:
     dump = f'Thread 0x1 (most recent call first):\n  File "{threading.__file__}", line 1 in wait\n'
     assert of_the_job(dump) == dump
     assert not is_of_the_job(threading.__file__)
-    assert not is_of_the_job(Lane.__init__.__code__.co_filename)
+    assert not is_of_the_job(EventLoopThread.__init__.__code__.co_filename)
     assert is_of_the_job("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py")
     assert is_of_the_job(__file__)
 

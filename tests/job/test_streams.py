@@ -14,16 +14,16 @@ from tests.makers import JOB, at, loop, op, service, spec
 from tests.world import virtual
 
 from rota.job.core.ledger import Drop, Place
-from rota.job.health.heartbeat import Beat, Pulse
+from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.instance.streams import Streams, open_source
-from rota.job.rpc.client import Courier, Request
+from rota.job.rpc.client import Request, RpcClient
 from rota.runtime.clock import Clock, SystemClock, VirtualClock
 from rota.spec.errors import BadInput, DataError
 from rota.spec.ids import Epoch
 from rota.spec.job import Edge, JobSpec, StreamSpec
 
 EACH: Any = {"send": "Each", "recv": "Concat", "retry": "safe"}
-BEAT = Beat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)
+BEAT = Heartbeat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
@@ -41,9 +41,9 @@ async def until(true: Callable[[], Any]) -> None:
 
 def streams_of(job: JobSpec, answer: Any = None, clock: Clock | None = None) -> Streams:
     clock = clock or SystemClock()
-    pulse = Pulse(clock)
+    pulse = ProgressMarks(clock)
     fields: Any = {"launcher": Launcher(answer), "clock": clock, "caller": at("loop/0"), "job": JOB}
-    courier = Courier(spec=job, waiting=pulse.waiting, **fields)
+    courier = RpcClient(spec=job, waiting=pulse.waiting, **fields)
     courier.update(table(2))
     courier.enter(Epoch(1))
     return Streams(

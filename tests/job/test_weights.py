@@ -11,7 +11,7 @@ from tests.job.test_rpc_client import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
 from rota.job.instance.weights import PHASE, Replicas, Tape, gradient_edges
-from rota.job.rpc.client import Courier, Request
+from rota.job.rpc.client import Request, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.spec.errors import BadInput
@@ -52,7 +52,7 @@ class World:
         sizes = {"vision": sources, "speller": targets}
         self.towers = {f"{role}/{rank}": Tower(len(role)) for role, n in sizes.items() for rank in range(n)}
         self.launcher = Launcher(self._answer)
-        courier = Courier(
+        courier = RpcClient(
             job=JOB,
             spec=self.spec,
             launcher=self.launcher,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from standing import HELLO, Standing, listening, stream, with_service
 
-from rota.job.health.heartbeat import Beat
+from rota.job.health.heartbeat import Heartbeat
 from rota.runtime.clock import VirtualClock
 from rota.runtime.logs import format_line, log_name
 from rota.service.client import Client
@@ -59,7 +59,7 @@ def test_what_a_master_writes_is_shown_with_pid_node_and_devices(tmp_path: Path)
         assert (job["state"], job["master"]["pid"]) == ("RUNNING", 999)
         one = job["instances"][0]
         assert (one["state"], one["pid"], one["node"], one["devices"]) == ("READY", 1000, "r0n0", [0, 1])
-        beat = Beat(role=MAIN, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1000, progress_n=7, idle_s=0.25)
+        beat = Heartbeat(role=MAIN, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1000, progress_n=7, idle_s=0.25)
         service.engine.told = {"main/0": {**beat.to_json(), "age_s": 0.125}}
         one = (await service.get("/jobs/hello-1"))["instances"][0]
         told = {"n": 7, "unit": "", "idle_s": 0.25, "beat_age_s": 0.125, "busy": [], "quiet": "", "waits_for": []}

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.job.checkpoint import SHADOWS_KEPT
-from rota.job.health.heartbeat import SETTING_UP, Pulse
+from rota.job.health.heartbeat import SETTING_UP, ProgressMarks
 from rota.job.instance.streams import Streams
-from rota.job.rpc.client import ROLLBACK_MAX_S, Courier, Refusal
+from rota.job.rpc.client import ROLLBACK_MAX_S, Refusal, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.runtime.clock import Clock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
@@ -101,7 +101,7 @@ class SimInstance:
         self._busy: tuple[str, ...] = ()
         self._unfit: bool | None = None
         self._spec, self._ready, self._loop_epoch_max = spec, 0, 0
-        self._courier: Courier | None = None
+        self._courier: RpcClient | None = None
         self._host, self._table, self._hurried = host, PeerTable(), False
         process.spawn(self._beats())
 
@@ -172,7 +172,7 @@ class SimInstance:
 
     async def _stream_loop(self, epoch: Epoch, committed: int, more: Mapping[str, Any]) -> dict[str, Any]:
         """The real pumps and ledgers over the simulated instances; a commit a batch, to the end of the source."""
-        courier = Courier(
+        courier = RpcClient(
             job=self._job, spec=self._spec, launcher=self._launcher, clock=self._clock, caller=self.id
         )  # fmt: skip
         courier.enter(epoch)
@@ -181,7 +181,7 @@ class SimInstance:
         streams = Streams(
             self._spec,
             courier=courier,
-            pulse=Pulse(self._clock),
+            pulse=ProgressMarks(self._clock),
             holder=self.id,
             epoch=epoch,
             version=committed,

@@ -89,7 +89,7 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
             first_s = min(loss.at_s for loss in ctx.losses)
             yield SetTimer(timer=f"diagnose/{ctx.failover_count + 1}", since_s=first_s, after_s=DIAGNOSE_S)
         return
-    if ctx.state is JobState.RUNNING and (there := resize.leavers(ctx)):
+    if ctx.state is JobState.RUNNING and (there := resize.departing(ctx)):
         node = ctx.bundle(there[0].id)[1].node
         due_s, until_s = ctx.drains[node], migration.save_until(ctx)
         yield SetTimer(timer=f"drain/{node}/{due_s:.3f}", since_s=due_s, after_s=0.0)
@@ -98,7 +98,7 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
     failover = ctx.failover
     if failover is not None and not failover.released:
         yield SetTimer(timer=f"backoff/{failover.number}", since_s=failover.started_s, after_s=failover.delay_s)
-    elif failover is not None and resize.homeless(ctx):
+    elif failover is not None and resize.unplaced(ctx):
         yield SetTimer(timer=f"node/{failover.number}", since_s=failover.started_s, after_s=NODE_WAIT_S)
     elif any(resize.waits_for_answers(ctx, role.name) for role in ctx.spec.roles):
         yield SetTimer(timer=f"asks/{ctx.attempt}", since_s=ctx.admitted_s, after_s=ASK_WAIT_S)

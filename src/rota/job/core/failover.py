@@ -20,7 +20,7 @@ from rota.job.core.context import (
     replace,
 )
 from rota.job.core.graph import recovery_scope, replaced
-from rota.job.core.resize import OF_THE_NODE, PLANNED, has_place, held, homeless, is_fit, is_world, leaving, world_of
+from rota.job.core.resize import OF_THE_NODE, PLANNED, has_place, held, is_fit, is_world, leaving, unplaced, world_of
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, NodeId, RoleName
 from rota.spec.job import Restart, RoleSpec
@@ -566,7 +566,7 @@ def _restart_scope(ctx: JobContext, failover: Failover, event: FailoverStarted) 
         return replace(new, spare=one.spare or _in_background(ctx, member, lost), barred=barred.get(member, ()))
 
     # Without another node nobody waits for one: who is not replaced now comes up again where it was, too.
-    back = [one for one in homeless(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
+    back = [one for one in unplaced(ctx) if stays and one.id not in failover.scope and has_place(ctx, one)]
     asks = tuple(replace(ask, state="granted") if frozenset(ask.everybody) == moved else ask for ask in ctx.asks)
     instances = [*(changed(member) for member in failover.scope), *(replace(one, barred=()) for one in back)]
     return replace(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rota.job.core.context import JobContext
-from rota.job.core.resize import homeless
+from rota.job.core.resize import unplaced
 from rota.spec.commands import SaveCommit, Saving
 from rota.spec.ids import Epoch, InstanceId, NodeId
 from rota.spec.states import InstanceState
@@ -52,7 +52,7 @@ def restorable(ctx: JobContext) -> int | None:
     """The newest commit that survives for everybody: in memory, else on disk; None while one of them has no place."""
     if ctx.checkpoint_n >= ctx.committed:
         return ctx.committed
-    out = {one.id for one in homeless(ctx)}
+    out = {one.id for one in unplaced(ctx)}
     if any(one in out for one in keepers(ctx)):
         return None
     return ctx.checkpoint_n if missing(ctx) else ctx.committed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rota.job.core import memory, shutdown
 from rota.job.core.context import Ending, JobContext, Loss, replace
 from rota.job.core.failover import FailoverCoordinator
-from rota.job.core.resize import held, leavers, waits_to_grow
+from rota.job.core.resize import departing, held, waits_to_grow
 from rota.spec.events import FailoverStarted, MoveAsked
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
@@ -24,7 +24,7 @@ def needs_save(ctx: JobContext) -> bool:
     It is that of those who have another place; while there is none everybody's, since at the end of the notice the
     whole job goes back into the queue, and comes up anywhere.
     """
-    if ctx.checkpoint_n >= ctx.committed or not leavers(ctx):
+    if ctx.checkpoint_n >= ctx.committed or not departing(ctx):
         return False
     place = held(ctx)
     return any(memory.keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances))
@@ -41,7 +41,7 @@ def at_boundary(ctx: JobContext) -> bool:
 
 
 def _is_due(ctx: JobContext) -> bool:
-    return ctx.at_s >= ctx.drains[ctx.bundle(leavers(ctx)[0].id)[1].node]
+    return ctx.at_s >= ctx.drains[ctx.bundle(departing(ctx)[0].id)[1].node]
 
 
 def overdue(ctx: JobContext) -> JobContext:
@@ -60,7 +60,7 @@ def save_until(ctx: JobContext) -> float | None:
         return None
     if memory.saving(ctx) is None:
         return None
-    node = ctx.bundle(leavers(ctx)[0].id)[1].node
+    node = ctx.bundle(departing(ctx)[0].id)[1].node
     end_s = ctx.drains[node] + ctx.spec.grace_s
     return end_s if ctx.at_s < end_s else None
 
@@ -73,7 +73,7 @@ def wanted_move(ctx: JobContext) -> FailoverStarted | None:
     bounded = ctx.plan.loop is not None or any(role.run is not None for role in ctx.spec.roles)
     if (bounded and not ctx.boundary) or save_until(ctx) is not None:
         return None
-    first = leavers(ctx)[0].id
+    first = departing(ctx)[0].id
     text = f"{len(place.everybody)} of its instances leave {place.leaves}, which is drained"
     cause = Loss(instance=first, epoch=ctx.instances[first].epoch, reason=Reason.MIGRATED_DRAIN, at_s=ctx.at_s)
     restore = min(ctx.checkpoint_n, ctx.committed) if needs_save(ctx) else ctx.committed

@@ -90,12 +90,12 @@ def waits_for_answers(ctx: JobContext, role: RoleName) -> bool:
     return any(not ask.answered and ask.everybody[0].role == role for ask in ctx.asks)
 
 
-def homeless(ctx: JobContext) -> tuple[Instance, ...]:
+def unplaced(ctx: JobContext) -> tuple[Instance, ...]:
     """Members that are waited for and may not start where they were, or whose place was given back."""
     return tuple(one for one in ctx.instances.values() if not one.retired and (one.barred or not has_place(ctx, one)))
 
 
-def leavers(ctx: JobContext) -> tuple[Instance, ...]:
+def departing(ctx: JobContext) -> tuple[Instance, ...]:
     """Members on a node that is to be left, of that which goes first; none while anything is being recovered."""
     if ctx.failover is not None or ctx.losses or ctx.ending is not None:
         return ()
@@ -108,7 +108,7 @@ def leavers(ctx: JobContext) -> tuple[Instance, ...]:
 
 def leaves(ctx: JobContext, ask: Ask) -> bool:
     """True while an ask is for exactly those who are to leave their node."""
-    return set(ask.everybody) == {one.id for one in leavers(ctx)}
+    return set(ask.everybody) == {one.id for one in departing(ctx)}
 
 
 def held(ctx: JobContext) -> Ask | None:
@@ -175,13 +175,13 @@ def waits(ctx: JobContext, event: GangWaits) -> JobContext:
 
 def is_fit(ctx: JobContext, cause: Loss) -> bool:
     """True when everybody may start again where they were: the fault is not in the node, and the places are held."""
-    return cause.reason not in OF_THE_NODE and all(has_place(ctx, one) for one in homeless(ctx))
+    return cause.reason not in OF_THE_NODE and all(has_place(ctx, one) for one in unplaced(ctx))
 
 
 def no_node(ctx: JobContext) -> JobContext:
     """The open recovery finds no other node: it is judged again, without one."""
     failover = ctx.failover
-    if failover is None or not homeless(ctx):
+    if failover is None or not unplaced(ctx):
         return ctx
     return replace(ctx, losses=(failover.cause,), escalated=Level.NODE, diagnosed=True)
 
@@ -317,7 +317,7 @@ def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
         if not active or any(one.ended for one in active):
             continue
         want = max(wanted_size(ctx, role), role.replicas_min)
-        joiners = joiners_of(ctx, role)
+        joiners = candidates_of(ctx, role)
         going = {member for ask in ctx.asks if ask.back for member in ask.everybody}
         stays = [one for one in active if one.id not in going]
         size = world_of(role, min(want, len(stays)))
@@ -329,7 +329,7 @@ def wanted_resize(ctx: JobContext) -> FailoverStarted | None:
     return None
 
 
-def joiners_of(ctx: JobContext, role: RoleSpec) -> tuple[Instance, ...]:
+def candidates_of(ctx: JobContext, role: RoleSpec) -> tuple[Instance, ...]:
     """Members whose process waits for the world to grow."""
     return tuple(one for one in ctx.of_role(role.name) if one.spare and one.alive and one.state is InstanceState.STALE)
 
@@ -338,7 +338,7 @@ def waits_to_grow(ctx: JobContext) -> bool:
     """True when a boundary would let a world grow."""
     if ctx.spec is None or ctx.state is not JobState.RUNNING or ctx.at_s - ctx.resized_s < GROW_EVERY_S:
         return False
-    return any(is_world(role) and joiners_of(ctx, role) for role in ctx.spec.roles)
+    return any(is_world(role) and candidates_of(ctx, role) for role in ctx.spec.roles)
 
 
 def saved_by_script(ctx: JobContext) -> CheckpointSaved:
@@ -398,7 +398,7 @@ def _moved(ctx: JobContext) -> JobContext:
 
     An ask of which a member has a place again is forgotten: granted, it would move who runs there.
     """
-    out, leaving_now = homeless(ctx), leavers(ctx)
+    out, leaving_now = unplaced(ctx), departing(ctx)
     homes = {one.id for one in out}
     for ask in ctx.asks:
         joins = all(ctx.instances[member].retired for member in ask.everybody)

@@ -42,7 +42,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """What an instance tells its master. ``idle_s`` = since its last mark of progress, 0 when nothing runs in it.
 
     ``busy`` names the operations that run, ``quiet`` the reason of a declared silence. ``still_s`` is since its last
@@ -91,9 +91,9 @@ class Beat:
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> Beat:
+    def from_json(raw: dict[str, Any]) -> Heartbeat:
         """Inverse of ``to_json``."""
-        return codec.from_json_value(Beat, raw)
+        return codec.from_json_value(Heartbeat, raw)
 
     def lost(self) -> InstanceLost | None:
         """The event of its failure, if it has one."""
@@ -112,7 +112,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeatAnswer:
+class HeartbeatAnswer:
     """What the master answers: its epoch, and the table of peers when the instance has an older one."""
 
     master_epoch: Epoch
@@ -123,12 +123,12 @@ class BeatAnswer:
         return codec.to_json_value(self)
 
     @staticmethod
-    def from_json(raw: dict[str, Any]) -> BeatAnswer:
+    def from_json(raw: dict[str, Any]) -> HeartbeatAnswer:
         """Inverse of ``to_json``."""
-        return codec.from_json_value(BeatAnswer, raw)
+        return codec.from_json_value(HeartbeatAnswer, raw)
 
 
-class Pulse:
+class ProgressMarks:
     """Marks of progress of one instance; safe to use from any thread."""
 
     def __init__(self, clock: Clock) -> None:
@@ -210,7 +210,7 @@ class Pulse:
                 self._quiet.pop(token, None)
                 self._at_s = self._clock.monotonic_s()
 
-    def read(self, beat: Beat) -> Beat:
+    def read(self, beat: Heartbeat) -> Heartbeat:
         """``beat`` with the present marks. A collective or an import since the last call is a mark."""
         place = self.collectives()
         with self._lock:

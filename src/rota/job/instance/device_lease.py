@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from rota.job.core.graph import lease_groups
-from rota.job.rpc.client import Courier
+from rota.job.rpc.client import RpcClient
 from rota.spec.dispatch import OpSpec
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec
@@ -25,10 +25,10 @@ SLEEP, WAKE = "sleep", "wake"
 Send = Callable[[RoleSpec, OpSpec, tuple[Any, ...], dict[str, Any]], Awaitable[Any]]
 
 
-class Turns:
+class DeviceLease:
     """The leases of a job under one epoch of its loop. Belongs to the event loop that runs the loop's function."""
 
-    def __init__(self, spec: JobSpec, courier: Courier, send: Send) -> None:
+    def __init__(self, spec: JobSpec, courier: RpcClient, send: Send) -> None:
         groups = [_Devices([spec.role(name) for name in names], courier, send) for names in lease_groups(spec)]
         self._devices = {role.name: group for group in groups for role in group.roles}
 
@@ -45,7 +45,7 @@ class Turns:
 class _Devices:
     """The devices that some roles share, and whose turn it is."""
 
-    def __init__(self, roles: list[RoleSpec], courier: Courier, send: Send) -> None:
+    def __init__(self, roles: list[RoleSpec], courier: RpcClient, send: Send) -> None:
         self.roles = roles
         self._courier, self._send = courier, send
         self._holder: RoleSpec | None = None

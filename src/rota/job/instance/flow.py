@@ -29,9 +29,9 @@ from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.progress import bad_losses
 from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
-from rota.job.instance.device_lease import Turns
+from rota.job.instance.device_lease import DeviceLease
 from rota.job.instance.handles import Forgotten, RoleHandle, Roles, StreamHandles, absent
-from rota.job.instance.runners import Forming, Seat, StillRunning, make_context
+from rota.job.instance.runners import InstanceConfig, Setup, StillRunning, make_context
 from rota.job.instance.streams import Streams
 from rota.job.instance.weights import SYNC, gradient_edges
 from rota.job.rpc import payload
@@ -58,40 +58,42 @@ CANCEL_MAX_S = 30.0
 class Flow:
     """What the loop of a job gets. Its methods belong to the event loop that runs the function."""
 
-    def __init__(self, seat: Seat, forming: Forming, committed: int, cut: Mapping[str, Any]) -> None:
-        ctx = make_context(seat, forming)
-        self.job: str = seat.place.job
+    def __init__(self, config: InstanceConfig, setup: Setup, committed: int, cut: Mapping[str, Any]) -> None:
+        ctx = make_context(config, setup)
+        self.job: str = config.place.job
         self.committed = committed
         """Number of the last commit; 0 at the start of a job."""
-        self.spec = seat.spec
-        self.seed = seat.spec.seed
+        self.spec = config.spec
+        self.seed = config.spec.seed
         self.kept: dict[str, Any] = dict(cut.get("kept", {}))
         """JSON values of the loop, such as the state of a random generator: part of each commit."""
         self.output_dir: Path = ctx.output_dir
         self.checkpoint_dir: Path = ctx.checkpoint_dir
-        self.roles = Roles({role.name: RoleHandle(self, role) for role in seat.spec.roles if role.name != seat.id.role})
+        self.roles = Roles(
+            {role.name: RoleHandle(self, role) for role in config.spec.roles if role.name != config.id.role}
+        )
         self.over = False
         """Its epoch is over: the function was cancelled, and whatever it still asks for is refused."""
         self.forgotten = Forgotten()
         """Calls that have not been awaited."""
-        self._seat = seat
-        self._epoch: Epoch = forming.epoch
+        self._config = config
+        self._epoch: Epoch = setup.epoch
         self._pending: asyncio.Task[int] | None = None
         self._paced: dict[str, int] = {}
-        self._cadence = Cadence.of(seat.spec.checkpoint, seat.clock.monotonic_s())
+        self._cadence = Cadence.of(config.spec.checkpoint, config.clock.monotonic_s())
         self.pumps = Streams(
-            seat.spec,
-            courier=seat.courier,
-            pulse=seat.pulse,
-            holder=seat.id,
-            epoch=forming.epoch,
+            config.spec,
+            courier=config.courier,
+            pulse=config.pulse,
+            holder=config.id,
+            epoch=setup.epoch,
             version=committed,
             cut=cut.get("streams", {}),
             say=self.log,
         )
         self.streams = StreamHandles(self, self.pumps)
-        self._edges = gradient_edges(seat.spec, self._send, forming.epoch)
-        self._turns = Turns(seat.spec, seat.courier, self._send)
+        self._edges = gradient_edges(config.spec, self._send, setup.epoch)
+        self._turns = DeviceLease(config.spec, config.courier, self._send)
         payload.HELD.owner = True
 
     if not TYPE_CHECKING:  # a type checker knows by itself what there is
@@ -112,14 +114,14 @@ class Flow:
     @property
     def table(self) -> PeerTable:
         """Who is where and ready, as last told by the master."""
-        return self._seat.courier.table
+        return self._config.courier.table
 
     def quiet(self, why: str, max_s: float = QUIET_MAX_S) -> AbstractContextManager[None]:
         """Declare a legal silence: ``with f.quiet("waiting for data", max_s=3600):``.
 
         A loop that neither calls nor commits for its ``progress`` limit counts as hung.
         """
-        return self._seat.pulse.quiet(why, max_s)
+        return self._config.pulse.quiet(why, max_s)
 
     def log(self, message: str) -> None:
         """One line in the log of the loop; the log adds the time."""
@@ -133,9 +135,9 @@ class Flow:
         sys.stderr.flush()
 
     async def call(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call an operation; see ``calls.Courier`` for what it raises."""
+        """Call an operation; see ``calls.RpcClient`` for what it raises."""
         await self.settle()
-        courier, epoch = self._seat.courier, self._epoch
+        courier, epoch = self._config.courier, self._epoch
         async with self._turns.of(role):
             if isinstance(op.send_rule, EachRule):
                 items = _items(op, args)
@@ -144,10 +146,10 @@ class Flow:
             try:
                 return await self._send(role, op, args, kwargs)
             finally:
-                self._seat.pulse.touch()
+                self._config.pulse.touch()
 
     async def _send(self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return await self._seat.courier.call(role, op, args, kwargs, loop_epoch=self._epoch)
+        return await self._config.courier.call(role, op, args, kwargs, loop_epoch=self._epoch)
 
     async def stream(
         self, role: RoleSpec, op: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -155,7 +157,7 @@ class Flow:
         """(index, result) of each item as it finishes."""
         await self.settle()
         async with self._turns.of(role):
-            found = self._seat.courier.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
+            found = self._config.courier.stream(role, op, _items(op, args), args[1:], kwargs, loop_epoch=self._epoch)
             try:
                 while True:
                     try:
@@ -183,7 +185,7 @@ class Flow:
             try:
                 return await edge.run(batch, rest)
             finally:
-                self._seat.pulse.touch()
+                self._config.pulse.touch()
 
     def commit(
         self, *given: Any, n: int | None = None, metrics: Mapping[str, Any] | None = None, **named: Any
@@ -198,7 +200,7 @@ class Flow:
         if self.over:
             raise RolledBack(f"loop epoch {self._epoch} of {self.job} is over; the loop is entered again")
         number, shown = _commit_arguments(given, n, metrics, named)
-        if any(role.fail.nan == "rollback" for role in self._seat.spec.roles) and (bad := bad_losses(shown)):
+        if any(role.fail.nan == "rollback" for role in self._config.spec.roles) and (bad := bad_losses(shown)):
             told = ", ".join(f"{name}={shown[name]}" for name in bad)
             raise BadLoss(f"commit {self.committed + 1} is refused: {told}; the job goes back to {self.committed}")
         if self._pending is not None:
@@ -236,7 +238,7 @@ class Flow:
 
     async def _commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> int:
         await self.in_control(self._save_and_commit(n, metrics, kept))
-        self._seat.pulse.mark(n, "commits")
+        self._config.pulse.mark(n, "commits")
         self.committed = n
         return n
 
@@ -248,30 +250,30 @@ class Flow:
         What comes back from there is progress: between two answers it is the loop's own code that is at work.
         """
         try:
-            return await self._seat.control.run(_as_coroutine(work))
+            return await self._config.control.run(_as_coroutine(work))
         finally:
-            self._seat.pulse.touch()
+            self._config.pulse.touch()
 
     def call_in_control(self, function: Callable[[], None]) -> None:
         """Call a plain function in the control lane, soon."""
-        self._seat.control.loop.call_soon_threadsafe(function)
+        self._config.control.loop.call_soon_threadsafe(function)
 
     async def begin(self, *, keeps: bool) -> None:
         """In the control lane: streams go on from the cut; it ``keeps`` items that no source gives again."""
-        if self._epoch > 1 and checkpoint.in_use(self._seat.place.home):
-            await asyncio.to_thread(payload.sweep, self.plane, self._seat.place.job, self._epoch)
+        if self._epoch > 1 and checkpoint.in_use(self._config.place.home):
+            await asyncio.to_thread(payload.sweep, self.plane, self._config.place.job, self._epoch)
         if keeps:
-            place, who, n = self._seat.place, self._seat.id, self.committed
+            place, who, n = self._config.place, self._config.id, self.committed
             find = partial(checkpoint.restored, self.plane, self.checkpoint_dir, place.job, who, n)
             self.pumps.restore(await asyncio.to_thread(find))
         self.pumps.begin()
 
     async def _save_and_commit(self, n: int, metrics: dict[str, Any], kept: dict[str, Any]) -> None:
-        spec, courier = self._seat.spec, self._seat.courier
+        spec, courier = self._config.spec, self._config.courier
         due = {edge.name: edge for edge in spec.weights if n % edge.every == 0}
         keepers = {role.name for role in spec.roles if role.interface is not None and role.interface.has_state}
         roles = keepers | {edge.source for edge in due.values()}
-        began_s = self._seat.clock.monotonic_s()
+        began_s = self._config.clock.monotonic_s()
         durable = self._cadence.due(n, began_s)
         folder = str(folder_of(self.checkpoint_dir, n, self._epoch)) if durable else ""
         writers = {name: courier.table.find(edge.source, 0) for name, edge in due.items()}
@@ -285,16 +287,16 @@ class Flow:
         items, taken = self.pumps.kept(), self.pumps.leased()
         cut = {"streams": self.pumps.cut(), "kept": kept, "keeps": bool(items)}
         await asyncio.gather(*saves, *([asyncio.to_thread(self._keep, n, items, folder)] if items else ()))
-        took_s = self._seat.clock.monotonic_s() - began_s
+        took_s = self._config.clock.monotonic_s() - began_s
         saved = {"path": folder, "seconds": round(took_s, 6)} if folder else None
         table = await self._tell_master(n, published, metrics, saved, cut)
-        self._seat.courier.update(table)
+        self._config.courier.update(table)
         await self._pace(n)
         self.pumps.committed(n, taken)
         if payload.HELD.let_go:
             await asyncio.to_thread(payload.HELD.give_back, self.plane)
         if saved is not None:
-            self._cadence.saved(self._seat.clock.monotonic_s(), took_s)
+            self._cadence.saved(self._config.clock.monotonic_s(), took_s)
             keep = (spec.checkpoint or Checkpoint()).keep
             await asyncio.to_thread(prune, self.checkpoint_dir, keep, n)
 
@@ -305,7 +307,7 @@ class Flow:
         """
         due = [
             edge
-            for edge in self._seat.spec.weights
+            for edge in self._config.spec.weights
             if edge.lag is not None and n - self._paced.get(edge.name, 0) >= edge.lag.versions
         ]
         readers = [(edge, peer) for edge in due for peer in self.table.of_role(edge.target) if peer.ready]
@@ -314,7 +316,7 @@ class Flow:
 
     async def _load_weights(self, n: int, edge: str, peer: Peer) -> None:
         request = Request(
-            call_id=f"{self._seat.id}/{self._epoch}/{edge}/{n}",
+            call_id=f"{self._config.id}/{self._epoch}/{edge}/{n}",
             op=SYNC,
             args=(),
             kwargs={},
@@ -322,33 +324,36 @@ class Flow:
             loop_epoch=self._epoch,
             weights={name: version for name, version in self.table.weights.items() if name == edge},
         )
-        with self._seat.pulse.waiting.on(str(peer.id), "weights", edge), contextlib.suppress(ProcessGone, CallTimeout):
-            await self._seat.launcher.call(peer.handle(self._seat.place.job), request.to_call(PACE_MAX_S))
+        with (
+            self._config.pulse.waiting.on(str(peer.id), "weights", edge),
+            contextlib.suppress(ProcessGone, CallTimeout),
+        ):
+            await self._config.launcher.call(peer.handle(self._config.place.job), request.to_call(PACE_MAX_S))
 
     def _keep(self, n: int, kept: dict[str, Any], folder: str) -> None:
         """Items that no source gives again are state of the loop, saved like that of any other instance."""
-        checkpoint.save(self.plane, self._seat.place.job, self._seat.id, n, self._epoch, kept)
+        checkpoint.save(self.plane, self._config.place.job, self._config.id, n, self._epoch, kept)
         if folder:
-            checkpoint.write(Path(folder), self._seat.id, kept)
+            checkpoint.write(Path(folder), self._config.id, kept)
 
     @cached_property
     def plane(self) -> Any:
         """The tensor plane as this instance."""
-        return checkpoint.connect(self._seat.place.job, self._seat.id, self._epoch)
+        return checkpoint.connect(self._config.place.job, self._config.id, self._epoch)
 
     async def _save(self, peer: Peer, n: int, edges: tuple[str, ...], folder: str) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": self._epoch, "edges": edges, "folder": folder}
         call = Call(method="save", kwargs=kwargs, control=True, timeout_s=SAVE_MAX_S)
         try:
-            with self._seat.pulse.waiting.on(str(peer.id), "commit", f"save {n}"):
-                reply = await self._seat.launcher.call(peer.handle(self._seat.place.job), call)
+            with self._config.pulse.waiting.on(str(peer.id), "commit", f"save {n}"):
+                reply = await self._config.launcher.call(peer.handle(self._config.place.job), call)
         except CallTimeout as error:
             raise CallError(f"commit {n}: {peer.id} did not save its state in {SAVE_MAX_S:g} s") from error
         except ProcessGone as error:
             reply = {"answer": "lost", "text": str(error)}
         if reply["answer"] != "done":
             # State is lost, so a rollback follows and cancels this loop.
-            await self._seat.courier.wait_rollback()
+            await self._config.courier.wait_rollback()
             raise CallError(f"commit {n}: {peer.id} did not save its state: {reply.get('text', '')}")
 
     async def _tell_master(
@@ -370,13 +375,13 @@ class Flow:
         call = Call(method="commit", kwargs=kwargs, timeout_s=COMMIT_ANSWER_S)
         while True:
             try:
-                with self._seat.pulse.waiting.on("master", "commit", str(n)):
-                    answer = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
+                with self._config.pulse.waiting.on("master", "commit", str(n)):
+                    answer = await self._config.launcher.call(master_handle(self._config.place.job), call)
             except (ProcessGone, CallTimeout):
-                await self._seat.clock.sleep(0.2)  # the master comes back; the commit is the same by (loop epoch, n)
+                await self._config.clock.sleep(0.2)  # the master comes back; the commit is the same by (loop epoch, n)
                 continue
             if answer["answer"] == "refused":
-                await self._seat.courier.wait_rollback()
+                await self._config.courier.wait_rollback()
                 raise Fenced(f"commit {n} of loop epoch {self._epoch} was refused: {answer['text']}")
             if answer.get("stop"):
                 # The job stops at this commit: whatever the loop did now would be for nothing.
@@ -389,14 +394,14 @@ class Flow:
 LoopFunction = Callable[[Flow], Coroutine[Any, Any, Any]]
 
 
-class LoopBody:
+class LoopRunner:
     """The body of the loop role: runs the user's function, cancels it when its epoch is over."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, config: InstanceConfig) -> None:
+        self._config = config
         self.cut: dict[str, Any] = {}
         """What the commit that is entered next says of the streams."""
-        self._forming: Forming | None = None
+        self._setup: Setup | None = None
         self._function: LoopFunction | None = None
         self._task: asyncio.Task[None] | None = None
         self._flow: Flow | None = None
@@ -404,24 +409,24 @@ class LoopBody:
         self._first = threading.Lock()
         """Taken once a run: by the function as it begins, or by ``dissolve``, after which it does not begin."""
 
-    async def form(self, forming: Forming) -> None:
+    async def form(self, setup: Setup) -> None:
         """Import the function; it is entered by ``run``."""
-        self._forming = forming
-        self._seat.courier.enter(forming.epoch)
-        workload = self._seat.role.workload or ""
-        found: Any = await self._seat.user.do(lambda: import_target(workload))
+        self._setup = setup
+        self._config.courier.enter(setup.epoch)
+        workload = self._config.role.workload or ""
+        found: Any = await self._config.user.do(lambda: import_target(workload))
         self._function = found
 
     async def run(self, committed: int) -> None:
         """Enter the function at a commit and wait for its end."""
-        assert self._forming is not None and self._function is not None, "form() comes before run()"
-        flow = self._flow = Flow(self._seat, self._forming, committed, self.cut)
+        assert self._setup is not None and self._function is not None, "form() comes before run()"
+        flow = self._flow = Flow(self._config, self._setup, committed, self.cut)
         self._task = asyncio.current_task()
         self._left, self._first = asyncio.Event(), threading.Lock()
         try:
             await flow.begin(keeps=bool(self.cut.get("keeps")))
-            with self._seat.pulse.running(self._function.__name__):
-                await self._seat.user.run(self._enter(self._function, flow, self._first, self._left))
+            with self._config.pulse.running(self._function.__name__):
+                await self._config.user.run(self._enter(self._function, flow, self._first, self._left))
         finally:
             await flow.pumps.close()
             self._task = None
@@ -442,7 +447,7 @@ class LoopBody:
             if not flow.over:
                 flow.warn_of_forgotten()
             await flow.close()
-            self._seat.control.loop.call_soon_threadsafe(left.set)
+            self._config.control.loop.call_soon_threadsafe(left.set)
 
     async def dissolve(self) -> None:
         """Cancel the function and wait until it has let go. Raises StillRunning when it does not."""

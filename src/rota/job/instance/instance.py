@@ -17,16 +17,25 @@ from typing import Any
 
 from rota.job import checkpoint
 from rota.job.core.progress import storage_reason
-from rota.job.health.heartbeat import BEAT_S, FENCE_EXIT_S, LEASE_S, SETTING_UP, Beat, BeatAnswer, Failure, Pulse
+from rota.job.health.heartbeat import (
+    BEAT_S,
+    FENCE_EXIT_S,
+    LEASE_S,
+    SETTING_UP,
+    Failure,
+    Heartbeat,
+    HeartbeatAnswer,
+    ProgressMarks,
+)
 from rota.job.health.preflight import CHECK_MAX_S, DEVICES_EVERY_S, DeviceWatch, NodeUnfit, Unfit, compute, quick
 from rota.job.health.stacks import own_reason, own_stacks, told
 from rota.job.inspect import import_target
-from rota.job.instance.flow import LoopBody
-from rota.job.instance.operations import ClassBody
-from rota.job.instance.runners import Body, Forming, FunctionBody, Seat, StillRunning
-from rota.job.instance.spmd import CommandBody, run_setup
-from rota.job.rpc.client import Courier, Refusal, Request
-from rota.job.rpc.event_loop import Lane
+from rota.job.instance.flow import LoopRunner
+from rota.job.instance.operations import ClassRunner
+from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning
+from rota.job.instance.spmd import CommandRunner, run_setup
+from rota.job.rpc.client import Refusal, Request, RpcClient
+from rota.job.rpc.event_loop import EventLoopThread
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import vault
 from rota.runtime.beside import run_beside
@@ -67,15 +76,15 @@ class Instance:
         devices: list[int],
     ) -> None:
         faulthandler.enable()
-        self._control, self._user = Lane("control"), Lane("user")
+        self._control, self._user = EventLoopThread("control"), EventLoopThread("user")
         found = JobPlace.from_json(dict(place))
         clock = SystemClock()
         launcher = open_launcher(found)
-        pulse = Pulse(clock)
+        pulse = ProgressMarks(clock)
         who = InstanceId.parse(instance)
         job_spec = JobSpec.from_json(dict(spec))
         self._started_epoch = Epoch(epoch)
-        self._seat = Seat(
+        self._config = InstanceConfig(
             place=found,
             spec=job_spec,
             role=job_spec.role(who.role),
@@ -85,7 +94,7 @@ class Instance:
             launcher=launcher,
             clock=clock,
             pulse=pulse,
-            courier=Courier(
+            courier=RpcClient(
                 job=found.job,
                 spec=job_spec,
                 launcher=launcher,
@@ -99,14 +108,14 @@ class Instance:
         )
         self._load, self._devices = Load(clock), DeviceWatch(devices)
         self._spans_path = Home.of(found.home).job(found.job).spans / f"{who.role}-{who.rank}.jsonl"
-        self._body: Body = self._make_body()
+        self._body: Runner = self._make_body()
         self._epoch = Epoch(0)
         self._ready = False
         self._fence = threading.Lock()
         self._loop_epoch_max = Epoch(0)
         self._failure: Failure | None = None
         self._following: concurrent.futures.Future[None] | None = None
-        self._forming: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
+        self._setup: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._running: tuple[Epoch, asyncio.Task[dict[str, Any]]] | None = None
         self._answered_s = clock.monotonic_s()
         self._imported = 0
@@ -114,28 +123,28 @@ class Instance:
         self._disk = concurrent.futures.ThreadPoolExecutor(1, "spans")
         self._control.submit(self._beats())
         self._control.submit(self._trace())
-        if devices and self._seat.role.fail.check != "none":
+        if devices and self._config.role.fail.check != "none":
             self._control.submit(self._watch_devices())
 
     def adopt(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run user code in the event loop in which ``call`` arrives; its host says so before anything else."""
         self._user.adopt(loop)
 
-    def _make_body(self) -> Body:
-        role = self._seat.role
+    def _make_body(self) -> Runner:
+        role = self._config.role
         if role.run is not None:
-            return CommandBody(self._seat)
+            return CommandRunner(self._config)
         kind = role.interface.kind if role.interface else "class"
         if kind == "class":
-            return ClassBody(self._seat, self._note_failure)
-        return LoopBody(self._seat) if kind == "loop" else FunctionBody(self._seat)
+            return ClassRunner(self._config, self._note_failure)
+        return LoopRunner(self._config) if kind == "loop" else FunctionRunner(self._config)
 
     # -- what the master asks -----------------------------------------------------------------------------------------
 
     async def assemble(self, *, epoch: int, world: int, restore: int, restarts: int, index: int) -> dict[str, Any]:
         """Set up under ``epoch`` with the state of commit ``restore``: ``done``, ``failed`` or ``stale``."""
-        forming = Forming(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index)
-        return await self._control.run(self._assemble(forming))
+        setup = Setup(epoch=Epoch(epoch), world=world, restore=restore, restarts=restarts, index=index)
+        return await self._control.run(self._assemble(setup))
 
     async def run(
         self, *, epoch: int, committed: int, table: Mapping[str, Any], cut: Mapping[str, Any] | None = None
@@ -144,17 +153,17 @@ class Instance:
 
         ``cut`` is what commit ``committed`` says of the streams.
         """
-        if isinstance(self._body, LoopBody):
+        if isinstance(self._body, LoopRunner):
             self._body.cut = dict(cut or {})
         return await self._control.run(self._run(Epoch(epoch), committed, PeerTable.from_json(dict(table))))
 
     async def peers(self, table: Mapping[str, Any]) -> None:
         """Take a newer table of peers."""
-        self._control.loop.call_soon_threadsafe(self._seat.courier.update, PeerTable.from_json(dict(table)))
+        self._control.loop.call_soon_threadsafe(self._config.courier.update, PeerTable.from_json(dict(table)))
 
     async def stacks(self) -> str:
         """The stacks of the code of the job: of the ranks of a command, else of threads and tasks of this process."""
-        if isinstance(self._body, CommandBody):
+        if isinstance(self._body, CommandRunner):
             return await asyncio.to_thread(self._body.stacks)
         return own_stacks(self._user.loop)
 
@@ -195,7 +204,7 @@ class Instance:
 
         The owner may be another instance of this host, dead or alive: ``done``, or ``failed`` with a text.
         """
-        job = self._seat.place.job
+        job = self._config.place.job
         which = owner if weights else InstanceId.parse(owner)
         try:
             await asyncio.to_thread(lambda: checkpoint.keep(checkpoint.opened(job), job, which, n, Path(folder)))
@@ -205,13 +214,13 @@ class Instance:
 
     async def prune(self, *, newest: int, keep: int) -> None:
         """Remove checkpoints of the job but the ``keep`` newest up to commit ``newest``, which is complete."""
-        root = Path(checkpoint_dir(self._seat.spec, self._seat.place))
+        root = Path(checkpoint_dir(self._config.spec, self._config.place))
         await asyncio.to_thread(checkpoint.prune, root, keep, newest)
 
     async def _call(self, request: Request) -> Any:
         """In the user lane: an operation waits for the one before it, and for nobody else."""
-        if not isinstance(self._body, ClassBody):
-            return Refusal(kind="stale", text=f"{self._seat.id} takes no calls")
+        if not isinstance(self._body, ClassRunner):
+            return Refusal(kind="stale", text=f"{self._config.id} takes no calls")
         refusal = self._refusal(request.epoch, request.loop_epoch)
         if refusal:
             return Refusal(kind="stale", text=refusal)
@@ -219,18 +228,18 @@ class Instance:
 
     # -- in the control lane ------------------------------------------------------------------------------------------
 
-    async def _assemble(self, forming: Forming) -> dict[str, Any]:
-        if forming.epoch < self._epoch or (self._forming and forming.epoch < self._forming[0]):
+    async def _assemble(self, setup: Setup) -> dict[str, Any]:
+        if setup.epoch < self._epoch or (self._setup and setup.epoch < self._setup[0]):
             return STALE
-        if self._forming is None or self._forming[0] != forming.epoch:
-            older, self._forming = self._forming, None
+        if self._setup is None or self._setup[0] != setup.epoch:
+            older, self._setup = self._setup, None
             self._ready = False
-            self._epoch = forming.epoch
-            task = asyncio.get_running_loop().create_task(self._form(forming, older[1] if older else None))
-            self._forming = (forming.epoch, task)
-        return await _answer_of(self._forming[1])
+            self._epoch = setup.epoch
+            task = asyncio.get_running_loop().create_task(self._form(setup, older[1] if older else None))
+            self._setup = (setup.epoch, task)
+        return await _answer_of(self._setup[1])
 
-    async def _form(self, forming: Forming, older: asyncio.Task[dict[str, Any]] | None) -> dict[str, Any]:
+    async def _form(self, setup: Setup, older: asyncio.Task[dict[str, Any]] | None) -> dict[str, Any]:
         try:
             await self._body.dissolve()
         except StillRunning as error:
@@ -243,25 +252,25 @@ class Instance:
                 await asyncio.gather(task, return_exceptions=True)
         self._failure = None
         try:
-            with self._seat.pulse.running(SETTING_UP):
-                await run_setup(self._seat)
-                await self._body.form(forming)
+            with self._config.pulse.running(SETTING_UP):
+                await run_setup(self._config)
+                await self._body.form(setup)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the master hears of it
-            return self._failed(error, forming.epoch)
-        if self._epoch == forming.epoch:
+            return self._failed(error, setup.epoch)
+        if self._epoch == setup.epoch:
             self._ready = True
         return DONE
 
     async def _find_unfit(self) -> None:
-        seat = self._seat
-        dirs = Home.of(seat.place.home).job(seat.place.job)
-        output = Path(seat.spec.output) if seat.spec.output else dirs.output
-        folders = (dirs.work, output, Path(checkpoint_dir(seat.spec, seat.place)))
+        config = self._config
+        dirs = Home.of(config.place.home).job(config.place.job)
+        output = Path(config.spec.output) if config.spec.output else dirs.output
+        folders = (dirs.work, output, Path(checkpoint_dir(config.spec, config.place)))
         try:
             async with asyncio.timeout(CHECK_MAX_S):
                 found = await asyncio.to_thread(quick, folders, self._devices)
-                if not found and seat.role.fail.check == "full":
-                    found = await asyncio.to_thread(compute, len(seat.devices))
+                if not found and config.role.fail.check == "full":
+                    found = await asyncio.to_thread(compute, len(config.devices))
         except TimeoutError:
             names = ", ".join(str(folder) for folder in dict.fromkeys(folders))
             text = f"one of {names} did not answer in {CHECK_MAX_S:g} s; check the mount"
@@ -272,7 +281,7 @@ class Instance:
     async def _run(self, epoch: Epoch, committed: int, table: PeerTable) -> dict[str, Any]:
         if epoch != self._epoch or not self._ready:
             return STALE
-        self._seat.courier.update(table)
+        self._config.courier.update(table)
         if self._running is None or self._running[0] != epoch:
             task = asyncio.get_running_loop().create_task(self._run_body(epoch, committed))
             self._running = (epoch, task)
@@ -296,7 +305,7 @@ class Instance:
         self, n: int, epoch: Epoch, loop_epoch: Epoch, edges: tuple[str, ...], folder: str
     ) -> dict[str, Any]:
         refusal = self._refusal(epoch, loop_epoch)
-        if refusal or not isinstance(self._body, ClassBody):
+        if refusal or not isinstance(self._body, ClassRunner):
             return {**STALE, "text": refusal or "no class"}
         try:
             return {**DONE, **await self._body.save(n, tuple(edges), folder)}
@@ -306,13 +315,13 @@ class Instance:
 
     def _refusal(self, epoch: Epoch, loop_epoch: Epoch) -> str:
         """Why a call is refused; empty when it may run. A newer loop fences the calls of an older one."""
-        silent_s = self._seat.clock.monotonic_s() - self._answered_s
+        silent_s = self._config.clock.monotonic_s() - self._answered_s
         if silent_s > LEASE_S:
             return f"no answer of the master for {silent_s:.0f} s"
         if epoch != self._epoch or not self._ready or self._failure is not None:
-            return f"{self._seat.id} is at epoch {self._epoch}, {'ready' if self._ready else 'not ready'}"
+            return f"{self._config.id} is at epoch {self._epoch}, {'ready' if self._ready else 'not ready'}"
         with self._fence:
-            newest = max(self._loop_epoch_max, self._seat.courier.table.loop_epoch, loop_epoch)
+            newest = max(self._loop_epoch_max, self._config.courier.table.loop_epoch, loop_epoch)
             self._loop_epoch_max = newest
         if loop_epoch < newest:
             return f"loop epoch {loop_epoch} is fenced by {newest}"
@@ -336,7 +345,7 @@ class Instance:
                 await self._beat()
             except Exception:  # noqa: BLE001 - whatever went wrong was no answer, and the lease must go on running out
                 traceback.print_exc()
-            silent_s = self._seat.clock.monotonic_s() - self._answered_s
+            silent_s = self._config.clock.monotonic_s() - self._answered_s
             if silent_s > FENCE_EXIT_S:
                 os._exit(FENCED_EXIT_STATUS)
             self._beat_now.clear()
@@ -364,7 +373,7 @@ class Instance:
                 self._note_failure(NodeUnfit(found), self._epoch)
 
     async def _write_spans(self) -> None:
-        write = self._seat.pulse.waiting.spans.write
+        write = self._config.pulse.waiting.spans.write
         try:
             await asyncio.get_running_loop().run_in_executor(self._disk, write, self._spans_path)
         except OSError:
@@ -373,31 +382,31 @@ class Instance:
             traceback.print_exc()
 
     async def _beat(self) -> None:
-        beat = Beat(
-            role=self._seat.id.role,
-            rank=self._seat.id.rank,
+        beat = Heartbeat(
+            role=self._config.id.role,
+            rank=self._config.id.rank,
             epoch=self._epoch,
             started_epoch=self._started_epoch,
             pid=os.getpid(),
-            table_version=self._seat.courier.table.version,
+            table_version=self._config.courier.table.version,
             failure=self._failure,
-            weights=self._body.weights() if isinstance(self._body, ClassBody) else (),
+            weights=self._body.weights() if isinstance(self._body, ClassRunner) else (),
         )
-        beat = self._seat.pulse.read(replace(beat, **self._load.read()))
+        beat = self._config.pulse.read(replace(beat, **self._load.read()))
         if SETTING_UP in beat.busy:
             beat = self._with_imports(beat)
         call = Call(method="beat", args=(beat.to_json(),), timeout_s=BEAT_ANSWER_S, control=True)
         try:
-            raw = await self._seat.launcher.call(master_handle(self._seat.place.job), call)
+            raw = await self._config.launcher.call(master_handle(self._config.place.job), call)
         except (ProcessGone, CallTimeout):
             return
-        answer = BeatAnswer.from_json(raw)
-        self._answered_s = self._seat.clock.monotonic_s()
+        answer = HeartbeatAnswer.from_json(raw)
+        self._answered_s = self._config.clock.monotonic_s()
         if answer.table is not None:
-            self._seat.courier.update(answer.table)
+            self._config.courier.update(answer.table)
         self._follow()
 
-    def _with_imports(self, beat: Beat) -> Beat:
+    def _with_imports(self, beat: Heartbeat) -> Heartbeat:
         """On a busy machine imports take minutes, with next to no processor: each is a step of the setup."""
         modules = list(sys.modules)
         moved = len(modules) > self._imported
@@ -406,8 +415,8 @@ class Instance:
 
     def _follow(self) -> None:
         """A reader with a bounded lag takes new versions without a call; one load at a time, beats do not wait."""
-        if self._ready and isinstance(self._body, ClassBody) and (self._following is None or self._following.done()):
-            self._following = self._user.submit(self._body.follow(self._seat.courier.table))
+        if self._ready and isinstance(self._body, ClassRunner) and (self._following is None or self._following.done()):
+            self._following = self._user.submit(self._body.follow(self._config.courier.table))
 
 
 def failure_of(error: BaseException, epoch: Epoch) -> Failure:

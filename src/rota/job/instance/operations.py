@@ -14,7 +14,7 @@ from rota.job import checkpoint
 from rota.job.health.stacks import told
 from rota.job.inspect import import_target
 from rota.job.instance.process_group import Meeting
-from rota.job.instance.runners import Forming, Seat, StillRunning, make_context
+from rota.job.instance.runners import InstanceConfig, Setup, StillRunning, make_context
 from rota.job.instance.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
 from rota.job.rpc.client import Refusal, Request
 from rota.job.rpc.payload import Box, prefix_of
@@ -55,38 +55,38 @@ class _Formed:
             self.idle.set()
 
 
-class ClassBody:
+class ClassRunner:
     """One object of the user's class at a time, made anew for each epoch."""
 
-    def __init__(self, seat: Seat, on_failure: Callable[[BaseException, Epoch], None]) -> None:
-        self._seat = seat
+    def __init__(self, config: InstanceConfig, on_failure: Callable[[BaseException, Epoch], None]) -> None:
+        self._config = config
         self._on_failure = on_failure
         self._meeting: Meeting | None = None
         self._formed: _Formed | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    async def form(self, forming: Forming) -> None:
+    async def form(self, setup: Setup) -> None:
         """Make the object, restore its state, set it up."""
-        seat = self._seat
-        self._meeting = Meeting(seat, forming)
-        ctx = make_context(seat, forming)
+        config = self._config
+        self._meeting = Meeting(config, setup)
+        ctx = make_context(config, setup)
         ctx.make_group = self._meeting.make
-        cls: Any = await seat.user.do(lambda: import_target(seat.role.workload or ""))
+        cls: Any = await config.user.do(lambda: import_target(config.role.workload or ""))
         marks, plane = marks_of(cls), None
         if any(mark is not None for mark in (marks.state, marks.publish, marks.weights)):
-            plane = await seat.user.do(lambda: checkpoint.connect(seat.place.job, seat.id, forming.epoch))
-        if forming.restore > 0 and marks.state is not None and plane is not None:
-            ctx.restored = await seat.user.do(
-                partial(checkpoint.restored, plane, ctx.checkpoint_dir, seat.place.job, seat.id, forming.restore)
+            plane = await config.user.do(lambda: checkpoint.connect(config.place.job, config.id, setup.epoch))
+        if setup.restore > 0 and marks.state is not None and plane is not None:
+            ctx.restored = await config.user.do(
+                partial(checkpoint.restored, plane, ctx.checkpoint_dir, config.place.job, config.id, setup.restore)
             )
-        edges = [edge for edge in seat.spec.weights if edge.target == seat.id.role]
-        replicas = Replicas(edges, seat.clock)
-        formed = _Formed(forming.epoch, marks, plane, await seat.user.do(cls), replicas)
-        formed.first = forming.index == 0
+        edges = [edge for edge in config.spec.weights if edge.target == config.id.role]
+        replicas = Replicas(edges, config.clock)
+        formed = _Formed(setup.epoch, marks, plane, await config.user.do(cls), replicas)
+        formed.first = setup.index == 0
         await self._in_user(formed.object.setup, (ctx,), {})
-        if forming.restore > 0 and formed.first:
-            await self._publish_again(formed, ctx.checkpoint_dir, forming.restore)
+        if setup.restore > 0 and formed.first:
+            await self._publish_again(formed, ctx.checkpoint_dir, setup.restore)
         self._formed = formed
 
     async def run(self, committed: int) -> None:
@@ -103,7 +103,7 @@ class ClassBody:
             return
         try:
             async with asyncio.timeout(LET_GO_S):
-                await self._seat.user.do(lambda: None)
+                await self._config.user.do(lambda: None)
         except TimeoutError:
             raise StillRunning(f"an operation of epoch {formed.epoch} still runs {LET_GO_S:g} s later") from None
 
@@ -124,7 +124,7 @@ class ClassBody:
         """Run an operation once: its value or a Refusal; a repeated call id waits for, or gets, the first answer."""
         formed = self._formed
         if formed is None or formed.epoch != request.epoch:
-            return Refusal(kind="stale", text=f"{self._seat.id} is no longer at epoch {request.epoch}")
+            return Refusal(kind="stale", text=f"{self._config.id} is no longer at epoch {request.epoch}")
         known = formed.replies.get(request.call_id)
         if known is not None:
             return await asyncio.shield(known)
@@ -138,9 +138,9 @@ class ClassBody:
         return value
 
     async def _operate(self, formed: _Formed, request: Request) -> Any:
-        op = self._seat.role.interface.op(request.op) if self._seat.role.interface else None
+        op = self._config.role.interface.op(request.op) if self._config.role.interface else None
         if op is None and request.op != SYNC:
-            return Refusal(kind="stale", text=f"{self._seat.id.role} has no operation {request.op!r}")
+            return Refusal(kind="stale", text=f"{self._config.id.role} has no operation {request.op!r}")
         try:
             await self._enter(formed, request.weights, request.loop_epoch)
         except Exception as error:  # noqa: BLE001 - user code in load() may raise anything; it is reported as a loss
@@ -148,7 +148,7 @@ class ClassBody:
         if op is None:
             formed.leave()
             return None
-        pulse = self._seat.pulse
+        pulse = self._config.pulse
         begun = pulse.begin(op.name)
         try:
             value = await self._work(formed, op.name, request)
@@ -162,9 +162,9 @@ class ClassBody:
 
     async def _work(self, formed: _Formed, name: str, request: Request) -> Any:
         """The method of the user on arrays; what it gives, with Refs for what is large."""
-        kwargs, job = dict(request.kwargs), self._seat.place.job
+        kwargs, job = dict(request.kwargs), self._config.place.job
         phase = kwargs.pop(PHASE, None)
-        prefix = prefix_of(job, request.loop_epoch, f"{self._seat.id}/{request.call_id}")
+        prefix = prefix_of(job, request.loop_epoch, f"{self._config.id}/{request.call_id}")
         box = Box(partial(self._plane, formed), prefix, None if phase is None else 1)
         function, args = getattr(formed.object, name), box.open(request.args)
         if phase is not None:
@@ -179,7 +179,7 @@ class ClassBody:
 
     def _plane(self, formed: _Formed) -> Any:
         if formed.plane is None:
-            formed.plane = checkpoint.connect(self._seat.place.job, self._seat.id, formed.epoch)
+            formed.plane = checkpoint.connect(self._config.place.job, self._config.id, formed.epoch)
         return formed.plane
 
     def _failed(self, formed: _Formed, error: BaseException, *, report: bool) -> Refusal:
@@ -219,8 +219,8 @@ class ClassBody:
         edge, replica.syncing = replica.edge, True
         try:
             if formed.marks.weights is not None:
-                with self._seat.pulse.waiting.on(f"{edge.source}/0", "weights", edge.name):
-                    tensors = checkpoint.fetch(formed.plane, self._seat.place.job, edge.name, version)
+                with self._config.pulse.waiting.on(f"{edge.source}/0", "weights", edge.name):
+                    tensors = checkpoint.fetch(formed.plane, self._config.place.job, edge.name, version)
                 loaded = getattr(formed.object, formed.marks.weights)(version[1], tensors)
                 if inspect.isawaitable(loaded):
                     await loaded
@@ -237,7 +237,7 @@ class ClassBody:
             value = function(*args, **kwargs)
             return await value if inspect.isawaitable(value) else value
 
-        return await self._seat.user.run(call())
+        return await self._config.user.run(call())
 
     # -- commit -------------------------------------------------------------------------------------------------------
 
@@ -245,37 +245,37 @@ class ClassBody:
         """Put the state of commit ``n`` into shared memory, and into ``folder`` if given; publish ``edges``."""
         formed = self._formed
         assert formed is not None, "form() comes before save()"
-        began_s, size = self._seat.clock.monotonic_s(), 0
+        began_s, size = self._config.clock.monotonic_s(), 0
         if formed.marks.state is not None:
-            job, seat = self._seat.place.job, self._seat
+            job, config = self._config.place.job, self._config
             state = await self._in_user(getattr(formed.object, formed.marks.state), (), {})
-            size = await seat.user.do(lambda: checkpoint.save(formed.plane, job, seat.id, n, formed.epoch, state))
+            size = await config.user.do(lambda: checkpoint.save(formed.plane, job, config.id, n, formed.epoch, state))
             if folder:
-                with seat.pulse.quiet("checkpoint"):
-                    await seat.user.do(lambda: checkpoint.write(Path(folder), seat.id, state))
+                with config.pulse.quiet("checkpoint"):
+                    await config.user.do(lambda: checkpoint.write(Path(folder), config.id, state))
         for edge in edges:
             await self._publish(formed, edge, n)
         if folder and formed.first:
-            with self._seat.pulse.quiet("checkpoint"):
-                await self._seat.user.do(lambda: self._keep_weights(formed, n, Path(folder)))
-        return {"bytes": size, "seconds": round(self._seat.clock.monotonic_s() - began_s, 6)}
+            with self._config.pulse.quiet("checkpoint"):
+                await self._config.user.do(lambda: self._keep_weights(formed, n, Path(folder)))
+        return {"bytes": size, "seconds": round(self._config.clock.monotonic_s() - began_s, 6)}
 
     def _published(self, formed: _Formed, n: int) -> Iterator[tuple[str, int]]:
         """(edge, commit that published) of the weights edges that leave here, as of commit ``n``."""
-        for edge in self._seat.spec.weights:
-            if edge.source == self._seat.id.role and n - n % edge.every > 0:
+        for edge in self._config.spec.weights:
+            if edge.source == self._config.id.role and n - n % edge.every > 0:
                 yield edge.name, n - n % edge.every
 
     def _keep_weights(self, formed: _Formed, n: int, folder: Path) -> None:
         """What readers have and the state of commit ``n`` does not tell goes to disk with it."""
         for edge, published in self._published(formed, n):
-            found = checkpoint.find_weights(formed.plane, self._seat.place.job, edge, published)
+            found = checkpoint.find_weights(formed.plane, self._config.place.job, edge, published)
             if published < n and found is not None:
                 checkpoint.write(folder, edge, dict(found))
 
     async def _publish_again(self, formed: _Formed, root: Path, n: int) -> None:
         """After a rollback to ``n``: what readers need and memory has no more comes from the state, or from disk."""
-        job, user = self._seat.place.job, self._seat.user
+        job, user = self._config.place.job, self._config.user
         for edge, published in self._published(formed, n):
             if await user.do(partial(checkpoint.find_weights, formed.plane, job, edge, published)) is not None:
                 continue
@@ -287,9 +287,9 @@ class ClassBody:
                 await user.do(partial(checkpoint.publish, formed.plane, job, edge, published, formed.epoch, kept))
 
     async def _publish(self, formed: _Formed, edge: str, n: int) -> None:
-        job, method = self._seat.place.job, formed.marks.publish or formed.marks.state
+        job, method = self._config.place.job, formed.marks.publish or formed.marks.state
         assert method is not None, "the check of the graph lets no other write"
         tensors = await self._in_user(getattr(formed.object, method), (), {})
         if formed.marks.publish is None:
             tensors = checkpoint.tensors_of(tensors)
-        await self._seat.user.do(lambda: checkpoint.publish(formed.plane, job, edge, n, formed.epoch, tensors))
+        await self._config.user.do(lambda: checkpoint.publish(formed.plane, job, edge, n, formed.epoch, tensors))

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from rota.job.health.preflight import NodeUnfit, collective, pairwise, slow_text, told_of
-from rota.job.instance.runners import Forming, Seat
+from rota.job.instance.runners import InstanceConfig, Setup
 from rota.job.rpc.peers import master_handle
 from rota.runtime.devices import group_backend
 from rota.runtime.environ import get
@@ -29,9 +29,9 @@ class Superseded(Exception):
 class Meeting:
     """The process group of one epoch: made on demand in the user lane, dropped from the control lane."""
 
-    def __init__(self, seat: Seat, forming: Forming) -> None:
-        self._seat = seat
-        self._forming = forming
+    def __init__(self, config: InstanceConfig, setup: Setup) -> None:
+        self._config = config
+        self._setup = setup
         self._store: Any = None
         self._group: Any = None
         self._task: asyncio.Task[Any] | None = None
@@ -42,28 +42,28 @@ class Meeting:
         if self._group is not None:
             return self._group
         if self._over:
-            raise Superseded(f"epoch {self._forming.epoch} of {self._seat.id} is over")
+            raise Superseded(f"epoch {self._setup.epoch} of {self._config.id} is over")
         dist = importlib.import_module("torch.distributed")
-        rank, world = self._forming.index, self._forming.world
+        rank, world = self._setup.index, self._setup.world
         host = own_address()
         if rank == 0:
             # The store listens on a port of its own choice before anybody hears of it: none is picked and released.
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, use_libuv=True)
         mine = f"{host}:{self._store.port}" if rank == 0 else ""
-        address = self._seat.control.submit(self._meet(mine)).result()
+        address = self._config.control.submit(self._meet(mine)).result()
         if rank != 0:
             name, _, port = address.rpartition(":")
             self._store = dist.TCPStore(name, int(port), is_master=False, use_libuv=True)
         backend = group_backend()
         dist.init_process_group(
             backend=backend,
-            store=dist.PrefixStore(f"{self._seat.id.role}/{self._forming.epoch}", self._store),
+            store=dist.PrefixStore(f"{self._config.id.role}/{self._setup.epoch}", self._store),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         )
         self._group = dist.group.WORLD
-        if self._seat.role.fail.check == "full":
+        if self._config.role.fail.check == "full":
             self._check(rank, world, "cuda" if "nccl" in backend else "cpu")
         return self._group
 
@@ -71,7 +71,7 @@ class Meeting:
         """Raises NodeUnfit in the member that is broken, or in all of them when only their sum is wrong."""
         pairs = importlib.import_module("torch.distributed").PrefixStore("pairs", self._store)
         judged = pairwise(self._group, pairs, rank, world, device)
-        if found := told_of(judged, rank, exclude=self._seat.role.fail.slow == "exclude"):
+        if found := told_of(judged, rank, exclude=self._config.role.fail.slow == "exclude"):
             raise NodeUnfit(found)
         if rank in judged.slow:
             sys.stderr.write(f"rota: {slow_text(judged.slow[rank])}\n")
@@ -81,7 +81,7 @@ class Meeting:
 
     async def _meet(self, address: str) -> str:
         self._task = asyncio.current_task()
-        return await meet(self._seat, self._forming, address)
+        return await meet(self._config, self._setup, address)
 
     def leave(self) -> None:
         """End the group; unblocks members that wait in a collective with this one. Called from the control lane."""
@@ -96,28 +96,28 @@ class Meeting:
         self._store = None
 
 
-async def meet(seat: Seat, forming: Forming, address: str) -> str:
+async def meet(config: InstanceConfig, setup: Setup, address: str) -> str:
     """Wait at the master until every member of this epoch is there; the address that rank 0 gave.
 
     Raises Superseded when a newer epoch has begun.
     """
     kwargs = {
-        "role": seat.id.role,
-        "rank": seat.id.rank,
-        "epoch": forming.epoch,
-        "world": forming.world,
+        "role": config.id.role,
+        "rank": config.id.rank,
+        "epoch": setup.epoch,
+        "world": setup.world,
         "address": address,
     }
     call = Call(method="meet", kwargs=kwargs, timeout_s=MEET_MAX_S)
     while True:
         try:
-            with seat.pulse.waiting.on("master", "meeting", f"epoch {forming.epoch}"):
-                found: str | None = await seat.launcher.call(master_handle(seat.place.job), call)
+            with config.pulse.waiting.on("master", "meeting", f"epoch {setup.epoch}"):
+                found: str | None = await config.launcher.call(master_handle(config.place.job), call)
         except (ProcessGone, CallTimeout):
-            await seat.clock.sleep(RETRY_S)  # the master is back within seconds; everybody comes to it again
+            await config.clock.sleep(RETRY_S)  # the master is back within seconds; everybody comes to it again
             continue
         if found is None:
-            raise Superseded(f"epoch {forming.epoch} of {seat.id} is over")
+            raise Superseded(f"epoch {setup.epoch} of {config.id} is over")
         return found
 
 

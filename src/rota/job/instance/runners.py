@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rota.job.health.heartbeat import QUIET_MAX_S, Pulse
+from rota.job.health.heartbeat import QUIET_MAX_S, ProgressMarks
 from rota.job.inspect import import_target
-from rota.job.rpc.client import Courier
+from rota.job.rpc.client import RpcClient
 from rota.job.rpc.dispatch import coordinates
-from rota.job.rpc.event_loop import Lane
+from rota.job.rpc.event_loop import EventLoopThread
 from rota.job.rpc.peers import JobPlace, checkpoint_dir
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import Home, snapshot
@@ -49,7 +49,7 @@ class InstanceContext:
     work_dir: Path
     checkpoint_dir: Path
     restored: Any = None
-    pulse: Pulse = field(default_factory=lambda: Pulse(SystemClock()), repr=False)
+    pulse: ProgressMarks = field(default_factory=lambda: ProgressMarks(SystemClock()), repr=False)
     make_group: Callable[[], Any] | None = field(default=None, repr=False)
 
     def process_group(self) -> Any:
@@ -85,7 +85,7 @@ class InstanceContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class InstanceConfig:
     """What stays the same for an instance through all its epochs."""
 
     place: JobPlace
@@ -96,14 +96,14 @@ class Seat:
     devices: tuple[int, ...]
     launcher: Launcher
     clock: Clock
-    pulse: Pulse
-    courier: Courier
-    control: Lane
-    user: Lane
+    pulse: ProgressMarks
+    courier: RpcClient
+    control: EventLoopThread
+    user: EventLoopThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forming:
+class Setup:
     """One set-up of an instance: its epoch, the size of its mesh and its place in it, the commit that it restores."""
 
     epoch: Epoch
@@ -117,10 +117,10 @@ class StillRunning(Exception):
     """Code of an older epoch does not end, and two must not run in one process: it has to be replaced."""
 
 
-class Body(Protocol):
+class Runner(Protocol):
     """The part of an instance that depends on its workload. All methods run in the control lane."""
 
-    async def form(self, forming: Forming) -> None:
+    async def form(self, setup: Setup) -> None:
         """Set up under an epoch. Raises what user code raises."""
         ...
 
@@ -137,58 +137,58 @@ class Body(Protocol):
         ...
 
 
-def make_context(seat: Seat, forming: Forming) -> InstanceContext:
+def make_context(config: InstanceConfig, setup: Setup) -> InstanceContext:
     """What user code sees; makes the folders."""
-    home = Home.of(seat.place.home)
-    dirs = home.job(seat.place.job)
-    work = dirs.work / f"{seat.id.role}-{seat.id.rank}"
-    output = Path(seat.spec.output) if seat.spec.output else dirs.output
-    checkpoints = Path(checkpoint_dir(seat.spec, seat.place))
+    home = Home.of(config.place.home)
+    dirs = home.job(config.place.job)
+    work = dirs.work / f"{config.id.role}-{config.id.rank}"
+    output = Path(config.spec.output) if config.spec.output else dirs.output
+    checkpoints = Path(checkpoint_dir(config.spec, config.place))
     for path in (work, output, checkpoints):
         path.mkdir(parents=True, exist_ok=True)
-    mesh = seat.role.mesh or ((("rank", forming.world),) if forming.world > 1 else ())
+    mesh = config.role.mesh or ((("rank", setup.world),) if setup.world > 1 else ())
     return InstanceContext(
-        job=seat.place.job,
-        role=seat.id.role,
-        rank=seat.id.rank,
-        world_size=forming.world,
+        job=config.place.job,
+        role=config.id.role,
+        rank=config.id.rank,
+        world_size=setup.world,
         mesh=dict(mesh),
-        coords=coordinates(mesh, seat.id.rank),
-        epoch=forming.epoch,
-        committed=forming.restore,
-        seed=seat.spec.seed,
-        devices=seat.devices,
+        coords=coordinates(mesh, config.id.rank),
+        epoch=setup.epoch,
+        committed=setup.restore,
+        seed=config.spec.seed,
+        devices=config.devices,
         env=snapshot(),
         output_dir=output,
         work_dir=work,
         checkpoint_dir=checkpoints,
-        pulse=seat.pulse,
+        pulse=config.pulse,
     )
 
 
-class FunctionBody:
+class FunctionRunner:
     """A plain function of one InstanceContext (or none), run once to its end."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._forming: Forming | None = None
+    def __init__(self, config: InstanceConfig) -> None:
+        self._config = config
+        self._setup: Setup | None = None
         self._function: Callable[..., Any] | None = None
 
-    async def form(self, forming: Forming) -> None:
+    async def form(self, setup: Setup) -> None:
         """Import the function."""
-        self._forming = forming
-        workload = self._seat.role.workload or ""
-        found = await self._seat.user.do(lambda: import_target(workload))
+        self._setup = setup
+        workload = self._config.role.workload or ""
+        found = await self._config.user.do(lambda: import_target(workload))
         assert callable(found), "the interface of the role says that it is a function"
         self._function = found
 
     async def run(self, committed: int) -> None:
         """Call it in the user lane."""
-        assert self._forming is not None and self._function is not None, "form() comes before run()"
-        function, ctx = self._function, make_context(self._seat, self._forming)
+        assert self._setup is not None and self._function is not None, "form() comes before run()"
+        function, ctx = self._function, make_context(self._config, self._setup)
         args = (ctx,) if inspect.signature(function).parameters else ()
-        with self._seat.pulse.running(function.__name__):
-            value = await self._seat.user.do(lambda: function(*args))
+        with self._config.pulse.running(function.__name__):
+            value = await self._config.user.do(lambda: function(*args))
         if isinstance(value, Generator | Coroutine | AsyncGenerator):
             raise BadInput(
                 f"{function.__name__} returned a {type(value).__name__}, so nothing in it has run",

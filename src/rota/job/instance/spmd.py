@@ -18,7 +18,7 @@ from typing import Any
 
 from rota.job.health.stacks import of_the_job
 from rota.job.instance.process_group import meet, own_address
-from rota.job.instance.runners import Forming, Seat, make_context
+from rota.job.instance.runners import InstanceConfig, Setup, make_context
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
@@ -121,62 +121,62 @@ def _torchrun(role: RoleSpec, *, bare: bool) -> Command:
 
 
 def rank_environment(
-    seat: Seat, forming: Forming, command: Command, local_rank: int, address: str, files: Path
+    config: InstanceConfig, setup: Setup, command: Command, local_rank: int, address: str, files: Path
 ) -> dict[str, str]:
     """The variables that torchrun sets, where the role has ranks, and Rota's own.
 
     A script that looks whether ``RANK`` is set sees none when it is the one process of its role. Instances without a
     mesh are worlds of their own: ``RANK`` counts in the world, ``ROLE_RANK`` over the whole role.
     """
-    copies = 1 if seat.role.meshed else seat.role.replicas_min
-    copy = 0 if seat.role.meshed else seat.id.rank
-    world = forming.world * command.local
-    rank = forming.index * command.local + local_rank
+    copies = 1 if config.role.meshed else config.role.replicas_min
+    copy = 0 if config.role.meshed else config.id.rank
+    world = setup.world * command.local
+    rank = setup.index * command.local + local_rank
     host, _, port = address.rpartition(":")
     contract = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
         "WORLD_SIZE": world,
         "LOCAL_WORLD_SIZE": command.local,
-        "GROUP_RANK": forming.index,
-        "GROUP_WORLD_SIZE": forming.world,
+        "GROUP_RANK": setup.index,
+        "GROUP_WORLD_SIZE": setup.world,
         "MASTER_ADDR": host or "127.0.0.1",
         "MASTER_PORT": port or "0",
-        "TORCHELASTIC_RESTART_COUNT": forming.restarts,
-        "TORCHELASTIC_MAX_RESTARTS": seat.role.fail.limit_n,
-        "TORCHELASTIC_RUN_ID": seat.place.job,
+        "TORCHELASTIC_RESTART_COUNT": setup.restarts,
+        "TORCHELASTIC_MAX_RESTARTS": config.role.fail.limit_n,
+        "TORCHELASTIC_RUN_ID": config.place.job,
         "TORCHELASTIC_ERROR_FILE": files / f"error-{rank}.json",
     }
-    given = (contract if seat.role.ranked else {}) | {
-        "ROLE_NAME": seat.id.role,
+    given = (contract if config.role.ranked else {}) | {
+        "ROLE_NAME": config.id.role,
         "ROLE_RANK": copy * world + rank,
         "ROLE_WORLD_SIZE": copies * world,
-        "OMP_NUM_THREADS": max(1, int(seat.role.res.cpus) // command.local),
-        "ROTA_EPOCH": forming.epoch,
+        "OMP_NUM_THREADS": max(1, int(config.role.res.cpus) // command.local),
+        "ROTA_EPOCH": setup.epoch,
         "ROTA_ERROR_FILE": files / f"error-{rank}.json",
         "ROTA_PROGRESS_FILE": files / f"progress-{rank}",
         "ROTA_STACKS_FILE": files / f"stacks-{rank}",
     }
-    if plan := next((one.plan for one in seat.role.plans if one.replicas == forming.world), None):
+    if plan := next((one.plan for one in config.role.plans if one.replicas == setup.world), None):
         given["ROTA_PLAN"] = plan
     if address:
         given["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     path = f"{Path(sys.executable).parent}:{get('PATH', '/usr/bin:/bin')}"
     # What the job file gives wins over the contract, save for the ranks themselves.
-    role_env = {name: value for name, value in seat.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
+    role_env = {name: value for name, value in config.role.env if name in ("OMP_NUM_THREADS", "MASTER_ADDR")}
     return {**snapshot(), "PATH": path, **{name: str(value) for name, value in given.items()}, **role_env}
 
 
-class CommandBody:
+class CommandRunner:
     """The body of a ``run`` role: its children are the ranks; they share the process group of this instance.
 
     A child that dies takes the others with it; the error written first is the one reported.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
-        self._command = parse_command(seat.role)
-        self._forming: Forming | None = None
+    def __init__(self, config: InstanceConfig) -> None:
+        self._config = config
+        self._command = parse_command(config.role)
+        self._setup: Setup | None = None
         self._store: Any = None
         self._address = ""
         self._files = Path()
@@ -185,19 +185,19 @@ class CommandBody:
         self._place = Collectives()
         self._stopped_at: dict[int, float] = {}
 
-    async def form(self, forming: Forming) -> None:
+    async def form(self, setup: Setup) -> None:
         """Open the store (rank 0) and learn its address."""
-        self._forming, self._store, self._address, self._place = forming, None, "", Collectives()
+        self._setup, self._store, self._address, self._place = setup, None, "", Collectives()
         self._stopped_at = {}
-        ctx = make_context(self._seat, forming)
-        self._files = ctx.work_dir / f"epoch-{forming.epoch}"
+        ctx = make_context(self._config, setup)
+        self._files = ctx.work_dir / f"epoch-{setup.epoch}"
         self._files.mkdir(exist_ok=True)
         if not self._command.store:
             return
-        if forming.index == 0:
-            self._address = await self._seat.user.do(self._open_store)
-        if forming.world > 1:
-            self._address = await meet(self._seat, forming, self._address)
+        if setup.index == 0:
+            self._address = await self._config.user.do(self._open_store)
+        if setup.world > 1:
+            self._address = await meet(self._config, setup, self._address)
 
     def _open_store(self) -> str:
         # The store lives here and not in a rank, so that it outlives a rank; it listens before anybody hears of it.
@@ -207,11 +207,11 @@ class CommandBody:
 
     async def run(self, committed: int) -> None:
         """Start the ranks and wait for all of them. Raises CommandFailed."""
-        assert self._forming is not None, "form() comes before run()"
-        self._log_from = log_size(self._seat)
-        with self._seat.pulse.running("command"):
+        assert self._setup is not None, "form() comes before run()"
+        self._log_from = log_size(self._config)
+        with self._config.pulse.running("command"):
             for local_rank in range(self._command.local):
-                env = rank_environment(self._seat, self._forming, self._command, local_rank, self._address, self._files)
+                env = rank_environment(self._config, self._setup, self._command, local_rank, self._address, self._files)
                 self._children.append(await self._spawn(env))
             follow = asyncio.create_task(self._follow_progress())
             try:
@@ -246,15 +246,15 @@ class CommandBody:
             await asyncio.gather(*waits, return_exceptions=True)
 
     async def _failure(self, local_rank: int, status: int) -> CommandFailed:
-        assert self._forming is not None
-        rank = self._forming.index * self._command.local + local_rank
+        assert self._setup is not None
+        rank = self._setup.index * self._command.local + local_rank
         first = first_error(self._files)
         if first is not None:
             return CommandFailed(first[0], reason=Reason.USER_ERROR, traceback_text=first[1])
         if status == -signal.SIGKILL:
             return CommandFailed(f"rank {rank} was ended by SIGKILL", reason=Reason.SIGNALLED)
         how = f"was ended by {process.signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
-        words = await last_words(self._seat, self._log_from)
+        words = await last_words(self._config, self._log_from)
         return CommandFailed(
             ": ".join((f"rank {rank} {how}", *words[-1:])),
             reason=Reason.SIGNALLED if status < 0 else Reason.EXIT_NONZERO,
@@ -266,24 +266,24 @@ class CommandBody:
 
         In the collectives of its world an instance is where the last of its ranks is.
         """
-        assert self._forming is not None
-        self._seat.pulse.collectives = lambda: self._place
+        assert self._setup is not None
+        self._config.pulse.collectives = lambda: self._place
         seen = 0.0
         while True:
-            await self._seat.clock.sleep(PROGRESS_POLL_S)
+            await self._config.clock.sleep(PROGRESS_POLL_S)
             marks = {int(path.name.rpartition("-")[2]): _marks(path) for path in self._files.glob("progress-*")}
             newest = max((one.steps for one in marks.values()), default=0.0)
             self._place = self._collectives(marks)
-            if self._seat.role.seats > self._seat.role.gang_size:
-                folder = make_context(self._seat, self._forming).checkpoint_dir
-                self._seat.pulse.saved(await asyncio.to_thread(_newest_s, folder))
+            if self._config.role.seats > self._config.role.gang_size:
+                folder = make_context(self._config, self._setup).checkpoint_dir
+                self._config.pulse.saved(await asyncio.to_thread(_newest_s, folder))
             if newest > seen:
                 seen = newest
-                self._seat.pulse.mark(newest, "steps")
+                self._config.pulse.mark(newest, "steps")
 
     def _collectives(self, marks: Mapping[int, RankMarks]) -> Collectives:
         """The position of the rank that is last; a rank that is stopped is named first, then one that is behind."""
-        now_s, stopped = self._seat.clock.monotonic_s(), self._stopped_ranks()
+        now_s, stopped = self._config.clock.monotonic_s(), self._stopped_ranks()
         self._stopped_at = {rank: self._stopped_at.get(rank, now_s) for rank in stopped}
         known = {rank: one for rank, one in marks.items() if one.entered >= 0}
         last = min(known.values(), key=lambda one: (one.entered, one.inside), default=RankMarks())
@@ -309,8 +309,8 @@ class CommandBody:
 
     @property
     def _first_rank(self) -> int:
-        assert self._forming is not None, "form() comes before run()"
-        return self._forming.index * self._command.local
+        assert self._setup is not None, "form() comes before run()"
+        return self._setup.index * self._command.local
 
     def stacks(self) -> str:
         """What each rank does: its process in words, the collectives it entered, its stacks. Blocks some seconds.
@@ -412,18 +412,18 @@ def who_is_behind(ranks: Mapping[int, RankMarks]) -> str:
     return f"rank {', '.join(map(str, outside))} is not in {ranks[inside[0]].inside}, rank {inside[0]} is"
 
 
-def log_size(seat: Seat) -> int:
+def log_size(config: InstanceConfig) -> int:
     """Bytes in the log of an instance: what it writes from now on is after them."""
-    log = Path(seat.place.log_path(seat.id))
+    log = Path(config.place.log_path(config.id))
     return log.stat().st_size if log.exists() else 0
 
 
-async def last_words(seat: Seat, since: int) -> list[str]:
+async def last_words(config: InstanceConfig, since: int) -> list[str]:
     """The last lines on stderr in the log after ``since``. They come by a process beside this one: it gets a moment."""
-    log, words = Path(seat.place.log_path(seat.id)), list[str]()
+    log, words = Path(config.place.log_path(config.id)), list[str]()
     for _ in range(WORDS_TRIES_MAX):
         before = words
-        await seat.clock.sleep(WORDS_PAUSE_S)
+        await config.clock.sleep(WORDS_PAUSE_S)
         lines = await asyncio.to_thread(tail_lines, log, WORDS_READ_MAX)
         words = [one.text for one in lines if one.offset >= since and one.stream == "err"][-WORDS_MAX:]
         if words and words == before:
@@ -431,17 +431,17 @@ async def last_words(seat: Seat, since: int) -> list[str]:
     return words
 
 
-async def run_setup(seat: Seat) -> None:
+async def run_setup(config: InstanceConfig) -> None:
     """Run the ``setup`` command of the role once in this instance's folder. Raises CommandFailed."""
-    if seat.role.setup is None:
+    if config.role.setup is None:
         return
-    work = make_context(seat, Forming(epoch=NO_EPOCH, world=1, restore=0)).work_dir
-    done = work / f".setup-{hashlib.sha256(seat.role.setup.encode()).hexdigest()[:16]}"
+    work = make_context(config, Setup(epoch=NO_EPOCH, world=1, restore=0)).work_dir
+    done = work / f".setup-{hashlib.sha256(config.role.setup.encode()).hexdigest()[:16]}"
     if done.exists():
         return
-    since = log_size(seat)
-    with seat.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
-        child = await _started("/bin/sh", "-c", seat.role.setup)
+    since = log_size(config)
+    with config.pulse.quiet("its setup command", SETUP_MAX_S):  # it has its own limit, and may wait for a network
+        child = await _started("/bin/sh", "-c", config.role.setup)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SETUP_MAX_S):
@@ -449,7 +449,7 @@ async def run_setup(seat: Seat) -> None:
         finally:  # at its limit, or when a new epoch begins, which runs it again: what it started must not go on beside
             status = await _end(child, 0.0)
     if status != 0:
-        text = f"setup ended with status {status}: {seat.role.setup}"
-        words = await last_words(seat, since)
+        text = f"setup ended with status {status}: {config.role.setup}"
+        words = await last_words(config, since)
         raise CommandFailed(text, reason=Reason.ENV_SETUP_FAILED, traceback_text="\n".join(words))
     done.touch()

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 from rota.job.core.ledger import Drop, Item, Ledger, Order, Place, Uid
 from rota.job.core.paths import Path, Stop, paths_of
-from rota.job.health.heartbeat import Pulse
+from rota.job.health.heartbeat import ProgressMarks
 from rota.job.inspect import import_target
-from rota.job.rpc.client import Courier, Lost
+from rota.job.rpc.client import Lost, RpcClient
 from rota.job.rpc.payload import opened
 from rota.job.rpc.peers import Peer
 from rota.spec.errors import BadInput, DataError, TimedOut
@@ -425,8 +425,8 @@ class Streams:
         self,
         spec: JobSpec,
         *,
-        courier: Courier,
-        pulse: Pulse,
+        courier: RpcClient,
+        pulse: ProgressMarks,
         holder: InstanceId,
         epoch: Epoch,
         version: int,

@@ -20,7 +20,7 @@ from rota.job.core.progress import (
     memory_evidence,
     stragglers,
 )
-from rota.job.health.heartbeat import BEAT_S, SETTING_UP, Beat
+from rota.job.health.heartbeat import BEAT_S, SETTING_UP, Heartbeat
 from rota.runtime.clock import Clock
 from rota.runtime.hang import LOOK_S, STOPPED_LOOKS
 from rota.spec import codec
@@ -48,7 +48,7 @@ MASTER = "master"
 STRANGER = "no part of this job"
 STOPPED = "nothing: its process is stopped by a signal"
 
-Meetings = Mapping[str, tuple[str, ...]]
+Absent = Mapping[str, tuple[str, ...]]
 """Role to the instances that have not come to the meeting of its process group."""
 
 
@@ -68,7 +68,7 @@ class DiagnosisManager:
     halted: Mapping[tuple[InstanceId, Epoch], int] = field(default_factory=dict)
     """Looks in a row that found the process of an instance stopped."""
     kills: int | None = None
-    beats: dict[InstanceId, tuple[Beat, float]] = field(default_factory=dict[InstanceId, tuple[Beat, float]])
+    beats: dict[InstanceId, tuple[Heartbeat, float]] = field(default_factory=dict[InstanceId, tuple[Heartbeat, float]])
     since: dict[tuple[InstanceId, Epoch], float] = field(default_factory=dict[tuple[InstanceId, Epoch], float])
     rates: dict[InstanceId, RateWatch] = field(default_factory=dict[InstanceId, RateWatch])
     """Cores in use: where they drop without an excuse, the limit on progress is halved."""
@@ -89,7 +89,7 @@ class DiagnosisManager:
         self.kills = before + 1 if evidence and before is not None else now
         return replace(lost, reason=Reason.OOM_KILLED, text=evidence) if evidence else lost
 
-    def heard(self, beat: Beat) -> None:
+    def heard(self, beat: Heartbeat) -> None:
         """Note a beat."""
         now_s = self.clock.monotonic_s()
         older, _ = self.beats.get(beat.id, (None, 0.0))
@@ -133,7 +133,7 @@ class DiagnosisManager:
 
     # -- the wait-for graph -------------------------------------------------------------------------------------------
 
-    def graph(self, ctx: JobContext, absent: Meetings | None = None) -> WaitGraph:
+    def graph(self, ctx: JobContext, absent: Absent | None = None) -> WaitGraph:
         """Who waits for whom now. Works on the last beats; a beat of another epoch says nothing."""
         if ctx.spec is None:
             return WaitGraph(standings={})
@@ -153,7 +153,7 @@ class DiagnosisManager:
         }
         return WaitGraph(waits=tuple(waits), standings=standings)
 
-    def _beat(self, one: Instance) -> Beat | None:
+    def _beat(self, one: Instance) -> Heartbeat | None:
         beat, _ = self.beats.get(one.id, (None, 0.0))
         return beat if beat is not None and beat.epoch == one.epoch else None
 
@@ -171,7 +171,7 @@ class DiagnosisManager:
         return self._silent_s(one) > min(most_s, max(least_s, _limit_s(ctx, one) / 2))
 
     def _told(
-        self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Beat | None, float]], absent: Meetings
+        self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Heartbeat | None, float]], absent: Absent
     ) -> Iterator[Wait]:
         """The waits that instances tell; those of a silent one are out of date: it is what others wait for."""
         names = {str(one) for one in heard}
@@ -191,7 +191,9 @@ class DiagnosisManager:
                     members = (str(member.id) for member in ctx.of_role(RoleName(wait.target)))
                     yield from (replace(older, target=name) for name in members if name in names)
 
-    def _collectives(self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Beat | None, float]]) -> Iterator[Wait]:
+    def _collectives(
+        self, ctx: JobContext, heard: Mapping[InstanceId, tuple[Heartbeat | None, float]]
+    ) -> Iterator[Wait]:
         for members in ctx.plan.ranks.values():
             beats = {member: heard[member][0] for member in members if member in heard and ctx.instances[member].active}
             ranks = [
@@ -255,7 +257,7 @@ class DiagnosisManager:
 
     # -- what is overdue ----------------------------------------------------------------------------------------------
 
-    def overdue(self, ctx: JobContext, absent: Meetings | None = None) -> list[JobEvent]:
+    def overdue(self, ctx: JobContext, absent: Absent | None = None) -> list[JobEvent]:
         """Events of silences that are too long now, each once an epoch: only those are accused who hold up the rest."""
         now_s = self.clock.monotonic_s()
         watched = [one for one in ctx.instances.values() if one.state is InstanceState.READY]
@@ -326,7 +328,7 @@ class DiagnosisManager:
         return replace(graph, standings=standings).roots()
 
     async def explain(
-        self, ctx: JobContext, absent: Meetings, stacks: Callable[[str, int], Awaitable[str]]
+        self, ctx: JobContext, absent: Absent, stacks: Callable[[str, int], Awaitable[str]]
     ) -> dict[str, Any]:
         """The graph as a document; culprits, and who is suspected before a limit is reached, with their stacks."""
         document = self._document(ctx, self.graph(ctx, absent))

@@ -24,14 +24,14 @@ from rota.job.core.context import JobContext, Process
 from rota.job.core.desired import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.resize import saved_by_script
-from rota.job.health.heartbeat import Beat, BeatAnswer
+from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer
 from rota.job.health.stacks import of_the_job
 from rota.job.inspect import import_target
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.master.executor import Executor, death_event, losses_with
-from rota.job.master.rendezvous import Meetings
+from rota.job.master.rendezvous import Rendezvous
 from rota.job.master.snapshots import KEEP_EVERY, Replayed, keep, newest
-from rota.job.rpc.event_loop import Lane
+from rota.job.rpc.event_loop import EventLoopThread
 from rota.job.rpc.peers import JobPlace, PeerTable, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
@@ -61,7 +61,7 @@ class InboxFull(Exception):
 
 
 @dataclass(slots=True)
-class Wish:
+class AppendRequest:
     """An event that somebody wants in the log; ``done`` is told when it is there, or why it is refused."""
 
     event: JobEvent
@@ -73,13 +73,13 @@ class Wish:
             self.done.set_exception(refusal) if refusal else self.done.set_result(None)
 
 
-class Inbox(asyncio.Queue[Wish | BaseException]):
+class Inbox(asyncio.Queue[AppendRequest | BaseException]):
     """Wishes, and what went wrong in a task of the master. Belongs to one event loop."""
 
     def __init__(self) -> None:
         super().__init__(INBOX_MAX)
 
-    def add(self, wish: Wish | BaseException) -> None:
+    def add(self, wish: AppendRequest | BaseException) -> None:
         """Over the limit nothing is dropped in silence: the master fails, and the next one asks what is alive."""
         if self.full():
             while not self.empty():
@@ -91,7 +91,7 @@ class Inbox(asyncio.Queue[Wish | BaseException]):
         """Tell everybody who waits for a wish that it is not granted any more."""
         while not self.empty():
             wish = self.get_nowait()
-            if isinstance(wish, Wish):
+            if isinstance(wish, AppendRequest):
                 wish.answer(refusal)
 
 
@@ -153,7 +153,7 @@ class JobMaster:
         """Commands that the context asks for and that were begun; a returning master begins all of them anew."""
         self._owned: dict[asyncio.Task[Any], None] = {}
         self._table = PeerTable()
-        self._meetings = Meetings()
+        self._meetings = Rendezvous()
         self._loaded = asyncio.Event()
         self._saved_s = 0.0
 
@@ -171,7 +171,7 @@ class JobMaster:
             if self.ctx.state.terminal:
                 return self.ctx
             # 3 say who is master now
-            await self._grant(Wish(MasterStarted(master_epoch=self.epoch, pid=self._pid)))
+            await self._grant(AppendRequest(MasterStarted(master_epoch=self.epoch, pid=self._pid)))
             # 4 ask what is alive, and compare: the missing are lost, the unexpected must go
             await self._reattach()
             self._saved_s = self._clock.wall_s()  # what was saved before is no boundary now
@@ -208,7 +208,7 @@ class JobMaster:
         except SeqConflict:
             await self._read_log()
 
-    async def _grant(self, wish: Wish) -> None:
+    async def _grant(self, wish: AppendRequest) -> None:
         """Append what was asked for; a commit only if the state still takes it."""
         while (refusal := self._refusal(wish.event)) is None:
             try:
@@ -301,7 +301,9 @@ class JobMaster:
             self._executor.know(handle)
         alive = tuple((one.instance.role, one.instance.rank, one.epoch) for one in found.instances)
         gangs = tuple((one.gang, one.epoch) for one in found.reservations)
-        await self._grant(Wish(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs, hosts=found.hosts)))
+        await self._grant(
+            AppendRequest(Reattached(master_epoch=self.epoch, alive=alive, gangs=gangs, hosts=found.hosts))
+        )
 
     async def _watch_deaths(self, watching: asyncio.Event) -> None:
         deaths = self._launcher.events(self._job)
@@ -326,7 +328,7 @@ class JobMaster:
 
     def report(self, event: JobEvent) -> None:
         """Put an event into the inbox: it is appended and stepped in its turn."""
-        self._inbox.add(Wish(event))
+        self._inbox.add(AppendRequest(event))
 
     # -- the table of peers -------------------------------------------------------------------------------------------
 
@@ -355,14 +357,14 @@ class JobMaster:
 
     async def beat(self, raw: dict[str, Any]) -> dict[str, Any]:
         """A beat of an instance; the answer renews its lease and brings the table if it has an older one."""
-        beat = Beat.from_json(raw)
+        beat = Heartbeat.from_json(raw)
         self._watch.heard(beat)
         if self._loaded.is_set():  # before that it only keeps its lease; what it tells, it tells again
             self._judge(beat)
         table = self._table if self._table.version > beat.table_version else None
-        return BeatAnswer(master_epoch=self.epoch, table=table).to_json()
+        return HeartbeatAnswer(master_epoch=self.epoch, table=table).to_json()
 
-    def _judge(self, beat: Beat) -> None:
+    def _judge(self, beat: Heartbeat) -> None:
         one, lost = self.ctx.instances.get(beat.id), beat.lost()
         if lost is not None and one is not None and one.epoch == lost.epoch and one.state is InstanceState.READY:
             self.report(lost)
@@ -394,7 +396,7 @@ class JobMaster:
             published = dict.fromkeys(versions, n)
             epoch = Epoch(loop_epoch)
             event = Committed(n=n, loop_epoch=epoch, versions=published, metrics=metrics, cursor=cursor)
-            self._inbox.add(Wish(event, done))
+            self._inbox.add(AppendRequest(event, done))
             try:
                 await done
             except Fenced as error:
@@ -488,7 +490,7 @@ class Master:
     """
 
     def __init__(self, *, job: str, db_url: str, home: str, launcher: str = RAY_LAUNCHER) -> None:
-        self._lane = Lane("master")
+        self._lane = EventLoopThread("master")
         self._job = JobId(job)
         found = self._lane.submit(self._make(db_url, home, launcher)).result()
         self._master: JobMaster = found

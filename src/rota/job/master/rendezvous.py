@@ -24,7 +24,7 @@ class _Gathering:
         self.complete.set()
 
 
-class Meetings:
+class Rendezvous:
     """All meetings of a job; belongs to the event loop of its master."""
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ async def _here(work: Coroutine[Any, Any, Any]) -> Any:
     return await work
 
 
-class Courier:
+class RpcClient:
     """Sends calls by the newest table of peers.
 
     It belongs to one event loop, where ``home`` runs a coroutine; only ``call`` may come from any loop. It sends from

@@ -15,7 +15,7 @@ class Exited(Exception):
     """Code in a lane called ``sys.exit``: a failure of that code, not the end of the lane."""
 
 
-class Lane:
+class EventLoopThread:
     """One thread with one event loop. Whatever is given to it runs there, one step at a time."""
 
     def __init__(self, name: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 from tests import postgres
+from tests.service.described import check
 
 from rota.runtime.beside import run_beside
 from rota.runtime.log import EventLog, Writer, master_scope
@@ -184,6 +185,7 @@ async def standing(
             base_url="http://127.0.0.1:7700",
             headers={"Authorization": f"Bearer {token}"},
             timeout=LIMIT_S,
+            event_hooks={"response": [check]},
         ) as http:
             yield Standing(doors=doors, log=log, engine=played, http=http)
     finally:

@@ -9,6 +9,8 @@ import asyncio
 import json
 from pathlib import Path
 
+from fastapi.datastructures import DefaultPlaceholder
+from tests.service.described import routes_of
 from tests.service.snapshots import files
 from tests.service.snapshots.rest import names_of
 
@@ -35,3 +37,24 @@ def test_the_stored_answers_cover_every_state_of_a_job_and_every_kind_of_refusal
     states = {one["body"].get("state") for one in answers if isinstance(one["body"], dict)}
     assert {state.value for state in JobState} <= states
     assert {one["status"] for one in answers} >= {200, 201, 202, 204, 401, 403, 404, 405, 409, 412, 422}
+
+
+def test_every_route_declares_what_it_answers_with() -> None:
+    """``standing`` and the snapshots hold every answer against it."""
+    silent = [
+        route.path
+        for route in routes_of(application())
+        if route.response_model is None and isinstance(route.response_class, DefaultPlaceholder)
+    ]
+    assert silent == []
+    described = application().openapi()["paths"]
+    schemas = [
+        content["schema"]
+        for methods in described.values()
+        for one in methods.values()
+        for status, answer in one["responses"].items()
+        if status.startswith("2")
+        for kind, content in answer.get("content", {}).items()
+        if kind == "application/json"
+    ]
+    assert len(schemas) > 50 and all("$ref" in schema for schema in schemas)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from rota.service.views.story import JobStory
 from rota.spec.errors import BadInput, NotAllowed
@@ -136,6 +136,8 @@ def narrower(one: str, other: str) -> str | None:
     return one if is_below(one, other) else other if is_below(other, one) else None
 
 
+T = TypeVar("T")
+
 _WORD = re.compile(r"[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
 _NAMED = frozenset({"user", "by", "marked_by"})
 
@@ -151,7 +153,7 @@ class Veil:
         self._jobs, self._caller = jobs, caller
         self._sees_all = caller.has(Role.VIEWER)
 
-    def over(self, document: Any) -> Any:
+    def over(self, document: T) -> T:
         """The document as the caller may see it."""
         return document if self._sees_all else self._cover(document)
 

@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Iterator
 from heapq import merge
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rota.runtime.clock import Clock, iso
 from rota.runtime.environ import PRIVATE_FILE
+from rota.service.models.accounts import AuditLine
 from rota.spec.errors import StoreUnavailable
 
 FILE_BYTES_MAX = 32 * 2**20
@@ -86,7 +87,7 @@ class Audit:
         if full:
             path.replace(_older(path))
 
-    def newest(self, count: int, *, user: str = "") -> list[dict[str, Any]]:
+    def newest(self, count: int, *, user: str = "") -> list[AuditLine]:
         """The last requests, the newest first; of one user if named. A line that a crash cut short is left out.
 
         ``status`` is None of one that is under way or whose service died before it answered.
@@ -103,7 +104,8 @@ class Audit:
                 if line.get("status") is None:
                     open_ones[line.get("request_id", "")] = line
         strangers = deque([] if user else _lines(self._strangers_path), maxlen=count)
-        return list(merge(found, strangers, key=lambda line: line["at"]))[: -count - 1 : -1]
+        newest = list(merge(found, strangers, key=lambda line: line["at"]))[: -count - 1 : -1]
+        return cast("list[AuditLine]", newest)
 
 
 def _older(path: Path) -> Path:

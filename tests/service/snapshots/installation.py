@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import httpx
 from tests.makers import loop, mesh, op, service
+from tests.service.described import check
 from tests.service.standing import PlayedEngine, Standing, empty_database
 
 from rota.job.core.progress import Span
@@ -129,7 +130,7 @@ BEAT: dict[str, Any] = {
     "idle_s": 0.25,
     "age_s": 1.5,
     "busy": ["work"],
-    "quiet": False,
+    "quiet": "",
     "waits": [{"target": "reward/0"}],
     "step_s": 0.125,
     "cpus": 0.75,
@@ -283,7 +284,10 @@ async def installed(home: Path) -> AsyncIterator[Installed]:
         doors = assembly.assemble(settings, log, engine=engine)
         transport = httpx.ASGITransport(app=make_app(doors), raise_app_exceptions=False)
         headers = {"Authorization": f"Bearer {doors.home.token.read_text().strip()}"}
-        async with httpx.AsyncClient(transport=transport, base_url=URL, headers=headers, timeout=LIMIT_S) as http:
+        hooks = {"response": [check]}
+        async with httpx.AsyncClient(
+            transport=transport, base_url=URL, headers=headers, timeout=LIMIT_S, event_hooks=hooks
+        ) as http:
             it = Installed(doors=doors, log=log, engine=engine, http=http, time=time, home=home)
             doors.loop.timed = it.note
             await doors.loop.replay()

@@ -32,8 +32,6 @@ def normal(value: Any, home: Path, name: str = "") -> Any:
         return _text(value, home, name)
     if name == "pid" and value == os.getpid():
         return "<pid of the service>"
-    if name == "seconds" and isinstance(value, float) and value < 1.0:
-        return "<seconds>"
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from tests.service.described import route_of, routes_of
 from tests.service.snapshots.installation import LIMIT_S, QUEUES, Installed, job_file
 from tests.service.snapshots.normal import normal
 
@@ -51,34 +51,15 @@ def send(method: str, path: str, body: Any = None, *, user: str = "", **headers:
     return Ask(method=method, path=API + path, body=body, user=user, headers=named)
 
 
-def routes_of(app: FastAPI) -> list[APIRoute]:
-    """Every route of the application, those of nested routers too."""
-    return [*_routes(app.routes)]
-
-
-def _routes(found: Iterable[Any]) -> Iterator[APIRoute]:
-    for one in found:
-        if isinstance(one, APIRoute):
-            yield one
-        elif (router := getattr(one, "original_router", None)) is not None:
-            yield from _routes(router.routes)
-
-
 def names_of(app: FastAPI) -> list[str]:
     """``METHOD path`` of every route."""
     return [f"{method} {route.path}" for route in routes_of(app) for method in sorted(route.methods or ())]
 
 
-def route_of(app: FastAPI, method: str, path: str) -> str:
+def name_of(method: str, path: str) -> str:
     """The route that a request comes to; ``no route`` for none."""
-    return next(
-        (
-            f"{method} {route.path}"
-            for route in routes_of(app)
-            if method in (route.methods or ()) and route.path_regex.match(path)
-        ),
-        "no route",
-    )
+    route = route_of(method, path)
+    return "no route" if route is None else f"{method} {route.path}"
 
 
 def file_of(route: str) -> str:
@@ -239,7 +220,7 @@ async def _answered(it: Installed, ask: Ask, found: dict[str, list[dict[str, Any
     answer = await asyncio.wait_for(it.http.send(_request(it, ask)), LIMIT_S)
     if ask.method != "GET":
         await it.settle()
-    route = route_of(application(), ask.method, ask.path)
+    route = name_of(ask.method, ask.path)
     document = {
         "request": str(ask),
         **({"as": ask.user} if ask.user else {}),

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.runtime.clock import iso
 from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
+from rota.service.models.accounts import (
+    AuditList,
+    GrantedRole,
+    SecretDocument,
+    SecretList,
+    TokenDocument,
+    TokenList,
+    TokenRow,
+    UserDocument,
+    UserList,
+    UserRow,
+    WebhookDocument,
+    WebhookList,
+    WebhookRow,
+)
+from rota.service.models.base import Sent
 from rota.service.notify import OWNER, without_password
-from rota.service.routes.doors import Asker, Document, Doors, Parts
+from rota.service.routes.doors import Asker, Doors, Parts
 from rota.service.views.jobs import API, when
 from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
 from rota.spec.events import SecretChanged, TokenRevoked, UserChanged, WebhookRemoved, WebhookSet
@@ -77,13 +93,13 @@ class WebhookBody(BaseModel):
 
 
 @router.get("/whoami")
-async def whoami(doors: Parts, caller: Asker) -> Document:
+async def whoami(doors: Parts, caller: Asker) -> Sent[UserDocument]:
     """The user behind the token or session, and what it may do where."""
     return {"api": API, "kind": "User", "by": caller.by, **_user(caller.user, dict(caller.grants))}
 
 
 @router.get("/users")
-async def users(doors: Parts, caller: Asker) -> Document:
+async def users(doors: Parts, caller: Asker) -> Sent[UserList]:
     """Every user with roles; for admins."""
     caller.need(Role.ADMIN)
     found = {LOCAL: {"": Role.ADMIN}} | doors.auth.accounts.users
@@ -91,7 +107,7 @@ async def users(doors: Parts, caller: Asker) -> Document:
 
 
 @router.put("/users/{name}")
-async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> Document:
+async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> Sent[UserDocument]:
     """Let a user do this and no more, also through tokens that were made before; a new name makes a new user."""
     caller.need(Role.ADMIN)
     if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
@@ -110,7 +126,7 @@ async def put_user(name: Name, body: UserBody, doors: Parts, caller: Asker) -> D
 
 
 @router.delete("/users/{name}")
-async def remove_user(name: Name, doors: Parts, caller: Asker) -> Document:
+async def remove_user(name: Name, doors: Parts, caller: Asker) -> Sent[UserDocument]:
     """Take every role, every token and every secret from a user; the jobs stay, and belong to that name.
 
     ``jobs`` of the answer have not ended and name secrets: they cannot start again.
@@ -123,19 +139,19 @@ async def remove_user(name: Name, doors: Parts, caller: Asker) -> Document:
     revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
     await doors.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
     live = doors.loop.installation.live.values()
-    jobs = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
+    jobs: list[str] = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
     return {"api": API, "kind": "User", **_user(name, {}), "jobs": jobs}
 
 
 @router.get("/tokens")
-async def tokens(doors: Parts, caller: Asker) -> Document:
+async def tokens(doors: Parts, caller: Asker) -> Sent[TokenList]:
     """The valid tokens of oneself, for an admin those of everybody; never a token itself."""
     items = [_token(one) for one in _valid(doors) if caller.has(Role.ADMIN) or one.made.user == caller.user]
     return {"api": API, "kind": "TokenList", "items": items, "next": None}
 
 
 @router.post("/tokens", status_code=201)
-async def make_token(body: TokenBody, doors: Parts, caller: Asker) -> Document:
+async def make_token(body: TokenBody, doors: Parts, caller: Asker) -> Sent[TokenDocument]:
     """A new token; this answer is the only one that holds it."""
     user = body.user or caller.user
     if user != LOCAL and user not in doors.auth.accounts.users:
@@ -152,7 +168,7 @@ async def make_token(body: TokenBody, doors: Parts, caller: Asker) -> Document:
 
 
 @router.delete("/tokens/{token}")
-async def revoke_token(token: Annotated[str, Field(max_length=63)], doors: Parts, caller: Asker) -> Document:
+async def revoke_token(token: Annotated[str, Field(max_length=63)], doors: Parts, caller: Asker) -> Sent[TokenDocument]:
     """Make a token worthless at once, with the sessions that were opened by it."""
     known = next((one for one in _valid(doors) if one.made.id == token), None)
     if known is None or not (caller.has(Role.ADMIN) or known.made.user == caller.user):
@@ -164,14 +180,14 @@ async def revoke_token(token: Annotated[str, Field(max_length=63)], doors: Parts
 
 
 @router.get("/secrets")
-async def secrets(doors: Parts, caller: Asker) -> Document:
+async def secrets(doors: Parts, caller: Asker) -> Sent[SecretList]:
     """The names of one's secrets; no answer ever holds a value."""
     names = await asyncio.to_thread(doors.vault.names, _owner(caller))
     return {"api": API, "kind": "SecretList", "items": [{"name": name} for name in names], "next": None}
 
 
 @router.put("/secrets/{name}")
-async def put_secret(name: Name, body: SecretBody, doors: Parts, caller: Asker) -> Document:
+async def put_secret(name: Name, body: SecretBody, doors: Parts, caller: Asker) -> Sent[SecretDocument]:
     """Keep a value that one's jobs may use as a variable of that name; it cannot be read back."""
     await asyncio.to_thread(doors.vault.put, _owner(caller), name, body.value)
     await doors.loop.append([SecretChanged(owner=caller.user, name=name, by=caller.user)])
@@ -179,7 +195,7 @@ async def put_secret(name: Name, body: SecretBody, doors: Parts, caller: Asker) 
 
 
 @router.delete("/secrets/{name}")
-async def remove_secret(name: Name, doors: Parts, caller: Asker) -> Document:
+async def remove_secret(name: Name, doors: Parts, caller: Asker) -> Sent[SecretDocument]:
     """Forget a value; instances that have it keep it until they end."""
     await asyncio.to_thread(doors.vault.remove, _owner(caller), name)
     await doors.loop.append([SecretChanged(owner=caller.user, name=name, removed=True, by=caller.user)])
@@ -187,7 +203,7 @@ async def remove_secret(name: Name, doors: Parts, caller: Asker) -> Document:
 
 
 @router.get("/webhooks")
-async def webhooks(doors: Parts, caller: Asker) -> Document:
+async def webhooks(doors: Parts, caller: Asker) -> Sent[WebhookList]:
     """Who is told what; for admins."""
     caller.need(Role.ADMIN)
     items = [_webhook(made) for made, _ in doors.notifier.targets.values()]
@@ -195,7 +211,7 @@ async def webhooks(doors: Parts, caller: Asker) -> Document:
 
 
 @router.post("/webhooks", status_code=201)
-async def make_webhook(body: WebhookBody, doors: Parts, caller: Asker) -> Document:
+async def make_webhook(body: WebhookBody, doors: Parts, caller: Asker) -> Sent[WebhookDocument]:
     """Tell an address what happens from now on; this answer alone holds the secret that notices are signed with."""
     caller.need(Role.ADMIN)
     _check_queue(doors, body.queue)
@@ -205,7 +221,7 @@ async def make_webhook(body: WebhookBody, doors: Parts, caller: Asker) -> Docume
 
 
 @router.delete("/webhooks/{webhook}")
-async def remove_webhook(webhook: Name, doors: Parts, caller: Asker) -> Document:
+async def remove_webhook(webhook: Name, doors: Parts, caller: Asker) -> Sent[WebhookDocument]:
     """Tell it nothing any more."""
     caller.need(Role.ADMIN)
     if webhook not in doors.notifier.targets:
@@ -219,7 +235,7 @@ async def remove_webhook(webhook: Name, doors: Parts, caller: Asker) -> Document
 @router.get("/audit")
 async def audit(
     doors: Parts, caller: Asker, user: str = "", limit: Annotated[int, Query(ge=1, le=AUDIT_MAX)] = 100
-) -> Document:
+) -> Sent[AuditList]:
     """Requests that change something, the newest first, refused ones too; for admins."""
     caller.need(Role.ADMIN)
     items = await asyncio.to_thread(doors.audit.newest, limit, user=user)
@@ -251,16 +267,16 @@ def _valid(doors: Doors) -> list[Token]:
     return [one for one in doors.auth.accounts.tokens.values() if one.valid(now)]
 
 
-def _user(name: str, grants: dict[str, Role]) -> dict[str, Any]:
-    rows = [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]
+def _user(name: str, grants: dict[str, Role]) -> UserRow:
+    rows: list[GrantedRole] = [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]
     return {"name": name, "grants": rows}
 
 
-def _webhook(made: WebhookSet) -> dict[str, Any]:
+def _webhook(made: WebhookSet) -> WebhookRow:
     return {"id": made.id, "url": without_password(made.url), "on": list(made.on), "queue": made.queue, "by": made.by}
 
 
-def _token(one: Token) -> dict[str, Any]:
+def _token(one: Token) -> TokenRow:
     made = one.made
     return {
         "id": made.id,

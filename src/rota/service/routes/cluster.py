@@ -6,7 +6,7 @@ import shutil
 from collections import Counter
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,8 +16,26 @@ from rota.cluster.core.state import State
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
+from rota.service.models.base import Sent
+from rota.service.models.cluster import (
+    ClusterDocument,
+    DrainPlan,
+    Heat,
+    HoldDocument,
+    NodeDocument,
+    NodeList,
+    NodeRow,
+    QueueDiff,
+    QueueDocument,
+    QueueTree,
+    ReasonList,
+    ReasonRow,
+    SettingList,
+    StatusDocument,
+    UsageReport,
+)
 from rota.service.queuefile import read_queues
-from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, append_live
+from rota.service.routes.doors import KEPT, Asker, Doors, Parts, append_live
 from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree
 from rota.service.views.jobs import API
 from rota.service.views.usage import usage_report
@@ -72,12 +90,12 @@ class QueuesBody(BaseModel):
 
 
 @router.get("/status")
-async def status(doors: Parts, caller: Asker) -> Document:
+async def status(doors: Parts, caller: Asker) -> Sent[StatusDocument]:
     """The service and its parts, each with its health and, if it is not well, what that means."""
     return await status_document(doors)
 
 
-async def status_document(doors: Doors) -> Document:
+async def status_document(doors: Doors) -> StatusDocument:
     """The Status document."""
     loop, installation = doors.loop, doors.loop.installation
     try:
@@ -124,7 +142,7 @@ class HoldBody(BaseModel):
 
 
 @router.post("/service:hold", status_code=202)
-async def hold(doors: Parts, caller: Asker, body: HoldBody | None = None) -> Document:
+async def hold(doors: Parts, caller: Asker, body: HoldBody | None = None) -> Sent[HoldDocument]:
     """Get ready to be taken down: jobs that run stop after saving and are queued again, and none starts; for admins.
 
     ``jobs`` counts those that have not ended, by state. Without an end of the service it is over after some minutes.
@@ -177,29 +195,30 @@ async def nodes(
     caller: Asker,
     limit: Annotated[int, Query(ge=1, le=NODES_MAX)] = NODES_MAX,
     cursor: Annotated[str, Query(max_length=200)] = "",
-) -> Document:
+) -> Sent[NodeList]:
     """Nodes with their devices and who holds them, by id; ``next`` is the cursor of the following page."""
     found = doors.veiled(caller, node_list(doors.loop.installation))
     rest = sorted((one for one in found["items"] if one["id"] > cursor), key=lambda one: one["id"])
-    return found | {"items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
+    return {**found, "items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
 
 
 @router.get("/cluster")
-async def cluster(doors: Parts, caller: Asker) -> Document:
+async def cluster(doors: Parts, caller: Asker) -> Sent[ClusterDocument]:
     """How many nodes, devices and jobs there are, by state."""
     return {"api": API, "kind": "Cluster", **cluster_totals(doors.loop.installation)}
 
 
 @router.get("/cluster/heat")
-async def heat(doors: Parts, caller: Asker) -> Document:
+async def heat(doors: Parts, caller: Asker) -> Sent[Heat]:
     """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
     return doors.veiled(caller, heat_document(doors.loop.installation))
 
 
 @router.get("/nodes/{node}")
-async def node(node: str, doors: Parts, caller: Asker) -> Document:
+async def node(node: str, doors: Parts, caller: Asker) -> Sent[NodeDocument]:
     """One node."""
-    return doors.veiled(caller, {"api": API, "kind": "Node", **_one_node(doors, node)})
+    found: NodeDocument = {"api": API, "kind": "Node", **_one_node(doors, node)}
+    return doors.veiled(caller, found)
 
 
 @router.post("/nodes/{node}:{action}", status_code=202)
@@ -210,7 +229,7 @@ async def mark_node(
     doors: Parts,
     caller: Asker,
     body: MarkBody | None = None,
-) -> Document:
+) -> Sent[DrainPlan]:
     """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
     caller.need(Role.ADMIN)
     given = body or MarkBody()
@@ -238,7 +257,7 @@ async def mark_node(
     }
 
 
-def _one_node(doors: Doors, node: str) -> Document:
+def _one_node(doors: Doors, node: str) -> NodeRow:
     items = node_list(doors.loop.installation)["items"]
     found = next((one for one in items if one["id"] == node), None)
     if found is None:
@@ -247,13 +266,13 @@ def _one_node(doors: Doors, node: str) -> Document:
 
 
 @router.get("/queues")
-async def queues(doors: Parts, caller: Asker) -> Document:
+async def queues(doors: Parts, caller: Asker) -> Sent[QueueTree]:
     """The queue tree with what each queue promises, holds and lets wait."""
     return queue_tree(doors.loop.installation)
 
 
 @router.get("/queues/{path:path}")
-async def queue(path: str, doors: Parts, caller: Asker) -> Document:
+async def queue(path: str, doors: Parts, caller: Asker) -> Sent[QueueDocument]:
     """One queue."""
     items = {one["path"]: one for one in queue_tree(doors.loop.installation)["items"]}
     if path not in items:
@@ -262,7 +281,7 @@ async def queue(path: str, doors: Parts, caller: Asker) -> Document:
 
 
 @router.put("/queues")
-async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller: Asker) -> Document:
+async def apply_queues(body: QueuesBody, request: Request, doors: Parts, caller: Asker) -> Sent[QueueDiff]:
     """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
 
     ``over`` names those limits: nothing is stopped, and nothing new starts there until less is in use.
@@ -326,7 +345,7 @@ async def report(
     caller: Asker,
     by: str = "user",
     since_s: Annotated[float, Query(gt=0, le=1e10)] = 30 * 86400.0,
-) -> Document:
+) -> Sent[UsageReport]:
     """Who used what in the last ``since_s`` seconds, by user, queue, job or gpu_type; of the jobs that one may see."""
     now, installation = doors.clock.wall_s(), doors.loop.installation
     seen = (story for story in installation.jobs.values() if caller.sees(story))
@@ -335,16 +354,16 @@ async def report(
 
 
 @router.get("/settings")
-async def settings(doors: Parts, caller: Asker) -> Document:
+async def settings(doors: Parts, caller: Asker) -> Sent[SettingList]:
     """The settings that the service runs with, and where each came from; for admins. No password is shown."""
     caller.need(Role.ADMIN)
-    return {"api": API, **doors.settings.document()}
+    return cast("SettingList", {"api": API, **doors.settings.document()})
 
 
 @router.get("/reasons")
-async def reasons(caller: Asker) -> Document:
+async def reasons(caller: Asker) -> Sent[ReasonList]:
     """Every reason with its family, its fault and its sentence."""
-    items = [
+    items: list[ReasonRow] = [
         {"code": reason, "family": info.family, "fault": info.fault, "text": info.text, "ends_in": info.ends_in}
         for reason, info in INFO.items()
     ]

@@ -128,7 +128,7 @@ class Doors:
         """A job that the caller may stop or change. Raises NotAllowed beside what ``seen`` raises."""
         return _allowed(self.seen(caller, job), Caller.steers, caller, "stop or change it")
 
-    def veiled(self, caller: Caller, document: Document) -> Document:
+    def veiled(self, caller: Caller, document: T) -> T:
         """The document without the names of what the caller may not see."""
         return self.veil(caller).over(document)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,9 +14,23 @@ from rota.job.rpc.tracing import read_spans
 from rota.service.accounts import Caller, Role
 from rota.service.calls import JobSort
 from rota.service.changes import checked_changes, checked_size
-from rota.service.routes.doors import KEPT, Asker, Document, Doors, Parts, append_live, check_attempt, member_of
+from rota.service.models.base import Sent, Why
+from rota.service.models.cluster import PlanReport
+from rota.service.models.jobs import (
+    AttemptList,
+    ExecDocument,
+    GraphDocument,
+    JobDocument,
+    JobList,
+    JobSpecDocument,
+    PlacementDocument,
+    PlacementRow,
+    TraceDocument,
+)
+from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument
+from rota.service.routes.doors import KEPT, Asker, Doors, Parts, append_live, check_attempt, member_of
 from rota.service.submission import Submission
-from rota.service.views.explain import explanation
+from rota.service.views.explain import estimate_document, explanation
 from rota.service.views.failures import failure_list
 from rota.service.views.graph import graph_document
 from rota.service.views.jobs import API, JobFilter, Told, edits, job_document, job_list, outlined
@@ -106,7 +120,7 @@ async def submit(
     caller: Asker,
     response: Response,
     idempotency_key: Annotated[str, Header(max_length=200)] = "",
-) -> Document:
+) -> Sent[JobDocument]:
     """Submit a job; durable when this answers. The same ``Idempotency-Key`` with the same body gives the same job."""
     story, new = await doors.intake.submit(body.submission(), caller=caller, key=idempotency_key)
     response.status_code = 201 if new else 200
@@ -115,11 +129,11 @@ async def submit(
 
 
 @router.post("/jobs:plan")
-async def plan(body: SubmitBody, request: Request, doors: Parts, caller: Asker) -> Document:
+async def plan(body: SubmitBody, request: Request, doors: Parts, caller: Asker) -> Sent[PlanReport]:
     """Dry run: roles, gangs, placement on the cluster as it is, what losing each role would do. Keeps nothing."""
     doors.audit.add(request.state.request_id, dry_run=True)
     document = await doors.intake.plan(body.submission(), caller=caller)
-    return doors.veiled(caller, {"api": API, **document})
+    return doors.veiled(caller, cast("PlanReport", {"api": API, **document}))
 
 
 @router.get("/jobs")
@@ -137,7 +151,7 @@ async def list_jobs(
     sort: JobSort = "submitted",
     limit: Annotated[int, Query(ge=1, le=200)] = 200,
     cursor: str = "",
-) -> Document:
+) -> Sent[JobList]:
     """Jobs, newest first unless ``sort`` says else; those that ended only with ``all`` or ``state``.
 
     ``since_s``: ended at most so long ago. ``text``: a part of the id or the user.
@@ -158,7 +172,7 @@ async def list_jobs(
 
 
 @router.get("/jobs/{job}")
-async def show(job: str, doors: Parts, caller: Asker, response: Response) -> Document:
+async def show(job: str, doors: Parts, caller: Asker, response: Response) -> Sent[JobDocument]:
     """One job with every instance: state, node, pid, restarts, epoch, progress, last error.
 
     ``ETag`` is the version of what can be edited; ``PATCH`` with it as ``If-Match`` refuses to undo another's edit.
@@ -172,7 +186,7 @@ async def show(job: str, doors: Parts, caller: Asker, response: Response) -> Doc
 @router.patch("/jobs/{job}")
 async def change(
     job: str, body: ChangeBody, doors: Parts, caller: Asker, if_match: Annotated[str, Header(max_length=100)] = ""
-) -> Document:
+) -> Sent[JobDocument]:
     """Change priority, queue, time limit or labels of a job that has not ended."""
     story = doors.steered(caller, job)
     _check_version(story, if_match)
@@ -183,7 +197,7 @@ async def change(
 
 
 @router.post("/jobs/{job}:stop", status_code=202)
-async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Document:
+async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Sent[JobDocument]:
     """Ask a job to end. Asking again is harmless; a job that ended is a conflict."""
     story = doors.steered(caller, job)
     asked = body or StopBody()
@@ -196,7 +210,7 @@ async def stop(job: str, doors: Parts, caller: Asker, body: StopBody | None = No
 
 
 @router.post("/jobs/{job}:pause", status_code=202)
-async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Document:
+async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = None) -> Sent[JobDocument]:
     """Give the devices back and keep the job: it stops within ``grace_s`` and waits, PAUSED, until it is resumed.
 
     What it committed stays. Asking again is harmless. One whose workloads are being inspected is waited for; after 20 s
@@ -214,7 +228,7 @@ async def pause(job: str, doors: Parts, caller: Asker, body: StopBody | None = N
 
 
 @router.post("/jobs/{job}:resume", status_code=202)
-async def resume(job: str, doors: Parts, caller: Asker) -> Document:
+async def resume(job: str, doors: Parts, caller: Asker) -> Sent[JobDocument]:
     """Put a paused job into the queue again, with its old queue time; it goes on from its last commit.
 
     One that still gives its devices back is waited for; after 20 s that is a conflict.
@@ -230,7 +244,7 @@ async def resume(job: str, doors: Parts, caller: Asker) -> Document:
 
 
 @router.post("/jobs/{job}:scale", status_code=202)
-async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Document:
+async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Sent[JobDocument]:
     """Another number of instances of a role, now and in later attempts. More of them start as devices become free."""
     story = doors.steered(caller, job)
     if story.ended is not None:
@@ -241,7 +255,7 @@ async def scale(job: str, body: ScaleBody, doors: Parts, caller: Asker) -> Docum
 
 
 @router.post("/jobs/{job}:exec")
-async def execute(job: str, body: ExecBody, request: Request, doors: Parts, caller: Asker) -> Document:
+async def execute(job: str, body: ExecBody, request: Request, doors: Parts, caller: Asker) -> Sent[ExecDocument]:
     """Run a command in the environment of a running instance, without input, to its end; the audit has the command."""
     story = doors.steered(caller, job)
     if story.spec.secrets and story.submitted.user != caller.user and not caller.has(Role.ADMIN):
@@ -255,30 +269,26 @@ async def execute(job: str, body: ExecBody, request: Request, doors: Parts, call
         done = await doors.engine.execute(story.id, found.role, found.rank, body.argv, timeout_s=body.timeout_s)
     if done is None:
         raise Conflict(f"{found} of {story.id} does not run", hint=f"see: rota show {story.id}")
-    return {"api": API, "kind": "Exec", "job": story.id, "instance": str(found), **done}
+    return cast("ExecDocument", {"api": API, "kind": "Exec", "job": story.id, "instance": str(found), **done})
 
 
 @router.get("/jobs/{job}/explain")
-async def explain(job: str, doors: Parts, caller: Asker) -> Document:
+async def explain(job: str, doors: Parts, caller: Asker) -> Sent[Explanation]:
     """Why the job is where it is, and what would let it start now."""
     story = doors.seen(caller, job)
-    found = None
+    found, estimate = None, None
     if story.state is JobState.QUEUED:
-        answer = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
-        if answer is not None:
-            estimate, age_s = await doors.forecasts.of(story.id)
-            found = answer.to_json() | {
-                "estimate": estimate.to_json() | {"age_s": None if age_s is None else round(age_s, 1)}
-            }
-        if found is not None and (undecided := doors.loop.undecided):
-            code = Reason.SERVICE_DOWN if doors.loop.held else Reason.ENGINE_STARTING
-            why = {"code": code, "text": undecided, "fields": {}}
-            found |= {"why": why, "estimate": None, "starts_now": False}
-    return doors.veiled(caller, explanation(story, doors.loop.installation, found))
+        found = doors.loop.scheduler.explain(story.id, doors.clock.wall_s())
+        if found is not None:
+            estimate = estimate_document(*await doors.forecasts.of(story.id))
+    code = Reason.SERVICE_DOWN if doors.loop.held else Reason.ENGINE_STARTING
+    undecided = Why(code=code, text=doors.loop.undecided, fields={}) if doors.loop.undecided else None
+    known = doors.loop.installation
+    return doors.veiled(caller, explanation(story, known, found, estimate=estimate, undecided=undecided))
 
 
 @router.get("/jobs/{job}/failures")
-async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = None) -> Document:
+async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = None) -> Sent[FailureList]:
     """The failure timeline: cause, level, moves, seconds, what was lost."""
     story = doors.read(caller, job)
     check_attempt(story, attempt)
@@ -286,7 +296,7 @@ async def failures(job: str, doors: Parts, caller: Asker, attempt: int | None = 
 
 
 @router.get("/jobs/{job}/graph")
-async def graph(job: str, doors: Parts, caller: Asker) -> Document:
+async def graph(job: str, doors: Parts, caller: Asker) -> Sent[GraphDocument]:
     """Roles, edges and sub-graphs with the state of every instance, and beside them what really flowed."""
     story = doors.read(caller, job)
     beats = await doors.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
@@ -294,21 +304,28 @@ async def graph(job: str, doors: Parts, caller: Asker) -> Document:
 
 
 @router.get("/jobs/{job}/placement")
-async def placement(job: str, doors: Parts, caller: Asker) -> Document:
+async def placement(job: str, doors: Parts, caller: Asker) -> Sent[PlacementDocument]:
     """Which devices of which nodes each instance has, in the present or last attempt."""
     story = doors.seen(caller, job)
-    rows = []
+    rows: list[PlacementRow] = []
     for one in story.instances.values():
         bundle = story.bundle_of(one.id.role, one.id.rank)
         if bundle is not None:
-            rows.append({"instance": str(one.id), **codec.to_json_value(bundle)})
-    why = story.attempts[-1].why if story.attempts else None
-    head = {"api": API, "kind": "Placement", "job": story.id, "attempt": len(story.attempts)}
-    return doors.veiled(caller, {**head, "why": why, "items": rows, "next": None})
+            rows.append(cast("PlacementRow", {"instance": str(one.id), **codec.to_json_value(bundle)}))
+    found: PlacementDocument = {
+        "api": API,
+        "kind": "Placement",
+        "job": story.id,
+        "attempt": len(story.attempts),
+        "why": story.attempts[-1].why if story.attempts else None,
+        "items": rows,
+        "next": None,
+    }
+    return doors.veiled(caller, found)
 
 
 @router.get("/jobs/{job}/spec")
-async def spec(job: str, doors: Parts, caller: Asker) -> Document:
+async def spec(job: str, doors: Parts, caller: Asker) -> Sent[JobSpecDocument]:
     """The job as it was given and as it was understood."""
     story = doors.read(caller, job)
     return {
@@ -324,7 +341,7 @@ async def spec(job: str, doors: Parts, caller: Asker) -> Document:
 
 
 @router.get("/jobs/{job}/attempts")
-async def attempts(job: str, doors: Parts, caller: Asker) -> Document:
+async def attempts(job: str, doors: Parts, caller: Asker) -> Sent[AttemptList]:
     """Every attempt with its reason."""
     story = doors.seen(caller, job)
     items = show_document(doors, caller, story)["attempts"]
@@ -332,7 +349,7 @@ async def attempts(job: str, doors: Parts, caller: Asker) -> Document:
 
 
 @router.get("/jobs/{job}/why")
-async def why(job: str, doors: Parts, caller: Asker) -> Document:
+async def why(job: str, doors: Parts, caller: Asker) -> Sent[WaitGraphDocument]:
     """Who waits for whom in a running job: the culprit with its stack, every wait, and the recovery that is open."""
     story = doors.read(caller, job)
     live = await doors.engine.why(story.id) if story.state.holds_devices and story.master is not None else {}
@@ -340,12 +357,12 @@ async def why(job: str, doors: Parts, caller: Asker) -> Document:
 
 
 @router.get("/jobs/{job}/trace")
-async def trace(job: str, doors: Parts, caller: Asker) -> Document:
+async def trace(job: str, doors: Parts, caller: Asker) -> Sent[TraceDocument]:
     """One trace for Perfetto: a lane per instance, calls as flows, commits, recoveries, and what bounds each step."""
     story = doors.read(caller, job)
     folder = doors.home.job(story.id).spans
 
-    def made() -> Document:
+    def made() -> TraceDocument:
         records = doors.loop.log.read(job=story.id, limit=TRACE_RECORDS_MAX)
         return trace_document(story, records, read_spans(folder))
 
@@ -354,13 +371,14 @@ async def trace(job: str, doors: Parts, caller: Asker) -> Document:
 
 def show_document(
     doors: Doors, caller: Caller, story: JobStory, beats: dict[str, dict[str, Any]] | None = None
-) -> Document:
+) -> JobDocument:
     """The Job document with its page address; without commands and tracebacks for who may only see it."""
     output = story.spec.output or str(doors.home.job(story.id).output)
-    document = job_document(story, doors.clock.wall_s(), _told(doors), beats) | {"output": output}
+    url = f"{doors.settings.url}/jobs/{story.id}"
+    document = job_document(story, doors.clock.wall_s(), _told(doors), beats, output=output, url=url)
     if not caller.reads(story):
         document = outlined(document)
-    return doors.veiled(caller, document | {"url": f"{doors.settings.url}/jobs/{story.id}"})
+    return doors.veiled(caller, document)
 
 
 def _told(doors: Doors) -> Told:

@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.service.accounts import Role
 from rota.service.auth import COOKIE, SESSION_TTL_S
-from rota.service.routes.doors import Asker, Document, Doors, Parts, asked_of, doors_of
+from rota.service.models.accounts import Health, LoginDocument
+from rota.service.models.base import Sent
+from rota.service.routes.doors import Asker, Doors, Parts, asked_of, doors_of
 from rota.spec.errors import BadInput, NotReachable, UnknownName
 
 PAGES = ("queues", "jobs", "nodes", "submit", "compare", "admin")
@@ -43,13 +45,13 @@ ui = APIRouter(dependencies=[Depends(known_host)], include_in_schema=False)
 
 
 @router.get("/healthz")
-async def healthz() -> Document:
+async def healthz() -> Sent[Health]:
     """The process lives. Open to every name: who probes a process often knows its address alone."""
     return {"ok": True}
 
 
 @_named.get("/readyz")
-async def readyz(doors: Parts) -> Document:
+async def readyz(doors: Parts) -> Sent[Health]:
     """The log was replayed and the store answers; 503 until then."""
     if not doors.ready or doors.loop.stale_since is not None:
         raise NotReachable("not ready", hint="the log is being replayed, or the store is away")
@@ -57,12 +59,12 @@ async def readyz(doors: Parts) -> Document:
 
 
 @ui.get("/openapi.json")
-async def openapi(request: Request) -> Document:
+async def openapi(request: Request) -> Sent[dict[str, Any]]:
     """The API as OpenAPI 3.1."""
     return request.app.openapi()
 
 
-@_named.get("/metrics")
+@_named.get("/metrics", response_class=PlainTextResponse)
 async def metrics(doors: Parts, caller: Asker) -> Response:
     """Prometheus' text format; for who may see all queues."""
     caller.need(Role.VIEWER)
@@ -70,7 +72,7 @@ async def metrics(doors: Parts, caller: Asker) -> Response:
 
 
 @_named.post("/api/v1/login/code", status_code=201)
-async def new_code(doors: Parts, caller: Asker) -> Document:
+async def new_code(doors: Parts, caller: Asker) -> Sent[LoginDocument]:
     """A code that opens the page once."""
     code = doors.auth.new_code(caller)
     return {"kind": "Login", "code": code, "url": f"{doors.settings.url}/login?code={code}"}
@@ -101,7 +103,7 @@ class LoginBody(BaseModel):
     token: Annotated[str, Field(max_length=200)] = ""
 
 
-@_named.post("/login", status_code=204)
+@_named.post("/login", status_code=204, response_class=Response)
 async def login_by_form(request: Request, body: LoginBody, doors: Parts) -> Response:
     """Trade a code or a token for the session cookie of the page."""
     asked, cookie = asked_of(request), ""
@@ -172,13 +174,13 @@ for _path in ("/", *(f"/{page}{rest}" for page in PAGES for rest in ("", "/{rest
     ui.add_api_route(_path, index, response_class=Response)
 
 
-@ui.get("/assets/{name}")
+@ui.get("/assets/{name}", response_class=Response)
 async def asset(request: Request, name: str) -> Response:
     """Scripts and styles; their names carry a digest of what they hold, so they may be kept for ever."""
     return _answer(request, f"assets/{name}", _FOR_EVER)
 
 
-@ui.get("/icon.svg")
+@ui.get("/icon.svg", response_class=Response)
 async def icon(request: Request) -> Response:
     """The icon."""
     return _answer(request, "icon.svg", "no-cache")

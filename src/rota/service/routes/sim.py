@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from typing import Annotated
+from typing import Annotated, cast
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
-from rota.service.routes.doors import Asker, Document, Parts
+from rota.service.models.base import Sent
+from rota.service.models.cluster import Outlook, ProfileList, ProfileRow, TemplateList, TemplateRow
+from rota.service.routes.doors import Asker, Parts
 from rota.service.starters import about, template_files, template_names
 from rota.service.views.jobs import API
 from rota.spec.errors import LimitExceeded
@@ -31,9 +33,9 @@ class OutlookBody(BaseModel):
 
 
 @router.get("/sim/profiles")
-async def profiles(caller: Asker) -> Document:
+async def profiles(caller: Asker) -> Sent[ProfileList]:
     """Every scheduling profile with the sentence of its policy."""
-    items = [{"name": name, "text": _sentence(name)} for name in PROFILES]
+    items: list[ProfileRow] = [{"name": name, "text": _sentence(name)} for name in PROFILES]
     return {"api": API, "kind": "ProfileList", "items": items, "next": None}
 
 
@@ -43,7 +45,7 @@ def _sentence(name: str) -> str:
 
 
 @router.post("/sim/outlook")
-async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Document:
+async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Sent[Outlook]:
     """When the present jobs would start and end under each profile, in virtual time on copies of the state."""
     for name in body.profiles:
         get_profile(name)
@@ -56,11 +58,13 @@ async def play(body: OutlookBody, doors: Parts, caller: Asker) -> Document:
     async with doors.playing:
         forks = {name: state.copy() for name in dict.fromkeys(body.profiles)}
         found = await asyncio.to_thread(outlook, forks, doors.clock.wall_s(), doors.clock)
-    return doors.veiled(caller, {"api": API, "kind": "Outlook", **found})
+    return doors.veiled(caller, cast("Outlook", {"api": API, "kind": "Outlook", **found}))
 
 
 @router.get("/templates")
-async def templates(caller: Asker) -> Document:
+async def templates(caller: Asker) -> Sent[TemplateList]:
     """The jobs to begin with: what each shows, and its files."""
-    items = [{"name": name, "text": about(name), "files": template_files(name)} for name in template_names()]
+    items: list[TemplateRow] = [
+        {"name": name, "text": about(name), "files": template_files(name)} for name in template_names()
+    ]
     return {"api": API, "kind": "TemplateList", "items": items, "next": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -24,6 +24,8 @@ from rota.service.follow import (
     record_document,
     write_cursor,
 )
+from rota.service.models.base import Sent
+from rota.service.models.jobs import EventList, LogPage
 from rota.service.routes.doors import Asker, Document, Doors, Parts, check_attempt, member_of
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName, unknown
@@ -37,10 +39,12 @@ NUMBER_MAX = 2**62
 
 router = APIRouter(prefix="/api/v1", tags=["streams"])
 
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {EVENT_STREAM: {}}}}
+"""What the routes answer beside a page: the same items as they come."""
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-@router.get("/events")
+@router.get("/events", response_model=Sent[EventList], responses=_STREAM)
 async def events(
     doors: Parts,
     caller: Asker,
@@ -56,7 +60,7 @@ async def events(
     return await _events(doors, caller, None, _number(last_event_id, after), limit, type, stream)
 
 
-@router.get("/jobs/{job}/events")
+@router.get("/jobs/{job}/events", response_model=Sent[EventList], responses=_STREAM)
 async def job_events(
     job: str,
     doors: Parts,
@@ -115,7 +119,7 @@ def _shown(doors: Doors, caller: Caller, veil: Veil, record: Record) -> Document
     return {name: document[name] for name in ("number", "job", "seq", "at", "kind")}
 
 
-@router.get("/jobs/{job}/logs")
+@router.get("/jobs/{job}/logs", response_model=Sent[LogPage], responses=_STREAM)
 async def logs(
     job: str,
     doors: Parts,

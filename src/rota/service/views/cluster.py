@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import cast
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
+from rota.service.models.cluster import (
+    ClusterTotals,
+    DrainState,
+    Heat,
+    HeatNode,
+    LimitPassed,
+    NodeList,
+    NodeRow,
+    QueueFields,
+    QueueRow,
+    QueueTree,
+)
 from rota.service.views.explain import stated, used_in
 from rota.service.views.installation import Installation, NodeStory
 from rota.service.views.jobs import API, when
@@ -18,7 +30,7 @@ from rota.spec.resources import CORES_LABEL, Health, Node, counted
 from rota.spec.states import JobState
 
 
-def node_list(installation: Installation) -> dict[str, Any]:
+def node_list(installation: Installation) -> NodeList:
     """Every node with its devices, who holds them, and its fitness."""
     held = _holders(installation)
     items = [_node(story, held[story.node.id]) for story in _there(installation, held)]
@@ -39,7 +51,7 @@ def _holders(installation: Installation) -> dict[NodeId, list[tuple[str, tuple[i
     return held
 
 
-def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> dict[str, Any]:
+def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> NodeRow:
     node = story.node
     owner = {device: job for job, devices, _ in held for device in devices}
     jobs = sorted({job for job, _, _ in held})
@@ -80,7 +92,7 @@ def _state(story: NodeStory, jobs: Collection[str]) -> str:
     return "draining" if story.node.health is Health.DRAINED and jobs else story.node.health.value
 
 
-def _drain(story: NodeStory, jobs: Collection[str]) -> dict[str, Any] | None:
+def _drain(story: NodeStory, jobs: Collection[str]) -> DrainState | None:
     """How far a drained node is: jobs that have not left, by when they must, and whether it may be taken down."""
     if story.lost or story.node.health is not Health.DRAINED:
         return None
@@ -93,14 +105,14 @@ def _time_shared(node: Node) -> str:
     return f"{counted(cores, 'core')}, shared in time by up to {node.cpus:g} that are asked" if cores else ""
 
 
-def heat_document(installation: Installation) -> dict[str, Any]:
+def heat_document(installation: Installation) -> Heat:
     """Every node with the holder of each device: ``held`` has places in ``jobs``, or None for a device that is free.
 
     ``bad`` lists the places of devices that are out of order; both count devices in the order of ``node_list``.
     """
     held = _holders(installation)
     places: dict[str, int] = {}
-    items: list[dict[str, Any]] = []
+    items: list[HeatNode] = []
     for story in _there(installation, held):
         node = story.node
         owner = {device: job for job, devices, _ in held[node.id] for device in devices}
@@ -119,7 +131,7 @@ def heat_document(installation: Installation) -> dict[str, Any]:
     return {"api": API, "kind": "Heat", "jobs": list(places), "items": items}
 
 
-def limits_passed(state: State) -> list[dict[str, Any]]:
+def limits_passed(state: State) -> list[LimitPassed]:
     """Limits of queues, and of users in them, that are below what is in use, with what that means."""
     return [
         {
@@ -136,9 +148,9 @@ def limits_passed(state: State) -> list[dict[str, Any]]:
     ]
 
 
-def queue_tree(installation: Installation) -> dict[str, Any]:
+def queue_tree(installation: Installation) -> QueueTree:
     """Every queue, parents first, with what it promises, holds and lets wait."""
-    items: list[dict[str, Any]] = []
+    items: list[QueueRow] = []
     for queue in sorted(installation.queues, key=lambda one: one.path):
         waiting = waiting_in(installation, queue.path)
         running = [
@@ -148,20 +160,20 @@ def queue_tree(installation: Installation) -> dict[str, Any]:
         ]
         used = used_in(installation, queue.path)[0]
         guaranteed = stated(queue.guaranteed, "gpus")
-        items.append(
-            {
-                **codec.to_json_value(queue),
-                "parent": queue.parent,
-                "used_gpus": used,
-                "guaranteed_gpus": guaranteed,
-                "limit_gpus": stated(queue.limit, "gpus"),
-                "borrowed_gpus": max(0.0, used - guaranteed) if guaranteed is not None else 0.0,
-                "running_jobs": len(running),
-                "pending_jobs": len(waiting),
-                "pending_gpus": sum(r.res.gpus * r.replicas_min for one in waiting for r in one.spec.roles),
-                "oldest_wait_since": when(min((one.since for one in waiting), default=None)),
-            }
-        )
+        declared = cast("QueueFields", codec.to_json_value(queue))
+        row: QueueRow = {
+            **declared,
+            "parent": queue.parent,
+            "used_gpus": used,
+            "guaranteed_gpus": guaranteed,
+            "limit_gpus": stated(queue.limit, "gpus"),
+            "borrowed_gpus": max(0.0, used - guaranteed) if guaranteed is not None else 0.0,
+            "running_jobs": len(running),
+            "pending_jobs": len(waiting),
+            "pending_gpus": sum(r.res.gpus * r.replicas_min for one in waiting for r in one.spec.roles),
+            "oldest_wait_since": when(min((one.since for one in waiting), default=None)),
+        }
+        items.append(row)
     return {"api": API, "kind": "QueueTree", "items": items, "next": None}
 
 
@@ -171,7 +183,7 @@ def waiting_in(installation: Installation, queue: str) -> list[JobStory]:
     return [one for one in live if one.queue == queue or one.queue.startswith(f"{queue}/")]
 
 
-def cluster_totals(installation: Installation) -> dict[str, Any]:
+def cluster_totals(installation: Installation) -> ClusterTotals:
     """Counts for the head of pages and for ``status``."""
     nodes = [story for story in installation.nodes.values() if not story.lost]
     jobs: dict[str, int] = {state.value: 0 for state in JobState}

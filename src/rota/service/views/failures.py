@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from rota.runtime.hang import master_part
+from rota.service.models.reasons import FailureList, FailureRow, LossRow
 from rota.service.views.culprit import culprit_in, culprit_of
 from rota.service.views.jobs import API, end_document, loss_document, when
 from rota.service.views.story import Failure, JobStory
@@ -13,9 +13,7 @@ from rota.spec.events import InstanceLost, PartReplaced
 from rota.spec.reasons import INFO
 
 
-def failure_list(
-    story: JobStory, *, attempt: int | None = None, replaced: Iterable[PartReplaced] = ()
-) -> dict[str, Any]:
+def failure_list(story: JobStory, *, attempt: int | None = None, replaced: Iterable[PartReplaced] = ()) -> FailureList:
     """Every recovery of the job in order, and the end if the job failed; ``first`` is the culprit of ``culprit_of``.
 
     ``open_losses`` no recovery has begun for: they wait for a verdict, or the job ended with them. ``masters`` are
@@ -42,7 +40,7 @@ def failure_list(
     }
 
 
-def _item(n: int, one: Failure) -> dict[str, Any]:
+def _item(n: int, one: Failure) -> FailureRow:
     cause = one.cause
     return {
         "n": n,
@@ -73,5 +71,5 @@ def _item(n: int, one: Failure) -> dict[str, Any]:
     }
 
 
-def _loss(at: float, loss: InstanceLost) -> dict[str, Any]:
+def _loss(at: float, loss: InstanceLost) -> LossRow:
     return {"instance": f"{loss.role}/{loss.rank}", **loss_document(at, loss), "process_alive": loss.alive}

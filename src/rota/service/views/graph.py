@@ -7,6 +7,7 @@ from typing import Any
 
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.resize import wanted_size
+from rota.service.models.jobs import GraphDocument, ObservedEdge
 from rota.service.views.jobs import API
 from rota.service.views.story import JobStory
 from rota.service.views.streams import stream_rows
@@ -15,7 +16,7 @@ from rota.spec.job import JobSpec
 
 def graph_document(
     spec: JobSpec, story: JobStory | None = None, beats: Mapping[str, Mapping[str, Any]] | None = None
-) -> dict[str, Any]:
+) -> GraphDocument:
     """Vertices, edges and failure units; with a story also the state of each instance and what streams have seen.
 
     ``replicas`` are as many as are wanted now, without a story the fewest. ``observed`` are the edges that ``beats``
@@ -55,13 +56,14 @@ def graph_document(
     }
 
 
-def observed_edges(beats: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def observed_edges(beats: Mapping[str, Mapping[str, Any]]) -> list[ObservedEdge]:
     """Who really called whom: times, failures, seconds waited and about how many bytes went both ways."""
-    sums: dict[tuple[str, str, str, str], list[float]] = {}
+    sums: dict[tuple[str, str, str, str], tuple[int, int, float, int]] = {}
     for instance, beat in beats.items():
-        for kind, target, what, *numbers in beat.get("calls", ()):
-            total = sums.setdefault((instance.partition("/")[0], target, kind, what), [0, 0, 0.0, 0])
-            total[:] = [a + b for a, b in zip(total, numbers, strict=True)]
+        for kind, target, what, n, failed, waited_s, size in beat.get("calls", ()):
+            key = (instance.partition("/")[0], target, kind, what)
+            a, b, c, d = sums.get(key, (0, 0, 0.0, 0))
+            sums[key] = (a + n, b + failed, c + waited_s, d + size)
     return [
         {
             "source": source,

@@ -13,6 +13,21 @@ from rota.cluster.core.jobs import Wait
 from rota.job.core.resize import wanted_size
 from rota.runtime.clock import iso
 from rota.service.calls import JobSort
+from rota.service.models.base import Moment
+from rota.service.models.jobs import (
+    AttemptRow,
+    Beat,
+    EditRow,
+    InstanceRow,
+    JobDocument,
+    JobError,
+    JobList,
+    JobRow,
+    LossFields,
+    MasterRow,
+    Progress,
+    RoleRow,
+)
 from rota.service.views.culprit import culprit_of
 from rota.service.views.story import Attempt, Instance, JobStory
 from rota.service.views.streams import stream_rows
@@ -29,7 +44,7 @@ LIMIT_MAX = 200
 FILTER_STATES = tuple(state.value for state in JobState)
 
 
-def when(at: float | None) -> str | None:
+def when(at: float | None) -> Moment | None:
     """A moment as the documents show it."""
     return None if at is None else iso(at)
 
@@ -109,7 +124,7 @@ def moved_text(reason: Reason, for_job: str) -> str:
     return INFO[reason].text + (f" It made room for {for_job}." if for_job else "")
 
 
-def job_summary(story: JobStory, now: float, told: Told) -> dict[str, Any]:
+def job_summary(story: JobStory, now: float, told: Told) -> JobRow:
     """One row of a list of jobs."""
     reason, text = reason_of(story, told)
     gpus = sum(role.res.gpus * role.replicas_min for role in story.spec.roles)
@@ -124,8 +139,8 @@ def job_summary(story: JobStory, now: float, told: Told) -> dict[str, Any]:
         "phase": phase(story),
         "reason": reason,
         "text": text,
-        "since": when(story.since),
-        "submitted_at": when(story.submitted_at),
+        "since": iso(story.since),
+        "submitted_at": iso(story.submitted_at),
         "queued_at": when(story.queued_at),
         "started_at": when(story.running_at),
         "ended_at": when(story.ended_at),
@@ -143,8 +158,14 @@ def job_summary(story: JobStory, now: float, told: Told) -> dict[str, Any]:
 
 
 def job_document(
-    story: JobStory, now: float, told: Told, beats: Mapping[str, Mapping[str, Any]] | None = None
-) -> dict[str, Any]:
+    story: JobStory,
+    now: float,
+    told: Told,
+    beats: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    output: str = "",
+    url: str = "",
+) -> JobDocument:
     """Everything about one job: every instance with its state, node, pid, restarts, epoch, progress and last error.
 
     ``beats`` is what instances last told their master; it is the one thing that no event tells.
@@ -169,18 +190,21 @@ def job_document(
         "version": story.version,
         "seq": story.seq,
         "events": story.last_number,
+        "output": output,
+        "url": url,
     }
 
 
-def outlined(document: dict[str, Any]) -> dict[str, Any]:
+def outlined(document: JobDocument) -> JobDocument:
     """The Job document for who may see the job and not read it: no commands, labels, texts or tracebacks."""
     error = document["error"]
-    return document | {
-        "roles": [role | {"run": None} for role in document["roles"]],
-        "instances": [one | {"error": None, "progress": None} for one in document["instances"]],
-        "error": None if error is None else error | {"text": "", "traceback": ""},
+    return {
+        **document,
+        "roles": [{**role, "run": None} for role in document["roles"]],
+        "instances": [{**one, "error": None, "progress": None} for one in document["instances"]],
+        "error": None if error is None else {**error, "text": "", "traceback": ""},
         "labels": {},
-        "text": INFO[document["reason"]].text if document["reason"] else "",
+        "text": INFO[Reason(document["reason"])].text if document["reason"] else "",
         "progress": None,
         "changes": [],
         "workdir": "",
@@ -189,7 +213,7 @@ def outlined(document: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | None = None) -> InstanceRow:
     """One instance; a beat of another epoch says nothing of it."""
     return {
         "instance": str(one.id),
@@ -209,10 +233,17 @@ def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | 
     }
 
 
-def loss_document(at: float | None, loss: InstanceLost) -> dict[str, Any]:
+def loss_document(at: float | None, loss: InstanceLost) -> LossFields:
     """How an instance was lost."""
-    kept = ("reason", "text", "traceback", "exit_code", "signal", "epoch")
-    return {"at": when(at), **{name: getattr(loss, name) for name in kept}}
+    return {
+        "at": when(at),
+        "reason": loss.reason,
+        "text": loss.text,
+        "traceback": loss.traceback,
+        "exit_code": loss.exit_code,
+        "signal": loss.signal,
+        "epoch": loss.epoch,
+    }
 
 
 def _devices(story: JobStory, one: Instance) -> list[int]:
@@ -220,7 +251,7 @@ def _devices(story: JobStory, one: Instance) -> list[int]:
     return list(bundle.devices) if bundle is not None else []
 
 
-def _beat(beat: Mapping[str, Any]) -> dict[str, Any]:
+def _beat(beat: Mapping[str, Any]) -> Beat:
     return {
         "n": beat["progress_n"],
         "unit": beat["progress_unit"],
@@ -239,7 +270,7 @@ def _beat(beat: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _progress(story: JobStory) -> dict[str, Any] | None:
+def _progress(story: JobStory) -> Progress | None:
     if story.commit is None:
         return None
     return {"commit": story.commit.n, "at": when(story.commit_at), "metrics": story.commit.metrics}
@@ -249,7 +280,7 @@ def _run_s(story: JobStory, now: float) -> float:
     return round(sum((one.ended_at or now) - one.running_at for one in story.attempts if one.running_at is not None), 3)
 
 
-def _role(story: JobStory, name: str) -> dict[str, Any]:
+def _role(story: JobStory, name: str) -> RoleRow:
     role = story.spec.role(name)
     members = [one for one in story.instances.values() if one.id.role == name]
     return {
@@ -266,7 +297,7 @@ def _role(story: JobStory, name: str) -> dict[str, Any]:
     }
 
 
-def _master(story: JobStory) -> dict[str, Any] | None:
+def _master(story: JobStory) -> MasterRow | None:
     if story.master is None:
         return None
     return {
@@ -277,7 +308,7 @@ def _master(story: JobStory) -> dict[str, Any] | None:
     }
 
 
-def _attempt(one: Attempt) -> dict[str, Any]:
+def _attempt(one: Attempt) -> AttemptRow:
     return {
         "attempt": one.attempt,
         "epoch": one.epoch,
@@ -291,7 +322,7 @@ def _attempt(one: Attempt) -> dict[str, Any]:
     }
 
 
-def end_document(story: JobStory) -> dict[str, Any] | None:
+def end_document(story: JobStory) -> JobError | None:
     """Why the job failed, and whose failure ended it; None for one that did not fail."""
     ended = story.ended
     if ended is None or ended.state is not JobState.FAILED:
@@ -346,7 +377,7 @@ def job_list(
     sort: JobSort = "submitted",
     limit: int = LIMIT_MAX,
     cursor: str = "",
-) -> dict[str, Any]:
+) -> JobList:
     """In the order of ``sort``. ``next`` is the cursor of the next page; what is submitted meanwhile moves nothing."""
     bad = [state for state in wanted.states if state not in FILTER_STATES]
     if bad:
@@ -364,7 +395,7 @@ def job_list(
     }
 
 
-def edits(story: JobStory) -> list[dict[str, Any]]:
+def edits(story: JobStory) -> list[EditRow]:
     """Every edit in order, with the spec before and after it."""
     return [
         {"at": when(one.at), "by": one.by, "before": one.before.to_json(), "after": one.after.to_json()}

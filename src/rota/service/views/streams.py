@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rota.job.rpc.peers import CUT
+from rota.service.models.jobs import StreamRow
 from rota.spec.events import Committed
 
 
-def stream_rows(commit: Committed | None) -> list[dict[str, Any]]:
+def stream_rows(commit: Committed | None) -> list[StreamRow]:
     """One row a ledger: ``admitted = pending + leased + queued + trained + dropped`` holds in each.
 
     ``leased`` are with their producers; ``again`` counts productions begun anew; ``age`` is in model versions.

@@ -8,6 +8,7 @@ from typing import Any
 
 from rota.job.core.paths import paths_of
 from rota.job.core.progress import Piece, Span, critical_path, idle_shares, lanes, shares
+from rota.service.models.jobs import TraceDocument, TraceEvent, TraceSummary
 from rota.service.views.jobs import API
 from rota.service.views.story import JobStory
 from rota.spec.events import Committed, Record
@@ -18,7 +19,7 @@ JOB_PID = 1
 _US = 1e6
 
 
-def trace_document(story: JobStory, records: Iterable[Record], spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+def trace_document(story: JobStory, records: Iterable[Record], spans: Mapping[str, Sequence[Span]]) -> TraceDocument:
     """The Trace Event format that Perfetto and chrome://tracing open; ``summary`` says in shares what bound the job.
 
     Times are microseconds since the first admission. Lanes 0 of each role are its instances; what overlaps gets more.
@@ -36,7 +37,7 @@ def trace_document(story: JobStory, records: Iterable[Record], spans: Mapping[st
     )
     loop = story.ctx.graph.loop if story.ctx.graph else None
     served = {name: those for name, those in kept.items() if name != f"{loop}/0"}  # its time is the path above
-    summary = {
+    summary: TraceSummary = {
         "steps": len(steps),
         "seconds": round(window[1] - window[0], 3),
         "bound_by": {name: round(share, 4) for name, share in shares(path).items()},
@@ -89,7 +90,7 @@ def _roles(spans: Mapping[str, object]) -> list[str]:
     return sorted({name.partition("/")[0] for name in spans})
 
 
-def _names(spans: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+def _names(spans: Mapping[str, object]) -> Iterator[TraceEvent]:
     roles = _roles(spans)
     yield _name("process_name", JOB_PID, 0, "job")
     for tid, text in enumerate(("critical path", "commits", "recoveries", "states")):
@@ -98,11 +99,11 @@ def _names(spans: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         yield _name("process_name", _pid(roles, role), 0, role)
 
 
-def _name(what: str, pid: int, tid: int, text: str) -> dict[str, Any]:
+def _name(what: str, pid: int, tid: int, text: str) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": text}}
 
 
-def _instances(spans: Mapping[str, Sequence[Span]], origin_s: float) -> Iterator[dict[str, Any]]:
+def _instances(spans: Mapping[str, Sequence[Span]], origin_s: float) -> Iterator[TraceEvent]:
     roles = _roles(spans)
     callees: dict[str, tuple[int, int, Span]] = {}
     callers: list[tuple[int, int, Span]] = []
@@ -125,7 +126,7 @@ def _instances(spans: Mapping[str, Sequence[Span]], origin_s: float) -> Iterator
     for number, (pid, tid, wait) in enumerate(callers, 1):
         if wait.call in callees:
             to_pid, to_tid, run = callees[wait.call]
-            flow = {"name": wait.name, "cat": "call", "id": number}
+            flow: TraceEvent = {"name": wait.name, "cat": "call", "id": number}
             yield {**flow, "ph": "s", "pid": pid, "tid": tid, "ts": _us(wait.at_s, origin_s)}
             yield {**flow, "ph": "f", "bp": "e", "pid": to_pid, "tid": to_tid, "ts": _us(run.at_s, origin_s)}
 
@@ -134,7 +135,7 @@ def _title(one: Span) -> str:
     return one.name if one.kind == "run" else f"{one.kind} {one.target} {one.name}".strip()
 
 
-def _job(story: JobStory, path: Sequence[Piece], steps: Sequence[Step], origin_s: float) -> Iterator[dict[str, Any]]:
+def _job(story: JobStory, path: Sequence[Piece], steps: Sequence[Step], origin_s: float) -> Iterator[TraceEvent]:
     for piece in path:
         yield _slice(JOB_PID, 0, piece.name, piece.at_s, piece.s, origin_s)
     for number, (_, begin_s, end_s) in enumerate(steps, 1):
@@ -149,7 +150,7 @@ def _job(story: JobStory, path: Sequence[Piece], steps: Sequence[Step], origin_s
             yield _slice(JOB_PID, 3, state.value, at, max(0.0, until - at), origin_s)
 
 
-def _slice(pid: int, tid: int, name: str, at_s: float, s: float, origin_s: float, **args: Any) -> dict[str, Any]:
+def _slice(pid: int, tid: int, name: str, at_s: float, s: float, origin_s: float, **args: Any) -> TraceEvent:
     return {
         "ph": "X",
         "pid": pid,

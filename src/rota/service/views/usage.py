@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
 from rota.cluster.sim.report import jain, spread_of
+from rota.service.models.base import Spread
+from rota.service.models.cluster import UsageReport, UsageRow
 from rota.service.views.jobs import API, when
 from rota.service.views.story import JobStory
 from rota.spec.errors import BadInput
+from rota.spec.ids import NodeId
 from rota.spec.resources import Node
 from rota.spec.states import JobState
 
@@ -30,7 +33,7 @@ class _Sum:
 
 def usage_report(
     stories: Iterable[JobStory], nodes: Iterable[Node], *, by: str, since: float, now: float
-) -> dict[str, Any]:
+) -> UsageReport:
     """``Report`` of the time from ``since`` to ``now``, in Unix seconds: the devices that attempts held meanwhile.
 
     A job counts where it held devices, waited or ended in that time. ``wait_s`` is from submit to the first admission,
@@ -72,7 +75,7 @@ def _key(story: JobStory, by: str) -> str:
 
 
 def _held(
-    story: JobStory, type_of: Callable[[Any, int], str], since: float, now: float
+    story: JobStory, type_of: Callable[[NodeId, int], str], since: float, now: float
 ) -> dict[str, tuple[float, float]]:
     """Device and core seconds by kind of device; cores of what has no device are under ``cpu``."""
     found: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -98,19 +101,23 @@ def _count(one: _Sum, story: JobStory) -> None:
         one.ends[JobState(story.state).value] += 1
 
 
-def _row(by: str, key: str, one: _Sum) -> dict[str, Any]:
-    return {
-        by: key,
+def _row(by: str, key: str, one: _Sum) -> UsageRow:
+    row: UsageRow = {
         "jobs": len(one.jobs),
         "succeeded": one.ends["SUCCEEDED"],
         "failed": one.ends["FAILED"],
         "cancelled": one.ends["CANCELLED"],
         "gpu_hours": _hours(one.gpu_s),
         "cpu_hours": _hours(one.cpu_s),
-        "wait_s": spread_of(one.waits_s),
-        "response_s": spread_of(one.responses_s),
+        "wait_s": _spread(one.waits_s),
+        "response_s": _spread(one.responses_s),
         "restarts": one.restarts,
     }
+    return cast("UsageRow", {by: key, **row})
+
+
+def _spread(values: list[float]) -> Spread:
+    return cast("Spread", spread_of(values))
 
 
 def _hours(seconds: float) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rota.service.models.reasons import WaitGraphDocument
 from rota.service.views.failures import failure_list
 from rota.service.views.jobs import API, when
 from rota.service.views.story import JobStory
 from rota.spec.states import JobState
 
 
-def why_document(story: JobStory, live: Mapping[str, Any]) -> dict[str, Any]:
+def why_document(story: JobStory, live: Mapping[str, Any]) -> WaitGraphDocument:
     """``WaitGraph``. ``live`` is what the master tells, empty when there is none to ask: then only the log speaks.
 
     ``culprits`` are past their limit on progress and hold up the rest, ``suspects`` would be if the limit were short;

@@ -1,0 +1,425 @@
+"""Nodes, queues, usage, the service itself, and what would happen under other policies."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from rota.service.models.base import Closed, Fields, Headed, Moment, Resources, Spread, Why
+from rota.service.models.jobs import BundleRow, SizedPlanRow
+from rota.service.models.reasons import Ahead, StartChange, TallyRow, VictimRow
+
+
+class DeviceRow(Closed):
+    """A device of a node and the job that holds it."""
+
+    index: int
+    type: str
+    health: str
+    memory_bytes: int
+    job: str | None
+
+
+class DrainState(Closed):
+    """How far a drained node is: ``safe`` when it may be taken down."""
+
+    jobs_left: int
+    until: Moment | None
+    safe: bool
+
+
+class NodeRow(Closed):
+    """A node with its devices, who holds them, and its fitness."""
+
+    id: str
+    host: str
+    state: str
+    drain: DrainState | None
+    cells: list[str]
+    labels: dict[str, str]
+    cpus: float
+    cpus_used: float
+    memory_bytes: int
+    gpus: int
+    gpus_used: int
+    devices: list[DeviceRow]
+    jobs: list[str]
+    joined_at: Moment | None
+    marked_at: Moment | None
+    marked_by: str
+    text: str
+
+
+class NodeDocument(NodeRow):
+    """One node."""
+
+    api: Literal["rota/v1"]
+    kind: Literal["Node"]
+
+
+class NodeList(Headed):
+    """Nodes by id; ``next`` is the cursor of the following page."""
+
+    kind: Literal["NodeList"]
+    items: list[NodeRow]
+    next: str | None
+
+
+class HeatNode(Closed):
+    """``held`` has for each device the place of its job in ``jobs``, or null; ``bad`` are places of bad devices."""
+
+    id: str
+    cells: list[str]
+    state: str
+    held: list[int | None]
+    bad: list[int]
+
+
+class Heat(Headed):
+    """Every node with the holder of each device."""
+
+    kind: Literal["Heat"]
+    jobs: list[str]
+    items: list[HeatNode]
+
+
+class DrainRow(Closed):
+    """What becomes of a job on the node."""
+
+    job: str
+    effect: str
+
+
+class DrainPlan(Headed):
+    """What marking a node does, or would do."""
+
+    kind: Literal["DrainPlan"]
+    node: str
+    action: str
+    dry_run: bool
+    jobs: list[DrainRow]
+    state: str
+
+
+class QueueFields(Closed):
+    """A queue as it was declared."""
+
+    path: str
+    guaranteed: Resources | None
+    limit: Resources | None
+    user_limit: Resources | None
+    weight: float
+    priority: int
+    preemptible: bool
+    state: str
+
+
+class QueueRow(QueueFields):
+    """A queue with what it promises, holds and lets wait."""
+
+    parent: str | None
+    used_gpus: float
+    guaranteed_gpus: float | None
+    limit_gpus: float | None
+    borrowed_gpus: float
+    running_jobs: int
+    pending_jobs: int
+    pending_gpus: float
+    oldest_wait_since: Moment | None
+
+
+class QueueDocument(QueueRow):
+    """One queue."""
+
+    api: Literal["rota/v1"]
+    kind: Literal["Queue"]
+
+
+class QueueTree(Headed):
+    """Every queue, parents first."""
+
+    kind: Literal["QueueTree"]
+    items: list[QueueRow]
+    next: None
+
+
+class LimitPassed(Closed):
+    """A limit below what is in use."""
+
+    queue: str
+    user: str | None
+    dim: str
+    used: float
+    limit: float
+    text: str
+
+
+class QueueDiff(Headed):
+    """What replacing the queue tree changes."""
+
+    kind: Literal["QueueDiff"]
+    dry_run: bool
+    added: list[str]
+    removed: list[str]
+    changed: list[str]
+    over: list[LimitPassed]
+
+
+class ClusterTotals(Closed):
+    """How many nodes, devices and jobs there are; ``jobs`` by state."""
+
+    nodes: int
+    nodes_bad: int
+    gpus: int
+    gpus_used: int
+    jobs: dict[str, int]
+
+
+class ClusterDocument(ClusterTotals):
+    """The same as a document."""
+
+    api: Literal["rota/v1"]
+    kind: Literal["Cluster"]
+
+
+class StatusDocument(Headed):
+    """The service and its parts; ``warnings`` name what is not well."""
+
+    kind: Literal["Status"]
+    state: str
+    version: str
+    url: str
+    pid: int
+    started_at: Moment
+    home: str
+    install_epoch: int
+    profile: str
+    pretend: str | None
+    parts: dict[str, dict[str, Any]]
+    cluster: ClusterTotals
+    warnings: list[str]
+
+
+class HoldDocument(Headed):
+    """The service starts nothing for ``seconds``; ``jobs`` have not ended, by state."""
+
+    kind: Literal["Hold"]
+    jobs: dict[str, int]
+    seconds: float
+
+
+class SettingRow(Closed):
+    """A setting with where its value came from."""
+
+    name: str
+    value: str | int | float
+    origin: str
+
+
+class SettingList(Headed):
+    """Every setting of the service."""
+
+    kind: Literal["SettingList"]
+    items: list[SettingRow]
+    next: None
+
+
+class ReasonRow(Closed):
+    """A reason: its family, whose fault it is, its sentence, and the state that it ends a job in."""
+
+    code: str
+    family: str
+    fault: str
+    text: str
+    ends_in: str | None
+
+
+class ReasonList(Headed):
+    """Every reason."""
+
+    kind: Literal["ReasonList"]
+    items: list[ReasonRow]
+    next: None
+
+
+class UsageRow(Closed):
+    """Use of one group; one of ``user``, ``queue``, ``job`` and ``gpu_type`` names it."""
+
+    user: NotRequired[str]
+    queue: NotRequired[str]
+    job: NotRequired[str]
+    gpu_type: NotRequired[str]
+    jobs: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    gpu_hours: float
+    cpu_hours: float
+    wait_s: Spread
+    response_s: Spread
+    restarts: int
+
+
+class UsageTotal(Closed):
+    """Use of all, and Jain's index of fairness between users."""
+
+    gpu_hours: float
+    fairness_jain: float | None
+
+
+class UsageReport(Headed):
+    """Who used what between two moments."""
+
+    kind: Literal["Report"]
+    by: str
+    since: Moment | None
+    until: Moment | None
+    items: list[UsageRow]
+    total: UsageTotal
+    next: None
+
+
+class ProfileRow(Closed):
+    """A scheduling profile with the sentence of its policy."""
+
+    name: str
+    text: str
+
+
+class ProfileList(Headed):
+    """Every scheduling profile."""
+
+    kind: Literal["ProfileList"]
+    items: list[ProfileRow]
+    next: None
+
+
+class OutlookFigures(Closed):
+    """What one profile makes of the live jobs."""
+
+    jobs: int
+    started: int
+    finished: int
+    wait_s: Spread
+    jct_s: Spread
+    makespan_s: float
+    utilisation: float | None
+    preemptions: int
+
+
+class OutlookJob(Closed):
+    """When a job would start and end under each profile, in seconds from now; null: not within the horizon."""
+
+    job: str
+    queue: str
+    gpus: float
+    state: str
+    starts_s: dict[str, float | None]
+    ends_s: dict[str, float | None]
+    preemptions: dict[str, int]
+
+
+class Outlook(Headed):
+    """What would become of the live jobs under other profiles."""
+
+    kind: Literal["Outlook"]
+    profiles: list[str]
+    basis: str
+    summary: dict[str, OutlookFigures]
+    items: list[OutlookJob]
+
+
+class TemplateRow(Closed):
+    """A job to begin with, and its files."""
+
+    name: str
+    text: str
+    files: dict[str, str]
+
+
+class TemplateList(Headed):
+    """The jobs to begin with."""
+
+    kind: Literal["TemplateList"]
+    items: list[TemplateRow]
+    next: None
+
+
+class DryRunEstimate(Closed):
+    """When the job would start, in Unix seconds."""
+
+    p50: float | None
+    p90: float | None
+    basis: str
+
+
+class DryRunExplanation(Closed):
+    """What the scheduler says of a job that was not submitted; ``since`` in Unix seconds."""
+
+    job: str
+    state: str
+    starts_now: bool
+    why: Why | None
+    tally: list[TallyRow]
+    ahead: Ahead
+    would_start_now_with: list[StartChange]
+    victims_if_preempted: list[VictimRow]
+    estimate: DryRunEstimate | None
+    since: float
+    decisions: list[Fields]
+
+
+class BlastRadius(Closed):
+    """What losing an instance of a role does."""
+
+    text: str
+    restarts: list[str]
+    re_forms: list[str]
+    pauses: list[str]
+
+
+class PlannedRole(Closed):
+    """A role as a dry run shows it; ``fixed_size`` says why it cannot grow."""
+
+    name: str
+    workload: str | None
+    run: list[str] | None
+    replicas: int
+    replicas_max: int
+    fixed_size: str
+    resources: Resources
+    restart: str
+    stateful: bool
+    loop: bool
+    plans: list[SizedPlanRow]
+    blast_radius: BlastRadius
+
+
+class GrantRow(Closed):
+    """The devices of a gang."""
+
+    gang: str
+    bundles: list[BundleRow]
+
+
+class GrantedPlacement(Closed):
+    """The devices of a whole job."""
+
+    gangs: list[GrantRow]
+
+
+class PlanReport(Headed):
+    """What submitting a job would do."""
+
+    kind: Literal["PlanReport"]
+    name: str
+    digest: str
+    feasible: bool
+    starts_now: bool
+    why: Why | None
+    explanation: DryRunExplanation
+    notes: list[str]
+    roles: list[PlannedRole]
+    gangs: list[dict[str, Any]]
+    subgraphs: list[list[str]]
+    placement: GrantedPlacement | None
+    spec: dict[str, Any]

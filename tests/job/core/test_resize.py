@@ -278,6 +278,22 @@ def test_a_place_that_the_engine_refuses_is_avoided_beside_the_lost_node(driven)
     assert replayed(driven) == driven.ctx
 
 
+def test_the_last_member_of_a_world_whose_new_place_is_refused_is_not_given_up(driven):
+    """A world cannot begin with nobody: the job would stay RUNNING with no member."""
+    driven.free = []
+    driven.run(spec(elastic(1, 2)))
+    driven.feed(lost(driven, "train/0", Reason.NODE_LOST))
+    driven.free = ["h9"]
+    driven.settle(hold="reserve/")
+    driven.free = []
+    for gang in driven.ctx.gangs:
+        driven.feed(GangReserveFailed(gang=gang.id, epoch=gang.epoch, reason=Reason.GANG_TIMEOUT))
+    driven.settle()
+    assert active(driven, "train") == [0]
+    assert [one.avoid for one in driven.ctx.asks if one.everybody[0].rank == 0] == [("h0", "h9")]
+    assert replayed(driven) == driven.ctx
+
+
 def test_a_whole_gang_is_given_back_before_its_replacement_is_reserved(driven):
     driven.run(spec(service("w", 2)))
     driven.free = ["h1"]

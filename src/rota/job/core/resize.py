@@ -196,8 +196,13 @@ def refused(ctx: JobContext, gang: GangId) -> JobContext | None:
     ask = next((one for one in ctx.asks if one.gang == gang), None)
     if ask is None:
         return None
-    waiting = [ctx.instances[member] for member in ask.everybody if ctx.instances[member].process is None]
-    return _without_grant(ctx, gang).with_instances([_refused(ctx, one, ask.avoid) for one in waiting])
+    granted = ctx.placement.gang(gang).bundles if ctx.placement is not None else ()
+    ctx = _without_grant(ctx, gang)
+    for members, bundle in zip(ask.members, granted):
+        waiting = [ctx.instances[member] for member in members if ctx.instances[member].process is None]
+        for one in waiting:  # one after the other: the last of a world is not given up
+            ctx = ctx.with_instances([_refused(ctx, one, (*ask.avoid, bundle.node))])
+    return ctx
 
 
 def _refused(ctx: JobContext, one: Instance, avoid: tuple[NodeId, ...]) -> Instance:
@@ -208,9 +213,9 @@ def _refused(ctx: JobContext, one: Instance, avoid: tuple[NodeId, ...]) -> Insta
     assert ctx.spec is not None
     role = ctx.spec.role(one.id.role)
     others = len(ctx.active_of(role.name)) - 1
-    if one.spare or (is_world(role) and world_of(role, others) == others):
+    if one.retired or one.spare or (is_world(role) and others and world_of(role, others) == others):
         return replace(one, state=InstanceState.GONE, retired=True, spare=False)
-    return replace(one, barred=tuple(dict.fromkeys((*avoid, ctx.bundle(one.id)[1].node))))
+    return replace(one, barred=tuple(dict.fromkeys(avoid)))
 
 
 def released(ctx: JobContext, gang: GangId) -> JobContext:

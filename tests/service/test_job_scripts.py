@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from rota.service import cli
 from rota.service.jobfile import read_job
 from rota.service.scripts import script_body
 from rota.spec.errors import JobFileError
@@ -60,3 +63,13 @@ def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
         "train.sh:6:9: --time: 'soon' is not a time such as 90, 1:30:00 or 1-12",
         "train.sh:7:1: srun has no meaning here; every task runs the script itself: write the command without srun",
     ]
+
+
+def test_a_mistake_in_a_slurm_head_is_reported_at_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --partition=a//b\n#ROTA cpus=many\npython train.py\n")
+    assert cli.call(["run", str(script), "--check"]) == 2
+    said = capsys.readouterr().err
+    assert f"{script}:2:9: queue: 'a//b' is not a queue" in said
+    assert f"{script}:3:7: roles.main.resources.cpus: expected a number, at least 0, got 'many'" in said
+    assert "--set" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -35,3 +36,12 @@ def test_a_line_that_nobody_reads_ends_the_process_in_order() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # what is still to be flushed
     out.close()
     assert left.value.code == 0
+
+
+def test_lines_of_a_table_off_a_terminal_have_no_blanks_at_their_end() -> None:
+    out = io.StringIO()
+    plain: dict[str, Any] = dict.fromkeys(("yaml", "wide", "quiet", "colour", "live", "json"), False)
+    Terminal(**plain, out=out).table(["NAME", "STATE"], [("a", "RUNNING"), ("longer", None)])
+    lines = out.getvalue().splitlines()
+    assert lines[-1].split() == ["longer", "-"] and len(lines) >= 3
+    assert [line for line in lines if line != line.rstrip()] == []

@@ -60,18 +60,28 @@ def script_body(text: str, *, filename: str, workdir: str) -> Document:
     interpreter = "python" if filename.endswith(".py") else "bash"
     role: dict[str, Any] = {"run": [interpreter, Path(filename).name]}
     source = {"name": job_name(filename), "roles": {"main": role}}
-    sets: list[str] = []
-    for number, line in enumerate(text.splitlines()[:HEADER_LINES_MAX], 1):
-        if line.startswith("#ROTA "):
-            sets += _rota(line[6:], number, errors)
-        elif line.startswith("#SBATCH "):
-            for header in _options(line[8:].partition(" #")[0], number):
-                sets += _sbatch(header, errors)
-        elif line.strip() and not line.startswith("#"):
-            break
+    sets = [*_places(text, errors)]
     _refuse_srun(text, errors)
     errors.raise_if_any()
     return {"source": json.dumps(source, indent=1), "filename": filename, "sets": sets, "workdir": workdir}
+
+
+def header_places(text: str) -> dict[str, tuple[int, int]]:
+    """Line and column of the option behind each of the ``sets`` of ``script_body``."""
+    return _places(text, ErrorCollector(text, ""))
+
+
+def _places(text: str, errors: ErrorCollector) -> dict[str, tuple[int, int]]:
+    sets: dict[str, tuple[int, int]] = {}
+    for number, line in enumerate(text.splitlines()[:HEADER_LINES_MAX], 1):
+        if line.startswith("#ROTA "):
+            sets |= dict.fromkeys(_rota(line[6:], number, errors), (number, 7))
+        elif line.startswith("#SBATCH "):
+            for header in _options(line[8:].partition(" #")[0], number):
+                sets |= dict.fromkeys(_sbatch(header, errors), (number, header.col))
+        elif line.strip() and not line.startswith("#"):
+            break
+    return sets
 
 
 def _refuse_srun(text: str, errors: ErrorCollector) -> None:

@@ -102,7 +102,11 @@ class Terminal:
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in cells:
             table.add_row(*(Text(cell, style=STATE_STYLE.get(cell, "")) for cell in row))
-        self.console().print(table)
+        console = self.console()
+        with console.capture() as drawn:
+            console.print(table)
+        for line in drawn.get().splitlines():
+            self.line(line if self.colour else line.rstrip())
 
     def pairs(self, rows: Iterable[tuple[str, object]]) -> None:
         """Names and values, one a line; empty values are left out."""

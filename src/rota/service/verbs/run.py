@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -77,9 +78,10 @@ def run(
     timeout_s = ago_s(timeout)  # every mistake is told before anything is started
     if timeout and not (follow or wait):
         raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
-    spec = _as_given(changes, lambda: _read(body))
+    headers = _headers(file)
+    spec = _as_given(changes, lambda: _read(body), headers)
     if check:
-        return _as_given(changes, lambda: _check(flags, terminal, body, spec))
+        return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
     if dry_run:
         return flags.tell(lambda: _plan(flags, terminal, body, pretend), _plan_table)
     if pretend:
@@ -116,11 +118,14 @@ def _body(
     if argv and file:
         raise BadInput("give a job file or a command after '--', not both")
     if not argv and not file:
-        raise BadInput("what shall run?", hint="rota run job.yaml, or rota run -- python train.py")
+        raise BadInput("missing job file or command", hint="rota run job.yaml, or rota run -- python train.py")
     folder = str(Path(workdir).expanduser().absolute()) if workdir else ""
     if argv:
         from rota.service.wire import command_of
 
+        if len(argv) == 1 and set(argv[0].strip()) & set(" |;&<>") and not Path(argv[0]).exists():
+            hint = f"rota run -- sh -c {shlex.quote(argv[0])}"
+            raise BadInput(f"{argv[0]!r} is one word, not a program with arguments", hint=hint)
         return command_of(argv, sets=changes, res=res, workdir=folder)
     if file == "-":
         source, name, base = sys.stdin.read(), "stdin", Path.cwd()
@@ -138,6 +143,21 @@ def _body(
             return {**made, "sets": made["sets"] + changes + _for_main(res)}
     given = [f"roles.{_only_role(source, name)}.resources.{key}={value}" for key, value in res.items() if value]
     return {"source": source, "filename": name, "sets": changes + given, "workdir": folder or str(base)}
+
+
+def _headers(file: str) -> dict[str, Problem]:
+    """Where each ``--set`` that the head of a script means is in the script, as a problem without words."""
+    if Path(file).suffix not in SCRIPTS:
+        return {}
+    from rota.service.scripts import header_places
+    from rota.service.wire import read_file
+
+    text = read_file(Path(file).expanduser())
+    lines = text.splitlines()
+    return {
+        one: Problem(loc="", line=line, col=col, message="", file=file, source=lines[line - 1])
+        for one, (line, col) in header_places(text).items()
+    }
 
 
 def _for_main(res: Mapping[str, str]) -> list[str]:
@@ -162,16 +182,19 @@ def _read(body: Mapping[str, Any]) -> JobSpec:
     return read_job(body["source"], filename=body["filename"], sets=body["sets"])
 
 
-def _as_given(changes: Mapping[str, str], ask: Callable[[], T]) -> T:
-    """What ``ask`` gives; what is wrong with a flag is told of the flag as it was given."""
+def _as_given(changes: Mapping[str, str], ask: Callable[[], T], headers: Mapping[str, Problem] | None = None) -> T:
+    """What ``ask`` gives; an error in a flag names the flag as it was given, one in the head of a script its line."""
     try:
         return ask()
     except JobFileError as exc:
-        told = tuple(_told_of_flag(one, changes) for one in exc.problems)
+        told = tuple(_told_of_flag(one, changes, headers or {}) for one in exc.problems)
         raise JobFileError(told, hint=exc.hint, **exc.fields) from None
 
 
-def _told_of_flag(problem: Problem, changes: Mapping[str, str]) -> Problem:
+def _told_of_flag(problem: Problem, changes: Mapping[str, str], headers: Mapping[str, Problem]) -> Problem:
+    header = headers.get(problem.source) if problem.file.startswith("--set") else None
+    if header is not None and problem.source not in changes:
+        return replace(problem, file=header.file, line=header.line, col=header.col, source=header.source)
     flag = changes.get(problem.source, "") if problem.file.startswith("--set") else ""
     if not flag or flag.startswith("--set"):
         return replace(problem, file=flag or problem.file)

@@ -48,7 +48,10 @@ def init(
     written = [str(folder / name) for name in files]
     listed = {"kind": "FileList", "template": template, "items": written, "next": None}
     terminal.show(listed, lambda term: term.line("\n".join(written)))
-    terminal.note(f"run it: rota run {folder / 'job.yaml'}")
+    job_file = folder / "job.yaml"
+    terminal.note(f"check it: rota run {job_file} --check")
+    terminal.note(f"run it: rota run {job_file}")
+    terminal.note(f"its fields: change {job_file}, or rota run {job_file} --set roles.NAME.replicas=2")
     return 0
 
 

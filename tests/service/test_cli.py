@@ -140,7 +140,6 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         (["ps", "--sort", "x"], 2, "--sort x: unknown"),
         (["show"], 2, "show needs a JOB"),
         (["run"], 2, "missing job file or command\n      rota run job.yaml, or rota run -- python train.py"),
-        (["run", "--", "a | b"], 2, "one word, not a program with arguments\n      rota run -- sh -c 'a | b'"),
         (["run", "none.yaml"], 2, "none.yaml: no such file"),
         (["run", "train.py"], 2, "train.py is not a job file\n      rota run -- python train.py"),
         (["run", "."], 2, ". is a folder"),
@@ -249,9 +248,7 @@ def test_templates_are_valid_jobs_and_are_not_written_over(tmp_path: Path) -> No
     (tmp_path / "ddp" / "train.py").write_text("mine")
     assert rota("init", "ddp").status == 2
     assert (tmp_path / "ddp" / "train.py").read_text() == "mine"
-    again = rota("init", "ddp", "--force")
-    assert again.status == 0
-    assert [line.partition(":")[0] for line in again.err.splitlines()] == ["check it", "run it", "its fields"]
+    assert (again := rota("init", "ddp", "--force")).status == 0 and again.err.startswith("check it: rota run ddp/")
 
 
 def test_doctor_finds_open_modes_and_mends_them(tmp_path: Path) -> None:

@@ -73,3 +73,10 @@ def test_a_mistake_in_a_slurm_head_is_reported_at_its_line(tmp_path: Path, capsy
     assert f"{script}:2:9: queue: 'a//b' is not a queue" in said
     assert f"{script}:3:7: roles.main.resources.cpus: expected a number, at least 0, got 'many'" in said
     assert "--set" not in said
+
+
+def test_a_shell_line_as_one_word_names_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.call(["run", "--", "echo a | tr a b"]) == 2
+    assert (
+        "one word, not a program with arguments\n      rota run -- sh -c 'echo a | tr a b'" in capsys.readouterr().err
+    )

@@ -9,7 +9,7 @@ from rota.runtime import environ, redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import inspect
 from rota.tensors.api.store import Plane, connect
-from rota.tensors.bridge import Door
+from rota.tensors.bridge import Bridge
 from rota.tensors.errors import NotFound
 
 API = "rota/v1"
@@ -67,10 +67,10 @@ def tensor_recover(*, namespace: str, dry_run: bool) -> dict[str, Any]:
     return _ask("TensorRecover", namespace, lambda plane: plane.recover(dry_run=dry_run), **none, text=NO_REGISTRY)
 
 
-def tensor_door(*, namespace: str) -> tuple[Door, dict[str, Any]]:
+def tensor_door(*, namespace: str) -> tuple[Bridge, dict[str, Any]]:
     """A door of a namespace, not yet serving, and ``TensorDoor``: where its commands are taken. Starts a registry."""
     plane = connect(namespace=namespace or None)
-    door = Door(plane)
+    door = Bridge(plane)
     facts = {"url": plane.address.url, "namespace": plane.namespace, "lists": door.lists}
     return door, {"api": API, "kind": "TensorDoor", **facts}
 

@@ -113,7 +113,7 @@ def address_of(value: Any) -> int:
     if is_torch(value):
         return value.data_ptr()
     if not isinstance(value, np.ndarray):
-        raise errors.UnsupportedTensor(f"{type(value).__name__} is no tensor and no array")
+        raise errors.UnsupportedTensor(f"{type(value).__name__} is neither a tensor nor an array")
     return value.__array_interface__["data"][0]
 
 

@@ -1,8 +1,8 @@
-"""The door for other languages: JSON commands from a Redis list, answered in another; bytes are mapped from a file.
+"""Bridge for other languages: JSON commands from a Redis list, answered in another; bytes are mapped from a file.
 
 A command is pushed to ``{namespace}:tensor:cmd`` (namespace ``default``: also ``tensor:cmd``) and, when it has an
-``id``, answered in ``tensor:reply:<id>`` under the same prefix. What a client of the door leases and has not committed
-yet ends ``ttl_s`` after its last command: a client that died needs no other sign. Each command is done at most once.
+``id``, answered in ``tensor:reply:<id>`` under the same prefix. What a client leases and has not committed yet
+ends ``ttl_s`` after its last command: a client that died needs no other sign. Each command is done at most once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Command(BaseModel):
 
 @dataclass(slots=True)
 class _Client:
-    """What one client of the door has: leased views by version, tensors being written by name."""
+    """What one client of the bridge has: leased views by version, tensors being written by name."""
 
     until_s: float
     views: dict[int, tuple[str, Any]] = field(default_factory=dict[int, tuple[str, Any]])
@@ -84,8 +84,8 @@ class _Client:
                     raise
 
 
-class Door:
-    """Serves the commands of one namespace with one plane, in the thread that calls ``run``."""
+class Bridge:
+    """Serves the commands of one namespace with one tensor store, in the thread that calls ``run``."""
 
     def __init__(self, plane: Plane, *, clock: Clock | None = None) -> None:
         self._plane, self._clock = plane, clock or SystemClock()
@@ -132,13 +132,13 @@ class Door:
         self._redis.close()
 
     def _answer(self, raw: bytes, waiting: int) -> tuple[str, dict[str, Any]]:
-        """The reply to one command, and where it goes. Whatever was sent, the door goes on."""
+        """The reply to one command, and where it goes. Whatever was sent, the bridge continues."""
         reply_id = ""
         try:
             words = _parse(raw)
             reply_id = _reply_id(words.get("id"))
             if waiting > WAITING_MAX:
-                raise LimitExceeded(f"{waiting} commands wait at the door, the limit is {WAITING_MAX}")
+                raise LimitExceeded(f"{waiting} commands are waiting, the limit is {WAITING_MAX}")
             reply = self._do(Command.model_validate(words))
             self.done += 1
             return reply_id, {"ok": True, **reply}
@@ -225,7 +225,7 @@ class Door:
         client = self._clients.get(command.client)
         if client is None:
             if len(self._clients) >= _CLIENTS_MAX:
-                raise LimitExceeded(f"{_CLIENTS_MAX} clients are at the door", hint="leave, or choose a short ttl_s")
+                raise LimitExceeded(f"{_CLIENTS_MAX} clients are connected", hint="leave, or choose a short ttl_s")
             client = self._clients[command.client] = _Client(until_s)
         client.until_s = until_s
         return client
@@ -243,7 +243,7 @@ class Door:
 
 
 def _reply_id(given: Any) -> str:
-    """Where the sender waits: a number is refused as an ``id``, too, but its sender is told, under it as JSON."""
+    """Where the sender waits: a number is refused as an ``id`` too, and the error goes to that number as JSON."""
     text = (
         ""
         if given is None or isinstance(given, dict | list)
@@ -260,7 +260,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     try:
         words = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"a command is no JSON: {error}") from None
+        raise BadInput(f"a command is not valid JSON: {error}") from None
     if not isinstance(words, dict):
-        raise BadInput("a command is no JSON object")
+        raise BadInput("a command is not a JSON object")
     return words  # pyright: ignore[reportUnknownVariableType]  # the keys are checked by Command

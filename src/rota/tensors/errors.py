@@ -1,4 +1,4 @@
-"""What the tensor plane raises; each message carries the names and numbers that say what to do.
+"""What the tensor store raises; each message carries the names and numbers that say what to do.
 
 ::
 
@@ -11,7 +11,7 @@
     |   +-- StaleStep         a lower step in the same epoch
     |   +-- StaleEpoch        an older epoch, or a fenced label (also a spec.errors.Fenced)
     |   +-- Aborted           the pending version was swept or given up
-    |   +-- PublishBlocked    another process stands inside the lock of the name
+    |   +-- PublishBlocked    another process holds the lock of the name
     +-- OutOfMemory           neither free, nor trimmed, nor evicted bytes suffice
     |   +-- QuotaExceeded     the namespace's ``bytes_max``
     +-- OwnerLost             the keeper of the device died, and its memory with it
@@ -22,8 +22,8 @@
     +-- Corrupt               a header or a record contradicts itself
     |   +-- TornRead          payload CRC differs at a read (with ROTA_TENSORS_CHECK=1)
     +-- EpochChanged          the registry was rebuilt (caught and retried inside)
-    +-- ForkedClient          a forked child used its parent's plane
-    +-- ClosedPlane           the plane was closed
+    +-- ForkedClient          a forked child used its parent's connection
+    +-- ClosedPlane           the connection was closed
     +-- ProtocolBreach        a rule of a backend was broken
 """
 
@@ -89,7 +89,7 @@ class Aborted(PublishRefused):
 
 
 class PublishBlocked(PublishRefused):
-    """Another process has stood inside the lock of this name for too long; fields: name, pid."""
+    """Another process has held the lock of this name for too long; fields: name, pid."""
 
     code, http = "TENSOR_PUBLISH_BLOCKED", 503
 
@@ -131,7 +131,7 @@ class IpcUnavailable(TensorError):
 
 
 class UnsupportedTensor(TensorError):
-    """A layout or dtype the plane cannot share; fields: dtype, layout."""
+    """A layout or dtype that cannot be shared; fields: dtype, layout."""
 
     code, http, exit = "TENSOR_UNSUPPORTED", 422, 2
 
@@ -143,25 +143,25 @@ class Corrupt(TensorError):
 
 
 class TornRead(Corrupt):
-    """The payload differs from what was published: somebody wrote into a read-only view; fields: name, version."""
+    """The payload differs from what was published: a process wrote into a read-only view; fields: name, version."""
 
     code = "TENSOR_TORN_READ"
 
 
 class EpochChanged(TensorError):
-    """The registry was rebuilt since this client joined; the plane joins again and retries by itself."""
+    """The registry was rebuilt since this client joined; it joins again and retries by itself."""
 
     code = "TENSOR_EPOCH_CHANGED"
 
 
 class ForkedClient(TensorError):
-    """A forked child may not use its parent's plane; call ``rota.tensors.connect()`` in the child."""
+    """A forked child may not use its parent's connection; call ``rota.tensors.connect()`` in the child."""
 
     code = "TENSOR_FORKED_CLIENT"
 
 
 class ClosedPlane(TensorError):
-    """The plane was closed; call ``rota.tensors.connect()`` again."""
+    """The connection was closed; call ``rota.tensors.connect()`` again."""
 
     code = "TENSOR_CLOSED_PLANE"
 

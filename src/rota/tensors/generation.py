@@ -67,7 +67,7 @@ class GenerationTable(LockFile):
         return self.words[1]
 
     def created(self, version: int) -> None:
-        """Tell those who wait for an unknown name. Ids are never reused, so the word never repeats a value."""
+        """Wake those who wait for an unknown name. Ids are never reused, so the word never repeats a value."""
         self.words[1] = version
 
     def current(self, slot: int) -> int:
@@ -93,7 +93,7 @@ class GenerationTable(LockFile):
         self.words[2 * slot] = version
 
     def try_store(self, slot: int, version: int) -> bool:
-        """Say what is current unless somebody is inside the slot's lock, who will say it himself."""
+        """Say what is current unless the slot is locked: its holder will say it."""
         stripe = self._stripes[slot % _STRIPES]
         if not stripe.acquire(blocking=False):
             return False

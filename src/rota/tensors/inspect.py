@@ -25,7 +25,7 @@ from rota.tensors.space import Space
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken invariant: its rule (I1 to I7), the object, what is wrong, whether it was mended."""
+    """One broken invariant: its rule (I1 to I7), the object, what is wrong, whether it was repaired."""
 
     rule: str
     object: str
@@ -91,7 +91,7 @@ def locate(space: Space, name: str) -> list[Location]:
     dump = space.registry.dump()
     head = dump.get(f"n:{name}", {}).get("v", "0")
     if head == "0":
-        raise errors.NotFound(f"no tensor is named {name!r}", name=name)
+        raise space.not_found(name)
     found: list[Location] = []
     for v in [head, *dump[f"v:{head}"].get("parts", "").split()]:
         fields = dump[f"v:{v}"]

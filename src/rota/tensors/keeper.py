@@ -1,10 +1,10 @@
 """The process that owns one device's memory for one namespace, and gives it to versions as long as they live.
 
-``python -m rota.tensors.keeper HOME NAMESPACE DRIVER UUID`` is started by the first plane that needs it. It answers
+``python -m rota.tensors.keeper HOME NAMESPACE DRIVER UUID`` is started by the first process that needs it. It answers
 JSON lines on a unix socket: ``take`` (a range for a version), ``descriptor`` (of a slab of host memory, sent along),
-``blocks`` (what it gave), ``stat``. Nobody tells it to free: it asks the registry which of its versions are no more,
-whenever something happened there. A killed client thus costs nothing; when the keeper is killed its versions are lost,
-and a get says so.
+``blocks`` (what it gave), ``stat``. It gets no command to free: after each event it asks the
+registry which of its versions are gone. A killed client thus costs nothing; when the keeper is killed its versions are
+lost, and a get says so.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Keeper:
         return len(gone)
 
     def tick(self, now_s: float) -> None:
-        """Free what is gone, if anything happened; give back slabs that were free for long and nobody has open."""
+        """Free what is gone, if anything happened; give back slabs that were free for long and are open nowhere."""
         seen = self._space.retry(self._plane._session.machine.last_event)
         if seen != self._seen:
             self._seen = seen
@@ -115,7 +115,7 @@ class Keeper:
                 self._drop(slab)
 
     def close(self) -> None:
-        """Give all back that nobody has open; the rest goes with the process."""
+        """Give back all that no process has open; the rest goes with this process."""
         for slab in list(self._addresses):
             self._drop(slab)
 
@@ -214,7 +214,7 @@ class Server:
 
 
 def main() -> None:
-    """Keep a device until the namespace has nobody left, its registry is ended, or a SIGTERM."""
+    """Keep a device until the last client of the namespace left, its registry ended, or a SIGTERM."""
     root, namespace, driver, uuid = sys.argv[1:5]
     home, url = environ.Home.of(root), environ.get(environ.REDIS_URL)
     plane = Plane.join(home, url, namespace, sealed=False, keep=False, keeper=True)

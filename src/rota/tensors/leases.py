@@ -3,7 +3,7 @@
 A leased version has one holder a block: a ctypes array over the mapping, or a read-only mmap of its own in sealed mode.
 Every numpy array and torch tensor of that block keeps the holder alive. When the last holder dies, its weak reference
 appends the lease to a deque, nothing more: a finalizer may run in the middle of anything, so it takes no lock and calls
-nobody. ``drain`` hands the ended leases to the thread that tells the registry.
+nothing. ``drain`` hands the ended leases to the thread that reports to the registry.
 """
 
 from __future__ import annotations
@@ -17,27 +17,16 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.locks import ClientFile
 from rota.tensors.registry import Block
 from rota.tensors.segments import Header, Segments
 
 _PAGE: Final = mmap.ALLOCATIONGRANULARITY
-
-
-class Mirror(Protocol):
-    """Where a client notes its leases for the time the registry is lost."""
-
-    def add(self, version: int) -> int:
-        """Note a version; its place."""
-        ...
-
-    def clear(self, place: int) -> None:
-        """Strike a place."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +38,7 @@ class Held:
 
 
 class _Watch(weakref.ref[Any]):
-    """Tells of the end of a holder by a call of the deque itself: no handler of a signal can come between."""
+    """Reports the end of a holder by a call of the deque itself: no handler of a signal can come between."""
 
     __slots__ = ("lease",)
     lease: _Lease
@@ -70,10 +59,10 @@ class _Lease:
 class Leases:
     """The leases of one process in one namespace; thread-safe."""
 
-    def __init__(self, segments: Segments, mirror: Mirror) -> None:
+    def __init__(self, segments: Segments, mirror: ClientFile) -> None:
         self._segments = segments
         self._mirror = mirror
-        self._lock = threading.RLock()  # a signal's handler may use the plane in the middle of a call
+        self._lock = threading.RLock()  # a signal's handler may use the store in the middle of a call
         self._table: dict[int, _Lease] = {}
         self._ended: deque[Any] = deque()
         self._seq = 0
@@ -129,7 +118,7 @@ class Leases:
                 raise
 
     def drain(self) -> list[tuple[int, int, int]]:
-        """Leases that ended since the last call, as (version, seq, mirror place); the caller tells the registry first
+        """Leases that ended since the last call, as (version, seq, mirror place); the caller informs the registry first
         and clears the places then."""
         out: list[tuple[int, int, int]] = []
         with self._lock:

@@ -141,7 +141,7 @@ PIN_MARK: Final = "pin:"
 KEEPER_MARK: Final = "keeper-"
 
 
-# the files of this process: a plane that was closed while views live still has its client
+# the files of this process: a connection that was closed while views live still has its client
 _own: dict[tuple[int, Path], ClientFile] = {}
 
 

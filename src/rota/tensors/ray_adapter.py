@@ -1,4 +1,4 @@
-"""Let Ray objects carry tensors through the plane: mapped, not copied, and given back with the last reference.
+"""Let Ray objects carry tensors through the tensor store: mapped, not copied, and given back with the last reference.
 
 After ``register()`` an actor with ``enable_tensor_transport=True`` returns tensors by
 ``@ray.method(tensor_transport="rota")``, and anybody stores them by ``ray.put(tensor, _tensor_transport="rota")``.
@@ -15,7 +15,7 @@ from rota.tensors.arrays import load_torch
 
 
 class RayTransport(ray_tensors.PlaneTransport):
-    """One copy into the plane where an object is made, none where it is read. Its name goes with its maker."""
+    """One copy into shared memory where an object is made, none where it is read. Its name goes with its maker."""
 
     def publish(self, obj_id: str, tensors: Sequence[Any]) -> tuple[str, ...]:
         """A group of the object's tensors, dropped when this process dies."""

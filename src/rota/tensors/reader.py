@@ -81,7 +81,7 @@ class Record:
 
 
 class Reader:
-    """The read path of one namespace. ``cache`` and ``words`` are read by the plane's own fast path."""
+    """The read path of one namespace. ``cache`` and ``words`` are read by the fast path of ``Plane.get``."""
 
     def __init__(self, space: Space, *, sealed: bool, check: bool) -> None:
         self._space = space
@@ -191,7 +191,7 @@ class Reader:
                 raise
 
     def take(self, prefix: str, n_max: int, label: str, epoch: int, as_: str) -> list[Record]:
-        """The first records of a channel that nobody has, leased."""
+        """The first records of a channel that no consumer has, leased."""
         space = self._space
         with space.leases.getting() as seq:  # around all tries: a repeated question gets the same records
 
@@ -260,7 +260,7 @@ class Reader:
         name, devices = header.name, self._space.devices
         if devices is None:
             hint = "connect(device='memfd')" if device == "memfd" else "connect(device='cuda:0')"
-            text = f"{name} is on device {device}; this plane uses none"
+            text = f"{name} is on device {device}; this connection uses none"
             raise errors.WrongDevice(text, hint=hint, name=name, wanted=device, visible=[])
         return devices.view(name, header.version, device, place, layouts, held.holder, as_=as_, sealed=sealed)
 
@@ -323,12 +323,12 @@ def _merged(parts: Parts) -> dict[str, Any]:
 
 
 def _manifest(raw: bytes, block: Block) -> dict[str, Any]:
-    """What stands before the tensors. JSON and nothing else: no content of shared memory is ever executed."""
+    """The description before the tensors: JSON and nothing else, since no content of shared memory is executed."""
     try:
         return json.loads(raw)
     except ValueError:
         where = f"{block.seg}+{block.offset}"
-        raise errors.Corrupt(f"{where}: the manifest is no JSON", file=where, field="manifest") from None
+        raise errors.Corrupt(f"{where}: the manifest is not valid JSON", file=where, field="manifest") from None
 
 
 def _wanted(selector: str) -> str:
@@ -339,7 +339,7 @@ def _wanted(selector: str) -> str:
 def selector_of(
     *, version: int | None = None, step: int | None = None, min_step: int | None = None, min_version: int | None = None
 ) -> str:
-    """The selector for get.lua of at most one of these. Raises BadInput for more, or for what is no number."""
+    """The selector for get.lua of at most one of these. Raises BadInput for more, or for another type."""
     given = {"version": version, "step": step, "min_step": min_step, "min_version": min_version}
     chosen = [(what, value) for what, value in given.items() if value is not None]
     if len(chosen) > 1:

@@ -1,4 +1,4 @@
-"""Rebuild a lost registry from segment headers and client files; check the invariants; collect what nobody owns."""
+"""Rebuild a lost registry from segment headers and client files; check the invariants; collect what has no owner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.tensors import errors
-from rota.tensors.core.arena import HEADER_BYTES, SLAB_BLOCKS_MAX, SLAB_BYTES
+from rota.tensors.core.arena import HEADER_BYTES, blocks_in_slab
 from rota.tensors.core.names import describe
 from rota.tensors.errors import making_files
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
@@ -53,11 +53,11 @@ class Recovered:
 def blocks_of(seg: str, file_bytes: int) -> tuple[int, int]:
     """Block size and number of blocks of a segment file, from its name and size."""
     block = int(seg.split("-")[1])
-    return block, 1 if file_bytes < 2 * block else min(max(2, SLAB_BYTES // block), SLAB_BLOCKS_MAX)
+    return block, 1 if file_bytes < 2 * block else blocks_in_slab(block)
 
 
 def scan(segments: Segments, *, dry_run: bool) -> Iterator[Found]:
-    """Every block of every segment file; a header with a bad checksum is told from one never written."""
+    """Every block of every segment file; a header with a bad checksum differs from one never written."""
     for seg, size in segments.files():
         block, count = blocks_of(seg, size)
         if size < block:  # whoever made the file died before its memory was there

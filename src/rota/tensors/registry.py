@@ -14,13 +14,11 @@ from rota.tensors.core.names import SLOTS_MAX
 
 _FOLDER = Path(__file__).parent / "scripts"
 STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
-_NAMES = ("join", "reserve", "commit", "abort", "get", "release", "delete", "sweep", "hold", "fence", "trim", "ls")
-_SMALL = ("dump", "begin", "members", "strike", "config", "lru", "gone", "take", "next", "touch")
 _DISTRUST = """
 local run = redis.call('HGET', KEYS[1], 'run')
 if run and run ~= '' and run ~= ARGV[1] then redis.call('HDEL', KEYS[1], 'epoch') end
 """
-SCRIPTS = {name: Script.load(_FOLDER, name) for name in (*_NAMES, *_SMALL)}
+SCRIPTS = {path.stem: Script.load(_FOLDER, path.stem) for path in _FOLDER.glob("*.lua") if path.stem != "prelude"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +166,7 @@ class RedisMachine:
     def _greet(self, exchange: Exchange) -> None:
         """A server that was started anew may have come back with the content of an hour ago (its AOF or dump): a
         namespace it did not begin itself is taken as lost, whatever it holds. Headers are the truth. It takes a user
-        who may say INFO and EVAL; for any other an old content cannot be told."""
+        who may say INFO and EVAL; for any other old content cannot be recognised."""
         try:
             self._distrust(exchange)
         except ReplyError as error:
@@ -216,7 +214,7 @@ class RedisMachine:
         return bool(self.client.call("EXISTS", f"{self.prefix}c:{client}"))
 
     def wipe(self) -> None:
-        """Forget everything of this namespace; its epoch first, so that no script of anybody adds a key meanwhile."""
+        """Forget everything of this namespace; its epoch first, so that no script adds a key meanwhile."""
         self.client.call("UNLINK", self.prefix + "cfg")
         cursor = b"0"
         while True:
@@ -267,7 +265,7 @@ class Registry:
         return [_leased(row) for row in reply]
 
     def take(self, client: str, seq: int, prefix: str, n_max: int, label: str, epoch: int) -> list[Taken]:
-        """Lease the first records of a channel that nobody leases."""
+        """Lease the first records of a channel that are not leased."""
         rows = self.machine.run("take", client, seq, prefix, n_max, label, epoch)
         return [Taken(name=_text(row[0]), tries=int(row[1]), leased=_leased(row[2:])) for row in rows]
 
@@ -276,7 +274,7 @@ class Registry:
         return int(self.machine.run("next"))
 
     def touch(self, name: str) -> int:
-        """Tell that a tensor was written in place; its version."""
+        """Note that a tensor was written in place; its version."""
         return int(self.machine.run("touch", name))
 
     def release(self, client: str, leases: Iterable[tuple[int, int]]) -> int:
@@ -301,7 +299,7 @@ class Registry:
         return self.machine.run("hold", client, holder)
 
     def fence(self, label: str, epoch: int) -> int:
-        """Refuse older writers of a label from now on; the fence that now stands."""
+        """Refuse older writers of a label from now on; the fence now in force."""
         return self.machine.run("fence", label, epoch)
 
     def trim(self, before_ms: int, n_max: int = 256) -> list[str]:
@@ -342,7 +340,7 @@ class Registry:
         return [_text(name) for name in self.machine.run("lru")]
 
     def configure(self, **settings: int) -> dict[str, str]:
-        """Set the settings given; all that stand now."""
+        """Set the settings given; returns all settings."""
         words = self.machine.run("config", *[word for item in settings.items() for word in item])
         return _shaped("hash", words)
 

@@ -1,6 +1,6 @@
 """Segment header, open, map, allocate: files of shared memory that hold the bytes of tensors.
 
-Before each payload stands a header of 512 bytes and a manifest (JSON): what is needed to rebuild a lost registry. A
+Before each payload is a header of 512 bytes and a manifest (JSON): what is needed to rebuild a lost registry. A
 header is ``pending`` while bytes are copied, ``prepared`` when they are complete, ``ready`` after the commit.
 """
 

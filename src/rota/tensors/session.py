@@ -84,11 +84,11 @@ def remove_root(root: Path) -> None:
 
 
 def _make_private(root: Path, *below: Path) -> None:
-    """Make a registry's folder and those below it. Raises BadInput when another user's hand is on them."""
+    """Make a registry's folder and those below it. Raises BadInput when they belong to another user."""
     for path in (root.parent, root, *below):
         path.mkdir(mode=environ.PRIVATE_DIR, parents=True, exist_ok=True)
     if root.parent.stat().st_uid not in (0, os.getuid()) or root.stat().st_uid != os.getuid():
-        raise BadInput(f"{root} lies in another user's hand", hint=f"{SHM_DIR} names another folder")
+        raise BadInput(f"{root} belongs to another user", hint=f"{SHM_DIR} names another folder")
     root.chmod(environ.PRIVATE_DIR)  # not the folder it lies in: that may be /dev/shm itself
 
 
@@ -114,7 +114,7 @@ def end_keepers(root: Path) -> None:
 
 
 def remove_vanished(root: Path) -> list[Path]:
-    """Remove what registries of vanished homes left beside ``root``: the home is gone, and nobody lives there."""
+    """Remove what registries of vanished homes left beside ``root``: the home is gone, and no client lives there."""
     gone: list[Path] = []
     for other in [path for path in root.parent.iterdir() if path != root and (path / _HOME_MARK).is_file()]:
         clients = [(folder, client) for folder in other.glob("*/c") for client in clients_in(folder)]
@@ -245,13 +245,13 @@ class Session:
             return done
 
     def fence(self, label: str, epoch: int) -> int:
-        """Fence a label, and note it for a loss of the registry; the fence that now stands."""
+        """Fence a label, and note it for a loss of the registry; the fence now in force."""
         with self._recover_gate, self._recover.locked():
             write_note(self.space, "fences", label, max(epoch, read_notes(self.space.folder)["fences"].get(label, -1)))
         return self.space.retry(lambda: self.space.registry.fence(label, epoch))
 
     def pin(self, holder: str, name: str, selector: str = "") -> int:
-        """Lease a version of a name (the current one) for a holder that is no process, and note it. Raises Refused."""
+        """Lease a version of a name (the current one) for a holder without a process, and note it. Raises Refused."""
         space = self.space
         while True:
             space.retry(lambda: space.registry.join(holder, ""))
@@ -274,8 +274,8 @@ class Session:
         self.space.retry(lambda: sweep_client(self.space, holder))
 
     def release_ended(self) -> int:
-        """Tell the registry of leases whose views died; how many. What it could not be told now it is told next time:
-        a lease that stays noted in the client's file comes back with a rebuilt registry, and nobody would end it.
+        """Report leases whose views died to the registry; how many. What fails now is reported next time: a lease that
+        stays noted in the client's file comes back with a rebuilt registry, and would never end.
         """
         with self._release_gate:
             ended, devices = self.space.leases.drain(), self.space.devices
@@ -294,7 +294,7 @@ class Session:
             return len(sent)
 
     def sweep(self) -> list[str]:
-        """Undo what dead clients had, if nobody else is at it; the clients swept."""
+        """Undo what dead clients had, unless another process is doing so; the clients swept."""
         with self._sweeper.tried() as mine:
             if not mine:
                 return []
@@ -407,7 +407,7 @@ class Session:
             os.close(self._fork_fds.pop())
 
     def after_fork_in_child(self) -> None:
-        """This plane is the parent's; every call raises ForkedClient."""
+        """This session is the parent's; every call raises ForkedClient."""
         self.space.forked = True
         self._gone.set()
         self.reader.cache.clear()
@@ -440,7 +440,7 @@ def _line(identity: dict[str, Any]) -> str:
 
 
 def _wipe_after_reboot(folder: Path) -> None:
-    """What an earlier boot left in a folder on disk is no shared memory of ours."""
+    """What an earlier boot left in a folder on disk is not shared memory of this boot."""
     mark, boot = folder / "boot", process.boot_id()
     before = _text_of(mark)
     if before not in ("", boot):

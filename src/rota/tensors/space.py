@@ -56,7 +56,7 @@ class Space:
         return self.folder / "c"
 
     def deadline_s(self, wait_s: float) -> float:
-        """When a wait of so long ends, in seconds of the clock. Raises BadInput for what is no number."""
+        """When a wait of ``wait_s`` seconds ends, in seconds of the clock. Raises BadInput unless it is a number."""
         return self.clock.monotonic_s() + check_seconds("wait_s", wait_s)
 
     def retry(self, action: Callable[[], _T]) -> _T:
@@ -79,16 +79,16 @@ class Space:
             self.rejoin()
             if attempt:
                 blocking_sleep(_RETRY_S * attempt)
-        raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt again and again")
+        raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
 
     def check(self) -> None:
-        """Raise ForkedClient or ClosedPlane when this process must not use the plane."""
+        """Raise ForkedClient or ClosedPlane when this process must not use the store."""
         if self.forked:
             raise errors.ForkedClient(
-                "a forked child cannot use its parent's plane", hint="call rota.tensors.connect()"
+                "a forked child cannot use its parent's connection", hint="call rota.tensors.connect()"
             )
         if self.closed:
-            raise errors.ClosedPlane("this plane was closed", hint="call rota.tensors.connect()")
+            raise errors.ClosedPlane("this connection was closed", hint="call rota.tensors.connect()")
 
     def find_row(self, name: str) -> Row | None:
         """The registry's row of exactly this name."""
@@ -115,7 +115,7 @@ class Space:
                 return False
             with self.table.changing(row.slot, name):
                 if row.version and self.table.deleted(row.slot) and self.table.last(row.slot) >= row.version:
-                    continue  # by another since we looked; from here on nobody but us can delete it
+                    continue  # by another since we looked; from here on no other can delete it
                 delete = partial(
                     self.registry.delete, name, row.slot, expected=expected, idle=idle, label=label, epoch=epoch
                 )
@@ -137,7 +137,7 @@ class Space:
             self.table.store_deleted(slot, version)
             if self.table.epoch == before:
                 return True
-        raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt again and again")
+        raise RegistryUnavailable(f"namespace {self.namespace}: the registry was rebuilt repeatedly")
 
     def _not_deleted(self, row: Row, refused: Refused) -> bool:
         """Restore the slot whose lock is held. Whether the name is gone by us; raises what does not answer that."""

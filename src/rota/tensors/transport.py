@@ -38,7 +38,7 @@ def pull(
     retain: int = 1,
     as_: str = "torch",
 ) -> Snapshot:
-    """The group's step from this node's plane if it is at least ``min_step``, else fetched and published here first.
+    """The group's step if this node has at least ``min_step``, else fetched and published here first.
 
     Of all processes of the node that ask for a group one calls ``fetch`` (None: the other node has nothing new either);
     when it dies, the next one does, for the kernel frees its lock. Raises WaitTimeout, and what ``fetch`` raises.

@@ -182,7 +182,7 @@ class Writer:
             self.abort(pending)
             if pending.reserved.seg not in self._space.retry(lambda: self._space.registry.members("segs")):
                 self._space.segments.unlink(pending.reserved.seg)
-        raise errors.Aborted(f"{ask.name}: the registry was rebuilt again and again", name=ask.name)
+        raise errors.Aborted(f"{ask.name}: the registry was rebuilt repeatedly", name=ask.name)
 
     def _prepare(self, ask: Ask, draft: Draft, spill: bool) -> Pending:
         """A reserved block whose memory exists, not yet touched."""
@@ -267,7 +267,7 @@ class Writer:
                 if space.table.epoch == epoch:
                     break  # else the registry was rebuilt, maybe from a header that did not say ready yet: commit again
             else:
-                raise errors.Aborted(f"{pending.name}: the registry was rebuilt again and again", name=pending.name)
+                raise errors.Aborted(f"{pending.name}: the registry was rebuilt repeatedly", name=pending.name)
         if done.first:
             space.table.created(done.version)
         if pending.ask.kind == "g" and not pending.ask.room:
@@ -323,7 +323,7 @@ class Writer:
         return freed
 
     def evict(self, bytes_wanted: int) -> int:
-        """Delete the least recently used evictable names that nobody leases; bytes that were freed."""
+        """Delete the least recently used evictable names that are not leased; bytes that were freed."""
         freed = 0
         for name in self._space.registry.evictable():
             if freed >= bytes_wanted:
@@ -377,7 +377,7 @@ def lay_out(
 ) -> Draft:
     """Places of tensors (name, dtype, shape) in one block, and the manifest that describes them.
 
-    Raises BadInput when ``meta`` is no JSON value.
+    Raises BadInput unless ``meta`` is a JSON value.
     """
     sizes = [payload_bytes(dtype, shape) for _, dtype, shape in tensors]
     offsets, total = arena.pack(sizes)
@@ -388,7 +388,7 @@ def lay_out(
     try:
         manifest = _json({**facts, **flags, "meta": meta}).encode()
     except (TypeError, ValueError) as error:
-        raise BadInput(f"meta is no JSON value: {error}") from None
+        raise BadInput(f"meta is not a JSON value: {error}") from None
     if len(manifest) > _MANIFEST_BYTES_MAX:
         raise BadInput(f"names and meta take {len(manifest)} bytes, the limit is {_MANIFEST_BYTES_MAX}")
     front = arena.HEADER_BYTES + len(manifest)
@@ -420,14 +420,14 @@ def threads_wanted() -> int:
 
 
 class Copier:
-    """The copies of one plane. At most ``threads``, with the caller's own, share the pieces of one."""
+    """The copies of one tensor store. At most ``threads``, with the caller's own, share the pieces of one."""
 
     def __init__(self, threads: int) -> None:
         self._helpers = threads - 1
         self._pool = ThreadPoolExecutor(max(self._helpers, 1), "rota-tensors-copy")  # a thread starts at its first use
 
     def copy(self, pairs: Sequence[tuple[Bytes, Bytes]]) -> None:
-        """Copy into each target its source, of the same length. Afterwards, whatever was raised, nobody writes there.
+        """Copy each source into its target, of the same length. Once it returns or raises, no thread writes there.
 
         Threads take pieces as they come, so one that gets no core costs nothing but the piece that it has begun.
         """

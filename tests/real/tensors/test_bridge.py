@@ -18,7 +18,7 @@ import rota.tensors
 from rota.runtime.redis_client import RedisClient
 from rota.tensors import bridge as door_module
 from rota.tensors.api.store import Plane
-from rota.tensors.bridge import Door
+from rota.tensors.bridge import Bridge
 
 pytest.importorskip("torch")  # the door reads as torch: it is loaded before the first client waits
 
@@ -36,8 +36,8 @@ def plane(tensor_home: Path) -> Iterator[Plane]:
 
 
 @pytest.fixture
-def door(plane: Plane) -> Iterator[Door]:
-    stop, served = threading.Event(), Door(plane)
+def door(plane: Plane) -> Iterator[Bridge]:
+    stop, served = threading.Event(), Bridge(plane)
     thread = threading.Thread(target=served.run, args=(stop,))
     thread.start()
     yield served
@@ -47,7 +47,7 @@ def door(plane: Plane) -> Iterator[Door]:
 
 
 @pytest.fixture
-def ask(plane: Plane, door: Door) -> Iterator[Ask]:
+def ask(plane: Plane, door: Bridge) -> Iterator[Ask]:
     redis = RedisClient(plane.address)
 
     def exchange(raw: str = "", prefix: str = "", **words: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def bytes_at(reply: dict[str, Any]) -> np.ndarray[Any, Any]:
     return np.memmap(reply["seg"], np.uint8, "r+", reply["offset"], (reply["bytes"],))
 
 
-def test_a_c_program_creates_gets_and_deletes(plane: Plane, door: Door, tmp_path: Path) -> None:
+def test_a_c_program_creates_gets_and_deletes(plane: Plane, door: Bridge, tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler on PATH (cc, gcc)")
@@ -139,7 +139,7 @@ def test_bad_commands_are_refused_by_name(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("given", [7, 1.5, True, "a b", "x" * 65, "half \ud800"])
-def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, door: Door, given: object) -> None:
+def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, door: Bridge, given: object) -> None:
     redis = RedisClient(plane.address)
     redis.call("LPUSH", "tensor:cmd", json.dumps({"op": "renew", "id": given}))
     where = given.replace("\ud800", "?") if isinstance(given, str) else json.dumps(given)
@@ -153,7 +153,7 @@ def test_an_id_that_is_no_word_is_refused_where_its_sender_waits(plane: Plane, d
 
 
 def test_noise_is_counted_and_a_flood_is_turned_away(
-    plane: Plane, door: Door, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, door: Bridge, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis = RedisClient(plane.address)
     noise = ["", "{", "[1]", "[" * 5000, '{"id":{},"op":"get"}', b"\xff\xfe", "x" * 70_000]
@@ -169,9 +169,9 @@ def test_a_door_is_ready_before_the_first_command_comes(plane: Plane, actors: Cr
     """To load torch takes seconds, for which whoever sent the command would wait."""
     code = """
         import sys
-        from rota.tensors.bridge import Door
+        from rota.tensors.bridge import Bridge
         assert 'torch' not in sys.modules
-        Door(plane).close()
+        Bridge(plane).close()
         assert 'torch' in sys.modules
     """
     assert actors.run(code) == 0

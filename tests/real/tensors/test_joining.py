@@ -168,7 +168,7 @@ def test_memory_in_the_hand_of_another_user_is_refused(home: Path, monkeypatch: 
     with tempfile.TemporaryDirectory(prefix="rt", dir="/dev/shm") as taken:
         os.chown(taken, 65534, 65534)
         monkeypatch.setenv("ROTA_SHM_DIR", taken)
-        with pytest.raises(BadInput, match="another user's hand"):
+        with pytest.raises(BadInput, match="belongs to another user"):
             rota.tensors.connect(home=home)
 
 

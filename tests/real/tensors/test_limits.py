@@ -84,7 +84,7 @@ def test_nothing_in_shared_memory_or_the_registry_is_ever_executed(plane: Plane)
         file.seek(at)
         file.write(b"cposix\nsystem\n(S'touch /tmp/unpickled'\ntR.".ljust(40, b" "))
     plane.release("w")
-    with pytest.raises(errors.Corrupt, match="manifest is no JSON"):
+    with pytest.raises(errors.Corrupt, match="manifest is not valid JSON"):
         plane.get("w", as_="numpy")
     assert not Path("/tmp/unpickled").exists()
     plane.delete("w")

@@ -253,7 +253,7 @@ def test_a_fork_while_another_thread_connects_may_connect_in_the_child(
 ) -> None:
     code = """
         import signal
-        from rota.tensors import plane as planes
+        from rota.tensors.api import store as planes
         planes._planes_lock.acquire()  # as a thread of the parent would at that moment
         child = os.fork()
         if child == 0:

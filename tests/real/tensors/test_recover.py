@@ -323,7 +323,7 @@ def test_damaged_headers_are_reported_and_never_shown(plane: Plane, cases: Cases
         done = plane.recover()
         if field == "manifest":  # the bytes are whole; what they mean is lost
             assert done["quarantined"] == [f"{place}: manifest"]
-            with pytest.raises(errors.Corrupt, match="manifest is no JSON"):
+            with pytest.raises(errors.Corrupt, match="manifest is not valid JSON"):
                 plane.get("b", as_="numpy")
         else:
             assert done["quarantined"] == [place]

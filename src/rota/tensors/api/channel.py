@@ -1,8 +1,8 @@
 """Bounded streams of records with tensors: each record goes to one consumer, in order, until it is acknowledged.
 
-A record is a group of the plane named ``<channel>/#<number>``, so leases, sweeps, quotas and recovery hold for it as
-for any name. It is *taken* as long as somebody leases it: when its consumer dies, the sweep ends the lease and the
-record is the first again. No list can disagree with the records.
+A record is a group named ``<channel>/#<number>``, so leases, sweeps, quotas and recovery hold for it as for any name.
+It is *taken* as long as a process leases it: when its consumer dies, the sweep ends the lease and the record is the
+first again. No list can disagree with the records.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Channel:
     """One channel as this process uses it; producers and consumers may be any number of processes.
 
     ``full`` says what ``put`` does when ``items_max`` records wait or are being worked on: ``block``, or
-    ``drop_oldest`` of those that nobody has. ``dropped`` counts them. The first ``put`` or ``take`` fences the label of
-    this process at its epoch: whom it replaced puts, gets and acknowledges nothing any more, even if it still lives.
+    ``drop_oldest`` of those that no consumer has. ``dropped`` counts them. The first ``put`` or ``take`` fences the
+    label of this process at its epoch: a process that it replaced can no longer put, take or acknowledge.
     """
 
     def __init__(self, session: Session, name: str, order: Order, *, items_max: int, full: str) -> None:
@@ -71,7 +71,7 @@ class Channel:
             delay_s = min(2 * delay_s, _POLL_MAX_S)
 
     def take(self, n_max: int = 1, *, timeout_s: float = 0.0, as_: str = "torch") -> list[Record]:
-        """The next records that nobody has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
+        """The next records that no consumer has, at most ``n_max``; none when none came in time. Raises StaleEpoch."""
         space, order = self._space, self._order
         self._fence()
         deadline_s = space.deadline_s(timeout_s)

@@ -1,4 +1,4 @@
-"""connect() and Plane: the public calls of the tensor plane."""
+"""connect() and Plane: the public calls of the tensor store."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def connect(
     home: str | Path | None = None,
     keep: bool = False,
 ) -> Plane:
-    """The plane of this process in a namespace; started or joined at the first call, the same one afterwards.
+    """The tensor store of this process in a namespace; started or joined at the first call, the same one afterwards.
 
     ``url`` (or ``ROTA_REDIS_URL``) names a registry server; without one the server of ``home`` (``ROTA_HOME``) is
     joined or started, and ends with its last client unless ``keep``. ``label`` says who publishes (default: the job
-    and instance of the environment) and ``epoch`` its epoch; both may be set on the plane later. ``sealed`` maps every
+    and instance of the environment) and ``epoch`` its epoch; both may be set on the result later. ``sealed`` maps every
     read read-only. ``bytes_max`` limits the bytes of the namespace. ``device`` is where puts go, and lets
     tensors on devices be read: ``cuda:0``; ``memfd``, memory of the host that has a name in no file system;
     ``fakecuda:0``, the rules of CUDA on CPU; ``backend`` follows, and a ``keeper`` starts there.
@@ -102,7 +102,7 @@ def down(home: str | Path | None = None) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """One version of a name, by value: picklable, small, valid while somebody leases it: the sender, or ``holder``,
+    """One version of a name, by value: picklable, small, valid while it is leased: by the sender, or by ``holder``,
     a pin made with it."""
 
     namespace: str
@@ -111,7 +111,7 @@ class TensorRef:
     holder: str = ""
 
     def get(self) -> Any:
-        """The tensor of exactly this version, from the plane of this process. Raises VersionGone when it is gone."""
+        """The tensor of exactly this version. Raises VersionGone when it is gone."""
         return connect(namespace=self.namespace).get(self.name, version=self.version)
 
     def close(self) -> None:
@@ -192,9 +192,8 @@ class Plane:
 
         ``step`` orders publishes of one epoch (default: one after the last). ``retain`` newest versions stay readable
         by ``get(version=)``. ``orphan="drop"``: the name goes when this process dies. ``mutable``: one memory, written
-        in place. ``evictable``: may be dropped when memory is short. ``device="cpu"`` keeps it off the plane's device.
-        The
-        bytes are there when the name is. Raises UnsupportedTensor, StaleEpoch, StaleStep, LostRace, OutOfMemory,
+        in place. ``evictable``: may be dropped when memory is short. ``device="cpu"`` keeps it off the device.
+        The bytes are there when the name is. Raises UnsupportedTensor, StaleEpoch, StaleStep, LostRace, OutOfMemory,
         QuotaExceeded.
         """
         names.check_name(name)
@@ -369,7 +368,7 @@ class Plane:
         return Channel(self._session, name, order, items_max=items_max, full=full)
 
     def touch(self, name: str) -> None:
-        """Tell those who watch that a mutable tensor was written in place. Raises NotFound."""
+        """Notify watchers that a mutable tensor was written in place. Raises NotFound."""
         try:
             self._space.retry(lambda: self._space.registry.touch(name))
         except Refused as refused:
@@ -418,17 +417,17 @@ class Plane:
         self._session.unpin(holder)
 
     def fence(self, label: str, epoch: int) -> int:
-        """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence that now stands."""
+        """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence now in force."""
         return self._session.fence(names.check_label(label), names.check_count("epoch", epoch, 0, names.EPOCH_MAX))
 
     def ref(self, tensor: Any, *, holder: str | None = None) -> TensorRef:
-        """A small, picklable reference to the version a view belongs to; valid while somebody leases it.
+        """A small, picklable reference to the version a view belongs to; valid while a process leases it.
 
         With ``holder``, a label, a pin of it does, whatever happens to processes: until ``TensorRef.close()`` or the
         label ends. Raises NotFound for other memory, BadInput.
         """
         if (found := self.version_of(tensor)) is None:
-            raise errors.NotFound("this tensor is no view of the plane")
+            raise errors.NotFound("this tensor is not a view of a shared tensor")
         name, version = found
         pinned = "" if holder is None else self._pin(name, holder, f"v{version}").holder
         return TensorRef(namespace=self._space.namespace, name=name, version=version, holder=pinned)
@@ -439,7 +438,7 @@ class Plane:
         return self._space.leases.find(address) or (devices.find(address) if devices else None)
 
     def record_stream(self, tensor: Any, stream: Any) -> None:
-        """Tell that another stream works on a view of a device: its memory is not used again before that is done."""
+        """Note that another stream works on a view of a device: its memory is not used again before that is done."""
         if (found := self.version_of(tensor)) is not None and self._space.devices is not None:
             self._space.devices.record_stream(found[1], stream)
 
@@ -527,12 +526,12 @@ class Plane:
 
     @property
     def namespace(self) -> str:
-        """The namespace of this plane."""
+        """The namespace of this store."""
         return self._space.namespace
 
     @property
     def address(self) -> redis_server.Address:
-        """Where the registry of this plane listens."""
+        """Where the registry listens."""
         return self._session.server.address
 
     @property
@@ -542,7 +541,7 @@ class Plane:
 
     @property
     def home(self) -> Path:
-        """The home whose registry this plane uses."""
+        """The home whose registry is used."""
         return self._session.home.root
 
     @property

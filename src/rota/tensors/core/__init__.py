@@ -1,1 +1,1 @@
-"""The tensor plane's decisions as values: what a name may be, how memory is cut, the protocol as a pure machine."""
+"""Pure rules of the tensor store: what a name may be, how memory is divided."""

@@ -61,9 +61,14 @@ def size_class(front_bytes: int, payload: int) -> SizeClass:
     if payload <= SMALL_BYTES_MAX:
         block = round_up(front_bytes, ALIGN_BYTES) + stepped(payload, _SMALL_STEPS, ALIGN_BYTES)
         block = stepped(block, _LARGE_STEPS, ALIGN_BYTES) if front_bytes > 2 * HEADER_BYTES else block
-        return SizeClass(block=block, count=min(max(2, SLAB_BYTES // block), SLAB_BLOCKS_MAX))
+        return SizeClass(block=block, count=blocks_in_slab(block))
     block = round_up(front_bytes, PAGE_BYTES) + stepped(payload, _LARGE_STEPS, PAGE_BYTES)
     return SizeClass(block=block, count=1)
+
+
+def blocks_in_slab(block: int) -> int:
+    """How many blocks of a size a shared slab file holds."""
+    return min(max(2, SLAB_BYTES // block), SLAB_BLOCKS_MAX)
 
 
 def payload_offset(front_bytes: int, payload: int) -> int:

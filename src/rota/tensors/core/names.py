@@ -46,7 +46,7 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Every dtype the plane carries, by its torch name (numpy names are the same where both have it), with its bytes."""
+"""Every dtype that can be shared, by its torch name (numpy names are the same where both have it), with its bytes."""
 
 _SHORT: Final = {"bfloat16": "bf16", "bool": "bool"}
 
@@ -119,7 +119,7 @@ def count_of(what: str, text: str, least: int, most: int) -> int:
 
 
 def check_seconds(what: str, value: float) -> float:
-    """``value`` itself. Raises BadInput for what is no number: no wait may be without an end."""
+    """``value`` itself. Raises BadInput unless it is a number: every wait has a limit."""
     try:
         if not math.isnan(value):
             return value

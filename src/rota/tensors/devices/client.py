@@ -95,7 +95,7 @@ class Driver(Protocol):
         ...
 
     def reuse(self, address: int, size: int) -> None:
-        """A block gets a new owner: nobody may still use it."""
+        """A block gets a new owner; its last user is done with it."""
         ...
 
 
@@ -121,7 +121,7 @@ class Place:
     bytes: int
 
     def pack(self) -> bytes:
-        """As it stands in shared memory."""
+        """As it is written to shared memory."""
         return _PLACE.pack(self.keeper.encode(), self.slab.encode(), self.offset, self.bytes).ljust(PLACE_BYTES, b"\0")
 
     @staticmethod
@@ -136,7 +136,7 @@ class Place:
 class _Slab:
     """A slab this process has open; the descriptor holds a shared lock that keeps the keeper from freeing it.
 
-    ``uses`` counts the versions in it that any plane of this process maps or has not let go yet.
+    ``uses`` counts the versions in it that any store of this process maps or has not let go yet.
     """
 
     folder: Path
@@ -157,13 +157,13 @@ class _Use:
     streams: list[Any] = field(default_factory=list[Any])
 
 
-# a process opens a slab once, whatever planes it has
+# a process opens a slab once for all its namespaces
 _open: dict[str, _Slab] = {}
 _open_lock = threading.Lock()
 
 
 class Devices:
-    """The devices of one plane; ``uuid`` is the one that ``put`` goes to."""
+    """The devices of one tensor store; ``uuid`` is the one that ``put`` goes to."""
 
     def __init__(self, folder: Path, home: environ.Home, url: str, device: str, clock: Clock) -> None:
         self.driver: Driver = load(parse(device)[0])
@@ -182,7 +182,7 @@ class Devices:
         name, ordinal = parse(device)
         uuids = self.driver.uuids()
         if name != self.driver.name:
-            raise BadInput(f"device {device!r}: this plane uses {self.driver.name} already")
+            raise BadInput(f"device {device!r}: this connection already uses {self.driver.name}")
         if ordinal >= len(uuids):
             raise errors.WrongDevice(f"{device}: this process sees {len(uuids)} devices ({', '.join(uuids)})")
         self.ordinal, self.uuid = ordinal, uuids[ordinal]
@@ -268,7 +268,7 @@ class Devices:
         return done
 
     def close_unused(self, unused_s: float = _UNUSED_S) -> int:
-        """Close slabs that no version of this process lies in for so long; how many."""
+        """Close slabs without a version of this process for ``unused_s``; returns how many."""
         closed = 0
         with self._lock, _open_lock:
             for slab in [name for name, one in _open.items() if not one.uses and one.folder == self.folder]:

@@ -2,7 +2,7 @@
 
 Device memory is a memfd of the process that allocated it, and dies with it. A handle names that process, the
 descriptor and a number never used twice. An importer holds a shared lock on the memfd, so that freeing under it is
-seen. Work on a stream takes as long as it is told to, and is noted beside the memory: giving a block to a new owner
+seen. Work on a stream takes as long as ``launch`` says, and is noted beside the memory: giving a block to a new owner
 before that time is a breach. ``ROTA_FAKECUDA_DEVICES`` (default ``0,1``) is the order in which a process sees the
 devices, ``ROTA_FAKECUDA_BYTES`` what each holds.
 """
@@ -111,7 +111,7 @@ class FakeCuda(Memfd):
         return self._streams.setdefault(device, FakeStream())
 
     def launch(self, address: int, size: int, seconds: float, stream: FakeStream) -> None:
-        """Work that uses a range for so long, behind the work before it: what a kernel is. Returns at once."""
+        """Stand-in for a kernel: uses a range for ``seconds``, behind the work before it. Returns at once."""
         found, at = self.find(address, size)
         stream.until_s = max(stream.until_s, self._clock.monotonic_s()) + seconds
         places = range(_WORK_AT, _WORK_AT + _WORK_MAX * _WORK.size, _WORK.size)

@@ -64,7 +64,7 @@ class Memfd:
         return self.make(size, self.uuids()[device])
 
     def make(self, size: int, device: str, front: bytes = b"") -> int:
-        """A memfd with its memory, of a size that nobody can change any more; the address behind its front."""
+        """A memfd with its memory, of a size that can no longer change; the address behind its front."""
         fd = os.memfd_create(f"rota-{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, self.front_bytes + size)
@@ -84,7 +84,7 @@ class Memfd:
         return self.need(address, owned=True).fd.to_bytes(_HANDLE_BYTES, "little")
 
     def open(self, device: int, handle: bytes) -> int:
-        """Map what a descriptor that came from the keeper stands for; the descriptor is ours from now on."""
+        """Map the memory of a descriptor that came from the keeper; the descriptor is ours from now on."""
         return self.map(int.from_bytes(handle, "little"), self.uuids()[device], b"", owned=False)
 
     def close(self, address: int) -> None:
@@ -123,7 +123,7 @@ class Memfd:
         """Nothing to wait for."""
 
     def reuse(self, address: int, size: int) -> None:
-        """Nobody works on it in secret."""
+        """Nothing to do: all work on it is synchronous."""
 
     def map(self, fd: int, device: str, nonce: bytes, *, owned: bool) -> int:
         """Have a memfd in this process; its address."""
@@ -147,7 +147,7 @@ class Memfd:
         found = self._memories.get(address)
         if found is None or found.owned != owned:
             whose = "owns" if owned else "opened"
-            raise self.breach("foreign-address", f"{address:#x} is no memory that this process {whose}")
+            raise self.breach("foreign-address", f"{address:#x} is not memory that this process {whose}")
         return found
 
     def find(self, address: int, size: int) -> tuple[Memory, int]:

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rota.runtime.engine import EngineFiles, client_environment
 from rota.runtime.environ import Home
-from rota.runtime.log import EventLog
+from rota.runtime.event_log.interface import EventLog
+from rota.runtime.ray.engine import EngineFiles, client_environment
 from rota.service import daemon
 from rota.service.config import load_settings
 from rota.spec.events import Record

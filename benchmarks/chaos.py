@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from calls import LIMIT_S, TERMINAL, WORKLOADS, Records, client_of, free_port
 from rota.runtime import process
-from rota.runtime.engine import EngineFiles, find_engine
 from rota.runtime.environ import Home
-from rota.runtime.gateway_client import RECORD
+from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import KEEPER, ProcessId, RunFolder
-from rota.runtime.redis_server import Address, socket_path
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.ray.client import RECORD
+from rota.runtime.ray.engine import EngineFiles, find_engine
+from rota.runtime.redis.server import Address, socket_path
 from rota.service import daemon
 from rota.service.config import load_settings
 from rota.spec.errors import RotaError
@@ -182,7 +182,7 @@ class Site:
         """The process that writes the log of the loop."""
         wanted = str(self.home.job(self.job).logs / "loop-0.log")
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        found = [pid for pid in pids if wanted in (words := process.command_line(pid)) and "log_pump.py" in words]
+        found = [pid for pid in pids if wanted in (words := process.command_line(pid)) and "output_pump.py" in words]
         return process.identify(found[0]) if found else None
 
     def watcher(self) -> ProcessId | None:

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.service.standing import Standing, listening, standing
 
-from rota.runtime.log import INSTALL_SCOPE, Writer
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
+from rota.runtime.event_log.sql import SqlLog
 from rota.service.jobfile import read_job
 from rota.service.loop import ServiceLoop
 from rota.spec.events import JobEnded, JobQueued, JobSubmitted

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from calls import LIMIT_S, TERMINAL, Records, free_port
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.sql import SqlLog
 from rota.service import daemon
 from rota.service.config import load_settings
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, JobEnded, Record, RolledBack

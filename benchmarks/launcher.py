@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings, client_environment, find_engine, start_engine, stop_engine
-from rota.runtime.launch import Call, Handle, InstanceSpec, Reservation
+from rota.runtime.launcher import Call, Handle, InstanceSpec, Reservation
+from rota.runtime.ray.engine import EngineSettings, client_environment, find_engine, start_engine, stop_engine
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.resources import Res
@@ -186,7 +186,7 @@ def measure(rounds: int) -> dict[str, Any]:
                 os.environ[name] = value
         import ray
 
-        from rota.runtime.launch_ray import RayLauncher
+        from rota.runtime.ray.launcher import RayLauncher
 
         ray.init(state.address, namespace="rota/bench", log_to_driver=False, logging_level=40)
 

@@ -32,8 +32,8 @@ from sqlalchemy import create_engine, text
 from calls import LIMIT_S, Bare, Records, free_port, role, submit
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
+from rota.runtime.event_log.sql import SqlLog
 from rota.service import daemon
 from rota.service.config import load_settings
 from rota.spec.events import Committed, FailoverStarted, InstanceReady, InstanceStarted, MasterStarted, Reattached

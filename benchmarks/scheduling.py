@@ -29,8 +29,8 @@ from rota.cluster.core.state import State
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.sim.simulate import SimInput, compared, document, load, simulate
 from rota.cluster.sim.traces import Tenant, generate
-from rota.runtime.chance import SeededChance
 from rota.runtime.clock import SystemClock
+from rota.runtime.random import SeededChance
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.resources import Res, pretend_nodes

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from rota.runtime.clock import VirtualClock
 from rota.service.cli import FAMILIES, GROUPS, VERBS, verb_function
 from rota.service.config import Settings
 from rota.service.jobfile.fields import Kind, Part, Several, part_in
@@ -20,6 +19,7 @@ from rota.service.verbs.flags import Flags
 from rota.service.views.installation import Installation
 from rota.spec.errors import RotaError
 from rota.spec.reasons import ENDED_ITSELF
+from rota.testing.memory import VirtualClock
 
 EXITS = (
     (0, "Done; the job, if one was waited for, succeeded."),

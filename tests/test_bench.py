@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from rota.runtime.environ import Home
-from rota.runtime.log import INSTALL_SCOPE, Writer
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
+from rota.runtime.event_log.sql import SqlLog
 from rota.spec.events import Committed, JobEnded, PartReplaced
 from rota.spec.ids import Epoch, JobId
 from rota.spec.reasons import Reason

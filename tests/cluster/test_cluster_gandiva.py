@@ -21,9 +21,9 @@ from rota.cluster.core.state import State
 from rota.cluster.policies.gandiva import gandiva
 from rota.cluster.policies.profiles import get_profile
 from rota.cluster.sim.simulate import Overheads, SimJob, SimResult, Simulation
-from rota.runtime.clock import VirtualClock
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason
+from rota.testing.memory import VirtualClock
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 ROUND_S = 60.0

@@ -20,9 +20,10 @@ from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.cluster.sim.report import means, waits
 from rota.cluster.sim.simulate import Overheads, SimInput, Simulation, compare, lines_of, load, run_sim, simulate
 from rota.cluster.sim.traces import Tenant, TraceError, generate, read_trace
-from rota.runtime.chance import SeededChance
-from rota.runtime.clock import SystemClock, VirtualClock
+from rota.runtime.clock import SystemClock
+from rota.runtime.random import SeededChance
 from rota.spec.ids import JobId
+from rota.testing.memory import VirtualClock
 
 DEEP = os.environ.get("ROTA_DEEP") == "1"
 TRACE = """job_id,submit_s,duration_s,gpus,vc

@@ -14,12 +14,12 @@ from rota.job.core.progress import Wait
 from rota.job.health.heartbeat import SETTING_UP, Heartbeat, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager, sentence
 from rota.job.master.rendezvous import Rendezvous
-from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
+from rota.testing.memory import VirtualClock
 
 FAIL = contract(progress_s=10.0)
 

@@ -15,11 +15,11 @@ from rota.job.core.graph import expand
 from rota.job.health.heartbeat import Failure, Heartbeat, HeartbeatAnswer, ProgressMarks
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.rpc.tracing import Collectives, own_collectives
-from rota.runtime.clock import VirtualClock
 from rota.spec.events import InstanceLost, ProgressStalled
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
+from rota.testing.memory import VirtualClock
 
 EMPTY = Heartbeat(role=at("a/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=7)
 

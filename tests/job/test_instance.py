@@ -21,7 +21,7 @@ from rota.job.rpc.client import Refusal
 from rota.job.rpc.peers import JobPlace, PeerTable
 from rota.job.rpc.tracing import Spans
 from rota.job.workload import Workload, interface_of, op
-from rota.runtime.launch import Call, ProcessDied
+from rota.runtime.launcher import Call, ProcessDied
 from rota.spec.dispatch import Rank
 from rota.spec.ids import Epoch, RoleName
 from rota.spec.job import WeightsEdge

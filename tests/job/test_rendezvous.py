@@ -19,7 +19,7 @@ from rota.job.instance.process_group import Meeting
 from rota.job.instance.runners import Setup
 from rota.job.rpc.peers import JobPlace
 from rota.runtime.devices import group_backend
-from rota.runtime.launch import Call
+from rota.runtime.launcher import Call
 from rota.spec.ids import Epoch
 from rota.spec.job import Fail
 

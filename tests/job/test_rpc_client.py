@@ -17,7 +17,7 @@ from tests.makers import JOB, at, loop, service, spec
 from rota.job.rpc.client import Lost, Refusal, Request, RpcClient, in_order
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock
-from rota.runtime.launch import Call, CallTimeout, Handle, NotPicklable, ProcessGone
+from rota.runtime.launcher import Call, CallTimeout, Handle, NotPicklable, ProcessGone
 from rota.spec.dispatch import Concat, Each, First, Mean, OpSpec, Same, Shard, rule_to_text
 from rota.spec.errors import BadInput, CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, NodeId

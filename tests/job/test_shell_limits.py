@@ -30,9 +30,8 @@ from rota.job.master.master import AppendRequest, InboxFull, JobMaster
 from rota.job.rpc.client import RpcClient
 from rota.job.rpc.event_loop import EventLoopThread, Exited
 from rota.job.rpc.peers import JobPlace, Peer, PeerTable
-from rota.runtime.clock import SystemClock, VirtualClock
-from rota.runtime.launch import Call, CallTimeout, ProcessDied
-from rota.runtime.log import MemoryLog
+from rota.runtime.clock import SystemClock
+from rota.runtime.launcher import Call, CallTimeout, ProcessDied
 from rota.spec.commands import ReleaseGang, ReserveGang, SetTimer
 from rota.spec.errors import BadInput, CallError, Fenced
 from rota.spec.events import Committed, GangReserveFailed, InstanceLost, JobEvent, ProgressStalled, TimerFired
@@ -40,6 +39,7 @@ from rota.spec.ids import Epoch, GangId, NodeId, RoleName
 from rota.spec.job import StreamSpec, WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
+from rota.testing.memory import MemoryLog, VirtualClock
 
 PLACE = JobPlace(home="/nowhere", job=JOB, workdir="", launcher="")
 FORMING: Any = SimpleNamespace(epoch=Epoch(1), world=1, restore=0, restarts=0)

@@ -34,14 +34,15 @@ from rota.job.instance.spmd import (
 )
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
-from rota.runtime.clock import SystemClock, VirtualClock
-from rota.runtime.logs import format_line
+from rota.runtime.clock import SystemClock
 from rota.runtime.node import asked_for_stacks
+from rota.runtime.output import format_line
 from rota.spec.check import check
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
 from rota.spec.reasons import Reason
+from rota.testing.memory import VirtualClock
 
 BOOT = (sys.executable, "-m", "rota.job.instance.bootstrap")
 BEAT = Heartbeat(role=RoleName("main"), rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)

@@ -17,10 +17,11 @@ from rota.job.core.ledger import Drop, Place
 from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.instance.streams import Streams, open_source
 from rota.job.rpc.client import Request, RpcClient
-from rota.runtime.clock import Clock, SystemClock, VirtualClock
+from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput, DataError
 from rota.spec.ids import Epoch
 from rota.spec.job import Edge, JobSpec, StreamSpec
+from rota.testing.memory import VirtualClock
 
 EACH: Any = {"send": "Each", "recv": "Concat", "retry": "safe"}
 BEAT = Heartbeat(role=at("loop/0").role, rank=0, epoch=Epoch(1), started_epoch=Epoch(1), pid=1)

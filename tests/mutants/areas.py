@@ -27,16 +27,16 @@ AREAS = (
     Area(name="job", sources=("job/core/*.py",), tests=("tests/job",)),
     Area(
         name="fencing",
-        sources=("runtime/log.py",),
-        tests=("tests/runtime/test_log.py",),
+        sources=("runtime/event_log/interface.py",),
+        tests=("tests/runtime/test_event_log.py",),
     ),
     Area(
         name="log",
-        sources=("runtime/sql_log.py", "runtime/db.py", "spec/codec.py"),
+        sources=("runtime/event_log/sql.py", "runtime/event_log/database.py", "spec/codec.py"),
         tests=(
-            "tests/runtime/test_log.py",
+            "tests/runtime/test_event_log.py",
             "tests/spec",
-            "tests/runtime/test_db.py",
+            "tests/runtime/test_event_log_sql.py",
             "tests/logs",
             "tests/service/test_backup.py",
         ),

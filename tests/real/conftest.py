@@ -2,7 +2,7 @@
 
 Fixture ``engine`` (session): an ``Engine`` with ``home`` (a fresh ``$ROTA_HOME``), ``address`` of the GCS,
 ``namespace``, ``host`` label and ``launcher()``: a RayLauncher for the running event loop. The session itself becomes a
-client of the engine; import Ray (and ``rota.runtime.launch_ray``) only after asking for it, never at the top of a file.
+client of the engine; import Ray (and what is in ``rota.runtime.ray``) only after asking for it, never at the top.
 
 Fixture ``registry`` (function): ends the tensor registry of the home after the test; nothing may be left in it.
 
@@ -26,9 +26,9 @@ import psutil
 import pytest
 
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings, EngineState, client_environment, start_engine, stop_engine
 from rota.runtime.environ import Home
-from rota.runtime.redis_server import find_running
+from rota.runtime.ray.engine import EngineSettings, EngineState, client_environment, start_engine, stop_engine
+from rota.runtime.redis.server import find_running
 
 HOST = "here"
 NAMESPACE = "rota/test"
@@ -59,7 +59,7 @@ class Engine:
 
     def launcher(self):
         """A launcher bound to this engine; close it with ``await launcher.close()``."""
-        from rota.runtime.launch_ray import RayLauncher
+        from rota.runtime.ray.launcher import RayLauncher
 
         return RayLauncher(self.namespace)
 

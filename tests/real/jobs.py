@@ -24,10 +24,10 @@ from rota.job.core.machine import initial, step
 from rota.job.inspect import inspect_workload
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.launch import Handle
-from rota.runtime.log import INSTALL_SCOPE, Writer
+from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
+from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.launcher import Handle
 from rota.runtime.process import ProcessId
-from rota.runtime.sql_log import SqlLog
 from rota.service.inspection import inspect_workloads
 from rota.service.jobfile import read_job
 from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobEnded, JobQueued, JobSubmitted, MasterStarted
@@ -37,7 +37,7 @@ from rota.spec.resources import Res
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
-    from rota.runtime.launch_ray import RayLauncher
+    from rota.runtime.ray.launcher import RayLauncher
 
 WORKLOADS = Path(__file__).resolve().parent / "workloads"
 deep = pytest.mark.skipif(not os.environ.get("ROTA_DEEP"), reason="ROTA_DEEP is not set")
@@ -90,7 +90,7 @@ class Run:
         await self.start_master()
 
     async def start_master(self) -> None:
-        from rota.runtime.launch_ray import MasterStart
+        from rota.runtime.ray.launcher import MasterStart
 
         args = {"job": self.job, "db_url": self.home.db_url, "home": str(self.home.root)}
         start = MasterStart(

@@ -21,7 +21,7 @@ from rota.cluster.live import Scheduler
 from rota.cluster.policies.fifo import fifo
 from rota.job.core.placement import requests_of
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings, EngineState, add_node, stop_node
+from rota.runtime.ray.engine import EngineSettings, EngineState, add_node, stop_node
 from rota.spec.errors import SeqConflict
 from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobQueued, JobSubmitted, NodeJoined, NodeMarked
 from rota.spec.ids import JobId, NodeId

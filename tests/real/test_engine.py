@@ -17,10 +17,10 @@ import pytest
 from tests.runtime.asking import ask_once
 
 from rota.runtime import process
-from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine
-from rota.runtime.gateway_client import GatewayClient, GatewayFiles, UnknownResult, stop_gateway_of
 from rota.runtime.hang import noted
 from rota.runtime.process import ProcessId
+from rota.runtime.ray.client import GatewayClient, GatewayFiles, UnknownResult, stop_gateway_of
+from rota.runtime.ray.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine
 from rota.spec.errors import EngineUnavailable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -271,7 +271,7 @@ def test_a_long_home_gets_a_short_private_folder_and_strangers_are_refused(engin
         assert "InvalidAuthToken" in reaches(state.address, {**good, "RAY_AUTH_TOKEN_PATH": str(stranger)})
         assert "InvalidAuthToken" in reaches(state.address, {**good, "RAY_AUTH_MODE": "disabled"})
     finally:
-        from rota.runtime.engine import stop_engine
+        from rota.runtime.ray.engine import stop_engine
 
         assert stop_engine(home) == () and not folder.parent.exists()
 
@@ -307,6 +307,6 @@ def test_no_engine_no_gateway_and_asking_starts_nothing(engine_home: Path) -> No
     with pytest.raises(FileNotFoundError):
         ask_once(engine_home, "ping", {})
     with pytest.raises(EngineUnavailable):
-        from rota.runtime.engine import add_node
+        from rota.runtime.ray.engine import add_node
 
         add_node(engine_home, replace(SETTINGS, host="other"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime.engine import EngineSettings, client_environment, start_engine
+from rota.runtime.ray.engine import EngineSettings, client_environment, start_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KILLS = 3
@@ -21,9 +21,9 @@ import asyncio, json, os, signal, sys, time
 from pathlib import Path
 import ray
 from conformance import bundles, instance, reservation
-from rota.runtime.engine import find_engine
-from rota.runtime.launch import Call
-from rota.runtime.launch_ray import RayLauncher
+from rota.runtime.ray.engine import find_engine
+from rota.runtime.launcher import Call
+from rota.runtime.ray.launcher import RayLauncher
 from rota.spec.ids import JobId
 
 class rig:

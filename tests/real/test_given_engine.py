@@ -19,8 +19,8 @@ from tests.real.test_service import Installation, free_port, of_home
 from tests.runtime.asking import ask_once
 
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings
-from rota.runtime.gateway_client import GatewayClient
+from rota.runtime.ray.client import GatewayClient
+from rota.runtime.ray.engine import EngineSettings
 from rota.service import daemon
 from rota.service.config import load_settings
 

@@ -12,7 +12,7 @@ import pytest
 from tests.real.jobs import Run, deep, job, role, run_job
 
 from rota.runtime.environ import Home
-from rota.runtime.vault import Vault
+from rota.runtime.secrets import Vault
 from rota.spec.events import (
     Committed,
     FailoverStarted,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rota.runtime import process
-from rota.runtime.launch import (
+from rota.runtime.launcher import (
     Call,
     CallTimeout,
     Handle,
@@ -249,7 +249,7 @@ def engine_of(handle: Handle) -> str:
 
 
 def test_bundles_run_on_the_host_they_are_granted_on_and_the_death_of_a_node_is_reported(rig) -> None:
-    from rota.runtime.engine import EngineSettings, add_node, stop_node
+    from rota.runtime.ray.engine import EngineSettings, add_node, stop_node
 
     second = add_node(rig.engine.home, EngineSettings(host="second", cpus=8))
 
@@ -280,7 +280,7 @@ def test_bundles_run_on_the_host_they_are_granted_on_and_the_death_of_a_node_is_
 
 
 def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp_path) -> None:
-    from rota.runtime.launch_ray import MasterStart, handle_of
+    from rota.runtime.ray.launcher import MasterStart, handle_of
 
     async def body(launcher, job) -> None:
         code = {"folder": str(tmp_path)}
@@ -317,7 +317,7 @@ def test_instances_call_each_other_and_their_master_through_its_restart(rig, tmp
 
 
 def test_a_death_is_told_without_rays_guesses(engine) -> None:
-    from rota.runtime.launch_ray import death_text
+    from rota.runtime.ray.launcher import death_text
 
     guess = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: Host\nThe actor is dead because its "
@@ -331,8 +331,8 @@ def test_a_death_is_told_without_rays_guesses(engine) -> None:
 
 
 def test_a_sweep_ends_master_instances_and_reservations_of_one_job_alone(rig, tmp_path) -> None:
-    from rota.runtime.gateway_ops import GatewayOps
-    from rota.runtime.launch_ray import MasterStart
+    from rota.runtime.ray.launcher import MasterStart
+    from rota.runtime.ray.operations import GatewayOps
 
     async def body(launcher, job) -> None:
         other = rig.fresh_job()
@@ -363,7 +363,7 @@ def test_a_sweep_ends_master_instances_and_reservations_of_one_job_alone(rig, tm
 def test_a_master_starts_on_no_node_that_is_to_be_avoided(rig, tmp_path) -> None:
     import ray
 
-    from rota.runtime.launch_ray import MasterStart
+    from rota.runtime.ray.launcher import MasterStart
 
     async def body(launcher, job) -> None:
         start = MasterStart(

@@ -34,7 +34,7 @@ def test_a_process_that_cannot_be_reached_is_alive_if_the_table_says_so(
 ) -> None:
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-    from rota.runtime import launch_ray
+    from rota.runtime.ray import launcher as ray_launcher
 
     failures = {
         "ActorUnavailableError": ActorUnavailableError("the connection broke", None),
@@ -42,11 +42,11 @@ def test_a_process_that_cannot_be_reached_is_alive_if_the_table_says_so(
     }
 
     async def body() -> None:
-        launcher = launch_ray.RayLauncher("rota/test")
+        launcher = ray_launcher.RayLauncher("rota/test")
         launcher._actors[NAME] = actor_that_fails(failures[error])
         found = await launcher.find_one(NAME)
         assert (found is not None and found.pid == os.getpid()) is alive
         await launcher.close()
 
-    monkeypatch.setattr(launch_ray.state, "actors", lambda _: {"Pid": os.getpid(), "State": state})
+    monkeypatch.setattr(ray_launcher.state, "actors", lambda _: {"Pid": os.getpid(), "State": state})
     asyncio.run(body())

@@ -16,7 +16,7 @@ import pytest
 from tests.real.jobs import WORKLOADS, deep
 from tests.real.test_service import Installation, made_settings
 
-from rota.runtime.engine import EngineFiles, client_environment
+from rota.runtime.ray.engine import EngineFiles, client_environment
 from rota.service import daemon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

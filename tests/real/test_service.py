@@ -19,7 +19,7 @@ import pytest
 
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.vault import Vault
+from rota.runtime.secrets import Vault
 from rota.service import daemon
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import NotReachable

@@ -16,7 +16,7 @@ import torch
 from tests.real.jobs import WAIT_S, Run, example, run_job
 
 from rota.runtime.clock import SystemClock
-from rota.runtime.launch import Call
+from rota.runtime.launcher import Call
 from rota.service.jobplans import with_plans
 from rota.spec.events import FailoverStarted, InstanceLost, ProgressStalled
 from rota.spec.ids import RoleName

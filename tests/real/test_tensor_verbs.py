@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import rota.tensors
-from rota.runtime import environ, process, redis_server
+from rota.runtime import environ, process
+from rota.runtime.redis import server as redis_server
 from rota.service import cli
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rota.runtime.chance import SystemChance
-from rota.runtime.gateway_client import LENGTH, GatewayFiles, encode
+from rota.runtime.random import SystemChance
+from rota.runtime.ray.client import LENGTH, GatewayFiles, encode
 
 
 def ask_once(home: Path, op: str, args: Mapping[str, Any], *, timeout_s: float = 30.0) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from rota.runtime.launch import (
+from rota.runtime.launcher import (
     Call,
     CallTimeout,
     Found,

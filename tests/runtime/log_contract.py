@@ -1,4 +1,4 @@
-"""What every event log must do; run by test_log.py against each of them."""
+"""What every event log must do; run by test_event_log.py against each of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rota.runtime.log import INSTALL_SCOPE, EventLog, KeptContext, Writer, master_scope
+from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, KeptContext, Writer, master_scope
 from rota.spec.errors import Fenced, SeqConflict
 from rota.spec.events import JobEnded, JobQueued, ServiceStarted, TimerFired
 from rota.spec.ids import Epoch, JobId

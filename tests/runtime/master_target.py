@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rota.runtime.launch import Call, Handle
-from rota.runtime.launch_ray import RayLauncher
+from rota.runtime.launcher import Call, Handle
+from rota.runtime.ray.launcher import RayLauncher
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 
 

@@ -14,8 +14,7 @@ import pytest
 from tests.runtime.asking import ask_once
 
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings
-from rota.runtime.gateway_client import (
+from rota.runtime.ray.client import (
     LENGTH,
     MESSAGE_BYTES_MAX,
     GatewayClient,
@@ -25,6 +24,7 @@ from rota.runtime.gateway_client import (
     read_message,
     stop_gateway_of,
 )
+from rota.runtime.ray.engine import EngineSettings
 from rota.spec.errors import EngineUnavailable
 
 pytestmark = pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_message_over_the_limit_is_refused_where_it_is_made() -> None:
 
 
 def test_the_service_side_of_the_runtime_runs_where_ray_is_not_installed() -> None:
-    modules = ("engine", "gateway", "gateway_client", "process", "node", "devices", "launch")
+    modules = ("ray.engine", "ray.gateway", "ray.client", "process", "node", "devices", "launcher")
     code = "import sys; sys.modules['ray'] = None; sys.modules['torch'] = None\n"
     code += "\n".join(f"import rota.runtime.{module}" for module in modules)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rota.runtime import gateway, gateway_client, process
-from rota.runtime.engine import EngineSettings
-from rota.runtime.gateway import ENGINE_LOST, Gateway
-from rota.runtime.gateway_client import (
+from rota.runtime import process
+from rota.runtime.ray import client as gateway_client
+from rota.runtime.ray import gateway
+from rota.runtime.ray.client import (
     MESSAGE_BYTES_MAX,
     GatewayClient,
     GatewayFiles,
@@ -24,6 +24,8 @@ from rota.runtime.gateway_client import (
     read_message,
     settings_mark,
 )
+from rota.runtime.ray.engine import EngineSettings
+from rota.runtime.ray.gateway import ENGINE_LOST, Gateway
 from rota.spec.errors import EngineUnavailable, TimedOut
 
 SETTINGS = EngineSettings()

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings
-from rota.runtime.gateway import Gateway
-from rota.runtime.gateway_client import RECORD, GatewayClient, stop_gateway_of
 from rota.runtime.hang import noted
 from rota.runtime.process import KEEPER, RunFolder
+from rota.runtime.ray.client import RECORD, GatewayClient, stop_gateway_of
+from rota.runtime.ray.engine import EngineSettings
+from rota.runtime.ray.gateway import Gateway
 
 LIMIT_S = 120.0
 SETTINGS = EngineSettings()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rota.runtime import machines
-from rota.runtime.engine import HOST_LABEL
-from rota.runtime.machines import Machines
+from rota.runtime.ray import machines
+from rota.runtime.ray.engine import HOST_LABEL
+from rota.runtime.ray.machines import Machines
 
 
 def row(identity: str, name: str = "", *, alive: bool = True) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime import redis_server
 from rota.runtime.environ import Home
+from rota.runtime.redis import server as redis_server
 from rota.spec.errors import RegistryUnavailable
 
 

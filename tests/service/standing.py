@@ -18,9 +18,9 @@ import uvicorn
 from tests import postgres
 from tests.service.described import check
 
-from rota.runtime.beside import run_beside
-from rota.runtime.log import EventLog, Writer, master_scope
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.interface import EventLog, Writer, master_scope
+from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.exec import run_beside
 from rota.service import assembly, follow
 from rota.service.assembly import assemble, node_changes, wanted_nodes
 from rota.service.config import load_settings

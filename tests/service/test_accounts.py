@@ -12,8 +12,7 @@ import httpx
 import pytest
 from standing import Standing, listening, standing, with_service
 
-from rota.runtime.clock import VirtualClock
-from rota.runtime.vault import Vault, masked
+from rota.runtime.secrets import Vault, masked
 from rota.service import audit as audit_file
 from rota.service.accounts import SOMEBODY, Caller, Role, Veil
 from rota.service.audit import Audit
@@ -21,6 +20,7 @@ from rota.service.rest import application
 from rota.service.routes import doors
 from rota.spec.errors import LimitExceeded
 from rota.spec.states import JobState
+from rota.testing.memory import VirtualClock
 
 QUEUES = [{"path": "default"}, {"path": "research"}, {"path": "research/rl"}, {"path": "prod"}]
 USERS = {

@@ -14,8 +14,8 @@ import pytest
 from standing import Standing, standing
 from tests import postgres
 
-from rota.runtime.sql_log import SqlLog
-from rota.runtime.vault import Vault
+from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.secrets import Vault
 from rota.service.backup import back_up, restore
 from rota.service.config import Settings, load_settings
 from rota.service.serve import only_one

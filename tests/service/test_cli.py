@@ -23,7 +23,7 @@ from standing import HELLO, Standing, listening, with_service
 
 from rota.job.inspect import import_target
 from rota.runtime.clock import iso
-from rota.runtime.logs import format_line, log_name
+from rota.runtime.output import format_line, log_name
 from rota.service import cli, completion
 from rota.service.accounts import Caller
 from rota.service.auth import Asked, Auth

@@ -20,9 +20,9 @@ from standing import HELLO, Standing, with_service
 
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.log import Writer
+from rota.runtime.event_log.interface import Writer
+from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import write_private
-from rota.runtime.sql_log import SqlLog
 from rota.service import connect, daemon
 from rota.service.config import load_settings
 from rota.spec.errors import StoreCorrupt

@@ -18,9 +18,9 @@ import pytest
 from standing import Standing, with_service
 
 from rota.runtime import environ, process
-from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
-from rota.runtime.gateway_client import RECORD, GatewayClient, command_of
+from rota.runtime.ray.client import RECORD, GatewayClient, command_of
+from rota.runtime.ray.engine import EngineSettings
 from rota.service import cli, daemon
 from rota.service.config import Settings, load_settings
 from rota.service.routes import cluster

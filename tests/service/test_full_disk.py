@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 LOG = """
 import sys
 from pathlib import Path
-from rota.runtime.log import Writer
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.interface import Writer
+from rota.runtime.event_log.sql import SqlLog
 from rota.spec.errors import StoreUnavailable
 from rota.spec.events import NodeLost
 from rota.spec.ids import NodeId

@@ -15,9 +15,9 @@ from standing import PlayedEngine, Standing, with_service
 from tests import postgres
 
 from rota.runtime.devices import LOCAL_HOST, local_node
-from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
-from rota.runtime.log import INSTALL_SCOPE, Writer
+from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
+from rota.runtime.ray.engine import EngineSettings
 from rota.service import assembly, nodes, rest, serve
 from rota.service.assembly import node_changes
 from rota.service.config import load_settings

@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 from rota.job.core.resize import world_of
-from rota.runtime.chance import SystemChance
-from rota.runtime.clock import SystemClock, VirtualClock
+from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
+from rota.runtime.random import SystemChance
 from rota.service import intake
 from rota.service.changes import checked_size
 from rota.service.intake import Intake
@@ -30,6 +30,7 @@ from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
 from rota.spec.job import JobSpec, RoleSpec, SizedPlan
 from rota.spec.resources import Device
+from rota.testing.memory import VirtualClock
 from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, cpu_ranks
 from rota.train.plan.importers import model_from_json
 from rota.train.plan.model import Mesh, ParallelPlan, data_parallel

@@ -18,7 +18,7 @@ import pytest
 from standing import listening, standing
 
 import rota
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.sql import SqlLog
 from rota.spec.events import JobSubmitted, ScaleAsked, StopAsked
 
 DEATHS = 300 if os.environ.get("ROTA_DEEP") else 6
@@ -30,8 +30,8 @@ WATCHED = {
     "service/audit.py": None,
     "service/rest.py": None,
     "service/loop.py": {"append", "wait_for"},
-    "runtime/sql_log.py": {"append", "_row", "advance"},
-    "runtime/db.py": {"writing"},
+    "runtime/event_log/sql.py": {"append", "_row", "advance"},
+    "runtime/event_log/database.py": {"writing"},
     "runtime/process.py": {"write_private"},
     "runtime/environ.py": {"make"},
 }

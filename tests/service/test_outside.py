@@ -17,7 +17,7 @@ from standing import HELLO, Standing, listening, with_service
 from test_cli import NO_SERVICE, Done, own_home, rota, with_cli
 from test_demo import kill, outcome
 
-from rota.runtime.logs import format_line, log_name
+from rota.runtime.output import format_line, log_name
 from rota.service import demo
 from rota.service.client import Client
 from rota.service.demo import STROKES

@@ -10,9 +10,9 @@ import pytest
 from standing import Standing, with_service
 
 from rota.runtime import process
-from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
 from rota.runtime.hang import master_part, note_replaced, noted
+from rota.runtime.ray.engine import EngineSettings
 from rota.service import keeper
 from rota.service.config import Settings, load_settings
 from rota.service.engine import GatewayEngine

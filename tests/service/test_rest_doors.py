@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from standing import HELLO, Standing, with_service
 from starlette.requests import Request
 
-from rota.runtime.log import EventLog
+from rota.runtime.event_log.interface import EventLog
 from rota.service.auth import FAILURES_MAX
 from rota.service.rest import BODY_BYTES_MAX, _bug, application
 from rota.service.routes.doors import caller_of

@@ -14,8 +14,7 @@ import pytest
 from standing import HELLO, Standing, listening, stream, with_service
 
 from rota.job.health.heartbeat import Heartbeat
-from rota.runtime.clock import VirtualClock
-from rota.runtime.logs import format_line, log_name
+from rota.runtime.output import format_line, log_name
 from rota.service.client import Client
 from rota.service.retention import keep_logs, old_jobs
 from rota.spec.events import (
@@ -33,6 +32,7 @@ from rota.spec.events import (
 from rota.spec.ids import Epoch, JobId, NodeId, RoleName
 from rota.spec.reasons import Reason
 from rota.spec.states import JobState, Level
+from rota.testing.memory import VirtualClock
 
 MAIN = RoleName("main")
 START = 1_700_000_000.0

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rota.runtime.chance import SeededChance
-from rota.runtime.clock import VirtualClock
+from rota.runtime.random import SeededChance
 from rota.service import auth as auth_module
 from rota.service.accounts import LOCAL, SOMEBODY, Accounts, Caller, Role, Token, Veil, is_below, narrower
 from rota.service.auth import (
@@ -27,6 +26,7 @@ from rota.service.auth import (
 )
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken
 from rota.spec.events import JobQueued, Record, TokenMade, TokenRevoked, UserChanged
+from rota.testing.memory import VirtualClock
 
 OWN = "rota_own_" + "s" * 40
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime.clock import VirtualClock
 from rota.spec.errors import BadInput, Fenced, StoreUnavailable, TimedOut
+from rota.testing.memory import VirtualClock
 from rota.train.data import DataSpec, Lease, ShardJournal, ShardTable, StaticOrder
 
 SPEC = DataSpec(samples=20, shard_size=6, epochs=2, lease_s=30.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.service.standing import Standing, listening, standing
 
-from rota.runtime.logs import format_line, log_name
+from rota.runtime.output import format_line, log_name
 from rota.spec.events import (
     Committed,
     FailoverEnded,

@@ -14,11 +14,11 @@ from rota.job.instance.streams import Streams
 from rota.job.rpc.client import ROLLBACK_MAX_S, Refusal, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.runtime.clock import Clock
-from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
-from rota.runtime.launch_sim import SimProcess
+from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.spec.errors import DataError
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec, RoleSpec
+from rota.testing.launcher import SimProcess
 
 BEAT_S = 10.0
 GIVE_UP_S = 75.0

@@ -16,14 +16,14 @@ from rota.job.core import desired, failover, ledger, losses, machine, memory, sh
 from rota.job.core.context import JobContext
 from rota.job.master import executor
 from rota.job.master import master as master_module
-from rota.runtime import log as log_module
-from rota.runtime.launch_sim import SimFaults
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.sql import SqlLog
 from rota.spec.commands import SetTimer, StopInstance
 from rota.spec.errors import StoreCorrupt
 from rota.spec.events import Committed, InstanceEnded, JobEnded, MasterStarted, StopAsked
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
+from rota.testing import memory as memory_log
+from rota.testing.launcher import SimFaults
 from tests.world.world import Swarm
 
 Patch = pytest.MonkeyPatch
@@ -120,7 +120,7 @@ def fenced_loop_commits(patch: Patch) -> None:
 
 def no_fence_in_the_log(patch: Patch) -> None:
     """The log takes appends of a writer whose epoch is over."""
-    patch.setattr(log_module, "check_fence", lambda writer, fence: None)
+    patch.setattr(memory_log, "check_fence", lambda writer, fence: None)
 
 
 def answered_before_it_is_durable(patch: Patch) -> None:

@@ -11,12 +11,12 @@ import pytest
 
 from rota.job.core.context import Instance
 from rota.job.core.transitions import INSTANCE, JOB
-from rota.runtime.launch import instance_name
-from rota.runtime.launch_sim import SimFaults
+from rota.runtime.launcher import instance_name
 from rota.spec.events import Event, PreemptAsked, StopAsked
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
+from rota.testing.launcher import SimFaults
 from tests.world.world import Swarm, Turn, World, play
 
 ROUNDS_MAX = 30

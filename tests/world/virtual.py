@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from rota.runtime.clock import VirtualClock
+from rota.testing.memory import VirtualClock
 
 T = TypeVar("T")
 

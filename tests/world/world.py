@@ -26,11 +26,9 @@ from rota.job.master import master as master_module
 from rota.job.master import snapshots as kept_module
 from rota.job.master.master import JobMaster
 from rota.job.rpc.peers import JobPlace, master_handle
-from rota.runtime.clock import VirtualClock
-from rota.runtime.launch import Handle, InstanceSpec, Reservation
-from rota.runtime.launch_sim import NO_FAULTS, SimEngine, SimFaults, SimLauncher, SimProcess
-from rota.runtime.log import INSTALL_SCOPE, EventLog, KeptContext, MemoryLog, Writer
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, KeptContext, Writer
+from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.launcher import Handle, InstanceSpec, Reservation
 from rota.spec.codec import to_json_value
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -54,6 +52,8 @@ from rota.spec.queue import Queue
 from rota.spec.reasons import Reason, final_state
 from rota.spec.resources import Device, Health, Node, Res
 from rota.spec.states import JobState
+from rota.testing.launcher import NO_FAULTS, SimEngine, SimFaults, SimLauncher, SimProcess
+from rota.testing.memory import MemoryLog, VirtualClock
 from tests.world.bodies import SimInstance, Store
 from tests.world.checkers import Checkers, Violation
 from tests.world.jobs import Scripts, random_job

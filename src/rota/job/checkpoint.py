@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from rota import tensors
-from rota.runtime import environ, redis_server
+from rota.runtime import environ
 from rota.runtime.environ import Home
+from rota.runtime.redis import server
 from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import Checkpoint
@@ -71,7 +72,7 @@ def drop(job: JobId, home: str) -> None:
 
 def in_use(home: str) -> bool:
     """True when processes of this home may share tensors: there is memory of a registry, or one was named."""
-    socket = redis_server.Address(path=str(redis_server.socket_path(Home.of(home))))
+    socket = server.Address(path=str(server.socket_path(Home.of(home))))
     return bool(environ.get(environ.REDIS_URL)) or shm_root(socket.url).exists()
 
 

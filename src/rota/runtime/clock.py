@@ -1,4 +1,4 @@
-"""Clock protocol; the system clock and a virtual clock."""
+"""Clock protocol, and the clock of this machine."""
 
 from __future__ import annotations
 
@@ -33,32 +33,6 @@ class SystemClock:
 
     def wall_s(self) -> float:
         return time.time()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-
-class VirtualClock:
-    """A clock that moves only when told to, or when driven by a virtual event loop.
-
-    ``advance`` moves both readings; sleepers wake when their time is reached, in order of their deadline.
-    """
-
-    def __init__(self, *, start_s: float = 0.0, wall_start_s: float = 1_700_000_000.0) -> None:
-        self._now_s = start_s
-        self._wall_offset_s = wall_start_s - start_s
-
-    def monotonic_s(self) -> float:
-        return self._now_s
-
-    def wall_s(self) -> float:
-        return self._now_s + self._wall_offset_s
-
-    def advance(self, seconds: float) -> None:
-        """Move time forward. Raises ValueError for a negative amount."""
-        if seconds < 0:
-            raise ValueError(f"time cannot go back by {-seconds} s")
-        self._now_s += seconds
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -10,14 +10,14 @@ from dataclasses import replace
 from rota.cluster.live import Scheduler
 from rota.cluster.policies.profiles import get_profile
 from rota.job.core.placement import requests_of
-from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock
 from rota.runtime.devices import LOCAL_HOST, local_node, own_names
-from rota.runtime.engine import EngineSettings
 from rota.runtime.environ import Home
-from rota.runtime.log import INSTALL_SCOPE, EventLog, Writer
-from rota.runtime.sql_log import SqlLog
-from rota.runtime.vault import Vault
+from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
+from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.random import SystemChance
+from rota.runtime.ray.engine import EngineSettings
+from rota.runtime.secrets import Vault
 from rota.service.audit import Audit
 from rota.service.auth import Auth, ensure_token
 from rota.service.config import LOOPBACK, Settings, rota_version
@@ -33,7 +33,12 @@ from rota.spec.resources import Node, pretend_nodes
 
 WARM = 2
 """Processes that the engine keeps ready: one for the master of a job and one for its first instance."""
-PRELOAD = ("rota.runtime.launch_ray", "rota.runtime.sql_log", "rota.job.master.executor", "rota.job.health.heartbeat")
+PRELOAD = (
+    "rota.runtime.ray.launcher",
+    "rota.runtime.event_log.sql",
+    "rota.job.master.executor",
+    "rota.job.health.heartbeat",
+)
 """What a process that is kept ready has imported; nothing with numpy, which settles its threads when it is imported."""
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rota.runtime.chance import Chance, secret_token
 from rota.runtime.clock import Clock
 from rota.runtime.process import write_private
+from rota.runtime.random import Chance, secret_token
 from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
 from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt
 from rota.spec.events import TokenMade

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from rota.runtime.environ import PRIVATE_FILE, Home
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.sql import SqlLog
 from rota.service.assembly import db_url
 from rota.service.config import Settings
 from rota.service.daemon import find_service

@@ -25,8 +25,8 @@ from urllib.parse import quote
 from rota.runtime import environ, process
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.runtime.environ import Home
-from rota.runtime.gateway_client import RECORD, GatewayFiles
 from rota.runtime.process import KEEPER, ProcessId, ProcessRecord, RunFolder, Spawn
+from rota.runtime.ray.client import RECORD, GatewayFiles
 from rota.service.config import Settings
 from rota.service.connect import RECORD_REMEDY
 from rota.service.problems import cannot_use
@@ -49,7 +49,7 @@ PARTS = {
     SERVE_MODULE: "service",
     KEEPER_MODULE: "keeper",
     "rota up": "service",
-    "rota.runtime.gateway": "gateway",
+    "rota.runtime.ray.gateway": "gateway",
     "valkey": "registry",
     "redis": "registry",
     "ray": "engine",
@@ -383,8 +383,8 @@ def _given_engine(home: Home) -> str:
 
 def _sweep(home: Home, address: str, *, grace_s: float) -> str:
     """End what jobs have on an engine that goes on without us; what is left there, in words, empty when nothing is."""
-    from rota.runtime.engine import EngineSettings
-    from rota.runtime.gateway_client import GatewayClient
+    from rota.runtime.ray.client import GatewayClient
+    from rota.runtime.ray.engine import EngineSettings
 
     async def sweep() -> Sequence[str]:
         client = GatewayClient(home.root, EngineSettings(address=address))
@@ -407,7 +407,7 @@ def _sweep(home: Home, address: str, *, grace_s: float) -> str:
 
 def _end_rest(home: Home, ended: list[str], *, grace_s: float) -> list[ProcessId]:
     """Gateway first, since it would start the engine again; then engine, registry and all else that is recorded."""
-    from rota.runtime.engine import EngineFiles, stop_engine
+    from rota.runtime.ray.engine import EngineFiles, stop_engine
     from rota.tensors.api.store import down as end_registry
 
     left: list[ProcessId] = []
@@ -467,7 +467,7 @@ def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | N
     if not left:
         GatewayFiles(home.root).socket.unlink(missing_ok=True)
         if home.db.with_name(f"{home.db.name}-wal").exists():
-            from rota.runtime.db import fold_journal
+            from rota.runtime.event_log.database import fold_journal
 
             fold_journal(home.db)
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from rota.runtime import environ
-from rota.runtime.engine import EngineSettings, find_engine
 from rota.runtime.environ import Home
-from rota.runtime.gateway_client import RECORD, GatewayClient
 from rota.runtime.process import RunFolder
-from rota.runtime.redis_server import find_running
+from rota.runtime.ray.client import RECORD, GatewayClient
+from rota.runtime.ray.engine import EngineSettings, find_engine
+from rota.runtime.redis.server import find_running
 from rota.spec import codec
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi.sse import format_sse_event
 
 from rota.runtime.clock import iso
-from rota.runtime.logs import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
+from rota.runtime.output import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
 from rota.service.loop import ServiceLoop
 from rota.service.notify import without_password
 from rota.service.views.story import JobStory

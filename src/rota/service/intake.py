@@ -8,11 +8,11 @@ from typing import Any
 from rota.cluster.sim.forecast import Forecast
 from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
-from rota.runtime.chance import Chance, ulid
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.process import write_private
-from rota.runtime.vault import Vault
+from rota.runtime.random import Chance, ulid
+from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.jobfile import problems_of, read_job
 from rota.service.loop import ServiceLoop

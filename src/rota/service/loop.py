@@ -10,7 +10,7 @@ from typing import Any
 
 from rota.cluster.live import Outcome, Scheduler
 from rota.runtime.clock import Clock
-from rota.runtime.log import EventLog, Writer
+from rota.runtime.event_log.interface import EventLog, Writer
 from rota.service.engine import Engine
 from rota.service.inspection import Refused, inspect_workloads
 from rota.service.views.installation import Installation

@@ -17,11 +17,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from rota.runtime.chance import Chance, secret_token
 from rota.runtime.clock import Clock, iso
 from rota.runtime.environ import Home
 from rota.runtime.process import write_private
-from rota.runtime.vault import Vault
+from rota.runtime.random import Chance, secret_token
+from rota.runtime.secrets import Vault
 from rota.service.loop import ServiceLoop
 from rota.service.views.story import JobStory
 from rota.spec import events as e

@@ -30,9 +30,9 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
 
     Starts nothing but the child process that looks at the workloads. Raises what submitting would raise.
     """
-    from rota.runtime.chance import SystemChance
     from rota.runtime.clock import SystemClock
     from rota.runtime.environ import Home
+    from rota.runtime.random import SystemChance
     from rota.service.intake import Intake
 
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
@@ -136,7 +136,7 @@ def sim_replay(log: Path, profile: str) -> dict[str, Any]:
 
 
 def _records(log: Path) -> Iterator[Record]:
-    from rota.runtime.sql_log import SqlLog
+    from rota.runtime.event_log.sql import SqlLog
     from rota.spec.errors import BadInput
     from rota.spec.events import Record, event_from_json
     from rota.spec.ids import JobId

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rota.runtime import environ, redis_server
+from rota.runtime import environ
+from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import inspect
 from rota.tensors.api.store import Plane, connect

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
-from rota.runtime.redis_client import RedisClient
+from rota.runtime.redis.client import RedisClient
 from rota.spec.errors import BadInput, LimitExceeded, RegistryUnavailable, RotaError
 from rota.tensors import errors
 from rota.tensors.api.store import DEFAULT_NAMESPACE, Plane

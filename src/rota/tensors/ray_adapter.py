@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rota.runtime import ray_tensors
+from rota.runtime.ray import tensors as ray_tensors
 from rota.tensors.api.store import Plane, connect
 from rota.tensors.arrays import load_torch
 

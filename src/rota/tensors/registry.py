@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol
 
 from rota.runtime.clock import Clock
-from rota.runtime.redis_client import Address, Argument, Exchange, RedisClient, ReplyError, Script
+from rota.runtime.redis.client import Address, Argument, Exchange, RedisClient, ReplyError, Script
 from rota.tensors import errors
 from rota.tensors.core.names import SLOTS_MAX
 

@@ -11,9 +11,10 @@ import weakref
 from pathlib import Path
 from typing import Any, Final
 
-from rota.runtime import environ, process, redis_server
-from rota.runtime.chance import Chance
+from rota.runtime import environ, process
 from rota.runtime.clock import Clock
+from rota.runtime.random import Chance
+from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
 from rota.tensors.core.names import EPOCH_MAX, check_label, count_of
 from rota.tensors.devices.client import Devices

@@ -15,9 +15,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from rota.runtime import environ
-from rota.runtime.chance import Chance
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import cores_allowed
+from rota.runtime.random import Chance
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors
 from rota.tensors.arrays import Layout, Source

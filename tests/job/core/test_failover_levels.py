@@ -12,7 +12,7 @@ from rota.job.core.desired import next_emit, wanted
 from rota.job.core.failover import is_secondary, kind_of, root_cause
 from rota.job.core.machine import initial, replay
 from rota.job.master.executor import death_event
-from rota.runtime.launch import ProcessDied
+from rota.runtime.launcher import ProcessDied
 from rota.spec.commands import Assemble, CheckNode, RunInstance, SetTimer, StartInstance
 from rota.spec.events import (
     CheckpointSaved,

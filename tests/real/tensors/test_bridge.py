@@ -15,7 +15,7 @@ import pytest
 from tests.real.tensors.crew import Crew, wait_until
 
 import rota.tensors
-from rota.runtime.redis_client import RedisClient
+from rota.runtime.redis.client import RedisClient
 from rota.tensors import bridge as door_module
 from rota.tensors.api.store import Plane
 from rota.tensors.bridge import Bridge

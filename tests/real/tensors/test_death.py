@@ -132,7 +132,7 @@ def test_a_reader_killed_while_it_looks_gives_the_old_bytes_back(plane: Plane, a
 def test_a_reader_whose_reply_never_came_may_be_killed(plane: Plane, actors: Crew, cases: Cases, point: str) -> None:
     """The question is on its way, or answered and the answer not read."""
     code = f"""
-        from rota.runtime import redis_client
+        from rota.runtime.redis import client as redis_client
         real = redis_client._Connection.exchange
         def exchange(self, commands):
             if any(command[1] == GET for command in commands if command[0] == 'EVALSHA'):

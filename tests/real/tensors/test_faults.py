@@ -20,8 +20,8 @@ import pytest
 from tests.real.tensors.crew import DEEP, Cases, Crew, clean, stop_housekeeping, wait_until
 
 import rota.tensors
-from rota.runtime import redis_client
 from rota.runtime.clock import SystemClock
+from rota.runtime.redis import client as redis_client
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
 from rota.tensors.registry import SCRIPTS

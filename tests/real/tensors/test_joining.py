@@ -18,7 +18,8 @@ import pytest
 from tests.real.tensors.crew import WAIT_S, Crew
 
 import rota.tensors
-from rota.runtime import environ, redis_server
+from rota.runtime import environ
+from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
@@ -197,7 +198,8 @@ def test_two_threads_that_leave_and_recover_at_once_never_stand_still(home: Path
     code = f"""
         import threading
         import rota.tensors
-        from rota.runtime import environ, process, redis_server
+        from rota.runtime import environ, process
+        from rota.runtime.redis import server as redis_server
         from rota.runtime.process import ProcessId, locked
         home = environ.Home.of({str(home)!r})
         for _ in range(3):
@@ -303,7 +305,8 @@ def test_a_client_from_before_the_registry_was_ended_does_not_rebuild_the_next_o
     """It has the table of files that were removed: of the names that lie there now it would know nothing."""
     code = f"""
         import time
-        from rota.runtime import environ, process, redis_server
+        from rota.runtime import environ, process
+        from rota.runtime.redis import server as redis_server
         from rota.tensors import connect
         plane = connect(home={str(home)!r}, keep=True)
         home = environ.Home.of({str(home)!r})

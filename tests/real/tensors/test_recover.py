@@ -26,7 +26,8 @@ from tests.real.tensors.crew import (
 )
 
 import rota.tensors
-from rota.runtime import environ, hang, process, redis_server
+from rota.runtime import environ, hang, process
+from rota.runtime.redis import server as redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.api.store import Plane

@@ -18,10 +18,9 @@ from tests.service.standing import PlayedEngine, Standing, empty_database
 
 from rota.job.core.progress import Span
 from rota.job.rpc.peers import CUT
-from rota.runtime.chance import SeededChance
-from rota.runtime.clock import VirtualClock
-from rota.runtime.logs import format_line, log_name
-from rota.runtime.sql_log import SqlLog
+from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.output import format_line, log_name
+from rota.runtime.random import SeededChance
 from rota.service import assembly, forecasts
 from rota.service import loop as service_loop
 from rota.service.config import load_settings
@@ -54,6 +53,7 @@ from rota.spec.job import Edge, Interface, JobSpec, StreamSpec, WeightsEdge
 from rota.spec.reasons import Reason
 from rota.spec.resources import Res
 from rota.spec.states import JobState, Level
+from rota.testing.memory import VirtualClock
 
 LIMIT_S = 20.0
 START_S = 1_700_000_000.0

@@ -10,8 +10,8 @@ from typing import Any
 from rota.cluster.core.scoring import WHOLE, Board, Kind, Mix
 from rota.cluster.policies.fgd import POLICIES, Chooser
 from rota.cluster.sim.traces import TraceError
-from rota.runtime.chance import SeededChance
 from rota.runtime.clock import Clock
+from rota.runtime.random import SeededChance
 from rota.spec.errors import UnknownName
 
 DEMANDS = tuple(range(50, 135, 5))

@@ -12,7 +12,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TextIO
 
-from rota.runtime.chance import Chance
+from rota.runtime.random import Chance
 from rota.spec.errors import BadInput
 
 ROWS_MAX = 5_000_000

@@ -39,7 +39,7 @@ from rota.job.rpc.client import Request, in_order
 from rota.job.rpc.dispatch import of_items
 from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.job.workload import FLOW
-from rota.runtime.launch import Call, CallTimeout, ProcessGone
+from rota.runtime.launcher import Call, CallTimeout, ProcessGone
 from rota.spec.dispatch import EachRule, OpSpec
 from rota.spec.errors import BadInput, BadLoss, CallError, Fenced, RolledBack
 from rota.spec.ids import Epoch

@@ -37,11 +37,11 @@ from rota.job.instance.spmd import CommandRunner, run_setup
 from rota.job.rpc.client import Refusal, Request, RpcClient
 from rota.job.rpc.event_loop import EventLoopThread
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
-from rota.runtime import vault
-from rota.runtime.beside import run_beside
+from rota.runtime import secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
-from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessGone
+from rota.runtime.exec import run_beside
+from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
 from rota.runtime.node import Load
 from rota.spec import codec
 from rota.spec.errors import BadInput, NotReachable, TensorError
@@ -170,7 +170,7 @@ class Instance:
     async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
         """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
         done = await self._control.run(run_beside(argv, timeout_s=timeout_s))
-        return done | {name: vault.blackened(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
+        return done | {name: secrets.blackened(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
 
     async def check(self) -> dict[str, Any]:
         """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
@@ -433,8 +433,8 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
     else:
         reason = own or Reason.USER_ERROR
     text, trace = told(error)
-    text = vault.blackened(str(error) if own else text)
-    trace = vault.blackened(getattr(error, "traceback_text", trace))
+    text = secrets.blackened(str(error) if own else text)
+    trace = secrets.blackened(getattr(error, "traceback_text", trace))
     return Failure(epoch=epoch, reason=reason, text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 

@@ -14,7 +14,7 @@ from rota.job.instance.runners import InstanceConfig, Setup
 from rota.job.rpc.peers import master_handle
 from rota.runtime.devices import group_backend
 from rota.runtime.environ import get
-from rota.runtime.launch import Call, CallTimeout, ProcessGone
+from rota.runtime.launcher import Call, CallTimeout, ProcessGone
 
 GROUP_TIMEOUT_S = 1800.0
 """Longest collective before torch gives up; limits on progress act long before."""

@@ -19,7 +19,7 @@ from rota.job.rpc.event_loop import EventLoopThread
 from rota.job.rpc.peers import JobPlace, checkpoint_dir
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.environ import Home, snapshot
-from rota.runtime.launch import Launcher
+from rota.runtime.launcher import Launcher
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec

@@ -23,8 +23,8 @@ from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
-from rota.runtime.logs import tail_lines
 from rota.runtime.node import asked_for_stacks, spied
+from rota.runtime.output import tail_lines
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason

@@ -14,10 +14,10 @@ from rota.job.core.context import START_MAX_S, START_TIMEOUT_S, JobContext
 from rota.job.core.resize import places
 from rota.job.health.heartbeat import Failure
 from rota.job.rpc.peers import CUT, JobPlace, checkpoint_dir, table_of
-from rota.runtime import vault
+from rota.runtime import secrets
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
-from rota.runtime.launch import (
+from rota.runtime.launcher import (
     Call,
     CallTimeout,
     Handle,
@@ -325,7 +325,7 @@ def instance_spec(command: StartInstance, spec: JobSpec, attempt: int, place: Jo
         "ROTA_OUTPUT_DIR": spec.output or str(dirs.output),
         "ROTA_CHECKPOINT_DIR": checkpoint_dir(spec, place),
         "PYTHONUNBUFFERED": "1",
-        vault.VARIABLE: " ".join((place.owner, *spec.secrets)) if spec.secrets else "",
+        secrets.VARIABLE: " ".join((place.owner, *spec.secrets)) if spec.secrets else "",
     }
     if spec.data is not None:
         env["ROTA_DATA_DIR"] = spec.data

@@ -34,8 +34,8 @@ from rota.job.master.snapshots import KEEP_EVERY, Replayed, keep, newest
 from rota.job.rpc.event_loop import EventLoopThread
 from rota.job.rpc.peers import JobPlace, PeerTable, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.launch import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
-from rota.runtime.log import EventLog, Writer, master_scope
+from rota.runtime.event_log.interface import EventLog, Writer, master_scope
+from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.node import seen_from_outside
 from rota.runtime.process import ProcessId, is_stopped, oom_kills
 from rota.spec.commands import Command, Emit
@@ -98,7 +98,7 @@ class Inbox(asyncio.Queue[AppendRequest | BaseException]):
 T = TypeVar("T")
 Offload = Callable[[Callable[[], Any]], Awaitable[Any]]
 
-RAY_LAUNCHER = "rota.runtime.launch_ray:RayLauncher.here"
+RAY_LAUNCHER = "rota.runtime.ray.launcher:RayLauncher.here"
 READ_MAX = 5000
 """Records read at once."""
 POLL_S = 0.15
@@ -497,12 +497,12 @@ class Master:
         self._run = self._lane.submit(self._live())
 
     async def _make(self, db_url: str, home: str, launcher: str) -> JobMaster:
-        sql_log: Any = importlib.import_module("rota.runtime.sql_log")
+        sql: Any = importlib.import_module("rota.runtime.event_log.sql")
         opened: Any = import_target(launcher)
         return JobMaster(
             job=self._job,
             place=lambda workdir: JobPlace(home=home, job=self._job, workdir=workdir, launcher=launcher),
-            log=sql_log.SqlLog(db_url),
+            log=sql.SqlLog(db_url),
             launcher=opened(),
             clock=SystemClock(),
             pid=os.getpid(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rota.job.core.context import JobContext
 from rota.job.core.machine import initial
-from rota.runtime.log import EventLog, KeptContext, Writer
+from rota.runtime.event_log.interface import EventLog, KeptContext, Writer
 from rota.spec import codec
 from rota.spec.ids import JobId
 

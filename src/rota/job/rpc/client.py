@@ -21,7 +21,7 @@ from rota.job.rpc.payload import unpicklable_at
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.job.rpc.tracing import Waiting, size_of
 from rota.runtime.clock import Clock
-from rota.runtime.launch import Call, CallTimeout, Handle, Launcher, NotPicklable, ProcessGone
+from rota.runtime.launcher import Call, CallTimeout, Handle, Launcher, NotPicklable, ProcessGone
 from rota.spec.dispatch import FirstRule, OpSpec, Rank, Shard
 from rota.spec.errors import BadInput, CallFailed, CallLost, RoleDown, RolledBack, TimedOut
 from rota.spec.ids import Epoch, InstanceId, JobId

@@ -10,7 +10,7 @@ from typing import Any
 from rota.job.core.context import Instance, JobContext
 from rota.job.core.memory import CUT, WEIGHTS
 from rota.runtime.environ import Home
-from rota.runtime.launch import Handle, instance_name, master_name
+from rota.runtime.launcher import Handle, instance_name, master_name
 from rota.spec import codec
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec

@@ -15,10 +15,10 @@ from fastapi import Depends, Request
 from pydantic import AfterValidator
 from starlette.types import Scope
 
-from rota.runtime.chance import Chance
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
-from rota.runtime.vault import Vault
+from rota.runtime.random import Chance
+from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Veil
 from rota.service.audit import Audit
 from rota.service.auth import COOKIE, SAFE_METHODS, Asked, Auth

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
-from rota.runtime.logs import log_files
+from rota.runtime.output import log_files
 from rota.service.accounts import Caller, Role, Veil
 from rota.service.follow import (
     LogQuery,

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rota.runtime import environ, redis_server
-from rota.runtime.chance import Chance, SystemChance
+from rota.runtime import environ
 from rota.runtime.clock import Clock, SystemClock
+from rota.runtime.random import Chance, SystemChance
+from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
 from rota.tensors import errors, inspect
 from rota.tensors.api.channel import Channel

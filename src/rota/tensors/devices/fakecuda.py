@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from rota.runtime import environ
-from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.random import SystemChance
 from rota.tensors import errors
 from rota.tensors.core.arena import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
 from rota.tensors.devices.memfd import Memfd

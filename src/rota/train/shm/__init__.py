@@ -24,8 +24,8 @@ from torch._C import _distributed_c10d
 
 from rota import tensors
 from rota.runtime import process
-from rota.runtime.chance import SystemChance
 from rota.runtime.clock import SystemClock
+from rota.runtime.random import SystemChance
 from rota.spec.errors import RotaError
 from rota.train.shm.arena import CHUNK_BYTES, Arena, carries, pieces, reduce_into
 

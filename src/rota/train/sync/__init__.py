@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import pad
 
 from rota.runtime import environ
-from rota.runtime.chance import SystemChance
 from rota.runtime.process import boot_id
+from rota.runtime.random import SystemChance
 from rota.spec.errors import BadInput
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan

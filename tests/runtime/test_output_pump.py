@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime import log_pump
+from rota.runtime import output_pump
 from rota.runtime.clock import SystemClock, blocking_sleep
 
 WAIT_S = 60.0
@@ -20,7 +20,7 @@ STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z 2/7 (stdout|stderr)
 
 def start_pump(log: Path) -> tuple[subprocess.Popen, int, int]:
     (out_read, out), (err_read, err) = os.pipe(), os.pipe()
-    command = [sys.executable, "-I", "-S", log_pump.__file__, str(log), "2/7", str(out_read), str(err_read)]
+    command = [sys.executable, "-I", "-S", output_pump.__file__, str(log), "2/7", str(out_read), str(err_read)]
     pump = subprocess.Popen(command, pass_fds=(out_read, err_read))
     os.close(out_read)
     os.close(err_read)
@@ -90,7 +90,7 @@ def test_the_pump_of_an_instance_is_none_of_its_children_so_the_end_of_an_instan
     code = f"""
 import os, psutil
 from pathlib import Path
-from rota.runtime.ray_host import redirect_output
+from rota.runtime.ray.host import redirect_output
 redirect_output(Path({str(log)!r}), "2/7", hide=("secret",))
 for child in psutil.Process().children():
     child.kill()
@@ -112,8 +112,8 @@ def test_a_killed_pump_is_replaced_and_no_writer_is_told_of_a_broken_pipe_or_hel
     code = f"""
 import os, signal, subprocess, time
 from pathlib import Path
-from rota.runtime import ray_host
-ray_host.PUMPS_MAX = 1
+from rota.runtime.ray import host
+host.PUMPS_MAX = 1
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 pumps, run, log = [], subprocess.run, Path({str(log)!r})
 def noted(*command, **options):
@@ -125,7 +125,7 @@ def wait(so):
     ends_s = time.monotonic() + {WAIT_S}
     while not so() and time.monotonic() < ends_s:
         time.sleep(0.01)
-ray_host.redirect_output(log, "2/7")
+host.redirect_output(log, "2/7")
 for n, word in enumerate(("before", "after")):
     wait(lambda: len(pumps) > n)
     os.write(1, word.encode() + b"\\n")

@@ -2,9 +2,9 @@
 
 ::
 
-    start_engine ── spawns ──> rota.runtime.ray_engine      starts GCS and raylet by Ray's own machinery, then becomes
-                               rota.runtime.engine watch    the watcher (same pid): reaps, restarts a dead GCS, and on
-                                                            SIGTERM or death of the raylet ends everything it started
+    start_engine ── spawns ──> rota.runtime.ray.node          starts GCS and raylet by Ray's own machinery, then becomes
+                               rota.runtime.ray.engine watch  the watcher (same pid): reaps, restarts a dead GCS, and on
+                                                              SIGTERM or death of the raylet ends all that it started
 
 One watcher a node; the head's also watches the GCS. What hangs is ended, as if it had died. A dead watcher leaves GCS
 and raylet running; the next ``start_engine`` puts a new watcher over them. Leftovers are found, whoever their parent
@@ -290,7 +290,7 @@ def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
 def _unfinished(files: EngineFiles) -> list[ProcessRecord]:
     """Starters that still run although whoever waited for them died, so that nobody will watch their node."""
     records = (record for record in files.run.alive() if record.name.startswith("engine-"))
-    return [record for record in records if "rota.runtime.ray_engine" in record.command]
+    return [record for record in records if "rota.runtime.ray.node" in record.command]
 
 
 def _end_unfinished(files: EngineFiles, starter: ProcessRecord) -> tuple[ProcessId, ...]:
@@ -334,7 +334,7 @@ def _start_node(
         "state_path": str(state_path),
         "environment": environment,
     }
-    command = (sys.executable, "-m", "rota.runtime.ray_engine", json.dumps(plan))
+    command = (sys.executable, "-m", "rota.runtime.ray.node", json.dumps(plan))
     child = process.spawn(
         Spawn(command=command, env=environment, log=files.log), name=files.record_name(settings.host), run=files.run
     )
@@ -364,7 +364,7 @@ def _ensure_watched(files: EngineFiles, head: EngineState) -> None:
     for state in files.states():
         if state.engine != head.engine or files.run.find_alive(files.record_name(state.host)) is not None:
             continue
-        command = (sys.executable, "-m", "rota.runtime.engine", "watch", str(files.state_path(state.host)))
+        command = (sys.executable, "-m", "rota.runtime.ray.engine", "watch", str(files.state_path(state.host)))
         name = files.record_name(state.host)
         process.spawn(Spawn(command=command, env=state.environment, log=files.log), name=name, run=files.run)
 
@@ -503,7 +503,7 @@ class Watcher:
 def main(arguments: list[str]) -> int:
     """``watch STATE``: keep the node described by the state file."""
     if len(arguments) != 2 or arguments[0] != "watch":
-        print("usage: python -m rota.runtime.engine watch STATE", file=sys.stderr)  # noqa: T201 - its only output
+        print("usage: python -m rota.runtime.ray.engine watch STATE", file=sys.stderr)  # noqa: T201 - its only output
         return 2
     path = Path(arguments[1])
     state = read_state(path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rota.runtime.chance import SeededChance, SystemChance, encode, ulid
-from rota.runtime.clock import SystemClock, VirtualClock, iso
+from rota.runtime.clock import SystemClock, iso
+from rota.runtime.random import SeededChance, SystemChance, encode, ulid
+from rota.testing.memory import VirtualClock
 
 
 def test_a_virtual_clock_moves_only_when_told() -> None:

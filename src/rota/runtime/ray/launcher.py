@@ -31,7 +31,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rota.runtime import environ, process
-from rota.runtime.launch import (
+from rota.runtime.launcher import (
     Call,
     CallTimeout,
     DeathsLost,
@@ -50,16 +50,8 @@ from rota.runtime.launch import (
     reservation_of,
 )
 from rota.runtime.process import ExitWatch, ProcessId
-from rota.runtime.ray_groups import RayGroups, hosts
-from rota.runtime.ray_host import (
-    CONTROL_CALLS_MAX,
-    NAMESPACE_VARIABLE,
-    USER_CALLS_MAX,
-    Begun,
-    Boot,
-    Host,
-    Raised,
-)
+from rota.runtime.ray.groups import RayGroups, hosts
+from rota.runtime.ray.host import CONTROL_CALLS_MAX, NAMESPACE_VARIABLE, USER_CALLS_MAX, Begun, Boot, Host, Raised
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import JobId
 

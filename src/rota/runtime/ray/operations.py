@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import grpc
 import ray
+from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rota.runtime import process, ray_claims
+from rota.runtime import process
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.devices import local_node
-from rota.runtime.engine import HOST_LABEL, EngineState
 from rota.runtime.environ import Home
 from rota.runtime.hang import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
-from rota.runtime.launch import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
-from rota.runtime.launch_ray import MasterStart, RayLauncher
-from rota.runtime.machines import Machines
-from rota.runtime.warm import keep_warm, warm_up
+from rota.runtime.launcher import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
+from rota.runtime.ray import groups
+from rota.runtime.ray.engine import HOST_LABEL, EngineState
+from rota.runtime.ray.launcher import MasterStart, RayLauncher
+from rota.runtime.ray.machines import Machines
 from rota.spec import codec
 from rota.spec.ids import JobId
 from rota.spec.resources import CORES_LABEL
@@ -40,6 +44,13 @@ _WHY_S = 15.0
 
 _LOOK_THERE_S = 60.0
 """Limit of a look at a process of another machine: a process is started for it there, and looks for ten seconds."""
+
+WARM_PAUSE_S = (3.0, 30.0)
+"""Between two looks: first, and at most. The first is long enough for a job that took processes to be up by itself."""
+_PRESTART_S = 10.0
+_WARM_KEPT_S = 365 * 86_400
+"""So long the raylet does not end an idle process by itself."""
+_IDLE, _STARTING = "ray::IDLE", "default_worker.py"
 
 
 def connect(address: str, namespace: str) -> GatewayOps:
@@ -69,12 +80,12 @@ class GatewayOps:
         """
         rows = await asyncio.to_thread(ray.nodes)
         named = [row["NodeID"] for row in rows if row["Alive"] and row["Labels"].get(HOST_LABEL)]
-        held = await asyncio.to_thread(ray_claims.claim, named, self._launcher.namespace, holder)
+        held = await asyncio.to_thread(groups.claim, named, self._launcher.namespace, holder)
         return await self.machines.look(rows, held)
 
     async def let_go(self) -> None:
         """The machines may be those of another installation."""
-        await asyncio.to_thread(ray_claims.let_go, self._launcher.namespace)
+        await asyncio.to_thread(groups.let_go, self._launcher.namespace)
 
     async def keep_warm(self, state: EngineState, count: int) -> None:
         """Keep idle processes ready for masters and instances from now on; the first are asked for when it returns."""
@@ -284,3 +295,49 @@ def _plain(handle: Handle) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - the log of the gateway
+
+
+async def keep_warm(state: EngineState, count: int) -> None:
+    """Keep ``count`` idle processes under the raylet while it lives. To be run by a driver of that engine.
+
+    None is added while others start, which need the cores; what does not come is asked for ever more seldom.
+    """
+    pause_s, pause_max_s = WARM_PAUSE_S
+    while process.is_alive(state.raylet):
+        await asyncio.sleep(pause_s)
+        enough = await warm_up(state, count)
+        pause_s = WARM_PAUSE_S[0] if enough else min(2 * pause_s, pause_max_s)
+
+
+async def warm_up(state: EngineState, count: int) -> bool:
+    """Ask for as many processes as are missing, unless some start; True when none is missing."""
+    commands = [process.command_line(pid) for pid in process.children_of(state.raylet.pid)]
+    missing = count - sum(command.startswith(_IDLE) for command in commands)
+    if missing > 0 and not any(_STARTING in command for command in commands):
+        with contextlib.suppress(grpc.RpcError):  # the raylet is busy, or on its way out: asked again
+            await asyncio.to_thread(_prestart, state, missing)
+    return missing <= 0
+
+
+def _prestart(state: EngineState, count: int) -> None:
+    """Ask the raylet of this node for processes; it answers before they are there."""
+    nodes: list[dict[str, Any]] = [one for one in ray.nodes() if one["Alive"] and one["NodeID"] == _own_node()]
+    if not nodes:
+        return  # not known as alive yet, or no more: asked again
+    node = nodes[0]
+    languages: Any = common_pb2
+    proto: Any = node_manager_pb2
+    request = proto.PrestartWorkersRequest(
+        language=languages.Language.Value("PYTHON"),
+        num_workers=count,
+        keep_alive_duration_secs=_WARM_KEPT_S,
+        job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
+    )
+    token = Path(state.token_path).read_text().strip()
+    with grpc.insecure_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as channel:
+        stub: Any = node_manager_pb2_grpc.NodeManagerServiceStub(channel)
+        stub.PrestartWorkers(request, timeout=_PRESTART_S, metadata=(("authorization", f"Bearer {token}"),))
+
+
+def _own_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())

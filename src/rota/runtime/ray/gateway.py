@@ -23,22 +23,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rota.runtime import environ, process
-from rota.runtime.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine, stop_engine
 from rota.runtime.environ import Home
-from rota.runtime.gateway_client import (
-    IN_FLIGHT_MAX,
-    MESSAGE_BYTES_MAX,
-    GatewayFiles,
-    encode,
-    read_message,
-    settings_mark,
-)
 from rota.runtime.hang import HangWatch, end_hung
 from rota.runtime.process import KEEPER, RunFolder, Spawn
+from rota.runtime.ray.client import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, GatewayFiles, encode, read_message, settings_mark
+from rota.runtime.ray.engine import (
+    EngineFiles,
+    EngineSettings,
+    client_environment,
+    find_engine,
+    start_engine,
+    stop_engine,
+)
 from rota.spec.errors import EngineUnavailable
 
 if TYPE_CHECKING:
-    from rota.runtime.gateway_ops import GatewayOps
+    from rota.runtime.ray.operations import GatewayOps
 
 ANSWERS_MAX = 4096
 ENGINE_LOST = 75
@@ -163,7 +163,7 @@ class Gateway:
 
     async def _attach(self) -> GatewayOps:
         if given := self._settings.address:  # with what the environment says of its token
-            module = await asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
+            module = await asyncio.to_thread(importlib.import_module, "rota.runtime.ray.operations")
             try:
                 joined: GatewayOps = await asyncio.to_thread(module.connect, given, self._namespace)
             except Exception as error:  # whatever Ray raises: the asker gets it, and so does who asks for the status
@@ -173,7 +173,7 @@ class Gateway:
             return joined
         # Ray reads its environment when it is imported, but for the folder, which the start of the engine chooses.
         _set_environment(client_environment(EngineFiles(self._home).token, ""))
-        importing = asyncio.to_thread(importlib.import_module, "rota.runtime.gateway_ops")
+        importing = asyncio.to_thread(importlib.import_module, "rota.runtime.ray.operations")
         starting = asyncio.to_thread(start_engine, self._home, self._settings)
         state, module = await asyncio.gather(starting, importing)
         _set_environment(client_environment(state.token_path, state.folder))
@@ -297,7 +297,7 @@ async def _serve_and_exit(gateway: Gateway, files: GatewayFiles) -> None:
 
 def main(arguments: list[str]) -> int:
     """``--home DIR --engine JSON [--namespace NAME]``; 0 when asked to end or when another gateway serves this home."""
-    parser = argparse.ArgumentParser(prog="python -m rota.runtime.gateway")
+    parser = argparse.ArgumentParser(prog="python -m rota.runtime.ray.gateway")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--engine", default="{}")
     parser.add_argument("--namespace", default="rota/local")

@@ -11,12 +11,13 @@ from tests.runtime.conformance import LauncherConformance
 from tests.runtime.conformance_targets import Subject
 from tests.world.virtual import run
 
-from rota.runtime.clock import SystemClock, VirtualClock
-from rota.runtime.launch import Call, Handle, InstanceSpec, ProcessGone, Reservation, ReserveFailed
-from rota.runtime.launch_sim import SimEngine, SimFaults, SimLauncher, SimProcess
+from rota.runtime.clock import SystemClock
+from rota.runtime.launcher import Call, Handle, InstanceSpec, ProcessGone, Reservation, ReserveFailed
 from rota.spec.gang import BundleGrant
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.resources import Res
+from rota.testing.launcher import SimEngine, SimFaults, SimLauncher, SimProcess
+from rota.testing.memory import VirtualClock
 
 NODE = NodeId("n0")
 JOB = JobId("j")

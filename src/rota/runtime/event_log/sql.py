@@ -15,9 +15,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, text
 
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.db import Database
 from rota.runtime.environ import PRIVATE_FILE
-from rota.runtime.log import CONTEXTS_KEPT, KeptContext, Writer, check_fence, check_job, check_seq, ends
+from rota.runtime.event_log.database import Database
+from rota.runtime.event_log.interface import CONTEXTS_KEPT, KeptContext, Writer, check_fence, check_job, check_seq, ends
 from rota.spec import codec
 from rota.spec.errors import SeqConflict, StoreCorrupt
 from rota.spec.events import Event, Record, event_from_json, event_to_json

@@ -1,4 +1,4 @@
-"""Event log: append, read, fences, kept contexts; the protocol and its in-memory twin.
+"""Event log: append, read, fences, kept contexts; the interface and its rules.
 
 One log serves the whole installation. Records have a total order (``number``) and, for events of a job, an order inside
 that job (``seq``, from 1). A writer names its scope and epoch: the write happens only if no higher epoch was ever taken
@@ -9,12 +9,10 @@ truth: without one, or with one that cannot be read, the records alone give the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rota.runtime.clock import Clock
 from rota.spec.errors import Fenced, SeqConflict
 from rota.spec.events import ClusterEvent, Event, JobEnded, Record
 from rota.spec.ids import Epoch, JobId
@@ -95,69 +93,6 @@ class EventLog(Protocol):
     def contexts(self, job: JobId) -> tuple[KeptContext, ...]:
         """The kept contexts of a job, the newest first; without those that fail their checksum."""
         ...
-
-
-class MemoryLog:
-    """The in-memory twin: same contract, nothing durable."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._records: list[Record] = []
-        self._seqs: dict[JobId, int] = defaultdict(int)
-        self._fences: dict[str, Epoch] = {}
-        self._contexts: dict[JobId, dict[int, KeptContext]] = defaultdict(dict)
-
-    def take_epoch(self, scope: str, *, expected: Epoch | None = None) -> Epoch:
-        current = self.fence(scope)
-        if expected is not None and expected != current:
-            raise SeqConflict(f"{scope}: epoch {current} was taken since {expected}", scope=scope, fence=current)
-        self._fences[scope] = Epoch(current + 1)
-        return self._fences[scope]
-
-    def fence(self, scope: str) -> Epoch:
-        return self._fences.get(scope, Epoch(0))
-
-    def append(
-        self, events: Sequence[Event], *, writer: Writer, job: JobId | None = None, expected_seq: int | None = None
-    ) -> tuple[Record, ...]:
-        check_job(events, job)
-        check_fence(writer, self.fence(writer.scope))
-        if job is not None:
-            check_seq(job, self._seqs[job], expected_seq)
-        written: list[Record] = []
-        for event in events:
-            if job is not None:
-                self._seqs[job] += 1
-            number = len(self._records) + 1
-            seq = self._seqs[job] if job is not None else 0
-            record = Record(number=number, job=job, seq=seq, at=self._clock.wall_s(), event=event)
-            self._records.append(record)
-            written.append(record)
-        if job is not None and ends(events):
-            self._contexts.pop(job, None)
-        return tuple(written)
-
-    def read(
-        self, *, after: int = 0, job: JobId | None = None, limit: int = 10_000, cluster: bool = False
-    ) -> tuple[Record, ...]:
-        found = (
-            record
-            for record in self._records[after:]
-            if (job is None or record.job == job) and (not cluster or record.job is None)
-        )
-        return tuple(record for record, _ in zip(found, range(limit)))
-
-    def last_number(self) -> int:
-        return len(self._records)
-
-    def keep_context(self, job: JobId, kept: KeptContext, *, writer: Writer) -> None:
-        check_fence(writer, self.fence(writer.scope))
-        self._contexts[job][kept.seq] = kept
-        self._contexts[job] = {one.seq: one for one in self.contexts(job)[:CONTEXTS_KEPT]}
-
-    def contexts(self, job: JobId) -> tuple[KeptContext, ...]:
-        found = self._contexts.get(job, {})
-        return tuple(found[seq] for seq in sorted(found, reverse=True))
 
 
 def ends(events: Sequence[Event]) -> bool:

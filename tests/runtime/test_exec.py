@@ -6,7 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from rota.runtime.beside import OUTPUT_BYTES_MAX, run_beside
+from rota.runtime.exec import OUTPUT_BYTES_MAX, run_beside
 from rota.runtime.process import identify, wait_gone
 
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from rota.runtime import environ, process
-from rota.runtime.chance import Chance, SystemChance
-from rota.runtime.engine import SOCKET_PATH_MAX, EngineSettings
 from rota.runtime.hang import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import RunFolder, Spawn
+from rota.runtime.random import Chance, SystemChance
+from rota.runtime.ray.engine import SOCKET_PATH_MAX, EngineSettings
 from rota.spec.errors import EngineUnavailable, TimedOut
 from rota.spec.ids import JobId
 
@@ -89,7 +89,7 @@ async def read_message(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 def command_of(home: Path, settings: EngineSettings) -> tuple[str, ...]:
     """The command that starts a gateway."""
-    words = ("-m", "rota.runtime.gateway", "--home", str(home), "--engine", json.dumps(asdict(settings)))
+    words = ("-m", "rota.runtime.ray.gateway", "--home", str(home), "--engine", json.dumps(asdict(settings)))
     return (sys.executable, *words, "--namespace", namespace_of(home, settings))
 
 

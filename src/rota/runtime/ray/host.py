@@ -24,9 +24,9 @@ from typing import Any
 
 import ray
 
-from rota.runtime import environ, log_pump, process, vault
+from rota.runtime import environ, output_pump, process, secrets
 from rota.runtime.hang import LOOK_S, HangWatch
-from rota.runtime.launch import RemoteError
+from rota.runtime.launcher import RemoteError
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256
@@ -170,7 +170,7 @@ def prepare(boot: Boot) -> None:
 
     The environment is set here and not by Ray's ``runtime_env``, which costs a fresh worker and 1.2-1.7 s.
     """
-    opened = vault.open_told(boot.env)
+    opened = secrets.open_told(boot.env)
     if boot.log_path:
         redirect_output(Path(boot.log_path), boot.label, hide=tuple(opened.values()))
     environ.forget_private()
@@ -197,7 +197,7 @@ def redirect_output(log_path: Path, label: str, hide: tuple[str, ...] = ()) -> N
     flush()
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
     pipes = (out_read, err_read)
-    command = [sys.executable, "-I", "-S", log_pump.__file__, str(log_path), label, *map(str, pipes), "apart"]
+    command = [sys.executable, "-I", "-S", output_pump.__file__, str(log_path), label, *map(str, pipes), "apart"]
     # The values are not an argument: those stand in the list of processes.
     values = b"\0".join(value.encode() for value in hide)
 
@@ -230,7 +230,7 @@ def _keep_pumping(start: Callable[[int], int], pump: int, pipes: Sequence[int]) 
             break
     else:
         _wait_gone(pump)
-    log_pump.pump(os.open(os.devnull, os.O_WRONLY), b"", dict.fromkeys(pipes, b""), [])
+    output_pump.pump(os.open(os.devnull, os.O_WRONLY), b"", dict.fromkeys(pipes, b""), [])
 
 
 def _wait_gone(pid: int) -> None:
@@ -267,7 +267,7 @@ def make_target(boot: Boot) -> Any:
 
 def raised(error: BaseException) -> Raised:
     """An exception that every caller can read: those of Rota and of Python itself, others as RemoteError."""
-    text = vault.blackened("".join(traceback.format_exception(error)))
+    text = secrets.blackened("".join(traceback.format_exception(error)))
     return Raised(error=_portable(error, text), traceback=text)
 
 

@@ -15,11 +15,11 @@ from log_contract import LogContract, kept, service, tick
 from sqlalchemy import create_engine, text
 from tests import postgres
 
-from rota.runtime.clock import VirtualClock
-from rota.runtime.log import EventLog, MemoryLog
-from rota.runtime.sql_log import SqlLog, _Mark
+from rota.runtime.event_log.interface import EventLog
+from rota.runtime.event_log.sql import SqlLog, _Mark
 from rota.spec.errors import MissingExtra, SchemaTooNew, StoreCorrupt, StoreUnavailable
 from rota.spec.ids import JobId
+from rota.testing.memory import MemoryLog, VirtualClock
 
 
 class TestMemoryLog(LogContract):
@@ -141,8 +141,8 @@ def test_a_missing_record_is_found(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-from rota.runtime.log import Writer
-from rota.runtime.sql_log import SqlLog, _Mark
+from rota.runtime.event_log.interface import Writer
+from rota.runtime.event_log.sql import SqlLog, _Mark
 from rota.spec.events import TimerFired
 log = SqlLog(sys.argv[1])
 writer = Writer(scope="install", epoch=int(sys.argv[2]))

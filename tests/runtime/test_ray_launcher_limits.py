@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rota.runtime.launch import CallTimeout, DeathsLost, Handle, ProcessDied, instance_name
+from rota.runtime.launcher import CallTimeout, DeathsLost, Handle, ProcessDied, instance_name
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 
 pytestmark = pytest.mark.slow  # imports Ray
@@ -34,12 +34,12 @@ class Ref:
 
 
 def test_who_did_not_hear_of_all_deaths_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.runtime import launch_ray
+    from rota.runtime.ray import launcher as ray_launcher
 
-    monkeypatch.setattr(launch_ray, "_DEATHS_MAX", 3)
+    monkeypatch.setattr(ray_launcher, "_DEATHS_MAX", 3)
 
     async def main() -> None:
-        launcher = launch_ray.RayLauncher("rota/test")
+        launcher = ray_launcher.RayLauncher("rota/test")
         for n in range(3):
             launcher._tell(JOB, death(n))
         events = launcher.events(JOB)
@@ -54,7 +54,7 @@ def test_who_did_not_hear_of_all_deaths_is_told_so(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_launcher_that_watches_nobody_keeps_nothing_of_those_it_finds() -> None:
-    from rota.runtime.launch_ray import RayLauncher
+    from rota.runtime.ray.launcher import RayLauncher
 
     async def main() -> None:
         launcher = RayLauncher("rota/test", watches=False)
@@ -67,7 +67,7 @@ def test_a_launcher_that_watches_nobody_keeps_nothing_of_those_it_finds() -> Non
 
 
 def test_an_answer_after_the_limit_is_dropped_and_one_before_it_counts_though_it_is_read_late() -> None:
-    from rota.runtime.launch_ray import _answer
+    from rota.runtime.ray.launcher import _answer
 
     complaints: list[dict[str, Any]] = []
 
@@ -98,7 +98,7 @@ def test_an_answer_after_the_limit_is_dropped_and_one_before_it_counts_though_it
 
 
 def test_masters_are_started_one_at_a_time_a_job_and_no_job_leaves_a_lock_behind() -> None:
-    from rota.runtime.gateway_ops import GatewayOps
+    from rota.runtime.ray.operations import GatewayOps
 
     open_now, most, starts = Counter[JobId](), Counter[JobId](), Counter[JobId]()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from rota.runtime.engine import HOST_LABEL
+from rota.runtime.ray.engine import HOST_LABEL
 
 LOOK_S = 2.0
 """How long one look waits for machines that were not heard yet; the next look hears them."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.runtime.clock import Clock
-from rota.runtime.launch import (
+from rota.runtime.launcher import (
     Call,
     CallTimeout,
     Found,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rota.runtime.clock import SystemClock
-from rota.runtime.logs import (
+from rota.runtime.output import (
     BLOCK_BYTES,
     find_offset,
     follow_batch,

@@ -1,6 +1,6 @@
 """Start GCS and raylet of one node through Ray's own machinery, then become their watcher.
 
-Run by ``rota.runtime.engine.start_engine`` as a child with its environment set: Ray reads it when it is imported.
+Run by ``rota.runtime.ray.engine.start_engine`` as a child with its environment set: Ray reads it when it is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from rota.runtime import process
-from rota.runtime.engine import HOST_LABEL, EngineState, write_state
+from rota.runtime.ray.engine import HOST_LABEL, EngineState, write_state
 from rota.spec.errors import EngineUnavailable
 
 _GCS_READY_S = 45.0
@@ -96,7 +96,7 @@ def main(plan: dict[str, Any]) -> None:
     path = Path(plan["state_path"])
     write_state(path, start_node(plan))
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "rota.runtime.engine", "watch", str(path)])
+    os.execv(sys.executable, [sys.executable, "-m", "rota.runtime.ray.engine", "watch", str(path)])
 
 
 if __name__ == "__main__":

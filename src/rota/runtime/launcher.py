@@ -1,6 +1,6 @@
 """Launcher protocol: reserve, start, find, call, stop; the values that cross it.
 
-Two launchers exist: ``launch_ray.py`` and ``launch_sim.py``; both pass the same conformance tests. Names are
+Two launchers exist: ``ray/launcher.py`` and that of ``rota.testing``; both pass the same conformance tests. Names are
 deterministic, so that whoever comes after a crash finds what exists: a reservation is ``<job>/<gang>/<epoch>``, an
 instance ``<job>/<role>/<rank>/<epoch>``, the master of a job ``<job>/master``; all inside the namespace
 ``rota/<install>``.

@@ -27,7 +27,7 @@ from typing import Any
 
 from rota.runtime import environ, process
 from rota.runtime.hang import LOOK_S, HangWatch, end_hung
-from rota.runtime.redis_client import Address, RedisClient, ReplyError
+from rota.runtime.redis.client import Address, RedisClient, ReplyError
 from rota.spec.errors import RegistryUnavailable
 
 VERSION_MIN = "6.2"

@@ -1,0 +1,1 @@
+"""The event log: its interface, and the SQL store behind it."""

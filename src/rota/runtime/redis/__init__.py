@@ -1,0 +1,1 @@
+"""The registry server of shared tensors, and a client of its protocol."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,12 +15,14 @@ from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
 from rota.job.core import desired, failover, ledger, losses, machine, memory, shutdown
 from rota.job.core.context import JobContext
+from rota.job.core.desired import wanted
+from rota.job.core.machine import fold
 from rota.job.master import executor
 from rota.job.master import master as master_module
 from rota.runtime.event_log.sql import SqlLog
 from rota.spec.commands import SetTimer, StopInstance
 from rota.spec.errors import StoreCorrupt
-from rota.spec.events import Committed, InstanceEnded, JobEnded, MasterStarted, StopAsked
+from rota.spec.events import Committed, InstanceEnded, JobEnded, StopAsked
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState
 from rota.testing import memory as memory_log
@@ -68,14 +71,15 @@ def no_epoch_check(patch: Patch) -> None:
 
 
 def lost_wake_up(patch: Patch) -> None:
-    """A returning master does not ask again for what is open."""
-    real = machine._apply_always
+    """A returning master takes what is open for begun and does not ask for it again."""
+    real = master_module.JobMaster._step
 
-    def apply(ctx: JobContext, event: Any) -> JobContext:
-        moved = real(ctx, event)
-        return replace(moved, attached=ctx.attached) if isinstance(event, MasterStarted) else moved
+    def step(self: Any, records: Any) -> None:
+        if self._executor is not None and self.epoch > 1 and not self._begun:
+            self._begun = {one.id for one in wanted(functools.reduce(fold, records, self.ctx))}
+        real(self, records)
 
-    patch.setattr(machine, "_apply_always", apply)
+    patch.setattr(master_module.JobMaster, "_step", step)
 
 
 def released_too_early(patch: Patch) -> None:

@@ -83,7 +83,7 @@ def graph_of_file(path: Path) -> dict[str, Any]:
     completed = asyncio.run(inspect_workloads(spec, str(folder)))
     if isinstance(completed, Refused):
         return {**graph_document(spec), "problem": completed.text}
-    return graph_document(completed)
+    return {**graph_document(completed)}
 
 
 def _nodes(pretend: str) -> tuple[Node, ...]:

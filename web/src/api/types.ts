@@ -65,7 +65,7 @@ export interface Instance {
   restarts: number;
   devices: number[];
   restored: number;
-  progress: { n: number; unit: string; idle_s: number; beat_age_s: number; busy: string[]; quiet: string } | null;
+  progress: { n: number; unit: string; idle_s: number; beat_age_s: number; busy: string[]; quiet: boolean } | null;
   error: Omit<Loss, "instance"> | null;
 }
 

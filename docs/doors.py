@@ -23,7 +23,7 @@ from rota.testing.memory import VirtualClock
 
 EXITS = (
     (0, "Done; the job, if one was waited for, succeeded."),
-    (1, "The job or a check failed, or a bug in Rota: its text names the log."),
+    (1, "The job or a check failed, or an internal error: its text names the log."),
     (2, "Bad input or usage: an invalid file, an unknown name, not allowed, the wrong state for it."),
     (3, "The service, or a store behind it, cannot be reached."),
     (4, "Nothing fits: no set of nodes could hold it, or no plan."),

@@ -458,7 +458,7 @@ def test_a_bug_is_told_in_one_line_and_keeps_its_story(monkeypatch: pytest.Monke
     monkeypatch.setattr(jobs, "ago_s", lambda text: 1 / 0)
     done = rota("ps", "--since", "1h")
     assert (done.status, "Traceback" in done.err) == (1, False)
-    story = Path(done.err.partition("its story: ")[2].strip())
+    story = Path(done.err.partition("traceback: ")[2].strip())
     assert "ZeroDivisionError" in story.read_text()
     story.unlink()
 

@@ -57,8 +57,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "report": ("Cluster", "rota.service.verbs.cluster:report", "Who used what."),
     "user": ("Cluster", "rota.service.verbs.accounts:user", "Who you are; let users do things."),
     "token": ("Cluster", "rota.service.verbs.accounts:token", "Print the token in use; make and revoke others."),
-    "secret": ("Cluster", "rota.service.verbs.accounts:secret", "Values for jobs that nobody can read back."),
-    "webhook": ("Cluster", "rota.service.verbs.accounts:webhook", "Tell other programs what happens."),
+    "secret": ("Cluster", "rota.service.verbs.accounts:secret", "Store write-only secrets for jobs."),
+    "webhook": ("Cluster", "rota.service.verbs.accounts:webhook", "Send webhooks on job events."),
     "audit": ("Cluster", "rota.service.verbs.accounts:audit", "Who asked for which change."),
     "plan search": ("Tools", "rota.service.verbs.plan:search", "Find the best parallel plan, with a proof."),
     "plan show": ("Tools", "rota.service.verbs.plan:show", "Print a plan."),
@@ -200,7 +200,7 @@ def form_wanted(words: Sequence[str]) -> Form:
 
 
 def call(words: Sequence[str]) -> int:
-    """Do what ``words`` ask; the exit status. Mistakes are told, never raised."""
+    """Run the command ``words``; its exit status. Errors are printed, never raised."""
     from cyclopts import CycloptsError
 
     terminal = terminal_for(form=form_wanted(words), quiet=False, no_color="--no-color" in words)
@@ -229,13 +229,15 @@ def call(words: Sequence[str]) -> int:
     except OSError as exc:
         terminal.error(cannot_use(exc))
         return BadInput.exit
-    except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is told in one line, its story kept
-        terminal.error(RotaError(f"a bug in Rota: {type(exc).__name__}: {exc}", hint=f"its story: {_keep_story()}"))
+    except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is one line, its traceback a file
+        terminal.error(
+            RotaError(f"internal error: {type(exc).__name__}: {exc}", hint=f"traceback: {_traceback_file()}")
+        )
         return BUG
     return done if isinstance(done, int) else 0
 
 
-def _keep_story() -> str:
+def _traceback_file() -> str:
     """Write the traceback of the exception under way to a file; its path."""
     import tempfile
     import traceback
@@ -270,7 +272,7 @@ def _leave(number: int, _: Any) -> None:
 
 
 def _had_its_fill(*_: Any) -> None:
-    """Whoever read the answer is gone: end in order. Without a reader of stderr, and of a connection, it goes on."""
+    """The reader of stdout is gone: exit in order. Without a reader of stderr, or of a connection, continue."""
     poller = select.poll()
     for fd in (1, 2):
         poller.register(fd, 0)

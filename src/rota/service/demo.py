@@ -91,7 +91,7 @@ def find_example() -> Path:
 def play(report: Path, say: Say, *, keep: bool = False) -> Outcome:
     """Start a service of its own, run the job, kill and watch, write the report, end everything.
 
-    With ``keep`` the service goes on and its address is told. Raises RotaError when something does not start.
+    With ``keep`` the service keeps running and its address is printed. Raises RotaError when something does not start.
     """
     example = find_example()
     home = Path(tempfile.mkdtemp(prefix="rota-demo-"))
@@ -126,7 +126,7 @@ def _end(settings: Settings, say: Say, *, failed: bool) -> list[str]:
     document = daemon.down(settings, force=True)
     if failed:
         say(f"what happened is kept in {settings.root}: events in rota.db, output in jobs/*/logs")
-        say(f"look at it with ROTA_HOME={settings.root} rota up --pretend {PRETEND}; a job that has not ended goes on")
+        say(f"look at it with ROTA_HOME={settings.root} rota up --pretend {PRETEND}; an open job continues")
     else:
         shutil.rmtree(settings.root, ignore_errors=True)
     say(f"service {document['state']}: {', '.join(document['ended'])}")
@@ -206,7 +206,7 @@ class _Watch:
         self._told, self._standing = -1, ""
 
     def strike(self, stroke: Stroke) -> Kill:
-        """Wait for the commit, kill, wait until the job has gone on."""
+        """Wait for the commit, kill, wait until the job commits again."""
         document = self._until(lambda doc: _commit(doc) >= stroke.after, f"commit {stroke.after}")
         pid = _pid(document, stroke.victim)
         found = process.identify(pid) if pid else None
@@ -267,7 +267,7 @@ def _pid(document: Mapping[str, Any], victim: str) -> int | None:
 
 
 def _healed(document: Mapping[str, Any], kill: Kill) -> bool:
-    """Another process is in the place of the killed one, everybody is ready, and commits have gone on."""
+    """Another process is in the place of the killed one, every instance is ready, and commits continue."""
     renewed = _pid(document, kill.victim) not in (None, kill.pid)
     ready = all(one["state"] == "READY" for one in document["instances"])
     return renewed and ready and _commit(document) >= kill.at + COMMITS_AFTER_KILL

@@ -270,5 +270,5 @@ def _bug(request: Request, error: Exception) -> Response:
         away = StoreUnavailable
         return problem(request, status=away.http, code=away.code, detail=text, hint=hint, exit=away.exit)
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    detail = f"{type(error).__name__}: a bug in Rota; the service log has its story"
+    detail = f"{type(error).__name__}: internal error; see the service log"
     return problem(request, status=500, code="INTERNAL", detail=detail)

@@ -1,4 +1,4 @@
-"""rota user, token, secret, webhook, login, logout, ui, audit: who may do what, and values nobody may read back."""
+"""rota user, token, secret, webhook, login, logout, ui, audit: accounts, rights and write-only secrets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def token(
     name: Annotated[str, Parameter(help="What it is for.")] = "",
     role: Annotated[str, Parameter(help="At most this role.")] = "",
     queue: Annotated[str, Parameter(help="For this queue and those below alone.")] = "",
-    ttl: Annotated[str, Parameter(help="Valid so long, for example 30d; default: until it is revoked.")] = "",
+    ttl: Annotated[str, Parameter(help="Lifetime, e.g. 30d; default: until it is revoked.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Print the token in use, or make, list and revoke tokens. A new token is shown once.
@@ -123,7 +123,7 @@ def secret(
     *,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Keep values that your jobs may use and nobody can read back. The value is read from stdin, or asked for.
+    """Store write-only secrets for your jobs. The value is read from stdin, or prompted for.
 
     A job names them: 'secrets: [API_KEY]'.
 
@@ -243,7 +243,7 @@ def webhook(
     queue: Annotated[str, Parameter(help="Only of jobs of this queue and those below.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
-    """Tell other programs what happens, by signed POSTs; for admins.
+    """Send signed POSTs (webhooks) on job events; for admins.
 
     Examples
     --------
@@ -260,14 +260,14 @@ def webhook(
             return 0
         done = client.accounts.webhooks() if action == "ls" else client.accounts.remove_webhook(what)
     rows = [(one["id"], one["url"], ", ".join(one["on"]) or "all", one["queue"]) for one in done.get("items", [done])]
-    terminal.show(done, lambda term: term.table(["ID", "URL", "TOLD OF", "QUEUE"], rows, empty="nobody is told"))
+    terminal.show(done, lambda term: term.table(["ID", "URL", "EVENTS", "QUEUE"], rows, empty="no webhooks"))
     return 0
 
 
 def audit(
     *,
     user: Annotated[str, Parameter(help="Only what this user asked for.")] = "",
-    limit: Annotated[int, Parameter(help="At most so many.")] = 50,
+    limit: Annotated[int, Parameter(help="Maximum number of entries to list.")] = 50,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Show who asked for which change, from where, and what came of it; the newest first. For admins.
@@ -284,7 +284,7 @@ def _audit_table(term: Terminal, document: Mapping[str, Any]) -> None:
         (clock_time(one["at"]), one["user"], one["address"], one["method"], one["path"], _outcome(one))
         for one in document["items"]
     ]
-    term.table(["AT", "USER", "FROM", "METHOD", "PATH", "STATUS"], rows, empty="nobody changed anything")
+    term.table(["AT", "USER", "FROM", "METHOD", "PATH", "STATUS"], rows, empty="no changes recorded")
 
 
 def _outcome(line: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ def nodes(
 ) -> int:
     """List nodes, or take one out of use for new work and back.
 
-    Both drain and cordon keep new work off a node. cordon lets the jobs on it go on to their end. drain shows them,
+    Both drain and cordon keep new work off a node. cordon lets the jobs on it run to their end. drain shows them,
     asks, and moves them: at a commit or checkpoint to another node, or back into the queue if there is none when the
     notice is over. undrain and uncordon are the same: the node takes work again.
 

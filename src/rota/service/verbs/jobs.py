@@ -24,10 +24,10 @@ def ps(
     user: Annotated[str, Parameter(help="Only of this user.")] = "",
     mine: Annotated[bool, Parameter(help="Only of the user who asks.")] = False,
     label: Annotated[list[str] | None, Parameter(name=["-l", "--label"], help="Only with K=V; repeatable.")] = None,
-    since: Annotated[str, Parameter(help="Only jobs that live, or ended at most so long ago (7d).")] = "",
+    since: Annotated[str, Parameter(help="Active jobs, plus jobs that ended within this period (e.g. 7d).")] = "",
     sort: Annotated[str, Parameter(help="submitted, name, state, priority or queue.")] = "submitted",
     columns: Annotated[str, Parameter(help="Columns of the table: a,b; those of -o wide can be named.")] = "",
-    limit: Annotated[int, Parameter(help="At most so many.")] = 200,
+    limit: Annotated[int, Parameter(help="Maximum number of jobs to list.")] = 200,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """List jobs, the newest first.
@@ -98,7 +98,7 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "labels": lambda job: labels(job["labels"]),
 }
 NARROW = 9
-"""So many columns stand in a table that is not wide."""
+"""Number of columns of a table that is not wide."""
 
 
 def _columns(given: str, *, wide: bool) -> list[str]:
@@ -228,7 +228,7 @@ def set_(
     rota set hello-1 priority=80
     """
     if not changes:
-        raise BadInput("what shall change?", hint="rota set JOB priority=80")
+        raise BadInput("missing change", hint="rota set JOB priority=80")
     wanted: dict[str, Any] = {}
     for change in changes:
         path, equals, value = change.partition("=")

@@ -24,9 +24,9 @@ def logs(
     job: JOB,
     instance: Annotated[str, Parameter(help="ROLE or ROLE/N; default: all, merged by time.")] = "",
     *,
-    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Go on until the job ends.")] = False,
-    since: Annotated[str, Parameter(help="A time, or so long ago (10m).")] = "",
-    until: Annotated[str, Parameter(help="A time, or so long ago.")] = "",
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Follow until the job ends.")] = False,
+    since: Annotated[str, Parameter(help="Timestamp or age, e.g. 10m.")] = "",
+    until: Annotated[str, Parameter(help="Timestamp or age.")] = "",
     tail: Annotated[int | None, Parameter(help="Only the last N lines.")] = None,
     grep: Annotated[str, Parameter(help="Only lines that hold this text.")] = "",
     stream: Annotated[str, Parameter(help="out or err.")] = "",
@@ -114,7 +114,7 @@ def follow_to_end(client: Client, terminal: Terminal, job: str) -> None:
 def events(
     job: Annotated[str, Parameter(help="Id or a unique beginning of one; default: of everything.")] = "",
     *,
-    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Go on until the job ends.")] = False,
+    follow: Annotated[bool, Parameter(name=["-f", "--follow"], help="Follow until the job ends.")] = False,
     type_: Annotated[str, Parameter(name="--type", help="Only events of this kind, for example InstanceLost.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:

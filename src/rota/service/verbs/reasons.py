@@ -202,7 +202,7 @@ def _waits(term: Terminal, doc: Mapping[str, Any]) -> None:
     for instance, text in doc["stacks"].items():
         term.line(f"\nstacks of {instance}:\n{text.rstrip()}")
     if not (cause or named or doc["waits"] or doc["items"]):
-        told = "nobody waits" if doc["live"] else "its master tells nothing" if _runs(doc) else "nothing runs"
+        told = "no waits" if doc["live"] else "its master does not answer" if _runs(doc) else "nothing runs"
         term.line(f"{doc['job']} {doc['state']}: {told}")
     term.line(f"see also: {doc['see']}")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INTERRUPTED = 130
 LOOK_S = 1.0
-"""So long ``--check`` waits for the queues of a service that it was not told of."""
+"""How long ``--check`` waits for the queues of a service that was not named, in seconds."""
 SCRIPTS = (".sh", ".sbatch", ".slurm")
 
 
@@ -53,12 +53,12 @@ def run(
     ignore_image: Annotated[bool, Parameter(help="Run a job that names an image; nothing uses images.")] = False,
     detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
     wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
-    timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job goes on.")] = "",
+    timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Run a job file, or a command.
 
-    On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job goes on. Elsewhere it
+    On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job runs on. Elsewhere it
     returns once the job is durable. The service of this machine is started if none answers.
 
     Examples
@@ -234,7 +234,7 @@ def _check(flags: Flags, terminal: Terminal, body: Mapping[str, Any], spec: JobS
 
 
 def _leaves(flags: Flags) -> set[str] | None:
-    """The queues that take jobs; None where no service of this home tells them soon."""
+    """The queues that take jobs; None where no service of this home answers in time."""
     from rota.service.client import Client
 
     try:
@@ -334,7 +334,7 @@ def _to_the_end(client: Client, terminal: Terminal, job: str, *, follow: bool, t
             follow_to_end(client, terminal, job)
         document = client.wait(job, timeout_s=timeout_s)
     except KeyboardInterrupt:
-        terminal.note(f"\ndetached; {job} goes on.  follow: rota logs -f {job}   stop: rota stop {job}")
+        terminal.note(f"\ndetached; {job} keeps running.  follow: rota logs -f {job}   stop: rota stop {job}")
         return INTERRUPTED
     show_end(client, terminal, document)
     return 0 if document["state"] == JobState.SUCCEEDED else 1

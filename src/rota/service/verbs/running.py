@@ -66,7 +66,7 @@ def pause(
 
 
 def resume(*job: JOBS, flags: Flags = DEFAULT_FLAGS) -> int:
-    """Put paused jobs into the queue again, with their old queue time; they go on from their last commit.
+    """Put paused jobs into the queue again, with their old queue time; they continue from their last commit.
 
     Examples
     --------
@@ -78,7 +78,7 @@ def resume(*job: JOBS, flags: Flags = DEFAULT_FLAGS) -> int:
 def _each(
     action: str, ids: Sequence[str], ask: Callable[[Client, str], dict[str, Any]], flags: Flags, *, also: str = ""
 ) -> int:
-    """Ask one thing of every job, a row each; of several the others go on when one refuses. The worst exit status."""
+    """Ask one thing of every job, a row each; when one refuses, the others are still asked. The worst exit status."""
     if not ids:
         raise BadInput("which job?", hint=f"rota {action} JOB{also}; 'rota ps' lists them")
     items: list[dict[str, Any]] = []
@@ -137,7 +137,7 @@ def exec_(
     job: JOB,
     instance: Annotated[str, Parameter(help="ROLE/N, or ROLE for its first instance.")],
     *,
-    timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="It is killed after so long.")] = "60s",
+    timeout: Annotated[str, Parameter(name=["-t", "--timeout"], help="Kill it after this time.")] = "60s",
     argv: Annotated[list[str] | None, Parameter(show=False)] = None,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:

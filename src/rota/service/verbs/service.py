@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rota.service.config import Settings
 
 DOWN = 3
-"""Exit status of ``status`` when nobody answers."""
+"""Exit status of ``status`` when the service does not answer."""
 
 
 def up(
@@ -127,7 +127,7 @@ def status(
 ) -> int:
     """Show whether the service answers, and how its parts are.
 
-    Exits with 3 when nobody answers.
+    Exits with 3 when the service does not answer.
 
     Examples
     --------
@@ -249,7 +249,7 @@ def restore(
 
 def doctor(
     *,
-    fix: Annotated[bool, Parameter(help="Mend what can be mended without harm.")] = False,
+    fix: Annotated[bool, Parameter(help="Repair what can be repaired without harm.")] = False,
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:
     """Check this machine and this installation, and say what to do; exits with 1 when something fails.

@@ -149,7 +149,7 @@ def gc(
 
 def fsck(
     *,
-    repair: Annotated[bool, Parameter(help="Mend what can be mended.")] = False,
+    repair: Annotated[bool, Parameter(help="Repair what can be repaired.")] = False,
     namespace: NAMESPACE = "",
     flags: Flags = DEFAULT_FLAGS,
 ) -> int:

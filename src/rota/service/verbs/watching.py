@@ -30,7 +30,7 @@ def top(
 ) -> int:
     """Show what every instance does now: its operation, its steps, its silence, its load. Ctrl-C ends it.
 
-    With --json, or when the output is no terminal, it looks once.
+    With --json, or when the output is not a terminal, it looks once.
 
     Examples
     --------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.cluster.core import admission, events, explain
@@ -75,6 +75,10 @@ class _Known:
     """What was granted of ``asks``."""
     arrived: frozenset[InstanceId] = frozenset()
     """Members that started in a place beside the admission."""
+    left: Mapping[GangId, frozenset[GangId]] = field(default_factory=dict[GangId, frozenset[GangId]])
+    """Gang of cores that stay reserved at places that were left, to the gangs of which they are."""
+    gone: frozenset[GangId] = frozenset()
+    """Gangs of this attempt that were given back for good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +168,9 @@ class Scheduler:
             case JobAdmitted(placement=placement) if known is not None:
                 own = tuple((request, placement.gang(request.gang)) for request in known.requests)
                 epoch = int(event.epoch)
-                self._jobs[job] = replace(known, attempts=event.attempt, epoch=epoch, own=own, arrived=frozenset())
+                self._jobs[job] = replace(
+                    known, attempts=event.attempt, epoch=epoch, own=own, arrived=frozenset(), gone=frozenset()
+                )
                 self._happened(events.JobHolds(job=job, held=self._held(own)), at)
             case JobWaits(reason=reason) if job in self.state.jobs:
                 wait = Wait(reason=reason, text=event.text, fields=event.fields)
@@ -190,9 +196,10 @@ class Scheduler:
             case InstanceStarted(role=role, rank=rank, node=node) if known is not None:
                 self._started(job, known, InstanceId(role, rank), node, at)
             case GangReleased(gang=gang, gone=gone) if known is not None:
+                if gone:
+                    known = self._free_cores(job, known, gang, at)
                 if gone and any(request.gang == gang for request, _ in known.own):
-                    self._forget(job, known, lambda request: request.gang.startswith(LEFT), at)
-                    self._moved(job, self._jobs[job], gang, at)
+                    self._moved(job, known, gang, at)
                 else:
                     self._forget(job, known, lambda request: request.gang == gang, at)
             case StopAsked():
@@ -295,9 +302,8 @@ class Scheduler:
                 have += len(place[0].bundles)
         if have != wanted:
             return False
-        for request, _ in instead:
-            self._happened(events.JobGone(job=row_of(job, request.gang)), at)
         self._jobs[job] = replace(known, own=(*own, *instead))
+        self._forget(job, self._jobs[job], lambda request: any(request is place[0] for place in instead), at)
         self._let_go(job, at)
         self._happened(events.JobHolds(job=job, held=self._held((*own, *instead))), at)
         return True
@@ -320,30 +326,41 @@ class Scheduler:
             return
         known = self._jobs[job] = replace(known, arrived=known.arrived | {member})
         moved = {ask.members: given for ask, given in zip(move[0].bundles, move[1].bundles)}
-        own = tuple((request, _replaced(request, grant, moved)) for request, grant in known.own)
+        own = tuple(one for place in known.own for one in _divided(place, move[0].gang, moved))
         firsts = {ask.members for request, _ in known.own for ask in request.bundles}
         movers = {one for members in moved for one in members}
         if not (moved.keys() <= firsts and movers <= known.arrived):
             return
-        self._happened(events.JobGone(job=row_of(job, move[0].gang)), at)
         self._jobs[job] = replace(known, own=own, arrived=known.arrived - movers)
+        self._forget(job, self._jobs[job], lambda request: request is move[0], at)
         self._let_go(job, at)
         self._happened(events.JobHolds(job=job, held=self._held(own)), at)
-        before = [given for _, grant in known.own for given in grant.bundles]
+        before = [(grant.gang, given) for _, grant in known.own for given in grant.bundles]
         after = [given for _, grant in own for given in grant.bundles]
-        self._keep_cores(job, [old for old, new in zip(before, after) if old != new], move[0].gang, at)
+        left = [(gang, old) for (gang, old), new in zip(before, after) if old != new and gang not in known.gone]
+        if left:
+            self._keep_cores(job, [old for _, old in left], frozenset(gang for gang, _ in left), move[0].gang, at)
 
-    def _keep_cores(self, job: JobId, left: Sequence[BundleGrant], moved_to: GangId, at: float) -> None:
+    def _keep_cores(
+        self, job: JobId, left: Sequence[BundleGrant], gangs: frozenset[GangId], moved_to: GangId, at: float
+    ) -> None:
         """A row of its own for the cores that the engine keeps reserved at the places that a job has left."""
         known, gang = self._jobs[job], GangId(f"{LEFT}{moved_to}")
         asks = (BundleAsk(index=i, members=(), res=Res(cpus=given.res.cpus)) for i, given in enumerate(left))
         request = GangRequest(gang=gang, bundles=tuple(asks))
         bundles = tuple(replace(given, index=i, devices=()) for i, given in enumerate(left))
         ask = _ask_of_gang(job, known, request)
-        self._jobs[job] = replace(known, asks=(*known.asks, request))
+        self._jobs[job] = replace(known, asks=(*known.asks, request), left={**known.left, gang: gangs})
         self._happened(events.JobArrived(ask=ask), known.queued_at)
         held = self._held(((request, Grant(gang=gang, bundles=bundles)),))
         self._happened(events.JobHolds(job=row_of(job, gang), held=held), at)
+
+    def _free_cores(self, job: JobId, known: _Known, gang: GangId, at: float) -> _Known:
+        """A reservation is gone: its cores are free at the places that were left, too."""
+        known = self._jobs[job] = replace(known, gone=known.gone | {gang})
+        free = {row for row, gangs in known.left.items() if gangs <= known.gone}
+        self._forget(job, known, lambda request: request.gang in free, at)
+        return self._jobs[job]
 
     def _let_go(self, job: JobId, at: float, *, cools: bool = False) -> None:
         """All is given back. A time limit counts every second on devices, whether its work was kept or not.
@@ -543,11 +560,13 @@ def _home_in(place: _Place, member: InstanceId) -> NodeId | None:
     return next((given.node for ask, given in zip(request.bundles, grant.bundles) if member in ask.members), None)
 
 
-def _replaced(request: GangRequest, grant: Grant, moved: Mapping[tuple[InstanceId, ...], BundleGrant]) -> Grant:
-    """A grant with the new places of those of its bundles that moved."""
-    pairs = zip(request.bundles, grant.bundles)
-    bundles = (replace(moved.get(ask.members, given), index=given.index) for ask, given in pairs)
-    return replace(grant, bundles=tuple(bundles))
+def _divided(place: _Place, to: GangId, moved: Mapping[tuple[InstanceId, ...], BundleGrant]) -> Generator[_Place]:
+    """A place in its bundles, each with the gang that it is of: those that moved are of the gang ``to``."""
+    request, grant = place
+    for ask, given in zip(request.bundles, grant.bundles):
+        gang = to if ask.members in moved else request.gang
+        bundle = replace(moved.get(ask.members, given), index=given.index)
+        yield GangRequest(gang=gang, bundles=(ask,)), Grant(gang=gang, bundles=(bundle,))
 
 
 LEFT = "left-"

@@ -49,20 +49,21 @@ class Script:
 class Store:
     """What the code of jobs knows: acknowledged commits (job, n, loop epoch) in order; who was unfit (job, id, pid).
 
-    ``memory`` is what a host holds of the state of an instance: its last commits; ``disk`` what checkpoints hold.
+    ``memory`` is what a host holds of the state of an instance: its last commits (n, loop epoch); ``disk`` what
+    checkpoints hold.
     """
 
     acknowledged: list[tuple[JobId, int, int]] = field(default_factory=list[tuple[JobId, int, int]])
     unfit: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
-    memory: dict[tuple[str, JobId, InstanceId], list[int]] = field(
-        default_factory=dict[tuple[str, JobId, InstanceId], list[int]]
+    memory: dict[tuple[str, JobId, InstanceId], list[tuple[int, int]]] = field(
+        default_factory=dict[tuple[str, JobId, InstanceId], list[tuple[int, int]]]
     )
     disk: set[tuple[JobId, InstanceId, int]] = field(default_factory=set[tuple[JobId, InstanceId, int]])
 
-    def shadow(self, host: str, job: JobId, one: InstanceId, n: int) -> None:
-        """Memory takes the state of a commit, and drops the oldest."""
+    def shadow(self, host: str, job: JobId, one: InstanceId, n: int, loop_epoch: int) -> None:
+        """Memory takes the state of a commit in place of an earlier one of this number, and drops the oldest."""
         held = self.memory.setdefault((host, job, one), [])
-        self.memory[(host, job, one)] = [*(n_ for n_ in held if n_ != n), n][-SHADOWS_KEPT:]
+        self.memory[(host, job, one)] = [*(kept for kept in held if kept[0] != n), (n, loop_epoch)][-SHADOWS_KEPT:]
 
     def wipe(self, host: str) -> None:
         """The power of a host was off."""
@@ -70,7 +71,12 @@ class Store:
 
     def has(self, host: str, job: JobId, one: InstanceId, n: int) -> bool:
         """True when an instance on this host finds the state of the commit."""
-        return n in self.memory.get((host, job, one), ()) or (job, one, n) in self.disk
+        return self.in_memory(host, job, one, n) or (job, one, n) in self.disk
+
+    def in_memory(self, host: str, job: JobId, one: InstanceId, n: int, loop_epoch: int | None = None) -> bool:
+        """True when the memory of the host has the state of the commit, of this loop epoch if one is given."""
+        held = dict(self.memory.get((host, job, one), ()))
+        return n in held and loop_epoch in (None, held[n])
 
 
 class SimInstance:
@@ -266,7 +272,7 @@ class SimInstance:
         if epoch != self._ready or self._ready != self.epoch or loop_epoch < self._loop_epoch_max:
             return {"answer": "stale"}
         self._loop_epoch_max = loop_epoch
-        self._store.shadow(self._host, self._job, self.id, n)
+        self._store.shadow(self._host, self._job, self.id, n, loop_epoch)
         if durable:
             self._store.disk.add((self._job, self.id, n))
         return {"answer": "done"}
@@ -276,7 +282,7 @@ class SimInstance:
         if weights:
             return {"answer": "done"}
         one = InstanceId.parse(owner)
-        if n not in self._store.memory.get((self._host, self._job, one), ()):
+        if not self._store.in_memory(self._host, self._job, one, n):
             return {"answer": "failed", "text": f"no memory of {self._host} has commit {n} of {owner}"}
         self._store.disk.add((self._job, one, n))
         return {"answer": "done"}

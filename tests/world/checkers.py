@@ -62,6 +62,8 @@ class Checkers:
     holding: dict[JobId, Placement] = field(default_factory=dict[JobId, Placement])
     commits: dict[JobId, int] = field(default_factory=lambda: defaultdict(int))
     committed: set[tuple[JobId, int, int]] = field(default_factory=set[tuple[JobId, int, int]])
+    loop_epochs: dict[tuple[JobId, int], int] = field(default_factory=dict[tuple[JobId, int], int])
+    """The loop epoch under which a commit of a job was recorded last."""
     masters: dict[JobId, Epoch] = field(default_factory=dict[JobId, Epoch])
     batches: dict[JobId, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(dict))
     """Job -> commit -> the items of streams that it made trained."""
@@ -247,6 +249,7 @@ class Checkers:
                     raise Violation(f"{job}: commit {n} after {self.commits[job]}")
                 self.commits[job] = n
                 self.committed.add((job, n, int(epoch)))
+                self.loop_epochs[(job, n)] = int(epoch)
                 self._weights(job, record.event, before)
             case RolledBack(to_commit=n):
                 if n > self.commits[job]:
@@ -257,13 +260,17 @@ class Checkers:
                 pass
 
     def _survivors(self, job: JobId, to: int, before: JobContext) -> None:
-        """A job goes back to the newest commit that survives: one on disk, or one that all find in memory."""
+        """A job goes back to the newest commit that survives: one on disk, or one that all find in memory.
+
+        A commit of the same number that was given up, or never recorded, may be in the memory of another host: that
+        is not its state.
+        """
         durable = min(before.checkpoint_n, before.committed)
         if to < durable:
             raise Violation(f"{job}: rolled back to {to}, though commit {durable} is on disk")
         placed = [one for one in keepers(before) if one in before.bound]
-        homes = [(before.bundle(one)[1].host, job, one) for one in placed]
-        there = [before.committed in self.store.memory.get(home, ()) for home in homes]
+        epoch = self.loop_epochs.get((job, before.committed))
+        there = [self.store.in_memory(before.bundle(one)[1].host, job, one, before.committed, epoch) for one in placed]
         looked = {loss.reason for loss in (*before.losses, *(one.cause for one in before.failovers[-1:]))}
         if to < before.committed and placed and all(there) and Reason.STATE_LOST not in looked:
             raise Violation(f"{job}: rolled back to {to}, though all find the state of {before.committed}")

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rota.spec.events import FailoverStarted, JobAdmitted, RolledBack, TimerFired
-from rota.spec.ids import JobId
+from rota.spec.ids import InstanceId, JobId, RoleName
 from tests.real.jobs import deep
+from tests.world.bodies import Store
 from tests.world.bugs import BUGS, SHOWN, STOPS, Bug
 from tests.world.kept import keep_seed, kept_seeds
 from tests.world.world import Swarm, play
@@ -118,3 +119,12 @@ def test_a_context_is_unreadable_only_when_it_was_cut_short(capfd):
     assert world.unread >= world.given[1] > 0
     assert play(60, replace(torn, torn_context_p=0.0)).unread == 0
     assert "is left out" not in capfd.readouterr().err
+
+
+def test_a_commit_that_was_given_up_is_not_the_later_one_of_its_number():
+    store, job, one = Store(), JobId("j0"), InstanceId(RoleName("actor"), 0)
+    store.shadow("h0", job, one, 3, 12)
+    assert store.has("h0", job, one, 3) and store.in_memory("h0", job, one, 3, 12)
+    assert not store.in_memory("h0", job, one, 3, 15) and not store.in_memory("h1", job, one, 3, 12)
+    store.shadow("h0", job, one, 3, 15)
+    assert store.in_memory("h0", job, one, 3, 15) and not store.in_memory("h0", job, one, 3, 12)

@@ -18,6 +18,7 @@ from rota.spec.events import (
     FailoverStarted,
     GangAsked,
     GangReleased,
+    GangReserveFailed,
     InstanceLost,
     MoveAsked,
     PreemptAsked,
@@ -213,3 +214,22 @@ def test_a_reserved_place_that_others_want_is_given_back_and_the_job_goes_on_whe
     driven.settle()
     commit(driven, 1)
     assert (homes(driven)[f"w/{top - 1}"], driven.ctx.state) == ("h3", JobState.RUNNING)
+
+
+def test_who_has_not_started_yet_keeps_its_place_when_the_one_held_for_its_move_is_refused(driven):
+    """Barred from the place that it has, it would wait for another node for ever, and the job with it."""
+    driven.free = []
+    job = spec(command("server", 1), replace(command("worker", 1), start_after=(RoleName("server"),)))
+    driven.admit(job).settle(hold="start/")
+    driven.feed(MoveAsked(node=NodeId("h0"), due_at=FAR_S))
+    driven.settle(hold="start/")
+    driven.free = ["h1"]
+    driven.feed(driven.answer())
+    (held,) = (gang for gang in driven.ctx.gangs if gang.id.startswith("drained"))
+    driven.free = []
+    driven.feed(MoveAsked(node=NodeId("h0"), due_at=None))
+    driven.feed(GangReserveFailed(gang=held.id, epoch=held.epoch, reason=Reason.GANG_TIMEOUT))
+    driven.settle()
+    assert {one.id: one.barred for one in driven.ctx.instances.values() if one.barred} == {}
+    assert set(homes(driven).values()) == {"h0"} and driven.ctx.state is JobState.RUNNING
+    assert rewritten(driven) == driven.ctx

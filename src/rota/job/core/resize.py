@@ -192,14 +192,18 @@ def answered(ctx: JobContext) -> JobContext:
 
 
 def refused(ctx: JobContext, gang: GangId) -> JobContext | None:
-    """The engine did not give a grant: its members are as before, and ask anew. None for a gang of the admission."""
+    """The engine did not give a grant: its members are as before, and ask anew. None for a gang of the admission.
+
+    Those who have another place, and may start there, keep it: the grant was only held for their move.
+    """
     ask = next((one for one in ctx.asks if one.gang == gang), None)
     if ask is None:
         return None
     granted = ctx.placement.gang(gang).bundles if ctx.placement is not None else ()
     ctx = _without_grant(ctx, gang)
     for members, bundle in zip(ask.members, granted):
-        waiting = [ctx.instances[member] for member in members if ctx.instances[member].process is None]
+        those = [ctx.instances[member] for member in members if ctx.instances[member].process is None]
+        waiting = [one for one in those if one.retired or one.barred or not has_place(ctx, one)]
         for one in waiting:  # one after the other: the last of a world is not given up
             ctx = ctx.with_instances([_refused(ctx, one, (*ask.avoid, bundle.node))])
     return ctx

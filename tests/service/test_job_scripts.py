@@ -80,3 +80,5 @@ def test_a_shell_line_as_one_word_names_the_shell(capsys: pytest.CaptureFixture[
     assert (
         "one word, not a program with arguments\n      rota run -- sh -c 'echo a | tr a b'" in capsys.readouterr().err
     )
+    assert cli.call(["run", "--", "python train.py " + "x" * 300]) == 2
+    assert "one word, not a program with arguments" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.process import KEEPER, ProcessId, RunFolder
-from rota.service import daemon
+from rota.service import daemon, keeper
 from rota.service.config import Settings, load_settings
 from rota.spec.errors import RotaError
 
@@ -141,3 +141,19 @@ def test_a_standby_ends_with_its_keeper(settings: Settings) -> None:
     standby = standby_of(keeper, serves=0)
     process.send_signal(keeper, signal.SIGKILL)
     until(lambda: process.identify(standby) is None or None, "the end of the standby")
+
+
+def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = keeper.Keeper(load_settings({"home": str(tmp_path)}, environ={}))
+    kept._failures, kept._taken, kept._died_s = 5000, True, kept._clock.monotonic_s()
+    kept._start_again({}, ProcessId(pid=1, start_time=0.0))
+    assert kept._failures == 5000, "it waits, it does not try"
+    records = iter([{"pid": os.getpid()}, None])
+    monkeypatch.setattr(keeper, "last_service", lambda _: next(records))
+    monkeypatch.setattr(keeper, "identity_of", lambda _: process.own_id())
+    for name in ("reap_adopted", "wait_gone"):
+        monkeypatch.setattr(process, name, lambda *_: [])
+    kept.run()
+    assert (kept._failures, kept._taken) == (0, False)

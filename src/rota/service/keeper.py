@@ -26,7 +26,7 @@ from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
 
 PULSE_MAX_S = 3 * LOOK_S
 """A service whose loop has not touched its pulse for this time gives no answer."""
-GRACE_S, GRACE_MAX_S = 0.5, 60.0
+GRACE_S, DOUBLINGS_MAX = 0.5, 7
 """A service that died is started again after this time, doubled with each failure, unless ``rota up`` was faster."""
 STANDBY_AFTER_S = 10.0
 """A service has run for this time before a standby is started: a start, or a short life, is not slowed down by it."""
@@ -60,13 +60,13 @@ class Keeper:
                 if record is None:
                     return
                 if process.is_alive(which := identity_of(record)):
-                    self._died_s = None
+                    self._died_s, self._failures, self._taken = None, 0, False
                     self._look(which)
                     self._keep_standby()
                     process.wait_gone((which,), LOOK_S)
                     continue
                 self._start_again(record, which)
-            blocking_sleep(POLL_S)
+            blocking_sleep(LOOK_S if self._failures else POLL_S)
 
     def _keep_standby(self) -> None:
         """Have a standby, once the service has run for a while; one that died is replaced, no more often than that."""
@@ -106,7 +106,7 @@ class Keeper:
 
     def _start_again(self, record: dict[str, Any], which: ProcessId) -> None:
         self._died_s = self._died_s or self._clock.monotonic_s()
-        grace_s = 0.0 if which == self._hung else min(GRACE_S * 2**self._failures, GRACE_MAX_S)
+        grace_s = 0.0 if which == self._hung else GRACE_S * 2 ** min(self._failures, DOUBLINGS_MAX)
         if self._clock.monotonic_s() - self._died_s < grace_s:
             return
         with process.locked(self._home.up_lock):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -123,7 +124,7 @@ def _body(
     if argv:
         from rota.service.wire import command_of
 
-        if len(argv) == 1 and set(argv[0].strip()) & set(" |;&<>") and not Path(argv[0]).exists():
+        if len(argv) == 1 and set(argv[0].strip()) & set(" |;&<>") and shutil.which(argv[0]) is None:
             hint = f"rota run -- sh -c {shlex.quote(argv[0])}"
             raise BadInput(f"{argv[0]!r} is one word, not a program with arguments", hint=hint)
         return command_of(argv, sets=changes, res=res, workdir=folder)

@@ -217,7 +217,7 @@ def test_a_device_that_a_process_does_not_see_is_named_and_another_order_is_foun
     assert crew.run(without) == 0
     with pytest.raises(errors.WrongDevice, match="sees 2 devices"):
         plane._session.use_device("fakecuda:5")
-    with pytest.raises(BadInput, match="uses fakecuda already"):
+    with pytest.raises(BadInput, match="already uses fakecuda"):
         plane._session.use_device("cuda:0")
     plane._session.use_device("fakecuda:1")
     plane.put("second", torch.ones(2))

@@ -95,7 +95,7 @@ BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
     (lambda p: p.put("w", np.array(["a"])), errors.UnsupportedTensor, "numpy dtype <U1"),
     (lambda p: p.put("w", None), errors.UnsupportedTensor, "numpy dtype object"),
     (lambda p: p.put("w", [[1], [1, 2]]), errors.UnsupportedTensor, "no dense array"),
-    (lambda p: p.ref(object()), errors.UnsupportedTensor, "object is no tensor"),
+    (lambda p: p.ref(object()), errors.UnsupportedTensor, "neither a tensor nor an array"),
     (lambda p: p.create("w", (1,), "float7").__enter__(), errors.UnsupportedTensor, "float7"),
     (lambda p: p.create("w", (1,), None).__enter__(), errors.UnsupportedTensor, "dtype None"),
     (lambda p: p.create("w", (1 << 40, 1 << 40), "float32").__enter__(), BadInput, "the limit is"),

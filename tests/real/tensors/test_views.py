@@ -224,7 +224,7 @@ def test_an_exact_version_and_a_reference_to_it_stay_readable(plane: Plane) -> N
         plane.get("w", version=versions[0])
     ref = pickle.loads(pickle.dumps(plane.ref(plane.get("w", as_="numpy"))))
     assert (ref.name, ref.version) == ("w", versions[4])
-    with pytest.raises(errors.NotFound, match="no view"):
+    with pytest.raises(errors.NotFound, match="not a view"):
         plane.ref(np.zeros(3))
 
 

@@ -123,7 +123,7 @@ BAD: list[tuple[Callable[[Plane], object], type[RotaError], str]] = [
     (lambda p: p.publish_group("g", {}, part=(2, 2)), BadInput, r"part=\(2, 2\)"),
     (lambda p: p.publish_group("g", {}, part=(0, 1 << 40)), BadInput, "world=1099511627776"),
     (lambda p: p.publish_group("g", {}, step=1, meta="x" * (33 << 20)), BadInput, "names and meta take"),
-    (lambda p: p.publish_group("g", {}, step=1, meta=object()), BadInput, "no JSON value"),
+    (lambda p: p.publish_group("g", {}, step=1, meta=object()), BadInput, "not a JSON value"),
     (lambda p: p.publish_group("g", [FOUR]), BadInput, "not list"),  # type: ignore[arg-type]
     (lambda p: p.publish_group("g", {}, lag_max=-1), BadInput, "lag_max=-1"),
     (lambda p: p.get("w", version=1, min_step=2), BadInput, "give one of"),

@@ -106,7 +106,7 @@ def test_run_follows_on_a_terminal_and_ctrl_c_detaches_while_the_job_goes_on(ins
     run.until(r"starting the service of this machine")
     run.until(r"main/0 \|.*one")
     os.kill(run.pid, signal.SIGINT)
-    run.until(r"detached; talk-1 goes on")
+    run.until(r"detached; talk-1 keeps running")
     assert run.end() == 130
     assert "rota logs -f talk-1" in run.text and "Traceback" not in run.text
 

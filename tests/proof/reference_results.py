@@ -137,20 +137,18 @@ def table5(row: Row, hardware: Hardware) -> StepTime:
     """One iteration of Korthikanti et al., Table 5."""
     if row.get("recompute") not in RECOMPUTE:
         raise BadInput(f"recompute: {row.get('recompute')!r} in a row", hint=f"one of {', '.join(RECOMPUTE)}")
-    tp, layers = number(row, "tp"), number(row, "layers")
-    layer = Layer(tp=tp, sp=bool(row.get("sequence_parallel")), recompute=RECOMPUTE[row["recompute"]])
-    plan = even_plan(
-        layers=layers,
-        tp=tp,
-        pp=number(row, "pp"),
-        dp=number(row, "dp"),
-        micro_batch=number(row, "micro_batch"),
-        global_batch=number(row, "global_batch"),
-        interleave=number(row, "interleave"),
-        layer=layer,
-    )
-    model = gpt(layers, number(row, "hidden"), number(row, "heads"), number(row, "seq"))
-    return step_time(plan, model, hardware)
+    tp, sp = number(row, "tp"), bool(row.get("sequence_parallel"))
+    layer = Layer(tp=tp, sp=sp, recompute=RECOMPUTE[row["recompute"]])
+    return step_time(_plan_of(row, layer, number(row, "interleave")), _model_of(row), hardware)
+
+
+def _plan_of(row: Row, layer: Layer, interleave: int) -> ParallelPlan:
+    sizes = {name: number(row, name) for name in ("layers", "tp", "pp", "dp", "micro_batch", "global_batch")}
+    return even_plan(**sizes, interleave=interleave, layer=layer)
+
+
+def _model_of(row: Row) -> ModelShape:
+    return gpt(number(row, "layers"), number(row, "hidden"), number(row, "heads"), number(row, "seq"))
 
 
 def _fastest(model: ModelShape, tp: int, pp: int, dp: int, batch: int, hardware: Hardware) -> StepTime:
@@ -245,19 +243,8 @@ A100_VTRAIN = replace(
 def vtrain(row: Row, hardware: Hardware) -> StepTime:
     """One iteration of Megatron-DeepSpeed as Bang et al., vTrain (2024) measured it: full recompute, 1F1B, fp16 with
     gradients reduced in fp16."""
-    tp, layers = number(row, "tp"), number(row, "layers")
-    plan = even_plan(
-        layers=layers,
-        tp=tp,
-        pp=number(row, "pp"),
-        dp=number(row, "dp"),
-        micro_batch=number(row, "micro_batch"),
-        global_batch=number(row, "global_batch"),
-        interleave=1,
-        layer=Layer(tp=tp, recompute="full"),
-    )
-    model = gpt(layers, number(row, "hidden"), number(row, "heads"), number(row, "seq"))
-    return step_time(replace(plan, dtype=Dtype(param="fp16", reduce="fp16", master="fp32")), model, hardware)
+    plan = _plan_of(row, Layer(tp=number(row, "tp"), recompute="full"), interleave=1)
+    return step_time(replace(plan, dtype=Dtype(param="fp16", reduce="fp16", master="fp32")), _model_of(row), hardware)
 
 
 def milliseconds(row: Row, seconds: float) -> float:

@@ -194,14 +194,14 @@ def test_ninety_connections_that_say_nothing_do_not_stop_a_service_with_64_descr
 
 
 def test_a_loop_without_descriptors_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
+    async def run_out() -> None:
         loop = asyncio.get_running_loop()
         connections.watch_accepts(loop)
         for _ in range(2000):
             context = {"message": "socket.accept() out of system resource", "socket": None}
             loop.call_exception_handler({**context, "exception": OSError(24, "Too many open files")})
 
-    asyncio.run(test())
+    asyncio.run(run_out())
     assert [one.message for one in caplog.records] == [
         "no connection can be taken: Too many open files; raise the limit of open files (ulimit -n)"
     ]

@@ -37,13 +37,13 @@ LIMIT_S = 60.0
 def test_a_service_refuses_to_start_on_a_token_file_without_a_whole_token(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
 
-    async def test(service: Standing) -> None:
+    async def enter(service: Standing) -> None:
         stranger = httpx.AsyncClient(transport=service.http._transport, base_url="http://127.0.0.1:7700")
         answer = await stranger.get("/api/v1/whoami", headers=[(b"Authorization", b"Bearer \xa0")])
         raise AssertionError(f"it serves, and a stranger gets {answer.status_code}")
 
     with pytest.raises(StoreCorrupt, match="token holds no whole token"):
-        with_service(tmp_path, test)
+        with_service(tmp_path, enter)
 
 
 @pytest.mark.parametrize("text", ["a-token-of-my-own-choice\n", "rota_abc_" + "x" * 43])

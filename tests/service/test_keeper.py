@@ -141,6 +141,8 @@ def test_a_standby_ends_with_its_keeper(settings: Settings) -> None:
     standby = standby_of(keeper, serves=0)
     process.send_signal(keeper, signal.SIGKILL)
     until(lambda: process.identify(standby) is None or None, "the end of the standby")
+    record = daemon.find_service(home)
+    assert record is not None and record["pid"] != standby, "the service runs, and not in the standby"
 
 
 def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_lives(

@@ -18,5 +18,5 @@ def failpoint(name: str) -> None:
         return
     _seen[name] += 1
     if _seen[name] == int(_NTH or 1):
-        # Sent to this thread: one for the process may go to another thread, and this one goes on until that wakes up.
+        # Sent to this thread: one for the process may go to another, and this one would continue until that wakes up.
         signal.raise_signal(signal.SIGSTOP if _HOW == "stop" else signal.SIGKILL)

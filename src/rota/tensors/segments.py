@@ -107,7 +107,7 @@ class Spill:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except FileNotFoundError:  # somebody removed it meanwhile, without the lock
+    except FileNotFoundError:  # removed meanwhile by a process without the lock
         return 0
 
 

@@ -408,7 +408,7 @@ class Session:
             os.close(self._fork_fds.pop())
 
     def after_fork_in_child(self) -> None:
-        """This session is the parent's; every call raises ForkedClient."""
+        """The connection belongs to the parent; every call of the child raises ForkedClient."""
         self.space.forked = True
         self._gone.set()
         self.reader.cache.clear()

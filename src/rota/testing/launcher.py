@@ -168,7 +168,7 @@ class SimEngine:
     # -- processes --------------------------------------------------------------------------------------------------
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
-        """Start a process or find the one of that name; the start goes on when the caller gives up."""
+        """Start a process or find the one of that name; the start continues when the caller gives up."""
         if spec.name in self.processes:
             return self.processes[spec.name].handle
         if spec.name not in self._starting:

@@ -248,7 +248,7 @@ class ShardTable:
         return lease
 
     def advance(self, number: int, offset: int, now_s: float) -> Lease | None:
-        """Count the samples up to ``offset``; the moved lease (perhaps complete), None when it is no longer held."""
+        """Count the samples up to ``offset``; the moved lease (perhaps complete), None when its holder lost it."""
         lease = self.leases.get(number)
         if lease is None or not lease.offset <= offset <= lease.end:
             return None

@@ -179,8 +179,8 @@ class Gateway:
         _set_environment(client_environment(state.token_path, state.folder))
         self._raylet = state.raylet  # watched from now on: without it Ray would try to connect for two minutes
         ops: GatewayOps = await asyncio.to_thread(module.connect, state.address, self._namespace)
-        await ops.keep_warm(state, self._settings.warm)
         self._ops, self._engine = ops, state.engine
+        ops.keep_warm(state, self._settings.warm)
         return ops
 
     async def _stop_engine(self) -> tuple[process.ProcessId, ...]:

@@ -87,9 +87,8 @@ class GatewayOps:
         """The machines may be those of another installation."""
         await asyncio.to_thread(groups.let_go, self._launcher.namespace)
 
-    async def keep_warm(self, state: EngineState, count: int) -> None:
-        """Keep idle processes ready for masters and instances from now on; the first are asked for when it returns."""
-        await warm_up(state, count)
+    def keep_warm(self, state: EngineState, count: int) -> None:
+        """Keep idle processes ready for masters and instances from now on."""
         self._warm = asyncio.get_running_loop().create_task(keep_warm(state, count))
 
     async def ensure_master(
@@ -304,8 +303,8 @@ async def keep_warm(state: EngineState, count: int) -> None:
     """
     pause_s, pause_max_s = WARM_PAUSE_S
     while process.is_alive(state.raylet):
-        await asyncio.sleep(pause_s)
         enough = await warm_up(state, count)
+        await asyncio.sleep(pause_s)
         pause_s = WARM_PAUSE_S[0] if enough else min(2 * pause_s, pause_max_s)
 
 
@@ -314,7 +313,9 @@ async def warm_up(state: EngineState, count: int) -> bool:
     commands = [process.command_line(pid) for pid in process.children_of(state.raylet.pid)]
     missing = count - sum(command.startswith(_IDLE) for command in commands)
     if missing > 0 and not any(_STARTING in command for command in commands):
-        with contextlib.suppress(grpc.RpcError):  # the raylet is busy, or on its way out: asked again
+        with contextlib.suppress(
+            grpc.RpcError, RayError, OSError
+        ):  # the raylet is busy, or on its way out: asked again
             await asyncio.to_thread(_prestart, state, missing)
     return missing <= 0
 

@@ -407,7 +407,7 @@ def _servers(plan: ParallelPlan) -> Iterator[Fault]:
         rule = f"backup workers are some of the {dp} of mode ps_sync; got mode {sync.mode}"
         yield Fault("sync.backup", sync.backup, rule, f"use mode ps_sync and at most {max(dp - 1, 0)}, or 0")
     if sync.s < 0:
-        yield Fault("sync.s", sync.s, "a lead is no less than 0", "use 0 for lock step")
+        yield Fault("sync.s", sync.s, "a lead is 0 or more", "use 0 for lock step")
 
 
 def _numbers(plan: ParallelPlan) -> Iterator[Fault]:

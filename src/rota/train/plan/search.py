@@ -154,7 +154,7 @@ class _Search:
             heapq.heappush(self._heap, (bound_s, next(self._count), one))
 
     def _open(self, setting: Setting, bound_s: float) -> bool:
-        """Put the cuts of a setting that fit on the heap; score the best at once while there is no plan at all."""
+        """Put the cuts of a setting that fit on the heap; score the best at once until there is a first plan."""
         room = MemoryBudget(self._question, setting, self._table)
         bounds = _CutBounds(setting, self._table)
         found: list[tuple[float, _Candidate]] = []

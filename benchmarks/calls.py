@@ -29,8 +29,8 @@ from typing import Any
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import EventLog
 from rota.runtime.ray.engine import EngineFiles, client_environment
-from rota.service import daemon
 from rota.service.config import load_settings
+from rota.service.process import daemon
 from rota.spec.events import Record
 from rota.spec.ids import JobId
 from run import Row, hand_in

@@ -38,8 +38,8 @@ from rota.runtime.process import KEEPER, ProcessId, RunFolder
 from rota.runtime.ray.client import RECORD
 from rota.runtime.ray.engine import EngineFiles, find_engine
 from rota.runtime.redis.server import Address, socket_path
-from rota.service import daemon
 from rota.service.config import load_settings
+from rota.service.process import daemon
 from rota.spec.errors import RotaError
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, MasterStarted, PartReplaced, RolledBack
 from rota.spec.ids import JobId

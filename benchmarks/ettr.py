@@ -31,8 +31,8 @@ from calls import LIMIT_S, TERMINAL, Records, free_port
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.event_log.sql import SqlLog
-from rota.service import daemon
 from rota.service.config import load_settings
+from rota.service.process import daemon
 from rota.spec.events import Committed, FailoverStarted, InstanceStarted, JobEnded, Record, RolledBack
 from rota.spec.ids import JobId
 from run import Row, hand_in

@@ -34,8 +34,8 @@ from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.event_log.sql import SqlLog
-from rota.service import daemon
 from rota.service.config import load_settings
+from rota.service.process import daemon
 from rota.spec.events import Committed, FailoverStarted, InstanceReady, InstanceStarted, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
 from run import Row, hand_in

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-import doors
+import interfaces
+
 from rota.spec import errors, events, reasons, states
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,7 +132,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/states.md": page_of_states,
     "docs/reference/events.md": page_of_events,
     "docs/reference/errors.md": page_of_errors,
-    **doors.PAGES,
+    **interfaces.PAGES,
     "docs/README.md": page_of_pages,
 }
 

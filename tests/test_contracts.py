@@ -22,7 +22,7 @@ BREAKS = [
     ("Torch stays out of the control plane", "rota/job/master/master.py", "import torch"),
     ("Scheduling knows nothing of tensors", "rota/cluster/core/capacity.py", "import rota.tensors.api.store"),
     ("The client knows only spec", "rota/service/client.py", "import rota.runtime.clock"),
-    ("Verbs speak to the client, or to offline.py", "rota/service/cli.py", "import rota.runtime.clock"),
+    ("Verbs speak to the client, or to offline.py", "rota/service/cli/app.py", "import rota.runtime.clock"),
     ("No cycles between siblings anywhere", "rota/spec/ids.py", "import rota.spec.job"),
 ]
 

@@ -108,7 +108,7 @@ def test_no_two_test_files_outside_packages_share_a_name() -> None:
 
 def test_importing_rota_and_asking_for_help_loads_nothing_heavy() -> None:
     heavy = "{'torch', 'ray', 'fastapi', 'sqlalchemy'}"
-    code = f"import sys, rota, rota.service.cli; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, rota, rota.service.cli.app; print(sorted({heavy} & set(sys.modules)))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert shown.stdout.strip() == "[]"
 

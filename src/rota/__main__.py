@@ -1,5 +1,5 @@
 """``python -m rota`` is the command ``rota``."""
 
-from rota.service.cli import main
+from rota.service.cli.app import main
 
 main()

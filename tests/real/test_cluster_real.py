@@ -14,8 +14,8 @@ import pytest
 from tests.real.jobs import deep
 from tests.real.test_service import Installation, made_settings
 
-from rota.service import daemon
 from rota.service.offline import sim_replay
+from rota.service.process import daemon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -21,8 +21,8 @@ from tests.runtime.asking import ask_once
 from rota.runtime import process
 from rota.runtime.ray.client import GatewayClient
 from rota.runtime.ray.engine import EngineSettings
-from rota.service import daemon
 from rota.service.config import load_settings
+from rota.service.process import daemon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), deep]
 

@@ -17,7 +17,7 @@ from tests.real.jobs import WORKLOADS, deep
 from tests.real.test_service import Installation, made_settings
 
 from rota.runtime.ray.engine import EngineFiles, client_environment
-from rota.service import daemon
+from rota.service.process import daemon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -20,8 +20,8 @@ import pytest
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.secrets import Vault
-from rota.service import daemon
 from rota.service.config import Settings, load_settings
+from rota.service.process import daemon
 from rota.spec.errors import NotReachable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -338,7 +338,7 @@ def test_jobs_continue_after_down_and_up_each_where_it_was() -> None:
 WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = sys.modules["torch"] = sys.modules["redis"] = None
-from rota.service.serve import main
+from rota.service.process.serve import main
 status = main(sys.argv[1:])
 assert not [name for name in sys.modules if name.split(".")[0] in ("ray", "torch") and sys.modules[name]]
 sys.exit(status)

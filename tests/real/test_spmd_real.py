@@ -17,7 +17,7 @@ from tests.real.jobs import WAIT_S, Run, example, run_job
 
 from rota.runtime.clock import SystemClock
 from rota.runtime.launcher import Call
-from rota.service.jobplans import with_plans
+from rota.service.control.job_plans import with_plans
 from rota.spec.events import FailoverStarted, InstanceLost, ProgressStalled
 from rota.spec.ids import RoleName
 from rota.spec.job import Fail, JobSpec, RoleSpec

@@ -18,7 +18,7 @@ import pytest
 import rota.tensors
 from rota.runtime import environ, process
 from rota.runtime.redis import server as redis_server
-from rota.service import cli
+from rota.service.cli import app
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def ask(*words: str, status: int = 0) -> dict[str, Any]:
     """The document of one verb; its exit status must be the given one."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        done = cli.call([*words, "-n", "shown", "--json"])
+        done = app.call([*words, "-n", "shown", "--json"])
     assert done == status, err.getvalue()
     return json.loads(out.getvalue())
 
@@ -68,12 +68,12 @@ def test_gc_with_all_gives_back_what_every_namespace_has_free(plane: Any) -> Non
         each.delete("w")
         assert each.stats()["free_bytes"] > 800_000
     with redirect_stdout(out):
-        assert cli.call(["tensors", "gc", "--all", "--json"]) == 0
+        assert app.call(["tensors", "gc", "--all", "--json"]) == 0
     assert json.loads(out.getvalue())["trimmed_bytes"] > 1_600_000
     assert [each.stats()["file_bytes"] for each in planes] == [0, 0]
     planes[1].close()
     with redirect_stderr(out):
-        assert cli.call(["tensors", "gc", "--all", "-n", "shown"]) == 2
+        assert app.call(["tensors", "gc", "--all", "-n", "shown"]) == 2
     assert "--all and --namespace shown: give one of them" in out.getvalue()
 
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
-from rota.service.rest import application
+from rota.service.rest.app import application
 
 
 def routes_of(app: FastAPI) -> list[APIRoute]:

@@ -1,4 +1,4 @@
-"""A whole service in one test: real log, loop, scheduler, intake, doors; only the engine is played by the test."""
+"""A whole service in one test: real log, loop, scheduler, intake, app; only the engine is played by the test."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tests.service.described import check
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.exec import run_beside
-from rota.service import assembly, follow
-from rota.service.assembly import assemble, node_changes, wanted_nodes
 from rota.service.config import load_settings
-from rota.service.connections import Connections, server_config
-from rota.service.rest import make_app
-from rota.service.routes.doors import Doors
+from rota.service.process import assembly
+from rota.service.process.assembly import assemble, node_changes, wanted_nodes
+from rota.service.rest import follow
+from rota.service.rest.app import make_app
+from rota.service.rest.connections import Connections, server_config
+from rota.service.rest.deps import AppState
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import GangReserved, InstanceReady, InstanceStarted, JobEvent, MasterStarted, Reattached
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
@@ -92,7 +93,7 @@ class PlayedEngine:
 class Standing:
     """A service that runs, with a client that may ask it."""
 
-    doors: Doors
+    app: AppState
     log: EventLog
     engine: PlayedEngine
     http: httpx.AsyncClient
@@ -117,7 +118,7 @@ class Standing:
                 document = await self.get(f"/jobs/{job}")
                 if document["state"] in states:
                     return document
-                await self.doors.loop.wait_for(self.doors.loop.installation.number + 1)
+                await self.app.loop.wait_for(self.app.loop.installation.number + 1)
 
         return await asyncio.wait_for(reached(), LIMIT_S)
 
@@ -153,7 +154,7 @@ class Standing:
 
     async def seen(self, number: int) -> None:
         """Wait until the service has taken in a record that somebody else wrote."""
-        await asyncio.wait_for(self.doors.loop.wait_for(number), LIMIT_S)
+        await asyncio.wait_for(self.app.loop.wait_for(number), LIMIT_S)
 
 
 @asynccontextmanager
@@ -170,16 +171,16 @@ async def standing(
         home.mkdir(exist_ok=True)
         database.write_bytes(empty_database())
     log = SqlLog(assembly.db_url(settings), migrate=True)
-    doors = assemble(settings, log, engine=played)
-    await doors.loop.replay()
-    doors.forecasts.begin()
-    turning = asyncio.create_task(doors.loop.run())
+    app = assemble(settings, log, engine=played)
+    await app.loop.replay()
+    app.forecasts.begin()
+    turning = asyncio.create_task(app.loop.run())
     try:
-        if changes := node_changes(doors, wanted_nodes(settings)):
-            await doors.loop.append(changes)
-        doors.ready = True
-        token = doors.home.token.read_text().strip()
-        transport = httpx.ASGITransport(app=make_app(doors), raise_app_exceptions=False)
+        if changes := node_changes(app, wanted_nodes(settings)):
+            await app.loop.append(changes)
+        app.ready = True
+        token = app.home.token.read_text().strip()
+        transport = httpx.ASGITransport(app=make_app(app), raise_app_exceptions=False)
         async with httpx.AsyncClient(
             transport=transport,
             base_url="http://127.0.0.1:7700",
@@ -187,10 +188,10 @@ async def standing(
             timeout=LIMIT_S,
             event_hooks={"response": [check]},
         ) as http:
-            yield Standing(doors=doors, log=log, engine=played, http=http)
+            yield Standing(app=app, log=log, engine=played, http=http)
     finally:
-        doors.forecasts.close()
-        await doors.loop.stop()
+        app.forecasts.close()
+        await app.loop.stop()
         await turning
         log.close()
 
@@ -207,7 +208,7 @@ def empty_database() -> bytes:
 async def listening(service: Standing, shared: Connections | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """The same service on a port of the loopback address, where a connection can be cut."""
     door = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(server_config(make_app(service.doors), shared))
+    server = uvicorn.Server(server_config(make_app(service.app), shared))
     serving = asyncio.create_task(server._serve([door]))
     url = f"http://127.0.0.1:{door.getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, headers=service.http.headers, timeout=LIMIT_S, verify=False) as http:

@@ -13,11 +13,11 @@ import pytest
 from standing import Standing, listening, standing, with_service
 
 from rota.runtime.secrets import Vault, masked
-from rota.service import audit as audit_file
 from rota.service.accounts import SOMEBODY, Caller, Role, Veil
-from rota.service.audit import Audit
-from rota.service.rest import application
-from rota.service.routes import doors
+from rota.service.rest import audit as audit_file
+from rota.service.rest import deps
+from rota.service.rest.app import application
+from rota.service.rest.audit import Audit
 from rota.spec.errors import LimitExceeded
 from rota.spec.states import JobState
 from rota.testing.memory import VirtualClock
@@ -141,7 +141,7 @@ class Town:
         answer = await self.who["bob"].post("/api/v1/jobs", json={"source": JOB})
         assert answer.status_code == 201, answer.text
         await self.service.until("zebra-1", JobState.ADMITTED)
-        logs = self.service.doors.home.job("zebra-1").logs
+        logs = self.service.app.home.job("zebra-1").logs
         (logs / "main-0.log").write_text("2026-01-01T00:00:00.000Z 1/1 stdout line-of-log\n")
 
 
@@ -320,7 +320,7 @@ def test_secrets_of_a_user_are_gone_before_the_user_and_jobs_that_name_them_are_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(service: Standing) -> None:
-        vault = service.doors.vault
+        vault = service.app.vault
         body = {"grants": [{"queue": "", "role": "user"}]}
         assert (await service.http.put("/api/v1/users/eve", json=body)).status_code == 200
         made = (await service.http.post("/api/v1/tokens", json={"user": "eve"})).json()
@@ -334,7 +334,7 @@ def test_secrets_of_a_user_are_gone_before_the_user_and_jobs_that_name_them_are_
         with monkeypatch.context() as patch:
             patch.setattr(Vault, "remove", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
             assert (await service.http.delete("/api/v1/users/eve")).status_code == 500
-        assert "eve" in service.doors.auth.accounts.users, "it can be asked for again"
+        assert "eve" in service.app.auth.accounts.users, "it can be asked for again"
         assert (await service.http.delete("/api/v1/users/eve")).json()["jobs"] == ["uses-1"]
         assert vault.names("eve") == []
         vault.put("eve", "KEY", "left by a version that removed users first")
@@ -346,7 +346,7 @@ def test_secrets_of_a_user_are_gone_before_the_user_and_jobs_that_name_them_are_
 
 def test_a_queue_admin_runs_no_command_where_secrets_of_the_owner_are(tmp_path: Path) -> None:
     async def test(town: Town) -> None:
-        town.service.doors.vault.put("bob", "KEY", "correct-horse")
+        town.service.app.vault.put("bob", "KEY", "correct-horse")
         source = JOB.replace("name: zebra", "name: uses\nsecrets: [KEY]").replace("gpus: 4", "gpus: 1")
         assert (await town.who["bob"].post("/api/v1/jobs", json={"source": source})).status_code == 201
         body = {"instance": "main/0", "argv": ["true"]}
@@ -365,7 +365,7 @@ def test_a_queue_admin_runs_no_command_where_secrets_of_the_owner_are(tmp_path: 
 def test_commands_beside_instances_are_limited_in_all_and_of_each_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doors, "EXECS_OF_USER_MAX", 1)
+    monkeypatch.setattr(deps, "EXECS_OF_USER_MAX", 1)
 
     async def test(service: Standing) -> None:
         await service.submit()
@@ -373,15 +373,15 @@ def test_commands_beside_instances_are_limited_in_all_and_of_each_user(
         body = {"instance": "main/0", "argv": ["cat", str(tmp_path / "pipe")]}
         first = asyncio.create_task(service.http.post("/api/v1/jobs/hello-1:exec", json=body))
         async with asyncio.timeout(60):
-            while not service.doors.execs:
+            while not service.app.execs:
                 await asyncio.sleep(0.005)
         second = await service.http.post("/api/v1/jobs/hello-1:exec", json={**body, "argv": ["true"]})
         assert second.status_code == 429 and "1 of local" in second.json()["detail"]
-        monkeypatch.setattr(doors, "EXECS_MAX", 1)
-        with pytest.raises(LimitExceeded), service.doors.executing("ann"):
+        monkeypatch.setattr(deps, "EXECS_MAX", 1)
+        with pytest.raises(LimitExceeded), service.app.executing("ann"):
             pass
         await asyncio.to_thread((tmp_path / "pipe").write_text, "done")
-        assert (await first).json()["stdout"] == "done" and not service.doors.execs
+        assert (await first).json()["stdout"] == "done" and not service.app.execs
 
     os.mkfifo(tmp_path / "pipe")
     with_service(tmp_path, test)
@@ -423,7 +423,7 @@ def test_a_dry_run_is_marked_as_one_in_the_audit(tmp_path: Path) -> None:
             await service.http.post(node, json={"dry_run": dry_run})
             await service.http.put(queues, json={"queues": [{"path": "default"}], "dry_run": dry_run})
         await service.http.post(plan, json={"source": "no job"})
-        found = [(one["path"], one["status"], one.get("dry_run", False)) for one in service.doors.audit.newest(5)]
+        found = [(one["path"], one["status"], one.get("dry_run", False)) for one in service.app.audit.newest(5)]
         dry, real = [(queues, 200, True), (node, 202, True)], [(queues, 200, False), (node, 202, False)]
         assert found == [(plan, 422, True), *real, *dry]
 
@@ -436,7 +436,7 @@ def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_i
     full = Path("/dev/full")  # a disk without space
 
     async def test(service: Standing) -> None:
-        audit, submit = service.doors.audit, service.doors.intake.submit
+        audit, submit = service.app.audit, service.app.intake.submit
         kept, strangers = audit._path, audit._strangers_path
 
         async def fills_the_disk(*given: Any, **named: Any) -> Any:
@@ -444,7 +444,7 @@ def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_i
             audit._path = audit._strangers_path = full
             return done
 
-        monkeypatch.setattr(service.doors.intake, "submit", fills_the_disk)
+        monkeypatch.setattr(service.app.intake, "submit", fills_the_disk)
         assert (await service.submit())["id"] == "hello-1"
         refused = await service.http.post("/api/v1/jobs/hello-1:stop")
         assert refused.status_code == 503 and "nothing was done" in refused.json()["detail"]
@@ -463,10 +463,10 @@ def test_a_bug_has_an_answer_with_an_id_and_a_line_in_the_audit(
         async def breaks(*_: Any, **__: Any) -> Any:
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(service.doors.intake, "submit", breaks)
+        monkeypatch.setattr(service.app.intake, "submit", breaks)
         answer = await service.http.post("/api/v1/jobs", json={"source": JOB})
         assert answer.status_code == 500 and answer.json()["code"] == "INTERNAL"
-        (line,) = service.doors.audit.newest(1)
+        (line,) = service.app.audit.newest(1)
         assert (line["status"], line["user"]) == (500, "local")
         assert line["request_id"] == answer.headers["rota-request-id"] == answer.json()["request_id"]
 
@@ -555,7 +555,7 @@ def test_a_secret_is_named_by_a_job_and_shown_by_nothing(tmp_path: Path) -> None
         for route in (*RIGHTS, "GET /api/v1/secrets/API_KEY"):
             if route.startswith("GET"):
                 assert value not in (await ask(bob, route.replace("{job}", "uses-1"))).text, route
-        assert Vault(town.service.doors.home).open("bob", ["API_KEY"]) == {"API_KEY": value}
+        assert Vault(town.service.app.home).open("bob", ["API_KEY"]) == {"API_KEY": value}
         for file in tmp_path.rglob("*"):
             assert not file.is_file() or value.encode() not in file.read_bytes(), file
         modes = {file: oct(file.stat().st_mode & 0o777) for file in (tmp_path / "secrets" / "bob").iterdir()}

@@ -16,9 +16,9 @@ from tests import postgres
 
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.secrets import Vault
-from rota.service.backup import back_up, restore
 from rota.service.config import Settings, load_settings
-from rota.service.serve import only_one
+from rota.service.process.backup import back_up, restore
+from rota.service.process.serve import only_one
 from rota.spec.errors import BadInput, Conflict, StoreCorrupt
 from rota.spec.states import JobState
 
@@ -38,9 +38,9 @@ def made(tmp_path: Path) -> tuple[Settings, Path]:
         await service.http.put("/api/v1/secrets/KEY", json={"value": "a-secret-value"})
         await service.submit()
         await service.until("hello-1", JobState.ADMITTED)
-        (service.doors.home.job("hello-1").logs / "main-0.log").write_text("said\n")
-        service.doors.home.webhooks.mkdir()
-        (service.doors.home.webhooks / "w1").write_text("3")
+        (service.app.home.job("hello-1").logs / "main-0.log").write_text("said\n")
+        service.app.home.webhooks.mkdir()
+        (service.app.home.webhooks / "w1").write_text("3")
 
     asyncio.run(live())
     db_url = postgres.database(tmp_path / "old") if postgres.WANTED else ""

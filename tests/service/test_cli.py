@@ -24,12 +24,12 @@ from standing import HELLO, Standing, listening, with_service
 from rota.job.inspect import import_target
 from rota.runtime.clock import iso
 from rota.runtime.output import format_line, log_name
-from rota.service import cli, completion
 from rota.service.accounts import Caller
-from rota.service.auth import Asked, Auth
-from rota.service.completion import flags_of
+from rota.service.cli import app, completion
+from rota.service.cli.completion import flags_of
+from rota.service.cli.output import Terminal
 from rota.service.jobfile import read_job
-from rota.service.terminal import Terminal
+from rota.service.rest.auth import Asked, Auth
 from rota.service.views.installation import Installation
 from rota.spec.errors import BadInput
 from rota.spec.events import (
@@ -67,7 +67,7 @@ def rota(*words: str) -> Done:
     """One command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        status = cli.call(list(words))
+        status = app.call(list(words))
     return Done(status, out.getvalue(), err.getvalue())
 
 
@@ -117,7 +117,7 @@ def test_a_command_runs_beside_an_instance_with_its_own_status_and_stands_in_the
         late = await ask("exec", "hello-1", "main", "-t", "1s", "--", "sh", "-c", "echo begun; sleep 60 & wait")
         assert (late.status, late.out) == (125, "begun\n") and "killed after 1s" in late.err
         assert "no role 'x'" in (await ask("exec", "hello-1", "x/0", "--", "true")).err
-        newest = service.doors.audit.newest(3)[-1]
+        newest = service.app.audit.newest(3)[-1]
         assert (newest["instance"], newest["command"], newest["status"]) == ("main/0", "no-such-command", 200)
         service.engine.alive.clear()
         assert "does not run" in (await ask("exec", "hello-1", "main", "--", "true")).err
@@ -300,12 +300,12 @@ def test_completion_offers_verbs_flags_and_templates() -> None:
 
 
 def test_every_verb_takes_json() -> None:
-    assert [verb for verb in cli.VERBS if "--json" not in flags_of(cli.verb_function(verb))] == []
+    assert [verb for verb in app.VERBS if "--json" not in flags_of(app.verb_function(verb))] == []
 
 
-@pytest.mark.parametrize("verb", list(cli.VERBS))
+@pytest.mark.parametrize("verb", list(app.VERBS))
 def test_every_help_page_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.call([*verb.split(), "--help"]) == 0
+    assert app.call([*verb.split(), "--help"]) == 0
     page = capsys.readouterr().out
     assert "Examples:" in page
     assert f"rota {verb}" in page.partition("Examples:")[2]
@@ -405,7 +405,7 @@ def test_many_are_stopped_only_with_a_yes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["NO_COLOR", "TERM"])
 def test_colour_is_for_terminals_that_want_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.service.terminal import terminal_for
+    from rota.service.cli.output import terminal_for
 
     class Tty(io.StringIO):
         def isatty(self) -> bool:
@@ -453,7 +453,7 @@ def test_an_unwritable_home_is_told_with_a_remedy(tmp_path: Path, monkeypatch: p
 
 
 def test_a_bug_is_told_in_one_line_and_keeps_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rota.service.verbs import jobs
+    from rota.service.cli.verbs import jobs
 
     monkeypatch.setattr(jobs, "ago_s", lambda text: 1 / 0)
     done = rota("ps", "--since", "1h")
@@ -472,11 +472,11 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         first = Epoch(1)
         service.as_master("small-1", MasterStarted(master_epoch=first, pid=1))
         await service.seen(service.as_master("small-1", Reattached(master_epoch=first)))
-        story = service.doors.loop.installation.jobs[JobId("small-1")]
-        rows = service.doors.loop.scheduler.state.jobs
+        story = service.app.loop.installation.jobs[JobId("small-1")]
+        rows = service.app.loop.scheduler.state.jobs
         queued_at = rows[story.id].ask.queued_at
         asked = PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, for_job="hello-1")
-        await service.doors.loop.append([asked], job=story.id, expected_seq=story.seq)
+        await service.app.loop.append([asked], job=story.id, expected_seq=story.seq)
         assert "PREEMPTED_PRIORITY, makes room for hello-1" in (await ask("ps")).out
         assert "It made room for hello-1." in (await ask("explain", "small-1")).out
         assert (await ask("nodes", "cordon", "r0n1")).status == 0  # so that it has no room again
@@ -492,7 +492,7 @@ def test_a_preempted_job_says_for_whom_and_waits_from_then(tmp_path: Path) -> No
         assert (await ask("show", "small-1", "--json")).document["attempts"][0]["for_job"] == "hello-1"
         text = (await service.http.get("/metrics")).text
         oldest = float(text.partition('rota_oldest_pending_seconds{queue="default"} ')[2].partition("\n")[0])
-        assert 0 < oldest <= service.doors.clock.wall_s() - story.since
+        assert 0 < oldest <= service.app.clock.wall_s() - story.since
         assert (await service.get("/queues"))["items"][0]["oldest_wait_since"] == iso(story.since)
 
     with_cli(tmp_path / "service", test)
@@ -502,10 +502,10 @@ def test_times_are_local_with_their_zone_for_people_and_iso_with_zone_for_progra
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
-        at_s = service.doors.clock.wall_s()
+        at_s = service.app.clock.wall_s()
         local = f"{(datetime.fromtimestamp(at_s, UTC) + timedelta(hours=9)):%H:%M:%S} +09"
         await service.submit()
-        folder = service.doors.home.job("hello-1").logs
+        folder = service.app.home.job("hello-1").logs
         folder.mkdir(exist_ok=True)
         (folder / log_name("main", 0)).write_text(format_line(at_s, 1, 1, "out", "said"))
         assert (await ask("logs", "hello-1", "--timestamps")).out == f"{local} main/0 | said\n"
@@ -695,7 +695,7 @@ def test_users_tokens_and_secrets_by_command_and_a_login_that_is_kept(
             monkeypatch.setattr("sys.stdin", io.StringIO("s3cret-value\n"))
             assert (await asyncio.to_thread(rota, "secret", "set", "API_KEY")).out == "API_KEY: set\n"
             assert (await asyncio.to_thread(rota, "secret", "--json")).document["items"] == [{"name": "API_KEY"}]
-            assert service.doors.vault.open("ann", ["API_KEY"]) == {"API_KEY": "s3cret-value"}
+            assert service.app.vault.open("ann", ["API_KEY"]) == {"API_KEY": "s3cret-value"}
             refused = await asyncio.to_thread(rota, "user", "ls")
             assert refused.status == 2 and "this needs the role admin" in refused.err
             assert (await asyncio.to_thread(rota, "logout")).out == f"logged out of {url}\n"
@@ -746,10 +746,10 @@ def test_up_refuses_what_the_service_that_runs_was_not_started_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who finds the service is replaced; what it says of its settings is its own."""
-    monkeypatch.setattr("rota.service.daemon.up", lambda _: {"started": False, "state": "up", "kind": "Status"})
+    monkeypatch.setattr("rota.service.process.daemon.up", lambda _: {"started": False, "state": "up", "kind": "Status"})
 
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
-        running = service.doors.settings
+        running = service.app.settings
         same = await ask("up", "--policy", running.profile, "--port", str(running.port))
         assert same.status == 0, same.err
         other = await ask("up", "--policy", "drf")
@@ -764,7 +764,7 @@ def test_the_settings_are_those_of_the_service_and_hide_its_password(
 ) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         hidden = "postgresql://rota:s3cret-word@db/rota"
-        service.doors.settings = replace(service.doors.settings, db_url=hidden)
+        service.app.settings = replace(service.app.settings, db_url=hidden)
         done = await ask("status", "--settings")
         assert "s3cret-word" not in done.out and "postgresql://rota:***@db/rota" in done.out
         rows = {one["name"]: one["value"] for one in (await ask("status", "--settings", "--json")).document["items"]}
@@ -780,7 +780,7 @@ def test_a_report_adds_up_what_jobs_held(tmp_path: Path) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         await service.submit()
         await reached(service, "hello-1", JobState.ADMITTED)
-        story = service.doors.loop.installation.jobs[JobId("hello-1")]
+        story = service.app.loop.installation.jobs[JobId("hello-1")]
         story.attempts[0].admitted_at -= 3600 * 5
         [row] = (await ask("report", "--by", "queue", "--since", "3h", "--json")).document["items"]
         assert (row["queue"], row["jobs"], round(row["gpu_hours"], 2)) == ("default", 1, 6.0)

@@ -15,9 +15,9 @@ import pytest
 from standing import HELLO, Standing, listening
 from standing import with_service as with_parts
 
-from rota.service import calls, wire
+from rota.service import calls, http
 from rota.service.client import AsyncClient, Client
-from rota.service.wire import body_of, source_of
+from rota.service.http import body_of, source_of
 from rota.spec import errors
 from rota.spec.errors import (
     BadInput,
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True)
 def _retries_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr(http, "RETRY_FIRST_S", 0.01)
 
 
 def with_service(home: Path, test: Callable[[Standing], Awaitable[None]]) -> None:

@@ -18,9 +18,9 @@ import pytest
 from standing import Standing, listening, with_service
 
 from rota.runtime.environ import Home
-from rota.service import connections, rest
-from rota.service.auth import FAILURES_MAX
-from rota.service.daemon import find_service
+from rota.service.process.daemon import find_service
+from rota.service.rest import app, connections
+from rota.service.rest.auth import FAILURES_MAX
 
 LIMIT_S = 30.0
 
@@ -50,7 +50,7 @@ def test_a_body_is_not_read_before_the_token_is_known(tmp_path: Path, size: str,
 def test_a_body_that_does_not_come_is_a_408_and_the_service_answers_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rest, "BODY_S", 0.3)
+    monkeypatch.setattr(app, "BODY_S", 0.3)
 
     async def test(service: Standing) -> None:
         async with listening(service) as http:
@@ -116,7 +116,7 @@ def test_who_streams_as_much_as_a_user_may_keeps_nobody_else_from_it(tmp_path: P
         await service.http.put("/api/v1/users/ann", json={"grants": [{"queue": "", "role": "viewer"}]})
         token = (await service.http.post("/api/v1/tokens", json={"user": "ann"})).json()["token"]
         for _ in range(64):
-            service.doors.open_stream("local")
+            service.app.open_stream("local")
         refused = await service.http.get("/api/v1/events", params={"follow": True})
         assert (refused.status_code, refused.json()["code"]) == (429, "LIMIT_EXCEEDED")
         head = await service.http.head(
@@ -136,7 +136,7 @@ def test_one_who_asks_for_codes_again_and_again_keeps_nobody_else_from_the_page(
         codes = [(await service.http.post("/api/v1/login/code")).json()["code"] for _ in range(40)]
         for code, status in ((hers, 303), (codes[-1], 303), (codes[0], 422)):
             assert (await service.http.get("/login", params={"code": code})).status_code == status
-        assert len(service.doors.auth._codes) == 31
+        assert len(service.app.auth._codes) == 31
 
     with_service(tmp_path, test)
 
@@ -159,7 +159,9 @@ def served(home: Path, *, descriptors: int) -> Iterator[str]:
     command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", sys.executable]
     with (home.parent / "service.log").open("wb") as log:
         child = subprocess.Popen(
-            [*command, "-m", "rota.service.serve", settings], stderr=log, env={**os.environ, "ROTA_HOME": str(home)}
+            [*command, "-m", "rota.service.process.serve", settings],
+            stderr=log,
+            env={**os.environ, "ROTA_HOME": str(home)},
         )
     try:
         until = time.monotonic() + 2 * LIMIT_S

@@ -23,8 +23,9 @@ from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import write_private
-from rota.service import connect, daemon
+from rota.service import connect
 from rota.service.config import load_settings
+from rota.service.process import daemon
 from rota.spec.errors import StoreCorrupt
 from rota.spec.events import WebhookSet
 
@@ -176,8 +177,8 @@ def test_the_password_of_a_webhook_is_in_no_answer_and_still_sent(tmp_path: Path
 
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        service.doors.notifier.allowed = frozenset({"127.0.0.1"})
-        telling = asyncio.create_task(service.doors.notifier.run())
+        service.app.notifier.allowed = frozenset({"127.0.0.1"})
+        telling = asyncio.create_task(service.app.notifier.run())
         made = (await service.http.post("/api/v1/webhooks", json={"url": f"http://me:hunter22@{host}/x"})).json()
         assert made["url"] == f"http://me:***@{host}/x"
         listed = await service.http.get("/api/v1/webhooks")
@@ -187,7 +188,7 @@ def test_the_password_of_a_webhook_is_in_no_answer_and_still_sent(tmp_path: Path
             errors="replace"
         )
         old = WebhookSet(id="old", url=f"http://me:hunter22@{host}/x")
-        await service.doors.loop.append([old])  # as an earlier version kept it
+        await service.app.loop.append([old])  # as an earlier version kept it
         for path in ("/webhooks", "/events"):
             assert "hunter22" not in (await service.http.get(f"/api/v1{path}")).text
         await service.submit()

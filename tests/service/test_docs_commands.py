@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App, CycloptsError
 
-from rota.service import cli
+from rota.service.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("[!r]*/*.md"), *(ROOT / "examples").rglob("*.md")]
@@ -30,14 +30,14 @@ def commands(text: str) -> list[tuple[str, bool]]:
 
 @cache
 def app_of(verb: str) -> App:
-    return cli.make_app(verb)
+    return app.make_app(verb)
 
 
 def refusal(command: str, *, loose: bool = False) -> str:
     """What the command line has against these words; empty for nothing."""
-    words = cli.ordered(shlex.split(command))
+    words = app.ordered(shlex.split(command))
     try:
-        app_of(cli._chosen(words)).parse_args(words, exit_on_error=False, print_error=False)
+        app_of(app._chosen(words)).parse_args(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         why = " ".join(str(error).split())
         return "" if loose and "requires an argument" in why else why

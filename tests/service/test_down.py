@@ -21,10 +21,11 @@ from rota.runtime import environ, process
 from rota.runtime.environ import Home
 from rota.runtime.ray.client import RECORD, GatewayClient, command_of
 from rota.runtime.ray.engine import EngineSettings
-from rota.service import cli, daemon
+from rota.service.cli import app
 from rota.service.config import Settings, load_settings
-from rota.service.routes import cluster
-from rota.service.routes.doors import Doors
+from rota.service.process import daemon
+from rota.service.rest.deps import AppState
+from rota.service.rest.routes import cluster
 from rota.service.views.story import JobStory
 from rota.spec.errors import EngineUnavailable, NotReachable
 from rota.spec.events import Event, GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
@@ -116,7 +117,7 @@ def test_jobs_that_cannot_be_counted_are_not_cancelled_without_a_yes(
     monkeypatch.setenv("ROTA_HOME", str(home.root))
     monkeypatch.setattr(daemon, "down", lambda *_, **__: pytest.fail("it went on"))
     with served(home, Deaf):
-        assert cli.call(["down", "--jobs", "cancel"]) == 1
+        assert app.call(["down", "--jobs", "cancel"]) == 1
     assert "the event log is away" in capsys.readouterr().err
 
 
@@ -314,17 +315,17 @@ def test_jobs_are_cancelled_only_with_the_flag_and_a_yes(
     monkeypatch.setenv("ROTA_HOME", settings.home)
     try:
         for flag in ("cancel", "stop"):
-            assert cli.call(["down", "--jobs", flag]) == 2
+            assert app.call(["down", "--jobs", flag]) == 2
             assert "cancel 3 jobs (2 of local, 1 of ann) needs a yes" in capsys.readouterr().err
         terminal = io.StringIO("n\n")
         terminal.isatty = lambda: True
         monkeypatch.setattr(sys, "stdin", terminal)
-        assert cli.call(["down", "--jobs", "cancel"]) == 2
+        assert app.call(["down", "--jobs", "cancel"]) == 2
         assert "cancel 3 jobs (2 of local, 1 of ann) [y/N]" in capsys.readouterr().err
-        assert cli.call(["down", "--jobs", "cancel", "--force"]) == 2
+        assert app.call(["down", "--jobs", "cancel", "--force"]) == 2
         assert "leave one of them out" in capsys.readouterr().err
         assert sum(daemon.live_by_user(settings).values()) == 3
-        assert cli.call(["down", "--jobs", "cancel", "--yes"]) == 0
+        assert app.call(["down", "--jobs", "cancel", "--yes"]) == 0
         assert "cancelled 3 jobs" in capsys.readouterr().out
         daemon.up(settings)
         assert states(settings) == ["CANCELLED"] * 3
@@ -342,16 +343,16 @@ def test_a_service_that_is_taken_down_starts_nothing_and_requeues_what_runs(tmp_
         await service.until("hello-2", JobState.QUEUED)
         asked = [one for one in (await service.get("/jobs/hello-1/events"))["items"] if one["kind"] == "PreemptAsked"]
         assert [(one["reason"], one["grace_s"]) for one in asked] == [("SERVICE_DOWN", 5)]
-        gang, first = service.doors.loop.installation.find("hello-1").ctx.gangs[0], Epoch(1)
+        gang, first = service.app.loop.installation.find("hello-1").ctx.gangs[0], Epoch(1)
         released = GangReleased(gang=gang.id, epoch=gang.epoch)
         requeued = JobRequeued(attempt=1, reason=Reason.SERVICE_DOWN, counts=False)
         began = (MasterStarted(master_epoch=first, pid=1), Reattached(master_epoch=first))
         await service.seen(service.as_master("hello-1", *began, released, requeued))
         await service.until("hello-1", JobState.QUEUED)
         for _ in range(20):  # rounds of the loop, each of which would admit them
-            service.doors.loop.decide_from_now()
-            service.doors.loop._wake.set()
-            await service.doors.clock.sleep(0.02)
+            service.app.loop.decide_from_now()
+            service.app.loop._wake.set()
+            await service.app.clock.sleep(0.02)
         assert {row["state"] for row in (await service.get("/jobs"))["items"]} == {"QUEUED"}
         assert any("being taken down" in one for one in (await service.get("/status"))["warnings"])
         why = (await service.get("/jobs/hello-1/explain"))["why"]
@@ -375,11 +376,11 @@ def test_a_job_that_ends_while_others_are_asked_to_save_keeps_none_from_it(
             await service.until(job, JobState.ADMITTED)
         real = cluster.append_live
 
-        async def append_live(doors: Doors, story: JobStory, event: Event) -> None:
+        async def append_live(app: AppState, story: JobStory, event: Event) -> None:
             if story.id == "hello-1":
                 end = JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)
                 await service.seen(service.as_master(story.id, end))
-            await real(doors, story, event)
+            await real(app, story, event)
 
         monkeypatch.setattr(cluster, "append_live", append_live)
         held = await service.http.post("/api/v1/service:hold", json={})
@@ -390,17 +391,17 @@ def test_a_job_that_ends_while_others_are_asked_to_save_keeps_none_from_it(
 
 def test_a_hold_ends_with_the_last_one_and_unknown_machines_stay_unknown(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
-        loop = service.doors.loop
+        loop = service.app.loop
         loop.unknown = "the machines are not known"
         loop.hold(0.01)
         while "taken down" in loop.undecided:
-            await service.doors.clock.sleep(0.01)
+            await service.app.clock.sleep(0.01)
         assert loop.undecided == "the machines are not known"
         loop.decide_from_now()
         assert loop.undecided == ""
         loop.hold(0.01)
         loop.hold(600.0)
-        await service.doors.clock.sleep(0.1)
+        await service.app.clock.sleep(0.1)
         assert "taken down" in loop.undecided
 
     with_service(tmp_path, test)

@@ -8,7 +8,7 @@ from typing import Any
 
 from standing import LIMIT_S, Standing, with_service
 
-from rota.service.verbs.cluster import _note
+from rota.service.cli.verbs.cluster import _note
 from rota.spec.events import (
     Event,
     FailoverEnded,
@@ -40,7 +40,7 @@ async def seen(service: Standing) -> tuple[dict[str, tuple[str, int, list[str]]]
         "totals": (await service.get("/cluster"))["gpus_used"],
         "queue": queue["used_gpus"],
         "heat": sum(held is not None for one in heat for held in one["held"]),
-        "limits": int(service.doors.loop.scheduler.state.used[0, 0]) // 1000,
+        "limits": int(service.app.loop.scheduler.state.used[0, 0]) // 1000,
     }
     assert {one["id"]: one["state"] for one in heat} == {name: one["state"] for name, one in rows.items()}
     return {name: (one["state"], one["gpus_used"], one["jobs"]) for name, one in rows.items()}, counts
@@ -50,7 +50,7 @@ async def until_said(service: Standing, kind: type[Event]) -> Event:
     """Wait until the service has taken in an event of this kind."""
     async with asyncio.timeout(LIMIT_S):
         while not (found := [one for one in service.log.read(after=0) if isinstance(one.event, kind)]):
-            await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+            await service.app.loop.wait_for(service.app.loop.installation.number + 1)
     await service.seen(found[-1].number)
     return found[-1].event
 

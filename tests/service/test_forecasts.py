@@ -17,9 +17,11 @@ from rota.cluster.live import Scheduler
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock, SystemClock
-from rota.service import assembly, forecasts, rest, serve
 from rota.service.config import load_settings
-from rota.service.routes.doors import Doors
+from rota.service.control import forecasts
+from rota.service.process import assembly, serve
+from rota.service.rest import app
+from rota.service.rest.deps import AppState
 from rota.spec.states import JobState
 
 JOB = HELLO.replace("gpus: 2", "gpus: 4") + "time_limit: 1h\n"
@@ -122,7 +124,7 @@ def test_a_change_is_played_before_anybody_asks(tmp_path: Path, monkeypatch: pyt
         for _ in range(2):
             await service.submit(JOB)
         await service.until("hello-2", JobState.QUEUED)
-        made = service.doors.forecasts
+        made = service.app.forecasts
         async with asyncio.timeout(60):
             while made._made_of != made._now_of():
                 await asyncio.sleep(0.01)
@@ -143,7 +145,7 @@ def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: py
             await service.submit(JOB)
         await service.until("hello-2", JobState.QUEUED)
         first = await starts_at(service, "hello-2")
-        made = service.doors.forecasts
+        made = service.app.forecasts
         while made._playing is not None:  # one that was not waited for on a busy machine
             await asyncio.sleep(0.01)
         plays.gate.clear()
@@ -161,7 +163,7 @@ def test_nobody_waits_for_a_play_that_takes_long(tmp_path: Path, monkeypatch: py
 
 
 def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    playing, overdue, parts, clock = threading.Event(), list[Forecast](), list[Doors](), SystemClock()
+    playing, overdue, parts, clock = threading.Event(), list[Forecast](), list[AppState](), SystemClock()
 
     def endless(self: Forecast, _: Clock, aside: Callable[[], None]) -> Estimates:
         playing.set()
@@ -171,9 +173,9 @@ def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeyp
         overdue.append(self)
         return Estimates(starts={}, basis="")
 
-    def make_app(doors: Doors) -> object:
-        parts.append(doors)
-        return real(doors)
+    def make_app(app: AppState) -> object:
+        parts.append(app)
+        return real(app)
 
     async def main() -> None:
         serving = asyncio.create_task(serve.serve(settings, listener))
@@ -185,9 +187,9 @@ def test_the_end_of_the_service_does_not_wait_for_a_play(tmp_path: Path, monkeyp
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
 
-    real = rest.make_app
+    real = app.make_app
     monkeypatch.setattr(Forecast, "play", endless)
-    monkeypatch.setattr(rest, "make_app", make_app)
+    monkeypatch.setattr(app, "make_app", make_app)
     monkeypatch.setattr(assembly, "make_engine", lambda *_: PlayedEngine())
     tmp_path.joinpath("rota.db").write_bytes(empty_database())
     settings = load_settings({"home": str(tmp_path), "port": 0, "pretend": "1x1x4"}, environ={})
@@ -202,7 +204,7 @@ def test_nothing_is_played_before_the_whole_log_is_read(tmp_path: Path) -> None:
             await service.submit(JOB)
         await service.until("hello-2", JobState.QUEUED)
         records = service.log.read(after=0, limit=1000)
-        scheduler = Scheduler(service.doors.loop.scheduler.profile, requests_of)
+        scheduler = Scheduler(service.app.loop.scheduler.profile, requests_of)
         made, dues = forecasts.Forecasts(scheduler, SystemClock()), list[bool]()
         for some in (records[: len(records) // 2], records[len(records) // 2 :]):
             for record in some:

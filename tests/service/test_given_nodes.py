@@ -18,11 +18,12 @@ from rota.runtime.devices import LOCAL_HOST, local_node
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.ray.engine import EngineSettings
-from rota.service import assembly, nodes, rest, serve
-from rota.service.assembly import node_changes
 from rota.service.config import load_settings
-from rota.service.engine import GatewayEngine
-from rota.service.routes.doors import Doors
+from rota.service.control.engine import GatewayEngine
+from rota.service.process import assembly, nodes, serve
+from rota.service.process.assembly import node_changes
+from rota.service.rest import app
+from rota.service.rest.deps import AppState
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import NodeJoined, NodeLost
 from rota.spec.ids import JobId
@@ -32,11 +33,11 @@ from rota.spec.states import JobState
 
 def test_a_machine_that_lives_and_was_not_heard_yet_is_not_lost(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
-        known = set(service.doors.loop.installation.nodes)
+        known = set(service.app.loop.installation.nodes)
         two = local_node("two")
-        assert known and node_changes(service.doors, [], alive=known) == []
-        assert node_changes(service.doors, [two], alive=known) == [NodeJoined(node=two)]
-        lost = node_changes(service.doors, [], alive={"two"})
+        assert known and node_changes(service.app, [], alive=known) == []
+        assert node_changes(service.app, [two], alive=known) == [NodeJoined(node=two)]
+        lost = node_changes(service.app, [], alive={"two"})
         assert {one.node for one in lost if isinstance(one, NodeLost)} == known
 
     with_service(tmp_path, test)
@@ -102,18 +103,18 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
         os.kill(os.getpid(), signal.SIGTERM)
         await serving
 
-    def make_app(doors: Doors) -> object:
-        parts.append(doors)
-        return real(doors)
+    def make_app(app: AppState) -> object:
+        parts.append(app)
+        return real(app)
 
     with_service(tmp_path, submit, pretend="1x1x2")  # the second has no room
     db_url = postgres.database(tmp_path) if postgres.WANTED else f"sqlite:///{tmp_path}/rota.db"
     given = {"home": str(tmp_path), "port": 0, "ray_address": "head:6379", "db_url": db_url}
-    settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[Doors](), rest.make_app
+    settings, parts, real = replace(load_settings(given, environ={}), poll_s=0.01), list[AppState](), app.make_app
     with contextlib.closing(assembly.open_store(settings)) as log:
         joined = [NodeJoined(node=one) for one in pretend_nodes("1x2x2", host=LOCAL_HOST)]
         log.append(joined, writer=Writer(scope=INSTALL_SCOPE, epoch=log.take_epoch(INSTALL_SCOPE)))
-    monkeypatch.setattr(rest, "make_app", make_app)
+    monkeypatch.setattr(app, "make_app", make_app)
     with serve.bind(settings) as listener:
         asyncio.run(main())
 
@@ -124,10 +125,10 @@ def test_while_a_given_engine_does_not_answer_status_and_explain_say_that_jobs_w
     monkeypatch.setattr(nodes, "LOOK_S", 0.01)
 
     async def test(service: Standing) -> None:
-        engine, loop = service.engine, service.doors.loop
-        engine.away, engine.machines = "nobody answers at head:6379", assembly.wanted_nodes(service.doors.settings)
-        loop.unknown = nodes.not_known(service.doors)
-        looking = asyncio.create_task(nodes.keep_nodes(service.doors))
+        engine, loop = service.engine, service.app.loop
+        engine.away, engine.machines = "nobody answers at head:6379", assembly.wanted_nodes(service.app.settings)
+        loop.unknown = nodes.not_known(service.app)
+        looking = asyncio.create_task(nodes.keep_nodes(service.app))
         await service.submit()
         while engine.away not in loop.undecided:
             await asyncio.sleep(0.005)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.makers import command, spec
 
-from rota.service import cli
-from rota.service.inspection import Refused, inspect_workloads
+from rota.service.cli import app
+from rota.service.control.inspection import Refused, inspect_workloads
 from rota.spec.ids import RoleName
 from rota.spec.job import Edge, JobSpec, RoleSpec
 from rota.spec.reasons import Reason
@@ -52,7 +52,7 @@ def test_check_tells_what_only_workloads_and_graph_show_at_its_place(
 ):
     edges = "edges:\n  - {from: a.f, to: b.g, kind: grad}\n"
     (tmp_path / "job.yaml").write_text("name: t\nroles: {a: {run: x}, b: {run: y}}\n" + edges)
-    assert cli.call(["run", str(tmp_path / "job.yaml"), "--check"]) == 2
+    assert app.call(["run", str(tmp_path / "job.yaml"), "--check"]) == 2
     assert "job.yaml:4:5: edges[0]: a.f -> b.g needs a loop that sends batches over it" in capsys.readouterr().err
 
 

@@ -17,15 +17,15 @@ from rota.job.core.resize import world_of
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.random import SystemChance
-from rota.service import intake
-from rota.service.changes import checked_size
-from rota.service.intake import Intake
+from rota.service.control import intake
+from rota.service.control.changes import checked_size
+from rota.service.control.intake import Intake
+from rota.service.control.job_plans import with_plans
+from rota.service.control.submission import Submission
 from rota.service.jobfile import read_job
 from rota.service.jobfile.dump import job_text
-from rota.service.jobplans import with_plans
 from rota.service.offline import plan_job
 from rota.service.plans import FILE_BYTES_MAX, read_json
-from rota.service.submission import Submission
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible, JobFileError, LimitExceeded, TimedOut
 from rota.spec.job import JobSpec, RoleSpec, SizedPlan

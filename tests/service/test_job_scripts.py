@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rota.service import cli
+from rota.service.cli import app
 from rota.service.jobfile import read_job
 from rota.service.scripts import script_body
 from rota.spec.errors import JobFileError
@@ -68,7 +68,7 @@ def test_what_has_no_meaning_is_refused_at_its_place_with_a_way_out() -> None:
 def test_a_mistake_in_a_slurm_head_is_reported_at_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.sh"
     script.write_text("#!/bin/bash\n#SBATCH --partition=a//b\n#ROTA cpus=many\npython train.py\n")
-    assert cli.call(["run", str(script), "--check"]) == 2
+    assert app.call(["run", str(script), "--check"]) == 2
     said = capsys.readouterr().err
     assert f"{script}:2:9: queue: 'a//b' is not a queue" in said
     assert f"{script}:3:7: roles.main.resources.cpus: expected a number, at least 0, got 'many'" in said
@@ -76,9 +76,9 @@ def test_a_mistake_in_a_slurm_head_is_reported_at_its_line(tmp_path: Path, capsy
 
 
 def test_a_shell_line_as_one_word_names_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.call(["run", "--", "echo a | tr a b"]) == 2
+    assert app.call(["run", "--", "echo a | tr a b"]) == 2
     assert (
         "one word, not a program with arguments\n      rota run -- sh -c 'echo a | tr a b'" in capsys.readouterr().err
     )
-    assert cli.call(["run", "--", "python train.py " + "x" * 300]) == 2
+    assert app.call(["run", "--", "python train.py " + "x" * 300]) == 2
     assert "one word, not a program with arguments" in capsys.readouterr().err

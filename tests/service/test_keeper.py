@@ -16,8 +16,8 @@ import pytest
 from rota.runtime import process
 from rota.runtime.environ import Home
 from rota.runtime.process import KEEPER, ProcessId, RunFolder
-from rota.service import daemon, keeper
 from rota.service.config import Settings, load_settings
+from rota.service.process import daemon, keeper
 from rota.spec.errors import RotaError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

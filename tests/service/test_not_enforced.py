@@ -11,7 +11,7 @@ from standing import Standing, with_service
 from test_cli import own_home, with_cli
 
 import rota
-from rota.service.wire import body_of
+from rota.service.http import body_of
 from rota.spec.errors import JobFileError
 
 assert own_home  # the fixture of every test here, too
@@ -34,13 +34,13 @@ def test_an_image_is_refused_at_its_line_by_every_verb_and_taken_when_it_is_said
             refused = await ask("run", str(file), option)
             assert (refused.status, f"{file}:2:8: image: {REFUSED}" in refused.err) == (2, True), refused.err
             assert "--ignore-image" in refused.err
-        assert service.doors.loop.installation.jobs == {}, "nothing was submitted"
+        assert service.app.loop.installation.jobs == {}, "nothing was submitted"
         assert (await ask("run", str(file), "--check", "--ignore-image")).status == 0
         shown = await ask("run", str(file), "--dry-run", "--ignore-image")
         assert f"note: {MEMORY}" in shown.out and "note: image pytorch:2: ignored" in shown.out
         taken = await ask("run", str(file), "-d", "--ignore-image")
         assert taken.status == 0 and f"note: {MEMORY}" in taken.err and "note: image pytorch:2: ignored" in taken.err
-        assert [*service.doors.loop.installation.jobs] == ["boxed-1"]
+        assert [*service.app.loop.installation.jobs] == ["boxed-1"]
 
     with_cli(tmp_path / "service", test)
 
@@ -73,7 +73,7 @@ def test_the_clients_send_ignore_image(tmp_path: Path) -> None:
     sent: list[Any] = []
 
     async def test(service: Standing) -> None:
-        from rota.service.async_client import AsyncClient
+        from rota.service.aclient import AsyncClient
 
         token = service.http.headers["Authorization"].removeprefix("Bearer ")
         async with AsyncClient(str(service.http.base_url), token, transport=service.http._transport) as client:

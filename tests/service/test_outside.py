@@ -19,11 +19,11 @@ from test_demo import kill, outcome
 
 from rota.runtime.output import format_line, log_name
 from rota.service import demo
+from rota.service.cli.verbs import run
 from rota.service.client import Client
 from rota.service.demo import STROKES
+from rota.service.http import body_of
 from rota.service.jobfile import read_job
-from rota.service.verbs import run
-from rota.service.wire import body_of
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.ids import JobId
 from rota.spec.states import JobState
@@ -51,7 +51,7 @@ def test_head_answers_what_get_does_without_its_body(tmp_path: Path) -> None:
             endless = await http.head("/api/v1/events", params={"follow": True})
             assert endless.headers["content-type"].startswith("text/event-stream")
             assert (await http.head("/api/v1/jobs", headers={"Authorization": ""})).status_code == 401
-        assert service.doors.streams == 0
+        assert service.app.streams == 0
 
     with_service(tmp_path, test)
 
@@ -149,7 +149,7 @@ def test_a_dry_run_that_is_refused_is_no_dry_run_in_the_audit(tmp_path: Path) ->
         drain = await service.http.post("/api/v1/nodes/r0n0:drain", json={"dry_run": True}, headers=viewer)
         apply = await service.http.put("/api/v1/queues", json=tree, headers=viewer)
         assert (drain.status_code, apply.status_code) == (403, 403)
-        found = [(one["status"], "dry_run" in one) for one in service.doors.audit.newest(2)]
+        found = [(one["status"], "dry_run" in one) for one in service.app.audit.newest(2)]
         assert found == [(403, False), (403, False)]
 
     with_service(tmp_path, test)
@@ -191,7 +191,7 @@ def test_a_nought_in_a_flag_is_a_number_and_an_attempt_that_never_was_is_told(tm
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         await service.submit()
         await service.until("hello-1", JobState.ADMITTED)
-        folder = service.doors.home.job(JobId("hello-1")).logs
+        folder = service.app.home.job(JobId("hello-1")).logs
         folder.mkdir(parents=True, exist_ok=True)
         (folder / log_name("main", 0)).write_text(format_line(1.0, 1, 1, "out", "said"))
         assert (await ask("logs", "hello-1")).out == "main/0 | said\n"
@@ -232,7 +232,7 @@ def test_a_handle_tells_its_job_its_folder_and_the_lines_of_a_role(tmp_path: Pat
 
             shown, folder, lines = await asyncio.to_thread(ask)
         assert (shown, lines) == ("<true-1 SUBMITTED>", [])
-        assert folder == service.doors.home.job(JobId("true-1")).output
+        assert folder == service.app.home.job(JobId("true-1")).output
 
     with_service(tmp_path, test)
 

@@ -13,8 +13,8 @@ from standing import Standing, listening, with_service
 from test_cli import own_home, rota, with_cli
 
 from rota.runtime.process import KEEPER, RunFolder, boot_id, own_id
-from rota.service import daemon
 from rota.service.config import load_settings
+from rota.service.process import daemon
 
 assert own_home  # the fixture of every test here, too
 
@@ -41,20 +41,20 @@ def test_status_and_up_of_a_running_service_can_be_asked_again_and_again(tmp_pat
         async with listening(service) as http:
             me = own_id()
             record = {"url": str(http.base_url).rstrip("/"), "pid": me.pid, "start_time": me.start_time}
-            service.doors.home.service_record.write_text(json.dumps(record | {"boot_id": boot_id()}))
+            service.app.home.service_record.write_text(json.dumps(record | {"boot_id": boot_id()}))
             settings = load_settings({"home": str(tmp_path)}, environ={})
             for _ in range(34):
                 document = await asyncio.to_thread(daemon.status, settings)
                 assert document["login"] == f"{record['url']}/login"
-            assert not service.doors.auth._codes, "a read creates nothing"
-            assert not list(service.doors.audit.newest(10))
+            assert not service.app.auth._codes, "a read creates nothing"
+            assert not list(service.app.audit.newest(10))
             try:
                 for _ in range(34):
                     assert "?code=" in (await asyncio.to_thread(daemon.up, settings))["login"]
             finally:  # the keeper that up started ends with the record, and would start a service without one
-                service.doors.home.service_record.unlink()
+                service.app.home.service_record.unlink()
                 async with asyncio.timeout(60):
-                    while RunFolder(service.doors.home.run).find_alive(KEEPER) is not None:
+                    while RunFolder(service.app.home.run).find_alive(KEEPER) is not None:
                         await asyncio.sleep(0.05)
 
     with_service(tmp_path, test)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rota.service import proof
-from rota.service.cli import call
+from rota.service.cli.app import call
 
 MODEL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000, "tied": False}
 DATA = Path(__file__).parents[1] / "data"

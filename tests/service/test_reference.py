@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from generate import PAGES, readme_with_tree
+from interfaces import EXITS, page_of_commands, page_of_exits, page_of_job_file
 
-from doors import EXITS, page_of_commands, page_of_exits, page_of_job_file
 from rota.service.calls import BY_CODE
-from rota.service.cli import VERBS, verb_function
-from rota.service.completion import flags_of
+from rota.service.cli.app import VERBS, verb_function
+from rota.service.cli.completion import flags_of
 from rota.service.jobfile.models import FailPart, JobPart, ResourcesPart, RolePart
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from standing import HELLO, listening, standing
 
-from rota.service.rest import application
+from rota.service.rest.app import application
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 

@@ -11,10 +11,10 @@ import pytest
 from standing import HELLO, Standing, standing, with_service
 
 from rota.job.core.resize import ask_emits
-from rota.service import intake, submission
-from rota.service import loop as service_loop
 from rota.service.calls import error_of
-from rota.service.routes import jobs
+from rota.service.control import intake, submission
+from rota.service.control import loop as service_loop
+from rota.service.rest.routes import jobs
 from rota.spec.errors import Fenced, JobFileError
 from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch
@@ -227,7 +227,7 @@ def test_a_plan_shows_placement_and_blast_radius_and_keeps_nothing(tmp_path: Pat
         full = (await service.http.post("/api/v1/jobs:plan", json=body)).json()
         assert (full["starts_now"], full["placement"]) == (False, None)
         assert full["why"]["code"] in ("NO_FREE_DEVICES", "BEHIND_IN_ORDER")
-        started = service.doors.loop.installation.find("hello-1").attempts[0].admitted_at
+        started = service.app.loop.installation.find("hello-1").attempts[0].admitted_at
         first, late = (full["explanation"]["estimate"][name] for name in ("p50", "p90"))
         assert started + 60 <= first <= started + 62 < late, "when one of the two that run is over, and hello-3 went on"
 
@@ -408,7 +408,7 @@ def test_a_running_job_gives_everything_back_before_it_is_paused(tmp_path: Path)
         resumed = asyncio.create_task(service.http.post(f"/api/v1/jobs/{job}:resume"))
         await asyncio.sleep(0.1)
         assert not resumed.done(), "it waits for the devices"
-        gang = service.doors.loop.installation.find(job).ctx.gangs[0]
+        gang = service.app.loop.installation.find(job).ctx.gangs[0]
         service.as_master(job, GangReleased(gang=gang.id, epoch=gang.epoch))
         service.as_master(job, JobRequeued(attempt=1, reason=Reason.PAUSED, counts=False))
         assert (await resumed).status_code == 202
@@ -448,11 +448,11 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
         await service.until(job, JobState.ADMITTED)
         service.as_master(job, MasterStarted(master_epoch=Epoch(1), pid=1))
         await service.seen(service.as_master(job, Reattached(master_epoch=Epoch(1))))
-        ctx = service.doors.loop.installation.find(job).ctx
+        ctx = service.app.loop.installation.find(job).ctx
         for emit in ask_emits(ctx):
             await service.seen(service.as_master(job, emit.event))
         async with asyncio.timeout(60):
-            while not any(ask.state == "granted" for ask in service.doors.loop.installation.find(job).ctx.asks):
+            while not any(ask.state == "granted" for ask in service.app.loop.installation.find(job).ctx.asks):
                 await asyncio.sleep(0.01)
         placed = await service.get(f"/jobs/{job}/placement")
         assert [one["instance"] for one in placed["items"]] == ["main/0", "main/1", "one/0"]
@@ -464,7 +464,7 @@ def test_a_role_is_scaled_by_the_scheduler_and_what_cannot_change_its_size_says_
         assert "main=3: main has at most 2 instances (replicas.max)" in answers[4].text
         assert "one cannot change its size: it runs to its end" in answers[1].text
         assert "did you mean 'main'?" in answers[2].text
-        assert service.doors.loop.installation.find(job).ctx.sizes == {"main": 1}
+        assert service.app.loop.installation.find(job).ctx.sizes == {"main": 1}
         assert [(one["name"], one["replicas"]) for one in answers[0].json()["roles"]] == [("main", 1), ("one", 1)]
         graph = await service.get(f"/jobs/{job}/graph")
         main = graph["roles"][0]

@@ -16,7 +16,7 @@ from standing import HELLO, Standing, listening, stream, with_service
 from rota.job.health.heartbeat import Heartbeat
 from rota.runtime.output import format_line, log_name
 from rota.service.client import Client
-from rota.service.retention import keep_logs, old_jobs
+from rota.service.process.retention import keep_logs, old_jobs
 from rota.spec.events import (
     Committed,
     FailoverEnded,
@@ -40,7 +40,7 @@ ENDED = JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)
 
 
 def write_log(service: Standing, job: str, rank: int, *lines: str, at: float = 0.0) -> None:
-    path = service.doors.home.job(job).logs / log_name("main", rank)
+    path = service.app.home.job(job).logs / log_name("main", rank)
     with path.open("a") as file:
         file.writelines(format_line(START + at + i, 1, 1, "out", line) for i, line in enumerate(lines))
 
@@ -193,7 +193,7 @@ def test_logs_are_removed_days_after_the_end_and_their_absence_is_told(tmp_path:
         await service.until("hello-2", JobState.ADMITTED)
         number = service.as_master("hello-1", JobEnded(state=JobState.CANCELLED, reason=Reason.STOPPED_BY_USER))
         await service.seen(number)
-        home, jobs = service.doors.home, service.doors.loop.installation.jobs
+        home, jobs = service.app.home, service.app.loop.installation.jobs
         ended = jobs[JobId("hello-1")].ended_at
         assert ended is not None
         (home.job("hello-1").logs / "main-0.log").write_text("said\n")
@@ -243,7 +243,7 @@ def test_readers_that_leave_before_the_first_byte_hold_no_place(tmp_path: Path) 
         for _ in range(3):
             with suppress(Exception):
                 await asyncio.wait_for(app(dict(scope), receive, send), 10)
-        assert service.doors.streams == 0
+        assert service.app.streams == 0
 
     with_service(tmp_path, test)
 
@@ -300,9 +300,9 @@ def test_following_from_the_end_gives_only_what_is_new(tmp_path: Path) -> None:
         async with listening(service) as http:
             following = asyncio.create_task(all_of(stream(http, "/jobs/hello-1/logs", tail=0)))
             async with asyncio.timeout(60):
-                while service.doors.streams == 0:
-                    await service.doors.clock.sleep(0.01)
-            await service.doors.clock.sleep(0.2)  # the first page is read by then
+                while service.app.streams == 0:
+                    await service.app.clock.sleep(0.01)
+            await service.app.clock.sleep(0.2)  # the first page is read by then
             write_log(service, "hello-1", 0, "new", at=5)
             await service.seen(service.as_master("hello-1", ENDED))
             events = await asyncio.wait_for(following, 60)
@@ -318,7 +318,7 @@ def test_ten_thousand_lines_over_cut_connections_come_without_gap_or_duplicate(t
     async def write_all(service: Standing) -> None:
         for i in range(0, total, 100):
             write_log(service, "hello-1", i // 100 % 2, *(f"n{i + j}" for j in range(100)), at=i)
-            await service.doors.clock.sleep(0.01)
+            await service.app.clock.sleep(0.01)
         await service.seen(service.as_master("hello-1", InstanceEnded(role=MAIN, rank=0, epoch=Epoch(1)), ENDED))
 
     async def test(service: Standing) -> None:
@@ -428,7 +428,7 @@ def test_a_gigabyte_is_followed_over_cut_connections_without_loss(tmp_path: Path
                         last = event.get("id", last)
                 cuts += not over
         await writing
-        size = sum(path.stat().st_size for path in service.doors.home.job("hello-1").logs.iterdir())
+        size = sum(path.stat().st_size for path in service.app.home.job("hello-1").logs.iterdir())
         assert size > 10**9 and cuts >= 7
         assert len(seen) == len(numbers) == total
 

@@ -10,7 +10,7 @@ import pytest
 from standing import HELLO, Standing, with_service
 
 from rota.job.core.context import Instance, Process
-from rota.service import cli
+from rota.service.cli import app
 from rota.service.views.jobs import phase
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.states import InstanceState, JobState
@@ -148,7 +148,7 @@ def test_a_plan_says_of_which_role_the_range_is_never_used_and_why(
     both = "{run: hi, replicas: {min: 1, max: 2}"
     (tmp_path / "job.yaml").write_text(f"name: x\nroles:\n  a: {both}}}\n  b: {both}, mesh: {{dp: '*'}}}}\n")
     monkeypatch.setenv("ROTA_HOME", str(tmp_path / "home"))
-    assert cli.call(["run", str(tmp_path / "job.yaml"), "--dry-run", "--pretend", "1x2x4"]) == 0
+    assert app.call(["run", str(tmp_path / "job.yaml"), "--dry-run", "--pretend", "1x2x4"]) == 0
     out = capsys.readouterr().out
     assert "a stays at 1, never 2: it runs to its end; roles that serve calls can, and commands with" in out
     assert "b stays" not in out

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rota.runtime.random import SeededChance
-from rota.service import auth as auth_module
 from rota.service.accounts import LOCAL, SOMEBODY, Accounts, Caller, Role, Token, Veil, is_below, narrower
-from rota.service.auth import (
+from rota.service.rest import auth as auth_module
+from rota.service.rest.auth import (
     CODE_TTL_S,
     CODES_OF_USER_MAX,
     CSRF_HEADER,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from standing import HELLO, PlayedEngine, Standing, with_service
 
-from rota.service import loop
+from rota.service.control import loop
 from rota.spec.events import JobEnded, JobRequeued, MasterStarted, TimerFired
 from rota.spec.ids import Epoch, JobId
 from rota.spec.reasons import Reason
@@ -72,7 +72,7 @@ def test_a_job_whose_engine_is_away_says_so_and_goes_on_when_it_is_back(tmp_path
         await service.submit()
         await service.until("hello-1", JobState.ADMITTED)
         while (job := await service.get("/jobs/hello-1"))["reason"] is None:
-            await service.doors.clock.sleep(0.01)
+            await service.app.clock.sleep(0.01)
         assert (job["reason"], job["text"]) == ("ENGINE_STARTING", "the engine did not start: no memory")
         service.engine.away = ""
         await service.until_asked("hello-1")
@@ -157,13 +157,13 @@ def test_an_engine_whose_state_is_not_durable_is_told_in_status_and_in_the_log(t
         await admitted(service)
         async with asyncio.timeout(60):
             while not (await service.get("/status"))["warnings"]:
-                await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
         assert "engine state is not durable" in (await service.get("/status"))["warnings"][0]
         service.engine.generation += 1
         await service.until_asked("hello-1", 2)
         async with asyncio.timeout(60):
             while not (await service.get("/events", type="EngineLost"))["items"]:
-                await service.doors.loop.wait_for(service.doors.loop.installation.number + 1)
+                await service.app.loop.wait_for(service.app.loop.installation.number + 1)
 
     with_service(tmp_path, test, engine=VolatileEngine())
 
@@ -217,7 +217,7 @@ def test_work_that_failed_unforeseen_is_begun_again_and_not_at_once(
 def test_a_scheduler_that_fails_is_told_and_what_runs_is_served_and_ended(tmp_path: Path) -> None:
     async def test(service: Standing) -> None:
         await admitted(service)
-        scheduler = service.doors.loop.scheduler
+        scheduler = service.app.loop.scheduler
         scheduler.profile = replace(scheduler.profile, prepare=lambda state: 1 // 0)
         await service.submit(HELLO.replace("hello", "other"))
         await service.until("other-1", JobState.QUEUED)

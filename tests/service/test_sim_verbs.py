@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import rota as package
-from rota.service import cli, proof
+from rota.service import proof
+from rota.service.cli import app
 
 TRACE = "job_id,submit_s,duration_s,gpus,vc\na,0,100,8,x\nb,10,100,8,x\nc,20,50,8,y\n"
 VCS = "vc,nodes\nx,1\ny,1\n"
@@ -33,7 +34,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def rota(*words: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        status = cli.call(list(words))
+        status = app.call(list(words))
     return status, out.getvalue(), err.getvalue()
 
 

@@ -14,7 +14,7 @@ from tests.service.described import routes_of
 from tests.service.snapshots import files
 from tests.service.snapshots.rest import names_of
 
-from rota.service.rest import application
+from rota.service.rest.app import application
 from rota.spec.states import JobState
 
 WRITE = "if this is meant: python -m tests.service.snapshots --write"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rota.service.terminal import Terminal
+from rota.service.cli.output import Terminal
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rota.service import daemon
 from rota.service.config import Settings, load_settings
+from rota.service.process import daemon
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""

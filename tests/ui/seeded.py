@@ -148,7 +148,7 @@ async def fill(service: Standing) -> None:
     """Queues, a job of four roles that lost an instance and healed, jobs that run, wait and failed, a drained node."""
     answer = await service.http.put("/api/v1/queues", json={"queues": QUEUES})
     assert answer.status_code == 200, answer.text
-    code = service.doors.home.root / "code"
+    code = service.app.home.root / "code"
     code.mkdir(exist_ok=True)
     (code / "learn.py").write_text(CODE)
     await service.submit(LEARN, workdir=str(code))
@@ -209,10 +209,10 @@ async def play_learning(service: Standing) -> None:
     for step in steps:
         await service.seen(service.as_master("learn-1", *step))
         await asyncio.sleep(0.05)
-    logs = service.doors.home.job("learn-1").logs
+    logs = service.app.home.job("learn-1").logs
     for role, rank in members:
         with (logs / log_name(role, rank)).open("a") as file:
-            at = service.doors.clock.wall_s()
+            at = service.app.clock.wall_s()
             file.writelines(
                 format_line(at + i, 1, 1, "out" if i % 9 else "err", f"step {i}: {role} {rank} worked on batch {i * 7}")
                 for i in range(40)

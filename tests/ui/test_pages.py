@@ -15,8 +15,8 @@ from tests.ui.conftest import refusal_wanted
 from tests.ui.seeded import Seeded, seeded
 
 from rota.runtime.environ import Home
-from rota.service import daemon
 from rota.service.config import Settings
+from rota.service.process import daemon
 
 ROOT = Path(__file__).resolve().parents[2]
 AXE = ROOT / "web" / "node_modules" / "axe-core" / "axe.min.js"

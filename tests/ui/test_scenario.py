@@ -11,8 +11,8 @@ import pytest
 from tests.ui.conftest import refusal_wanted
 
 from rota.runtime.environ import Home
-from rota.service import daemon
 from rota.service.config import Settings
+from rota.service.process import daemon
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 

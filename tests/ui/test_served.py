@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.service.standing import Standing, with_service
 
-from rota.service.routes.page import PAGES
+from rota.service.rest.routes.page import PAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 WEB, BUILT = ROOT / "web", ROOT / "src" / "rota" / "service" / "ui"

@@ -254,7 +254,7 @@ class Job:
         Raises what ``submit`` raises for the job itself.
         """
         not_while_imported()
-        return importlib.import_module("rota.service.verbs.run").PlanReport.of(self, ignore_image=ignore_image)
+        return importlib.import_module("rota.service.cli.verbs.run").PlanReport.of(self, ignore_image=ignore_image)
 
     def submit(self, client: Any = None, **options: Any) -> Any:
         """Hand the job to the service; ``options`` (``key``, ``ignore_image``) and result are those of ``Client.run``.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import quote
 
-from rota.service.problems import Problem
+from rota.service.jobfile.problems import Problem
 from rota.spec import errors
 from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
 

@@ -11,11 +11,11 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from rota.service.account_calls import AccountCalls
-from rota.service.async_client import AsyncClient as AsyncClient
-from rota.service.async_client import AsyncWay
+from rota.service.aclient import AsyncClient as AsyncClient
+from rota.service.aclient import AsyncWay
 from rota.service.calls import Ask
+from rota.service.http import TIMEOUT_S, Document, refused
 from rota.service.questions import Questions
-from rota.service.wire import TIMEOUT_S, Document, refused
 from rota.spec.states import JobState
 
 T = TypeVar("T")

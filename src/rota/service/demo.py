@@ -16,9 +16,10 @@ import rota
 from rota.runtime import process
 from rota.runtime.clock import SystemClock, blocking_sleep, iso
 from rota.runtime.environ import Home
-from rota.service import daemon, demo_report
+from rota.service import demo_report
 from rota.service.client import Client
 from rota.service.config import Settings, load_settings
+from rota.service.process import daemon
 from rota.spec.errors import BadInput, RotaError, TimedOut
 from rota.spec.ids import JobId
 from rota.spec.resources import counted

@@ -22,7 +22,7 @@ from rota.runtime.devices import local_node
 from rota.runtime.environ import Home
 from rota.runtime.process import RunFolder
 from rota.service.config import Settings
-from rota.service.daemon import find_service, holder_of
+from rota.service.process.daemon import find_service, holder_of
 from rota.spec.resources import CORES_LABEL, counted
 
 PYTHON_MIN = (3, 11)

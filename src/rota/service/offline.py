@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
-    from rota.service.problems import Problem
-    from rota.service.submission import Submission
+    from rota.service.control.submission import Submission
+    from rota.service.jobfile.problems import Problem
     from rota.spec.events import Record
     from rota.spec.job import JobSpec
     from rota.spec.resources import Node
@@ -33,7 +33,7 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
     from rota.runtime.clock import SystemClock
     from rota.runtime.environ import Home
     from rota.runtime.random import SystemChance
-    from rota.service.intake import Intake
+    from rota.service.control.intake import Intake
 
     loop: Any = _NoLoop(scheduler=_scheduler(_nodes(pretend)))
     intake = Intake(loop, home=Home.find(), clock=SystemClock(), chance=SystemChance())
@@ -44,8 +44,8 @@ def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | 
     """Look at the queue of a job that was read, where the ``queues`` that take jobs are known, and in a child process
     at its workloads. Raises JobFileError with every mistake.
     """
+    from rota.service.control.submission import with_interfaces
     from rota.service.jobfile import placed
-    from rota.service.submission import with_interfaces
     from rota.spec.check import Finding, image_refused
     from rota.spec.errors import JobFileError, nearest
 
@@ -66,17 +66,17 @@ def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | 
 
 
 def _submission(body: Mapping[str, Any]) -> Submission:
-    from rota.service.submission import Submission
+    from rota.service.control.submission import Submission
 
     return Submission(**{**body, "sets": tuple(body.get("sets", ()))})
 
 
 def graph_of_file(path: Path) -> dict[str, Any]:
     """The ``Graph`` document of a job file; of workloads that cannot be imported it has the ``problem``."""
-    from rota.service.inspection import Refused, inspect_workloads
+    from rota.service.control.inspection import Refused, inspect_workloads
+    from rota.service.http import read_file
     from rota.service.jobfile import read_job
     from rota.service.views.graph import graph_document
-    from rota.service.wire import read_file
 
     spec = read_job(read_file(path), filename=str(path))
     folder = path.absolute().parent / (spec.workdir or "")

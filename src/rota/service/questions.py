@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from rota.service import calls
 from rota.service.calls import API_PATH, Ask
-from rota.service.wire import Document
+from rota.service.http import Document
 
 T = TypeVar("T")
 EXECUTE_EXTRA_S = 30.0

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rota.service.http import Document, job_name
 from rota.service.jobfile.nodes import ErrorCollector, Place
-from rota.service.wire import Document, job_name
 from rota.spec.errors import did_you_mean
 
 HEADER_LINES_MAX = 200

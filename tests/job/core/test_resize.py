@@ -11,9 +11,9 @@ from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
 from rota.job.core.machine import initial, replay
 from rota.job.core.resize import sized, world_of
-from rota.service.notify import notice_of
 from rota.service.views.failures import failure_list
 from rota.service.views.story import JobStory, begin_story
+from rota.service.webhooks import notice_of
 from rota.spec.commands import Assemble, SetTimer
 from rota.spec.events import (
     CheckpointSaved,

@@ -21,12 +21,13 @@ from rota.job.rpc.peers import CUT
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.output import format_line, log_name
 from rota.runtime.random import SeededChance
-from rota.service import assembly, forecasts
-from rota.service import loop as service_loop
 from rota.service.config import load_settings
-from rota.service.inspection import Refused, inspect_workloads
-from rota.service.rest import make_app
-from rota.service.routes import cluster
+from rota.service.control import forecasts
+from rota.service.control import loop as service_loop
+from rota.service.control.inspection import Refused, inspect_workloads
+from rota.service.process import assembly
+from rota.service.rest.app import make_app
+from rota.service.rest.routes import cluster
 from rota.spec import codec
 from rota.spec.events import (
     CheckpointSaved,
@@ -209,7 +210,7 @@ class Installed(Standing):
     @property
     def number(self) -> int:
         """The last record that the service has taken in."""
-        return self.doors.loop.installation.number
+        return self.app.loop.installation.number
 
     async def after(self, *events: JobEvent, job: str) -> None:
         """What the master of a job writes, a step later."""
@@ -230,13 +231,13 @@ class Installed(Standing):
         """Submit a job and check the state that it comes to; its id."""
         given = {"spec": source.to_json()} if isinstance(source, JobSpec) else {"source": source}
         job = (await self.ask("POST", "/jobs", {**given, "workdir": "/"}, user=user)).json()["id"]
-        found = self.doors.loop.installation.jobs[job]
+        found = self.app.loop.installation.jobs[job]
         assert found.state is state, f"{job} is {found.state}: {found.ended or found.waits}"
         return job
 
     async def begin(self, job: str, *members: str, pid: int, ready: bool = True) -> None:
         """What a master writes until the instances are started, and ready unless said otherwise."""
-        story = self.doors.loop.installation.jobs[JobId(job)]
+        story = self.app.loop.installation.jobs[JobId(job)]
         epoch, ids = story.ctx.epoch_max, [InstanceId.parse(one) for one in members]
         nodes = {one: story.ctx.bundle(one)[1].node for one in ids}
         await self.after(
@@ -281,26 +282,26 @@ async def installed(home: Path) -> AsyncIterator[Installed]:
         (home / "rota.db").write_bytes(empty_database())
         log = SqlLog(assembly.db_url(settings), clock=time, migrate=True)
         engine = _Engine()
-        doors = assembly.assemble(settings, log, engine=engine)
-        transport = httpx.ASGITransport(app=make_app(doors), raise_app_exceptions=False)
-        headers = {"Authorization": f"Bearer {doors.home.token.read_text().strip()}"}
+        app = assembly.assemble(settings, log, engine=engine)
+        transport = httpx.ASGITransport(app=make_app(app), raise_app_exceptions=False)
+        headers = {"Authorization": f"Bearer {app.home.token.read_text().strip()}"}
         hooks = {"response": [check]}
         async with httpx.AsyncClient(
             transport=transport, base_url=URL, headers=headers, timeout=LIMIT_S, event_hooks=hooks
         ) as http:
-            it = Installed(doors=doors, log=log, engine=engine, http=http, time=time, home=home)
-            doors.loop.timed = it.note
-            await doors.loop.replay()
-            doors.forecasts.begin()
-            turning = asyncio.create_task(doors.loop.run())
+            it = Installed(app=app, log=log, engine=engine, http=http, time=time, home=home)
+            app.loop.timed = it.note
+            await app.loop.replay()
+            app.forecasts.begin()
+            turning = asyncio.create_task(app.loop.run())
             try:
-                await doors.loop.append(assembly.node_changes(doors, assembly.wanted_nodes(settings)))
-                doors.ready = True
+                await app.loop.append(assembly.node_changes(app, assembly.wanted_nodes(settings)))
+                app.ready = True
                 await fill(it)
                 yield it
             finally:
-                doors.forecasts.close()
-                await doors.loop.stop()
+                app.forecasts.close()
+                await app.loop.stop()
                 await turning
                 log.close()
 
@@ -350,7 +351,7 @@ async def _learning(it: Installed) -> None:
         job="learn-1",
     )
     await it.after(_commit(4), job="learn-1")
-    logs = it.doors.home.job(JobId("learn-1")).logs
+    logs = it.app.home.job(JobId("learn-1")).logs
     for i, (role, rank) in enumerate((("rollout", 0), ("loop", 0))):
         lines = [
             format_line(START_S + 60 + 2 * n + i, 1, 1, "err" if n == 2 else "out", f"{role} step {n}")
@@ -381,7 +382,7 @@ def _commit(n: int) -> Committed:
 
 
 def _node_of(it: Installed, job: str) -> NodeId:
-    story = it.doors.loop.installation.jobs[JobId(job)]
+    story = it.app.loop.installation.jobs[JobId(job)]
     return story.ctx.bundle(InstanceId(RoleName("rollout"), 1))[1].node
 
 
@@ -390,7 +391,7 @@ async def _lose_rollout(it: Installed, job: str, *, failover: int) -> None:
     role, text = RoleName("rollout"), "the process ended by SIGKILL"
     lost = InstanceLost(role=role, rank=1, epoch=FIRST, reason=Reason.SIGNALLED, text=text, signal=9)
     await it.after(lost, job=job)
-    restore = it.doors.loop.installation.jobs[JobId(job)].ctx.committed
+    restore = it.app.loop.installation.jobs[JobId(job)].ctx.committed
     await it.after(
         FailoverStarted(
             failover=failover,
@@ -408,7 +409,7 @@ async def _lose_rollout(it: Installed, job: str, *, failover: int) -> None:
 
 def _write_spans(it: Installed) -> None:
     """What two instances ran and waited for, as their processes write it down."""
-    folder = it.doors.home.job(JobId("learn-1")).spans
+    folder = it.app.home.job(JobId("learn-1")).spans
     folder.mkdir(parents=True, exist_ok=True)
     since = START_S + 300
     given = {
@@ -450,7 +451,7 @@ async def _ended(it: Installed) -> None:
 
 async def _end(it: Installed, job: str, ended: JobEnded) -> None:
     """The processes and reservations are gone, then the job has ended."""
-    story = it.doors.loop.installation.jobs[JobId(job)]
+    story = it.app.loop.installation.jobs[JobId(job)]
     released = [GangReleased(gang=gang.id, epoch=gang.epoch, gone=True) for gang in story.ctx.gangs]
     stopped = [
         InstanceStopped(role=one.id.role, rank=one.id.rank, epoch=one.epoch)
@@ -495,7 +496,7 @@ async def _under_way(it: Installed) -> None:
 
 def _mastered(it: Installed, job: str, *, pid: int) -> list[JobEvent]:
     """A master came up and reserved the devices."""
-    gangs = it.doors.loop.installation.jobs[JobId(job)].ctx.gangs
+    gangs = it.app.loop.installation.jobs[JobId(job)].ctx.gangs
     return [
         MasterStarted(master_epoch=FIRST, pid=pid),
         Reattached(master_epoch=FIRST),
@@ -505,7 +506,7 @@ def _mastered(it: Installed, job: str, *, pid: int) -> list[JobEvent]:
 
 async def _requeue(it: Installed, job: str, reason: Reason) -> None:
     """Its processes and reservations are gone, and the attempt is over."""
-    ctx = it.doors.loop.installation.jobs[JobId(job)].ctx
+    ctx = it.app.loop.installation.jobs[JobId(job)].ctx
     await it.after(
         *(InstanceStopped(role=one.id.role, rank=one.id.rank, epoch=one.epoch) for one in ctx.instances.values()),
         *(GangReleased(gang=gang.id, epoch=gang.epoch) for gang in ctx.gangs),
@@ -521,10 +522,10 @@ async def _waiting(it: Installed) -> None:
     await it.submitted(job_file("big", queue="research/vision", gpus=4, more=more, replicas="3"), state=JobState.QUEUED)
     await it.submitted(job_file("tail", queue="research/vision", gpus=4), user="ann", state=JobState.QUEUED)
     await it.ask("PATCH", "/jobs/big-1", {"changes": {"priority": 75, "labels.team": "vision"}})
-    story = it.doors.loop.installation.jobs[JobId("yield-1")]
+    story = it.app.loop.installation.jobs[JobId("yield-1")]
     asked = PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, for_job="big-1")
     it.time.advance(STEP_S)
-    await it.doors.loop.append([asked], job=story.id, expected_seq=story.seq)
+    await it.app.loop.append([asked], job=story.id, expected_seq=story.seq)
     await it.settle()
 
 
@@ -534,5 +535,5 @@ async def _cluster(it: Installed) -> None:
     await it.ask("POST", "/nodes/r1n0:cordon", {"reason": "it is looked at"})
     it.time.advance(STEP_S)
     replaced = PartReplaced(part="gateway", pid=77, text="the gateway did not answer for 30 s", found_at=START_S + 1)
-    await it.doors.loop.append([replaced])
+    await it.app.loop.append([replaced])
     await it.settle()

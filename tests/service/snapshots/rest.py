@@ -14,7 +14,7 @@ from tests.service.described import route_of, routes_of
 from tests.service.snapshots.installation import LIMIT_S, QUEUES, Installed, job_file
 from tests.service.snapshots.normal import normal
 
-from rota.service.rest import application
+from rota.service.rest.app import application
 from rota.spec.ids import JobId
 
 API = "/api/v1"
@@ -188,8 +188,8 @@ def changes() -> Iterator[Ask]:
 
 async def late(it: Installed) -> list[Ask]:
     """What needs an identifier that the installation gave; then the end of the service, and who asked for what."""
-    token = next(one.made.id for one in it.doors.auth.accounts.tokens.values() if one.made.name == "spare")
-    webhook = next(iter(it.doors.notifier.targets))
+    token = next(one.made.id for one in it.app.auth.accounts.tokens.values() if one.made.name == "spare")
+    webhook = next(iter(it.app.notifier.targets))
     return [
         send("DELETE", f"/tokens/{token}"),
         send("DELETE", f"/webhooks/{webhook}"),
@@ -206,7 +206,7 @@ async def late(it: Installed) -> list[Ask]:
 async def answers(it: Installed) -> dict[str, list[dict[str, Any]]]:
     """Every answer by its route."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names_of(application())}
-    jobs = [*it.doors.loop.installation.jobs]
+    jobs = [*it.app.loop.installation.jobs]
     for ask in (*reads(jobs), *refusals(), *changes()):
         await _answered(it, ask, found)
     for ask in await late(it):

@@ -23,7 +23,7 @@ from ruamel.yaml.events import (
     ScalarEvent,
 )
 
-from rota.service.problems import PROBLEMS_MAX, Problem
+from rota.service.jobfile.problems import PROBLEMS_MAX, Problem
 from rota.spec.check import Path, dotted
 from rota.spec.errors import JobFileError
 

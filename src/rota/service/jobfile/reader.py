@@ -20,7 +20,7 @@ from rota.service.jobfile.nodes import (
     read_tree,
 )
 from rota.service.jobfile.overrides import apply_sets, find_place
-from rota.service.problems import Problem
+from rota.service.jobfile.problems import Problem
 from rota.spec import check as rules
 from rota.spec.errors import did_you_mean
 from rota.spec.job import JobSpec

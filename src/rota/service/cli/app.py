@@ -1,0 +1,303 @@
+"""rota: the table of verbs; nothing heavy is imported before a verb needs it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from io import TextIOWrapper
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from rota.service.cli.output import Form, form_of, terminal_for
+from rota.service.jobfile.problems import cannot_use
+from rota.spec.errors import BadInput, RotaError, did_you_mean
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+INTERRUPTED = 130
+BUG = 1
+GROUPS = ("Service", "Jobs", "Why", "Cluster", "Tools")
+
+VERBS: dict[str, tuple[str, str, str]] = {
+    "up": ("Service", "rota.service.cli.verbs.service:up", "Start the service of this machine."),
+    "down": ("Service", "rota.service.cli.verbs.service:down", "End it with everything it started."),
+    "status": ("Service", "rota.service.cli.verbs.service:status", "Show whether it answers, and how its parts are."),
+    "backup": ("Service", "rota.service.cli.verbs.service:backup", "Write everything it knows into one file."),
+    "restore": ("Service", "rota.service.cli.verbs.service:restore", "Fill an empty installation from such a file."),
+    "doctor": ("Service", "rota.service.cli.verbs.service:doctor", "Check this machine, and say what to do."),
+    "demo": ("Service", "rota.service.cli.verbs.demo:demo", "The main job, killed three times and healed."),
+    "login": ("Service", "rota.service.cli.verbs.accounts:login", "Use the service at an address from now on."),
+    "logout": ("Service", "rota.service.cli.verbs.accounts:logout", "Forget the service of the last login."),
+    "ui": ("Service", "rota.service.cli.verbs.accounts:ui", "Open the page in a browser, or print its address."),
+    "run": ("Jobs", "rota.service.cli.verbs.run:run", "Run a job file, or a command."),
+    "ps": ("Jobs", "rota.service.cli.verbs.jobs:ps", "List jobs, the newest first."),
+    "show": ("Jobs", "rota.service.cli.verbs.jobs:show", "Show one job: every role, instance and attempt."),
+    "logs": ("Jobs", "rota.service.cli.verbs.logs:logs", "Show the output of a job."),
+    "stop": ("Jobs", "rota.service.cli.verbs.running:stop", "Ask jobs to end."),
+    "pause": ("Jobs", "rota.service.cli.verbs.running:pause", "Give the devices of jobs back; keep the jobs."),
+    "resume": ("Jobs", "rota.service.cli.verbs.running:resume", "Put paused jobs into the queue again."),
+    "exec": ("Jobs", "rota.service.cli.verbs.running:exec_", "Run a command in the environment of an instance."),
+    "scale": ("Jobs", "rota.service.cli.verbs.running:scale", "Ask for another number of instances of a role."),
+    "set": ("Jobs", "rota.service.cli.verbs.jobs:set_", "Change priority, queue, time limit or labels."),
+    "explain": ("Why", "rota.service.cli.verbs.inspect:explain", "Why a job waits, and what would let it start."),
+    "failures": ("Why", "rota.service.cli.verbs.inspect:failures", "What failed first, and what was done about it."),
+    "why": ("Why", "rota.service.cli.verbs.inspect:why", "Who waits for whom in a running job."),
+    "top": ("Why", "rota.service.cli.verbs.watching:top", "What every instance of the running jobs does now."),
+    "trace": ("Why", "rota.service.cli.verbs.watching:trace", "Write a trace of a job, and say what bounds it."),
+    "graph": ("Why", "rota.service.cli.verbs.inspect:graph", "Roles, edges and sub-graphs of a job or job file."),
+    "events": ("Why", "rota.service.cli.verbs.logs:events", "The facts of a job in order."),
+    "nodes": ("Cluster", "rota.service.cli.verbs.cluster:nodes", "List nodes, or take one out of use and back."),
+    "queues": ("Cluster", "rota.service.cli.verbs.cluster:queues", "Show the tree of queues, or replace it."),
+    "report": ("Cluster", "rota.service.cli.verbs.cluster:report", "Who used what."),
+    "user": ("Cluster", "rota.service.cli.verbs.accounts:user", "Who you are; let users do things."),
+    "token": ("Cluster", "rota.service.cli.verbs.accounts:token", "Print the token in use; make and revoke others."),
+    "secret": ("Cluster", "rota.service.cli.verbs.accounts:secret", "Store write-only secrets for jobs."),
+    "webhook": ("Cluster", "rota.service.cli.verbs.accounts:webhook", "Send webhooks on job events."),
+    "audit": ("Cluster", "rota.service.cli.verbs.accounts:audit", "Who asked for which change."),
+    "plan search": ("Tools", "rota.service.cli.verbs.plan:search", "Find the best parallel plan, with a proof."),
+    "plan show": ("Tools", "rota.service.cli.verbs.plan:show", "Print a plan."),
+    "plan explain": ("Tools", "rota.service.cli.verbs.plan:explain", "What binds, and why not another plan."),
+    "plan calibrate": ("Tools", "rota.service.cli.verbs.plan:calibrate", "Measure this machine as a hardware file."),
+    "plan validate": (
+        "Tools",
+        "rota.service.cli.verbs.plan:validate",
+        "Compare the cost model with a published table.",
+    ),
+    "init": ("Tools", "rota.service.cli.verbs.start:init", "Write a job file with its code, ready to run."),
+    "completion": (
+        "Tools",
+        "rota.service.cli.verbs.start:completion",
+        "The shell's Tab key: show, install, uninstall.",
+    ),
+    "sim run": ("Tools", "rota.service.cli.verbs.sim:run", "Simulate a trace of jobs under a scheduling profile."),
+    "sim compare": ("Tools", "rota.service.cli.verbs.sim:compare", "Compare scheduling profiles on a trace."),
+    "sim fgd": ("Tools", "rota.service.cli.verbs.sim:fgd", "Fill a cluster with tasks under a placement."),
+    "sim cases": ("Tools", "rota.service.cli.verbs.sim:cases", "Replay recorded scheduling cases."),
+    "tensors ls": ("Tools", "rota.service.cli.verbs.tensors:ls", "List the named tensors of this machine."),
+    "tensors stat": ("Tools", "rota.service.cli.verbs.tensors:stat", "Show one tensor and who holds it."),
+    "tensors top": ("Tools", "rota.service.cli.verbs.tensors:top", "The names that take the most bytes."),
+    "tensors gc": ("Tools", "rota.service.cli.verbs.tensors:gc", "Sweep what dead processes left."),
+    "tensors fsck": ("Tools", "rota.service.cli.verbs.tensors:fsck", "Check registry and shared memory."),
+    "tensors doctor": ("Tools", "rota.service.cli.verbs.tensors:doctor", "Check the tensor plane, and say what to do."),
+    "tensors recover": ("Tools", "rota.service.cli.verbs.tensors:recover", "Build the registry again."),
+    "tensors door": ("Tools", "rota.service.cli.verbs.tensors:door", "Serve tensors to other languages."),
+}
+"""Verb to (group, where it is, one line of help); two words for a verb below another."""
+FAMILIES = {
+    "sim": "The scheduler in virtual time: run, compare, fgd, cases.",
+    "plan": "Parallel plans: search, show, explain, validate.",
+    "tensors": "Named tensors: ls, stat, top, gc, fsck, doctor, recover, door.",
+}
+
+SYNONYMS = {
+    "submit": "run",
+    "start": "run",
+    "create": "run",
+    "list": "ps",
+    "ls": "ps",
+    "jobs": "ps",
+    "cancel": "stop",
+    "kill": "stop",
+    "delete": "stop",
+    "describe": "show",
+    "get": "show",
+    "history": "events",
+    "open": "ui",
+    "dashboard": "ui",
+}
+"""What other tools call our verbs; only for "did you mean"."""
+
+ABOUT = """Schedules, runs and heals deep-learning jobs of many roles.
+
+First steps: rota init ddp, rota run job.yaml, rota ps. Help on a verb: rota VERB --help."""
+
+_COMMON = {"--json": 0, "--no-color": 0, "--quiet": 0, "--server": 1, "--token": 1, "-o": 1, "--output": 1}
+"""Flags of every verb that may also stand before it, and how many words each takes."""
+
+
+def make_app(chosen: str = "") -> App:
+    """The command line as cyclopts knows it. ``chosen`` is loaded, with its examples; the others only listed."""
+    from cyclopts import App, Group, Parameter
+
+    app = App(
+        name="rota",
+        help=ABOUT,
+        version=_version,
+        default_parameter=Parameter(negative="", show_default=False),
+        help_format="plaintext",
+    )
+    groups = {name: Group(name, sort_key=index) for index, name in enumerate(GROUPS)}
+    parents = {name: App(name=name, help=words, group=groups["Tools"]) for name, words in FAMILIES.items()}
+    for parent in parents.values():
+        app.command(parent)
+    for index, (verb, (group, target, words)) in enumerate(VERBS.items()):
+        family, _, last = verb.rpartition(" ")
+        owner = parents.get(family, app)
+        where: dict[str, Any] = {"name": last, "sort_key": index} | ({} if family else {"group": groups[group]})
+        if verb == chosen:
+            owner.command(verb_function(verb), **where, **_help_page(verb))
+        else:
+            owner.command(target, **where, help=words)
+    return app
+
+
+def _help_page(verb: str) -> dict[str, str]:
+    """What the docstring of a verb says, its examples apart."""
+    about, _, examples = (inspect.getdoc(verb_function(verb)) or "").partition("Examples\n--------\n")
+    paragraphs = [" ".join(part.split()) for part in about.split("\n\n")]
+    return {"help": "\n\n".join(paragraphs), "help_epilogue": f"Examples:\n\n{examples}"}
+
+
+def verb_function(verb: str) -> Callable[..., int]:
+    """The function behind a verb, imported now."""
+    module, _, name = VERBS[verb][1].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("rota")
+    except PackageNotFoundError:
+        return "0"
+
+
+def ordered(words: Sequence[str]) -> list[str]:
+    """Flags of every verb behind it, and what follows ``--`` as the words of a command: ``--argv=WORD`` each.
+
+    A lone ``-`` is a file, which the parser of options would not take as one.
+    """
+    head, tail = list(words), list[str]()
+    if "--" in head:
+        cut = head.index("--")
+        head, tail = head[:cut], head[cut + 1 :]
+    moved: list[str] = []
+    verb: list[str] = []
+    while head:
+        more = _COMMON.get(head[0].partition("=")[0])
+        if more is not None:
+            more = 0 if "=" in head[0] else more
+            moved += head[: more + 1]
+            del head[: more + 1]
+        elif not verb or (verb[0] in FAMILIES and len(verb) == 1):
+            verb.append(head.pop(0))
+        else:
+            break
+    head = ["--file=-" if word == "-" else word for word in head]
+    return verb + head + moved + [f"--argv={word}" for word in tail]
+
+
+def form_wanted(words: Sequence[str]) -> Form:
+    """The form of the answer, a mistake included."""
+    before = list(words)[: words.index("--")] if "--" in words else list(words)
+    if "--json" in before:
+        return "json"
+    asked = [last for first, last in pairwise(before) if first in ("-o", "--output")]
+    asked += [word.partition("=")[2] for word in before if word.startswith("--output=")]
+    for word in asked:
+        if form := form_of(word):
+            return form
+    return "table"
+
+
+def call(words: Sequence[str]) -> int:
+    """Run the command ``words``; its exit status. Errors are printed, never raised."""
+    from cyclopts import CycloptsError
+
+    terminal = terminal_for(form=form_wanted(words), quiet=False, no_color="--no-color" in words)
+    try:
+        " ".join(words).encode()
+    except UnicodeEncodeError as exc:
+        terminal.error(BadInput(f"not UTF-8: {exc.object[max(0, exc.start - 20) : exc.end]!r}"))
+        return BadInput.exit
+    given = ordered(words)
+    if given and not given[0].startswith("-") and given[0] not in VERBS and given[0] not in FAMILIES:
+        near = did_you_mean(given[0], {*VERBS, *FAMILIES, *SYNONYMS})
+        word = near.partition("'")[2].partition("'")[0]
+        hint = near.replace(word, SYNONYMS.get(word, word)) if near else "see: rota --help"
+        terminal.error(BadInput(f"unknown verb {given[0]!r}", hint=hint))
+        return BadInput.exit
+    try:
+        done = make_app(_chosen(given))(given, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as exc:
+        terminal.error(BadInput(_plain(exc), hint=_hint(words)))
+        return BadInput.exit
+    except RotaError as exc:
+        terminal.error(exc)
+        return exc.exit
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as exc:
+        terminal.error(cannot_use(exc))
+        return BadInput.exit
+    except Exception as exc:  # noqa: BLE001 - the edge of the process: a bug is one line, its traceback a file
+        terminal.error(
+            RotaError(f"internal error: {type(exc).__name__}: {exc}", hint=f"traceback: {_traceback_file()}")
+        )
+        return BUG
+    return done if isinstance(done, int) else 0
+
+
+def _traceback_file() -> str:
+    """Write the traceback of the exception under way to a file; its path."""
+    import tempfile
+    import traceback
+
+    with tempfile.NamedTemporaryFile("w", prefix="rota-bug-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        file.write(traceback.format_exc())
+    return file.name
+
+
+def _chosen(given: Sequence[str]) -> str:
+    """The verb that ``given`` asks for, or nothing."""
+    return next((verb for verb in (" ".join(given[:2]), *given[:1]) if verb in VERBS), "")
+
+
+def _plain(exc: Any) -> str:
+    from cyclopts import MissingArgumentError
+
+    argument = exc.argument if isinstance(exc, MissingArgumentError) else None
+    if argument is not None and argument.field_info.is_positional and not argument.tokens:
+        return f"{' '.join(exc.command_chain or ())} needs a {argument.name.lstrip('-').upper()}"
+    return " ".join(str(exc).split())
+
+
+def _hint(words: Sequence[str]) -> str:
+    verb = next((word for word in words if word in VERBS or word in FAMILIES), "")
+    return f"see: rota {verb} --help" if verb else "see: rota --help"
+
+
+def _leave(number: int, _: Any) -> None:
+    """Go through every ``finally``: a demonstration that is stopped ends what it started."""
+    sys.exit(128 + number)
+
+
+def _had_its_fill(*_: Any) -> None:
+    """The reader of stdout is gone: exit in order. Without a reader of stderr, or of a connection, continue."""
+    poller = select.poll()
+    for fd in (1, 2):
+        poller.register(fd, 0)
+    if gone := [fd for fd, what in poller.poll(0) if what & select.POLLERR]:
+        for fd in gone:  # what is still to be flushed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        if 1 in gone:
+            sys.exit(0)
+
+
+def main() -> None:
+    """Entry point of the command ``rota``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a locale of 7 bits shows what it can
+            stream.reconfigure(errors="backslashreplace")
+    signal.signal(signal.SIGPIPE, _had_its_fill)  # 'rota logs -f JOB | head'
+    for one in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) is signal.SIG_DFL:  # nohup stays nohup
+            signal.signal(one, _leave)
+    sys.exit(call(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""What verbs print: one JSON or YAML document for programs, tables for people, progress and mistakes on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any, Literal, NoReturn, get_args
+
+from rota.service.jobfile.problems import Problem
+from rota.spec.errors import JobFileError, RotaError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+API = "rota/v1"
+Form = Literal["table", "wide", "json", "yaml"]
+FORMS: tuple[Form, ...] = get_args(Form)
+WIDTH_PIPE, WIDTH_WIDE = 200, 2000
+"""Characters in a line of a table that goes to a file or a pipe, and of one that must not be folded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """Where answers go and in which form. ``json`` is set: stdout is exactly one document (one a line when following);
+    with ``yaml`` it is in YAML (one after ``---`` each when following). ``wide``: tables have every column.
+
+    ``colour`` and ``live`` are False unless the stream is a terminal that can show them.
+    """
+
+    json: bool = False
+    yaml: bool = False
+    wide: bool = False
+    quiet: bool = False
+    colour: bool = False
+    live: bool = False
+    out: IO[str] = sys.stdout
+    err: IO[str] = sys.stderr
+
+    def show(self, document: Mapping[str, Any], table: Callable[[Terminal], None]) -> None:
+        """The answer: the document as it is, or drawn by ``table``."""
+        if self.json:
+            self.line(self._text(_headed(document), indent=2))
+        else:
+            table(self)
+
+    def show_line(self, document: Mapping[str, Any], text: str) -> None:
+        """One of many answers, as they come."""
+        self.line(("---\n" if self.yaml else "") + self._text(_headed(document)) if self.json else text)
+
+    def _text(self, document: Mapping[str, Any], indent: int | None = None) -> str:
+        text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
+        if not self.yaml:
+            return text
+        from rota.service.jobfile.dump import yaml_text  # noqa: PLC0415 - only when YAML is asked for
+
+        return yaml_text(json.loads(text)).rstrip("\n")
+
+    def line(self, text: str = "") -> None:
+        """A line of the answer. Ends the process in order when nobody reads any more."""
+        try:
+            print(text, file=self.out, flush=True)
+        except BrokenPipeError:
+            _end()
+
+    def note(self, text: str) -> None:
+        """Progress and advice, on stderr."""
+        if not self.quiet:
+            self._tell(text)
+
+    def console(self) -> Console:
+        """A rich console on stdout that obeys colour and width."""
+        from rich.console import Console  # noqa: PLC0415 - only when a table is drawn
+
+        return Console(
+            file=self.out,
+            no_color=not self.colour,
+            force_terminal=self.colour,
+            width=WIDTH_WIDE if self.wide else None if self.live else WIDTH_PIPE,
+            highlight=False,
+            soft_wrap=False,
+        )
+
+    def table(
+        self, columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str = "", title: str = ""
+    ) -> None:
+        """A table without frames; numbers to the right; ``empty`` names the next step when there are no rows."""
+        from rich import box  # noqa: PLC0415 - only when a table is drawn
+        from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
+        cells = [["-" if cell in (None, "") else str(cell) for cell in row] for row in rows]
+        if not cells and empty:
+            self.line(empty)
+            return
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left", show_edge=False)
+        for index, column in enumerate(columns):
+            numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(cell, style=STATE_STYLE.get(cell, "")) for cell in row))
+        console = self.console()
+        with console.capture() as drawn:
+            console.print(table)
+        for line in drawn.get().splitlines():
+            self.line(line if self.colour else line.rstrip())
+
+    def pairs(self, rows: Iterable[tuple[str, object]]) -> None:
+        """Names and values, one a line; empty values are left out."""
+        shown = [(name, str(value)) for name, value in rows if value not in (None, "", [], {})]
+        width = max((len(name) for name, _ in shown), default=0)
+        for name, value in shown:
+            self.line(f"{name:<{width}}  {value}")
+
+    def error(self, exc: RotaError) -> None:
+        """A mistake: with its place and caret on stderr; as a document of kind ``Error`` on stdout with ``--json``."""
+        if self.json:
+            self.line(self._text(error_document(exc), indent=2))
+        if isinstance(exc, JobFileError) and exc.problems:
+            for problem in exc.problems:
+                self._tell(problem.render() if isinstance(problem, Problem) else str(problem))
+        else:
+            self._tell(f"rota: {exc.message}")
+        if exc.hint:
+            self._tell(f"      {exc.hint}")
+        trace = str(exc.fields.get("traceback") or "").rstrip()
+        if trace and not self.json:
+            self._tell(trace)
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # who reads no more loses no more than that
+            print(text, file=self.err, flush=True)
+
+
+STATE_STYLE = {
+    "RUNNING": "green",
+    "SUCCEEDED": "green",
+    "READY": "green",
+    "healthy": "green",
+    "QUEUED": "yellow",
+    "SUBMITTED": "yellow",
+    "ADMITTED": "cyan",
+    "STARTING": "cyan",
+    "STALE": "cyan",
+    "RECOVERING": "magenta",
+    "STOPPING": "yellow",
+    "FAILED": "red",
+    "LOST": "red",
+    "lost": "red",
+    "CANCELLED": "dim",
+    "GONE": "dim",
+}
+
+
+def _end() -> NoReturn:
+    """Leave in order. As it is entered the handler of SIGPIPE runs: what that raised in a generator's end was lost."""
+    sys.exit(0)
+
+
+def _headed(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with ``api`` in front, for those that verbs make themselves."""
+    return {"api": API, **document} if "api" not in document else dict(document)
+
+
+def _is_number(cell: str) -> bool:
+    return cell == "-" or cell.replace(".", "", 1).replace("/", "", 1).isdigit()
+
+
+def error_document(exc: RotaError) -> dict[str, Any]:
+    """What ``--json`` prints for a mistake."""
+    problems = exc.problems if isinstance(exc, JobFileError) else ()
+    return {
+        "api": API,
+        "kind": "Error",
+        "code": exc.fields.get("said_code") or exc.fields.get("code") or exc.code,
+        "exit": exc.exit,
+        "message": exc.message,
+        "hint": exc.hint,
+        "errors": [problem.to_json() for problem in problems if isinstance(problem, Problem)],
+        "fields": {name: value for name, value in exc.fields.items() if name not in ("said_code", "code")},
+    }
+
+
+def form_of(word: str) -> Form | None:
+    """The form that ``-o word`` means; None for none."""
+    return next((form for form in FORMS if form == word), None)
+
+
+def terminal_for(*, form: Form, quiet: bool, no_color: bool) -> Terminal:
+    """The terminal of this process; NO_COLOR, TERM=dumb and a pipe are obeyed."""
+    tty = sys.stdout.isatty()
+    environ = os.environ  # noqa: TID251 - how a terminal looks is no setting of Rota
+    plain = no_color or bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
+    live = tty and environ.get("TERM") != "dumb"
+    return Terminal(
+        json=form in ("json", "yaml"),
+        yaml=form == "yaml",
+        wide=form == "wide",
+        quiet=quiet,
+        colour=tty and not plain,
+        live=live,
+        out=sys.stdout,
+        err=sys.stderr,
+    )

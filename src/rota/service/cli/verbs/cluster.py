@@ -1,0 +1,188 @@
+"""rota nodes, queues and report: what there is, who holds and used it, and how to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from csv import writer as csv_writer
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.cli.output import Terminal
+from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags, confirm
+from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, lasting, promise, shortened, size
+from rota.spec.errors import BadInput
+from rota.spec.resources import counted
+
+ACTIONS = ("drain", "cordon", "undrain", "uncordon")
+
+
+def nodes(
+    action: Annotated[str, Parameter(help="drain, cordon, undrain or uncordon; default: list.")] = "",
+    node: Annotated[str, Parameter(help="The node to act on.")] = "",
+    *,
+    reason: Annotated[str, Parameter(help="Told to people.")] = "",
+    notice: Annotated[str, Parameter(help="How long jobs on a drained node have to move.")] = "10m",
+    dry_run: Annotated[bool, Parameter(help="Only say which jobs it touches.")] = False,
+    yes: Annotated[bool, Parameter(name=["-y", "--yes"], help="Do not ask.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """List nodes, or take one out of use for new work and back.
+
+    Both drain and cordon keep new work off a node. cordon lets the jobs on it run to their end. drain shows them,
+    asks, and moves them: at a commit or checkpoint to another node, or back into the queue if there is none when the
+    notice is over. undrain and uncordon are the same: the node takes work again.
+
+    Examples
+    --------
+    rota nodes
+
+    rota nodes drain r0n1 --reason "new driver" --yes
+    """
+    terminal = flags.terminal()
+    if action and (action not in ACTIONS or not node):
+        raise BadInput(f"rota nodes {action} {node}".rstrip() + ": not understood", hint="rota nodes drain NODE")
+    if not action:
+        return flags.answer(lambda client: client.nodes(), _node_table)
+    with flags.client() as client:
+        notice_s = ago_s(notice) if action == "drain" else None
+        if action == "drain" and not yes and not dry_run:
+            jobs = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=True)["jobs"]
+            if jobs:
+                confirm(f"drain {node}, on which {shortened(one['job'] for one in jobs)} runs?", yes=yes)
+        plan = client.mark_node(node, action, reason=reason, notice_s=notice_s, dry_run=dry_run)
+    terminal.show(plan, lambda term: _drain_table(term, plan))
+    return 0
+
+
+def _node_table(term: Terminal, document: Mapping[str, Any]) -> None:
+    term.table(
+        ["NODE", "STATE", "CELL", "GPUS", "TYPE", "CPUS", "MEMORY", "JOBS", "NOTE"],
+        [
+            (
+                node["id"],
+                node["state"],
+                "/".join(node["cells"]),
+                f"{node['gpus_used']}/{node['gpus']}" if node["gpus"] else "",
+                shortened(sorted({device["type"] for device in node["devices"]})),
+                f"{amount(node['cpus_used'])}/{amount(node['cpus'])}",
+                size(node["memory_bytes"]),
+                shortened(node["jobs"]),
+                _note(node),
+            )
+            for node in document["items"]
+        ],
+        empty="no nodes yet",
+    )
+
+
+def _note(node: Mapping[str, Any]) -> str:
+    """Why a node is as it is; of a drained one who is still there and until when, or that it may be taken down."""
+    drain, words = node.get("drain"), [node["text"]] if node["text"] else []
+    if drain is not None and drain["safe"]:
+        words.insert(0, "drained: safe to take down")
+    elif drain is not None:
+        until = f" until {clock_time(drain['until'])}" if drain["until"] else ", to their end"
+        words.insert(0, f"draining: {counted(drain['jobs_left'], 'job')} left ({shortened(node['jobs'])}){until}")
+    return "; ".join(words)
+
+
+def _drain_table(term: Terminal, plan: Mapping[str, Any]) -> None:
+    would = "would be" if plan["dry_run"] else "is"
+    term.line(f"{plan['node']} {would} {plan['action']}ed; state {plan['state']}")
+    for row in plan["jobs"]:
+        term.line(f"  {row['job']}: {row['effect']}")
+
+
+def queues(
+    action: Annotated[str, Parameter(help="apply; default: list.")] = "",
+    file: Annotated[str, Parameter(help="YAML or JSON: a list of queues.")] = "",
+    *,
+    dry_run: Annotated[bool, Parameter(help="Only say what would change.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show the tree of queues, or replace it.
+
+    Examples
+    --------
+    rota queues
+
+    rota queues apply queues.yaml --dry-run
+    """
+    if action and (action != "apply" or not file):
+        raise BadInput(f"rota queues {action}".rstrip() + ": not understood", hint="rota queues apply FILE")
+    if not action:
+        return flags.answer(lambda client: client.queues(), _queue_table)
+    from rota.service.http import read_file
+
+    text = read_file(Path(file))
+    return flags.answer(lambda client: client.apply_queues(text, filename=file, dry_run=dry_run), _diff_table)
+
+
+def _diff_table(term: Terminal, diff: Mapping[str, Any]) -> None:
+    rows = [(name, shortened(diff[name], 20)) for name in ("added", "changed", "removed")]
+    if any(text for _, text in rows):
+        term.pairs(rows)
+    else:
+        term.line("nothing changes")
+    for one in diff["over"]:
+        term.line(one["text"])
+
+
+def _queue_table(term: Terminal, document: Mapping[str, Any]) -> None:
+    counts = ("BORROWED", "RUNNING", "WAITING", "WANTED", "OLDEST")
+    term.table(
+        ["QUEUE", "STATE", "GPUS", "GUARANTEED", "LIMIT", "A USER", *counts],
+        [
+            (
+                "  " * queue["path"].count("/") + queue["path"].rpartition("/")[2],
+                queue["state"],
+                amount(queue["used_gpus"]),
+                *(
+                    promise(stated.get("gpus"), stated.get("cpus"), stated.get("memory_bytes"))
+                    for stated in (queue[name] or {} for name in ("guaranteed", "limit", "user_limit"))
+                ),
+                amount(queue["borrowed_gpus"]),
+                queue["running_jobs"],
+                queue["pending_jobs"],
+                amount(queue["pending_gpus"]),
+                age(queue["oldest_wait_since"]),
+            )
+            for queue in document["items"]
+        ],
+        empty="no queues",
+    )
+
+
+def report(
+    *,
+    by: Annotated[str, Parameter(help="user, queue, job or gpu_type.")] = "user",
+    since: Annotated[str, Parameter(help="So far back.")] = "30d",
+    csv: Annotated[bool, Parameter(help="Comma-separated, for a spreadsheet.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show who used what: device and core hours, jobs and their ends, waiting, restarts.
+
+    Examples
+    --------
+    rota report --by queue --since 7d --csv > usage.csv
+    """
+    from rota.service.calls import get
+
+    with flags.client() as client:
+        document = client.ask(get("/report", by=by, since_s=ago_s(since)))
+    columns = f"{by},jobs,succeeded,failed,cancelled,gpu_hours,cpu_hours,wait_s p50,wait_s p95,restarts".split(",")
+    rows = [
+        (*(one[name] for name in columns[:7]), one["wait_s"]["p50"], one["wait_s"]["p95"], one["restarts"])
+        for one in document["items"]
+    ]
+    terminal = flags.terminal()
+    if csv and not terminal.json:
+        writer = csv_writer(terminal.out)
+        writer.writerows([columns, *rows])
+        return 0
+    columns = [name.replace("_s ", " ").replace("_", " ") for name in columns]
+    rows = [(*row[:7], lasting(row[7]), lasting(row[8]), row[9]) for row in rows]
+    terminal.show(document, lambda term: term.table([name.upper() for name in columns], rows, empty="nothing ran"))
+    return 0

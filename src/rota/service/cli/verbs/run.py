@@ -1,0 +1,362 @@
+"""rota run: check, plan or submit a job, and follow it to its end."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from cyclopts import Parameter
+
+from rota.service.cli.output import Terminal
+from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.cli.verbs.formatting import ago_s, amount, replicas, resources, shortened
+from rota.service.jobfile.problems import Problem
+from rota.spec.check import SIZES_HINT, unenforced
+from rota.spec.errors import BadInput, JobFileError, NotReachable, RotaError
+from rota.spec.resources import counted
+from rota.spec.states import JobState
+
+if TYPE_CHECKING:
+    from rota.service.client import Client
+    from rota.spec.job import JobSpec
+
+T = TypeVar("T")
+INTERRUPTED = 130
+LOOK_S = 1.0
+"""How long ``--check`` waits for the queues of a service that was not named, in seconds."""
+SCRIPTS = (".sh", ".sbatch", ".slurm")
+
+
+def run(
+    file: Annotated[str, Parameter(help="Job file (YAML, JSON; '-' is stdin) or shell script.")] = "",
+    *,
+    argv: Annotated[list[str] | None, Parameter(show=False)] = None,
+    set_: Annotated[list[str] | None, Parameter(name="--set", help="path=value over the file; repeatable.")] = None,
+    name: Annotated[str, Parameter(name=["-n", "--name"], help="Name of the job.")] = "",
+    queue: Annotated[str, Parameter(name=["-q", "--queue"], help="Queue.")] = "",
+    priority: Annotated[int | None, Parameter(name=["-p", "--priority"], help="-1 to 100.")] = None,
+    time_limit: Annotated[str, Parameter(name=["-t", "--time"], help="Hard end, for example 2h.")] = "",
+    cpus: Annotated[str, Parameter(help="Cores of one instance, for a single role.")] = "",
+    gpus: Annotated[str, Parameter(help="Devices of one instance, for a single role.")] = "",
+    memory: Annotated[str, Parameter(help="Memory of one instance, for a single role.")] = "",
+    env: Annotated[list[str] | None, Parameter(name=["-e", "--env"], help="K=V; repeatable.")] = None,
+    workdir: Annotated[str, Parameter(help="Where relative paths and imports start; default: the file's folder.")] = "",
+    check: Annotated[
+        bool, Parameter(help="Only report every mistake of the file, its queue and its workloads.")
+    ] = False,
+    dry_run: Annotated[bool, Parameter(help="Show roles, gangs, placement and blast radius; start nothing.")] = False,
+    pretend: Annotated[str, Parameter(help="With --dry-run: plan on RACKSxNODESxDEVICES instead.")] = "",
+    ignore_image: Annotated[bool, Parameter(help="Run a job that names an image; nothing uses images.")] = False,
+    detach: Annotated[bool, Parameter(name=["-d", "--detach"], help="Return as soon as it is submitted.")] = False,
+    wait: Annotated[bool, Parameter(name=["-w", "--wait"], help="Wait for the end without showing logs.")] = False,
+    timeout: Annotated[str, Parameter(help="With waiting: give up after this long (exit 5); the job runs on.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Run a job file, or a command.
+
+    On a terminal it follows the output and exits as the job ends; Ctrl-C detaches and the job runs on. Elsewhere it
+    returns once the job is durable. The service of this machine is started if none answers.
+
+    Examples
+    --------
+    rota run job.yaml --set roles.trainer.replicas=4
+
+    rota run job.yaml --dry-run
+
+    rota run -n hello -- python -c "print('hello')"
+    """
+    changes = _changes(set_, name, queue, priority, time_limit, env)
+    body = _body(file, argv, [*changes], {"cpus": cpus, "gpus": gpus, "memory": memory}, workdir)
+    if ignore_image:
+        body["ignore_image"] = True
+    terminal = flags.terminal()
+    follow = terminal.live and not detach and not terminal.json and not wait
+    timeout_s = ago_s(timeout)  # every mistake is told before anything is started
+    if timeout and not (follow or wait):
+        raise BadInput(f"--timeout {timeout} is how long to wait, and nothing waits", hint="add -w")
+    headers = _headers(file)
+    spec = _as_given(changes, lambda: _read(body), headers)
+    if check:
+        return _as_given(changes, lambda: _check(flags, terminal, body, spec), headers)
+    if dry_run:
+        return flags.tell(lambda: _plan(flags, terminal, body, pretend), _plan_table)
+    if pretend:
+        raise BadInput("--pretend goes with --dry-run", hint="for a pretend cluster that runs: rota up --pretend 3x4x8")
+    with _client(flags, terminal) as client:
+        handle = client.submit(body)
+        terminal.note(f"{handle['id']} submitted  {handle.get('url', '')}")
+        for note in unenforced(spec):
+            terminal.note(f"note: {note}")
+        if follow or wait:
+            return _to_the_end(client, terminal, handle["id"], follow=follow, timeout_s=timeout_s)
+        terminal.show(handle, lambda term: term.line(handle["id"]))
+        return 0
+
+
+def _changes(
+    sets: list[str] | None, name: str, queue: str, priority: int | None, time_limit: str, env: list[str] | None
+) -> dict[str, str]:
+    """The short flags as ``--set`` values, before the explicit ones; each with the flag that it came by."""
+    number = "" if priority is None else str(priority)
+    short = [("name", name, "-n"), ("queue", queue, "-q"), ("priority", number, "-p"), ("time_limit", time_limit, "-t")]
+    made = {f"{path}={value}": f"{flag} {value}" for path, value, flag in short if value}
+    for pair in env or ():
+        key, equals, _ = pair.partition("=")
+        if not equals or not key:
+            raise BadInput(f"-e {pair}: not K=V")
+        made[f"env.{pair}"] = f"-e {pair}"
+    return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
+
+
+def _body(
+    file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str
+) -> dict[str, Any]:
+    if argv and file:
+        raise BadInput("give a job file or a command after '--', not both")
+    if not argv and not file:
+        raise BadInput("missing job file or command", hint="rota run job.yaml, or rota run -- python train.py")
+    folder = str(Path(workdir).expanduser().absolute()) if workdir else ""
+    if argv:
+        from rota.service.http import command_of
+
+        if len(argv) == 1 and set(argv[0].strip()) & set(" |;&<>") and shutil.which(argv[0]) is None:
+            hint = f"rota run -- sh -c {shlex.quote(argv[0])}"
+            raise BadInput(f"{argv[0]!r} is one word, not a program with arguments", hint=hint)
+        return command_of(argv, sets=changes, res=res, workdir=folder)
+    if file == "-":
+        source, name, base = sys.stdin.read(), "stdin", Path.cwd()
+    else:
+        path = Path(file).expanduser()
+        from rota.service.http import read_file
+
+        if path.suffix == ".py" or path.suffix == ".ipynb":
+            raise BadInput(f"{file} is not a job file", hint=f"rota run -- python {file}")
+        source, name, base = read_file(path), file, path.absolute().parent
+        if path.suffix in SCRIPTS:
+            from rota.service.scripts import script_body
+
+            made = script_body(source, filename=file, workdir=folder or str(base))
+            return {**made, "sets": made["sets"] + changes + _for_main(res)}
+    given = [f"roles.{_only_role(source, name)}.resources.{key}={value}" for key, value in res.items() if value]
+    return {"source": source, "filename": name, "sets": changes + given, "workdir": folder or str(base)}
+
+
+def _headers(file: str) -> dict[str, Problem]:
+    """Where each ``--set`` that the head of a script means is in the script, as a problem without words."""
+    if Path(file).suffix not in SCRIPTS:
+        return {}
+    from rota.service.http import read_file
+    from rota.service.scripts import header_places
+
+    text = read_file(Path(file).expanduser())
+    lines = text.splitlines()
+    return {
+        one: Problem(loc="", line=line, col=col, message="", file=file, source=lines[line - 1])
+        for one, (line, col) in header_places(text).items()
+    }
+
+
+def _for_main(res: Mapping[str, str]) -> list[str]:
+    return [f"roles.main.resources.{key}={value}" for key, value in res.items() if value]
+
+
+def _only_role(source: str, name: str) -> str:
+    from rota.service.jobfile import read_job
+
+    roles = read_job(source, filename=name).roles
+    if len(roles) != 1:
+        raise BadInput(
+            f"{name} has {len(roles)} roles; --cpus, --gpus and --memory are for one",
+            hint="--set roles.NAME.resources.gpus=2",
+        )
+    return roles[0].name
+
+
+def _read(body: Mapping[str, Any]) -> JobSpec:
+    from rota.service.jobfile import read_job
+
+    return read_job(body["source"], filename=body["filename"], sets=body["sets"])
+
+
+def _as_given(changes: Mapping[str, str], ask: Callable[[], T], headers: Mapping[str, Problem] | None = None) -> T:
+    """What ``ask`` gives; an error in a flag names the flag as it was given, one in the head of a script its line."""
+    try:
+        return ask()
+    except JobFileError as exc:
+        told = tuple(_told_of_flag(one, changes, headers or {}) for one in exc.problems)
+        raise JobFileError(told, hint=exc.hint, **exc.fields) from None
+
+
+def _told_of_flag(problem: Problem, changes: Mapping[str, str], headers: Mapping[str, Problem]) -> Problem:
+    header = headers.get(problem.source) if problem.file.startswith("--set") else None
+    if header is not None and problem.source not in changes:
+        return replace(problem, file=header.file, line=header.line, col=header.col, source=header.source)
+    flag = changes.get(problem.source, "") if problem.file.startswith("--set") else ""
+    if not flag or flag.startswith("--set"):
+        return replace(problem, file=flag or problem.file)
+    return replace(problem, file=flag, line=0)  # the text behind a short flag is ours: a place in it says nothing
+
+
+def _client(flags: Flags, terminal: Terminal) -> Client:
+    """A client of a service that answers; the local one is started when it does not."""
+    client = flags.client()
+    try:
+        client.status()
+    except NotReachable:
+        client.close()
+        from rota.service.connect import find_service
+        from rota.service.process.daemon import ensure_up
+
+        settings = flags.settings()
+        if not find_service(flags.server, flags.token).local:
+            raise
+
+        terminal.note("starting the service of this machine ...")
+        ensure_up(settings)
+        return flags.client()
+    return client
+
+
+def _check(flags: Flags, terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
+    from rota.service.offline import check_job
+
+    check_job(spec, body, _leaves(flags))
+    counts = {"roles": len(spec.roles), "instances": sum(role.replicas_min for role in spec.roles)}
+    document = {"kind": "JobCheck", "name": spec.name, "valid": True, **counts, "digest": spec.digest}
+    most = {"replicas": counts["instances"], "replicas_max": sum(role.replicas_max for role in spec.roles)}
+    words = f"{counted(counts['roles'], 'role')}, {counted(replicas(most), 'instance')}"
+    terminal.show(document, lambda term: term.line(f"{body['filename']}: {spec.name} is valid, {words}"))
+    return 0
+
+
+def _leaves(flags: Flags) -> set[str] | None:
+    """The queues that take jobs; None where no service of this home answers in time."""
+    from rota.service.client import Client
+
+    try:
+        with flags.client() if flags.server else Client(token=flags.token, timeout_s=LOOK_S) as client:
+            items = client.queues()["items"]
+    except RotaError:
+        if flags.server:
+            raise
+        return None
+    return {one["path"] for one in items} - {one["parent"] for one in items}
+
+
+def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> dict[str, Any]:
+    if not pretend:
+        try:
+            with flags.client() as client:
+                return client.plan(body)
+        except NotReachable:
+            if flags.server:
+                raise
+            terminal.note("no service answers; planned on this machine alone")
+    from rota.service.offline import plan_job
+
+    return plan_job(body, pretend=pretend)
+
+
+class PlanReport(dict[str, Any]):
+    """The document of a plan; of a job built in Python, on this machine alone."""
+
+    @staticmethod
+    def of(job: Any, *, ignore_image: bool = False) -> PlanReport:
+        """What ``job`` would become. Raises what submitting would raise."""
+        from rota.service.http import source_of
+        from rota.service.offline import plan_job
+
+        return PlanReport(plan_job({**source_of(job), "ignore_image": ignore_image}))
+
+    def show(self) -> None:
+        """Print it as ``rota run --dry-run`` does."""
+        _plan_table(Terminal(out=sys.stdout), self)
+
+
+def _plan_table(term: Terminal, report: Mapping[str, Any]) -> None:
+    from rota.service.cli.verbs.inspect import estimate_text
+
+    starts = "starts now" if report.get("starts_now") else f"waits: {(report.get('why') or {}).get('text', '')}"
+    term.line(f"{report['name']}: {starts}")
+    if estimate := estimate_text((report.get("explanation") or {}).get("estimate")):
+        term.line(f"estimated start: {estimate}")
+    where = _places(report)
+    term.table(
+        ["ROLE", "N", "EACH", "WHERE", "LOSING ONE"],
+        [
+            (
+                role["name"],
+                replicas(role),
+                resources(role["resources"]),
+                shortened(where.get(role["name"], [])),
+                role["blast_radius"]["text"].removeprefix(f"losing {role['name']}/0 "),
+            )
+            for role in report["roles"]
+        ],
+    )
+    for role in report["roles"]:
+        if role["fixed_size"]:
+            less, most = role["replicas"], role["replicas_max"]
+            term.line(f"{role['name']} stays at {less}, never {most}: {role['fixed_size']}; {SIZES_HINT}")
+        for plan in role["plans"]:
+            term.line(f"plan of {plan['replicas']} {role['name']}: {plan['why']}")
+    for note in report.get("notes", ()):
+        term.line(f"note: {note}")
+    gangs = [f"{gang['gang']} ({counted(len(gang['bundles']), 'slot')})" for gang in report["gangs"]]
+    term.line(f"gangs: {', '.join(gangs)}")
+
+
+def _places(report: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Nodes (with devices) of each role, from gangs and their grants."""
+    found: dict[str, list[str]] = {}
+    grants = {grant["gang"]: grant for grant in (report.get("placement") or {}).get("gangs", ())}
+    for gang in report["gangs"]:
+        grant = grants.get(gang["gang"])
+        for bundle, given in zip(gang["bundles"], grant["bundles"] if grant else [], strict=False):
+            devices = ",".join(str(device) for device in given["devices"])
+            place = f"{given['node']}[{devices}]" if devices else given["node"]
+            for member in bundle["members"]:
+                places = found.setdefault(member["role"], [])
+                if place not in places:
+                    places.append(place)
+    return found
+
+
+def _to_the_end(client: Client, terminal: Terminal, job: str, *, follow: bool, timeout_s: float | None) -> int:
+    try:
+        if follow:
+            from rota.service.cli.verbs.logs import follow_to_end
+
+            follow_to_end(client, terminal, job)
+        document = client.wait(job, timeout_s=timeout_s)
+    except KeyboardInterrupt:
+        terminal.note(f"\ndetached; {job} keeps running.  follow: rota logs -f {job}   stop: rota stop {job}")
+        return INTERRUPTED
+    show_end(client, terminal, document)
+    return 0 if document["state"] == JobState.SUCCEEDED else 1
+
+
+def show_end(client: Client, terminal: Terminal, document: Mapping[str, Any]) -> None:
+    """How a job ended: the document, or a line on stderr with the first failing instance."""
+    if terminal.json:
+        terminal.show(document, lambda _: None)
+        return
+    healed = document.get("failovers") or 0
+    ran = f" after {amount(round(document.get('run_s') or 0, 1))} s"
+    extra = f", {counted(healed, 'failure')} healed" if healed and document["state"] == JobState.SUCCEEDED else ""
+    terminal.note(f"{document['id']} {document['state']}{ran}{extra}: {document.get('text') or ''}")
+    if document.get("output"):
+        terminal.note(f"output: {document['output']}")
+    if document["state"] != JobState.FAILED:
+        return
+    first = client.failures(document["id"]).get("first") or (document.get("error") or {})
+    if place := first.get("instance"):
+        terminal.note(f"first failure: {place} {first.get('reason', '')}: {first.get('text', '')}")
+    if first.get("traceback"):
+        terminal.note(str(first["traceback"]).rstrip())
+    terminal.note(f"more: rota failures {document['id']}")

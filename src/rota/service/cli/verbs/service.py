@@ -1,0 +1,274 @@
+"""rota up, down, status, backup, restore, doctor: the service of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.cli.output import Terminal
+from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags, confirm
+from rota.service.cli.verbs.formatting import age
+from rota.spec.errors import BadInput, Conflict, NotReachable
+from rota.spec.resources import counted
+
+if TYPE_CHECKING:
+    from rota.service.config import Settings
+
+DOWN = 3
+"""Exit status of ``status`` when the service does not answer."""
+
+
+def up(
+    *,
+    host: Annotated[str, Parameter(help="Address to listen on; beyond this machine only if you say so.")] = "",
+    port: Annotated[int | None, Parameter(help="Port; default 7700, 0 takes a free one.")] = None,
+    db: Annotated[str, Parameter(help="Database URL; default: SQLite in $ROTA_HOME.")] = "",
+    redis: Annotated[str, Parameter(help="Registry URL; default: an embedded one.")] = "",
+    ray: Annotated[str, Parameter(help="Address of a Ray cluster; default: a local one with the first job.")] = "",
+    pretend: Annotated[str, Parameter(help="Schedule on RACKSxNODESxDEVICES pretend nodes, for example 3x4x8.")] = "",
+    policy: Annotated[str, Parameter(help="Scheduling policy.")] = "",
+    foreground: Annotated[bool, Parameter(help="Stay here until Ctrl-C.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Start the service of this machine, or find the one that runs.
+
+    Examples
+    --------
+    rota up
+
+    rota up --pretend 3x4x8
+    """
+    given = {"host": host, "port": port, "db_url": db, "redis_url": redis, "ray_address": ray, "pretend": pretend}
+    settings = flags.settings(**given, profile=policy)
+    terminal = flags.terminal()
+    if foreground:
+        from rota.service.process.serve import run
+
+        terminal.note(f"serving {settings.home}; Ctrl-C ends it")
+        run(settings)
+        return 0
+    from rota.service.process.daemon import up as start
+
+    document = start(settings)
+    if not document["started"]:
+        _refuse_other(flags, settings)
+    terminal.show(document, lambda term: _status(term, document))
+    return 0
+
+
+def _refuse_other(flags: Flags, settings: Settings) -> None:
+    """Raise Conflict for a flag that the service which runs was not started with: it would be dropped in silence."""
+    from rota.service.calls import get
+
+    with flags.client() as client:
+        runs = {one["name"]: one["value"] for one in client.ask(get("/settings"))["items"]}
+    for one in settings.document()["items"]:
+        name, value = one["name"], one["value"]
+        if one["origin"] == "flag" and name not in ("server", "token", "pretend") and value != runs.get(name):
+            has = f"the service runs already with {name}={runs.get(name)}"
+            raise Conflict(f"{has}; {name}={value} is not applied", hint="rota down, then rota up again with it")
+
+
+def down(
+    *,
+    jobs: Annotated[str, Parameter(help="leave: they continue at the next 'up'; cancel: stop all, of all users.")] = (
+        "leave"
+    ),
+    yes: Annotated[bool, Parameter(help="Cancel without asking.")] = False,
+    force: Annotated[bool, Parameter(help="Wait for no job: those that run continue from their last commit.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """End the service of this machine with everything it started.
+
+    Jobs that wait stay in the queue; those that run save, stop and are queued again. The next 'rota up'
+    continues each from its last commit, or from the beginning without one.
+
+    Examples
+    --------
+    rota down
+
+    rota down --jobs cancel --yes
+    """
+    if jobs not in ("leave", "cancel", "stop"):
+        raise BadInput(f"--jobs {jobs}: leave or cancel")
+    from rota.service.process.daemon import down as end
+    from rota.service.process.daemon import live_by_user
+
+    terminal, settings, cancel = flags.terminal(), flags.settings(), jobs != "leave"
+    if cancel and force:
+        raise BadInput(f"--force asks no job to end, --jobs {jobs} asks all", hint="leave one of them out")
+    if cancel and (users := live_by_user(settings)):
+        of_users = ", ".join(f"{n} of {name}" for name, n in sorted(users.items(), key=lambda one: (-one[1], one[0])))
+        confirm(f"cancel {counted(sum(users.values()), 'job')} ({of_users})", yes=yes)
+    document = end(settings, jobs="cancel" if cancel else "leave", force=force)
+    terminal.show(document, lambda term: term.line(_ended(document)))
+    return 0 if document["state"] == "down" else 1
+
+
+def _ended(document: Mapping[str, Any]) -> str:
+    parts = [f"{document['state']}: {', '.join(document['ended']) or 'nothing was running'}"]
+    if document["stopped_jobs"]:
+        parts.append(f"cancelled {counted(len(document['stopped_jobs']), 'job')}")
+    if left := sum(document["left_jobs"].values()):
+        then = "from its last commit, or from the beginning without one"
+        parts.append(f"{counted(left, 'job')} left; the next 'rota up' continues each {then}")
+    if document["still_running"]:
+        parts.append(f"still running: {', '.join(f'process {pid}' for pid in document['still_running'])}")
+    return "; ".join([*parts, *filter(None, [document["text"]])])
+
+
+def status(
+    *,
+    settings: Annotated[bool, Parameter(help="Show every setting and where it came from.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Show whether the service answers, and how its parts are.
+
+    Exits with 3 when the service does not answer.
+
+    Examples
+    --------
+    rota status --settings
+    """
+    terminal = flags.terminal()
+    known = flags.settings()
+    if settings:
+        document = _settings(flags, terminal)
+        terminal.show(document, lambda term: _settings_table(term, document))
+        return 0
+    from rota.service.connect import find_service
+
+    if not find_service(flags.server, flags.token).local:
+        with flags.client() as client:
+            document = client.status()
+    else:
+        from rota.service.process.daemon import status as ask
+
+        document = ask(known)
+    terminal.show(document, lambda term: _status(term, document))
+    if document["state"] == "down":
+        terminal.note(f"no Rota service runs for {document['home']}; start it: rota up")
+        return DOWN
+    return 0
+
+
+def _settings(flags: Flags, terminal: Terminal) -> dict[str, Any]:
+    """Those of the service that runs, else those that one would start with."""
+    from rota.service.calls import get
+
+    with flags.client() as client:
+        try:
+            return client.ask(get("/settings"))
+        except NotReachable:
+            terminal.note("no service answers; it would start with these")
+    return flags.settings().document()
+
+
+def _settings_table(term: Terminal, document: Mapping[str, Any]) -> None:
+    term.table(["SETTING", "VALUE", "FROM"], [(one["name"], one["value"], one["origin"]) for one in document["items"]])
+
+
+def _status(term: Terminal, doc: Mapping[str, Any]) -> None:
+    cluster = doc.get("cluster") or {}
+    jobs = ", ".join(f"{count} {state}" for state, count in (cluster.get("jobs") or {}).items())
+    term.pairs(
+        [
+            ("service", doc["state"] + (f" for {age(doc['started_at'])}" if doc.get("started_at") else "")),
+            ("address", doc.get("url")),
+            ("page", doc.get("login")),
+            ("home", doc.get("home")),
+            ("version", doc.get("version")),
+            ("policy", doc.get("profile")),
+            ("nodes", _nodes(doc, cluster)),
+            ("jobs", jobs),
+            ("still running", ", ".join(map(str, doc.get("still_running", [])))),
+        ]
+    )
+    for name, part in (doc.get("parts") or {}).items():
+        if isinstance(part, dict):
+            term.line(f"  {name}: {part.get('state')}" + (f"  {part['text']}" if part.get("text") else ""))
+    for warning in doc.get("warnings", ()):
+        term.note(f"warning: {warning}")
+
+
+def _nodes(doc: Mapping[str, Any], cluster: Mapping[str, Any]) -> str:
+    if not cluster:
+        return ""
+    pretend = f", pretend {doc['pretend']}" if doc.get("pretend") else ""
+    return f"{cluster['nodes']}, {cluster['gpus_used']}/{cluster['gpus']} devices used{pretend}"
+
+
+def backup(
+    out: Annotated[Path, Parameter(help="The file to write, for example rota.tar.gz.")],
+    *,
+    no_jobs: Annotated[bool, Parameter(help="Without logs and output of jobs.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Write everything that this installation knows into one file; the service may run meanwhile.
+
+    It holds the token and the key of the secrets: keep it as safe as the installation itself.
+
+    Examples
+    --------
+    rota backup rota-2026-01-31.tar.gz
+    """
+    from rota.service.process.backup import back_up
+
+    document = back_up(flags.settings(), out, jobs=not no_jobs)
+    text = f"{document['file']}: {_kept(document)}"
+    flags.terminal().show(document, lambda term: term.line(text))
+    return 0
+
+
+def _kept(document: Mapping[str, Any]) -> str:
+    return f"{counted(document['records'], 'record')}, {counted(document['files'], 'file')}"
+
+
+def restore(
+    source: Annotated[Path, Parameter(help="A file of 'rota backup'.")],
+    *,
+    db: Annotated[str, Parameter(help="Database URL; default: SQLite in $ROTA_HOME.")] = "",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Fill an empty installation from a back-up, on the same kind of database or the other one.
+
+    Examples
+    --------
+    ROTA_HOME=/srv/rota rota restore rota-2026-01-31.tar.gz
+    """
+    from rota.service.process.backup import restore as fill
+
+    document = fill(flags.settings(db_url=db), source)
+    text = f"{document['home']}: {_kept(document)}; start it: rota up"
+    flags.terminal().show(document, lambda term: term.line(text))
+    return 0
+
+
+def doctor(
+    *,
+    fix: Annotated[bool, Parameter(help="Repair what can be repaired without harm.")] = False,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Check this machine and this installation, and say what to do; exits with 1 when something fails.
+
+    Examples
+    --------
+    rota doctor --fix
+    """
+    from rota.service.doctor import examine
+
+    return flags.tell(lambda: examine(flags.settings(), fix=fix), _report, lambda report: report["mark"] == "fail")
+
+
+def _report(term: Terminal, report: Mapping[str, Any]) -> None:
+    for done in report["fixed"]:
+        term.line(f"fixed: {done}")
+    signs = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+    width = max(len(item["name"]) for item in report["items"])
+    for item in report["items"]:
+        term.line(f"{signs[item['mark']]}  {item['name']:<{width}}  {item['fact']}")
+        if item["remedy"]:
+            term.line(f"{'':<{width + 8}}{item['remedy']}")

@@ -1,0 +1,231 @@
+"""rota sim run, compare, fgd, cases: the scheduler in virtual time, without a service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from rota.service.cli.output import Terminal
+from rota.service.cli.verbs.flags import DEFAULT_FLAGS, Flags
+from rota.service.cli.verbs.formatting import amount, lasting
+from rota.spec.errors import BadInput
+from rota.spec.resources import counted
+
+TRACE = Annotated[Path, Parameter(help="CSV of jobs: job_id, submit_s, duration_s, gpus, vc.")]
+VCS = Annotated[Path, Parameter(help="CSV of tenants: vc, nodes.")]
+SCALE = Annotated[float, Parameter(help="Multiplies the nodes of every tenant.")]
+PLOTS = Annotated[Path | None, Parameter(help="Folder for drawings (SVG): use, queue, fairness, waits by tenant.")]
+SEED = Annotated[int, Parameter(help="Seed of all random choices.")]
+
+NEVER_MAX = 10
+"""Jobs that never started, shown as text."""
+
+
+def run(
+    *,
+    trace: TRACE | None = None,
+    vcs: VCS | None = None,
+    log: Annotated[Path | None, Parameter(help="Event log to replay in place of a trace: rota.db, or JSON.")] = None,
+    profile: Annotated[str, Parameter(help="Scheduling profile; for a log, that of the service: default.")] = "fifo",
+    scale: SCALE = 1.0,
+    seed: SEED = 0,
+    out_jobs: Annotated[Path | None, Parameter(help="Write a line a job to this CSV.")] = None,
+    jobs: Annotated[bool, Parameter(help="Show every job.")] = False,
+    plots: PLOTS = None,
+    start_s: Annotated[float, Parameter(help="Seconds from its devices to the first work of a job.")] = 0.0,
+    checkpoint_s: Annotated[float, Parameter(help="Seconds that saving takes a job.")] = 0.0,
+    restore_s: Annotated[float, Parameter(help="Seconds that restoring takes a job after a stop.")] = 0.0,
+    sharing_speed: Annotated[float, Parameter(help="Speed of each of two jobs on one device, 1 = alone.")] = 0.5,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Simulate a trace of jobs under a profile, or compare decisions of a recorded log (exit status 1 if some differ).
+
+    Examples
+    --------
+    rota sim run --trace jobs.csv --vcs tenants.csv --profile pool
+    rota sim run --trace jobs.csv --vcs tenants.csv --profile gandiva --checkpoint-s 5 --restore-s 25
+    rota sim run --log ~/.local/state/rota/rota.db --profile default
+    """
+    from rota.service.offline import sim_replay, sim_run
+
+    if log is not None:
+        if trace is not None or vcs is not None:
+            raise BadInput("--log takes the place of --trace and --vcs")
+        return flags.tell(lambda: sim_replay(log, profile), _replay, lambda document: document["different"])
+    if trace is None or vcs is None:
+        raise BadInput("a run needs --trace and --vcs, or --log")
+    _positive(scale)
+    costs = {"start_s": start_s, "checkpoint_s": checkpoint_s, "restore_s": restore_s}
+    for name, seconds in costs.items():
+        if not 0 <= seconds < float("inf"):
+            raise BadInput(f"--{name.replace('_', '-')} {seconds:g}: a number of seconds, 0 or more")
+    if not 0 < sharing_speed <= 1:
+        raise BadInput(f"--sharing-speed {sharing_speed:g}: above 0, at most 1")
+    costs |= {"sharing_speed": sharing_speed}
+    given = {"scale": scale, "seed": seed, "out_jobs": out_jobs, "all_jobs": jobs, "plots": plots, "costs": costs}
+    return flags.tell(lambda: sim_run(trace, vcs, profile, **given), _run)
+
+
+def compare(
+    *,
+    trace: TRACE,
+    vcs: VCS,
+    profiles: Annotated[str, Parameter(help="Names with commas between; the first is the baseline.")],
+    scale: SCALE = 1.0,
+    seed: SEED = 0,
+    tolerance: Annotated[float, Parameter(help="Seconds a start may be later without counting as later.")] = 0.0,
+    plots: PLOTS = None,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Simulate a trace under several profiles and compare them with the first.
+
+    Examples
+    --------
+    rota sim compare --trace jobs.csv --vcs tenants.csv --profiles private,pool --plots drawings
+    """
+    from rota.service.offline import sim_compare
+
+    names = [name.strip() for name in profiles.split(",") if name.strip()]
+    if not names:
+        raise BadInput("--profiles names none", hint="for example private,pool")
+    _positive(scale)
+    given = {"scale": scale, "seed": seed, "tolerance_s": tolerance, "plots": plots}
+    return flags.tell(lambda: sim_compare(trace, vcs, names, **given), _compare)
+
+
+def fgd(
+    *,
+    nodes: Annotated[Path, Parameter(help="CSV of nodes: sn, cpu_milli, memory_mib, gpu, model.")],
+    pods: Annotated[Path, Parameter(help="CSV of tasks: cpu_milli, memory_mib, num_gpu, gpu_milli, gpu_spec.")],
+    policy: Annotated[str, Parameter(help="random, bestfit, dotprod, packing, clustering or fgd.")] = "fgd",
+    seed: SEED = 0,
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Fill a cluster with tasks until 130 % of its devices were asked; print the allocated part.
+
+    Examples
+    --------
+    rota sim fgd --nodes nodes.csv --pods tasks.csv --policy bestfit
+    """
+    from rota.service.offline import sim_fgd
+
+    return flags.tell(lambda: sim_fgd(nodes, pods, policy, seed=seed), _fill)
+
+
+def cases(
+    file: Annotated[Path, Parameter(help="JSON file of recorded cases.")],
+    *,
+    profile: Annotated[str, Parameter(help="auto picks by the form of the file.")] = "auto",
+    flags: Flags = DEFAULT_FLAGS,
+) -> int:
+    """Replay recorded scheduling cases; exits with 1 when some fail. Works in a checkout of the repository alone.
+
+    Examples
+    --------
+    rota sim cases hived.json --json
+    """
+    from rota.service.offline import sim_cases
+
+    return flags.tell(lambda: sim_cases(file, profile), _cases, lambda document: document["failed"])
+
+
+def _positive(scale: float) -> None:
+    if not 0 < scale <= 10_000:
+        raise BadInput(f"--scale {scale:g}: above 0, at most 10000")
+
+
+def _run(term: Terminal, doc: Mapping[str, Any]) -> None:
+    summary = doc["summary"]
+    term.pairs(
+        [
+            ("trace", f"{doc['trace']} under {doc['profile']}, scale {amount(doc['scale'])}, seed {doc['seed']}"),
+            ("cluster", f"{counted(doc['cluster']['nodes'], 'node')}, {counted(doc['cluster']['gpus'], 'device')}"),
+            ("jobs", f"{summary['finished']} of {summary['jobs']} finished"),
+            ("  left out", f"{summary['skipped']} of tenants without nodes" if summary["skipped"] else ""),
+            ("makespan", lasting(summary["makespan_s"])),
+            ("utilisation", _percent(summary["utilisation"])),
+            ("preemptions", summary["preemptions"]),
+            ("  to move", summary["migrations"]),
+            ("  to take turns", summary["turns"]),
+            ("resizes", summary["resizes"]),
+            ("broken rules", summary["invariant_violations"]),
+            ("took", f"{summary['wall_s']:.2f} s"),
+        ]
+    )
+    term.line()
+    names = ("mean", "p50", "p95", "p99", "max")
+    rows = [(name[:-2], *(_seconds(summary[name], one) for one in names)) for name in ("wait_s", "response_s", "jct_s")]
+    term.table(["", *(name.upper() for name in names)], rows)
+    term.line()
+    term.table(
+        ["TENANT", "JOBS", "WAIT", "JCT", "DEVICE HOURS", "BORROWED HOURS"],
+        [
+            (
+                name,
+                one["jobs"],
+                _seconds(one["wait_s"], "mean"),
+                _seconds(one["jct_s"], "mean"),
+                f"{one['used_gpu_s'] / 3600:.1f}",
+                f"{one['borrowed_gpu_s'] / 3600:.1f}",
+            )
+            for name, one in doc["vcs"].items()
+        ],
+    )
+    never = doc["never_started"]
+    for one in never[:NEVER_MAX]:
+        term.line(f"never started: {one['job_id']} of {one['vc']}: {one['reason']}: {one['text']}")
+    if len(never) > NEVER_MAX:
+        term.line(f"never started: {len(never) - NEVER_MAX} more; see --json")
+
+
+def _replay(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.line(
+        f"{doc['same']} of {counted(doc['decisions'], 'decision')} the same, in {counted(doc['records'], 'record')}"
+    )
+    for one in doc["different"]:
+        term.line(f"{one['number']} {one['job']}: {one['recorded']['kind']}, here {[e['kind'] for e in one['here']]}")
+
+
+def _seconds(spread: Mapping[str, Any], name: str) -> str:
+    return lasting(spread.get(name)) if spread.get(name) is not None else ""
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{100 * ratio:.1f}%"
+
+
+def _compare(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.table(
+        ["PROFILE", "DONE", "WAIT MEAN", "WAIT P99", "JCT MEAN", "UTILISATION", "LATER", "LATER GUARANTEED", "EARLIER"],
+        [
+            (
+                f"{name} (baseline)" if name == doc["baseline"] else name,
+                f"{one['summary']['finished']} of {one['summary']['jobs']}",
+                _seconds(one["summary"]["wait_s"], "mean"),
+                _seconds(one["summary"]["wait_s"], "p99"),
+                _seconds(one["summary"]["jct_s"], "mean"),
+                _percent(one["summary"]["utilisation"]),
+                one["vs_baseline"]["later_jobs"],
+                one["vs_baseline"]["later_guaranteed"],
+                one["vs_baseline"]["earlier_jobs"],
+            )
+            for name, one in doc["profiles"].items()
+        ],
+    )
+
+
+def _cases(term: Terminal, doc: Mapping[str, Any]) -> None:
+    for case in doc["cases"]:
+        if not case["ok"]:
+            term.line(f"failed {case['id']}: {case['why']}")
+    term.line(f"{doc['passed']} passed, {doc['failed']} failed")
+
+
+def _fill(term: Terminal, doc: Mapping[str, Any]) -> None:
+    term.line(f"{doc['policy']}, seed {doc['seed']}: {counted(doc['nodes'], 'node')}, {counted(doc['gpus'], 'device')}")
+    term.line(f"{doc['arrived']} tasks, {doc['dropped']} dropped, {doc['tasks_per_s'] or 0:.0f} a second")
+    shown = doc["allocation_percent"]
+    term.table(["ASKED %", "GIVEN %"], [(asked, f"{given:.2f}") for asked, given in shown.items()])

@@ -1,0 +1,1 @@
+"""The service process: settings, start, loop, supervision."""

@@ -1,0 +1,144 @@
+"""Keeper of the service: starts it again when it hangs or died; ``python -m rota.service.process.keeper SETTINGS``.
+
+``rota up`` starts it beside the service, which in turn starts the keeper again. It ends with the record of the service:
+one that ends in order removes that, one that was killed leaves it behind. A standby, which has imported the service
+already, takes over: on a loaded machine the imports alone take half a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+from rota.runtime import process
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.environ import Home
+from rota.runtime.hang import LOOK_S, HangWatch, end_hung, note_replaced
+from rota.runtime.process import KEEPER, ProcessId, RunFolder
+from rota.service.config import Settings, load_settings
+from rota.service.process.daemon import POLL_S, flags_of, identity_of, last_service, start_service, start_standby
+from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
+
+PULSE_MAX_S = 3 * LOOK_S
+"""A service whose loop has not touched its pulse for this time gives no answer."""
+GRACE_S, DOUBLINGS_MAX = 0.5, 7
+"""A service that died is started again after this time, doubled with each failure, unless ``rota up`` was faster."""
+STANDBY_AFTER_S = 10.0
+"""A service has run for this time before a standby is started: a start, or a short life, is not slowed down by it."""
+END_S = 5.0
+
+_log = logging.getLogger("rota.service")
+
+
+class Keeper:
+    """Watches the service of one home."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._home = settings, Home.of(settings.home)
+        self._clock = SystemClock()
+        self._looks: HangWatch | None = None
+        self._hung: ProcessId | None = None
+        self._died_s: float | None = None
+        self._failures = 0
+        self._since_s = self._clock.monotonic_s()
+        """When the service that runs was first seen, or the last standby was started."""
+        self._standby: process.Child | None = None
+        self._taken = False
+        """The last start failed as another process has its port."""
+
+    def run(self) -> None:
+        """Until there is no record of a service."""
+        while True:
+            process.reap_adopted([] if self._standby is None else [self._standby.pid])
+            with contextlib.suppress(StoreCorrupt):  # written over: the next start writes a whole one
+                record = last_service(self._home)
+                if record is None:
+                    return
+                if process.is_alive(which := identity_of(record)):
+                    self._died_s, self._failures, self._taken = None, 0, False
+                    self._look(which)
+                    self._keep_standby()
+                    process.wait_gone((which,), LOOK_S)
+                    continue
+                self._start_again(record, which)
+            blocking_sleep(LOOK_S if self._failures else POLL_S)
+
+    def _keep_standby(self) -> None:
+        """Have a standby, once the service has run for a while; one that died is replaced, no more often than that."""
+        if self._clock.monotonic_s() - self._since_s < STANDBY_AFTER_S:
+            return
+        if self._standby is None or self._standby.poll() is not None:
+            self._since_s = self._clock.monotonic_s()
+            with contextlib.suppress(OSError):  # no room or process number for it now
+                self._standby = start_standby(self._settings, self._home)
+
+    def _take_standby(self) -> process.Child | None:
+        """The standby if it can take over; one that is stopped by a signal is ended."""
+        found, self._standby = self._standby, None
+        which = None if found is None or found.poll() is not None else process.identify(found.pid)
+        if found is None or which is None:
+            return None
+        if process.is_stopped(which):
+            found.kill()
+            found.wait()
+            return None
+        return found
+
+    def _look(self, which: ProcessId) -> None:
+        if self._looks is None or self._looks.which != which:
+            self._looks, self._since_s = HangWatch(which), self._clock.monotonic_s()
+        if why := self._looks.look(answers=self._pulse_age_s() < PULSE_MAX_S):
+            _log.error("the service, process %s, %s: it is started again", which.pid, why)
+            end_hung(which, self._home.run, "service", why)
+            process.wait_gone((which,), END_S)
+            self._hung = which
+
+    def _pulse_age_s(self) -> float:
+        try:
+            return self._clock.wall_s() - self._home.service_pulse.stat().st_mtime
+        except OSError:  # it has not begun yet, or the disk does not answer
+            return 0.0
+
+    def _start_again(self, record: dict[str, Any], which: ProcessId) -> None:
+        self._died_s = self._died_s or self._clock.monotonic_s()
+        grace_s = 0.0 if which == self._hung else GRACE_S * 2 ** min(self._failures, DOUBLINGS_MAX)
+        if self._clock.monotonic_s() - self._died_s < grace_s:
+            return
+        with process.locked(self._home.up_lock):
+            if last_service(self._home) != record:  # rota up was faster
+                return
+            # at the address that clients know; where any port would do, at another one when that is taken meanwhile
+            port = self._settings.port if self._taken else urlsplit(record["url"]).port
+            try:
+                settings = load_settings(flags_of(self._settings) | {"port": port})
+                start_service(settings, self._home, standby=self._take_standby())
+                self._failures, self._taken = 0, False
+                if which != self._hung:
+                    note_replaced(self._home.run, "service", which.pid, "ended")
+            except (RotaError, OSError) as error:
+                self._failures += 1
+                self._taken = isinstance(error, RotaError) and error.code == NotReachable.code
+                _log.error("the service does not start: %s", error)
+
+
+def main(arguments: list[str]) -> int:
+    """Keep the service of the home that the flags name; 0 when another keeper does."""
+    settings = load_settings(json.loads(arguments[0]))
+    home = Home.of(settings.home)
+    run = RunFolder(home.run)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    with contextlib.suppress(BlockingIOError), (home.run / "keeper.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run.write(KEEPER, process.own_id(), sys.orig_argv)
+        Keeper(settings).run()
+        run.forget(KEEPER)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,234 @@
+"""The service process: start, run, stop, in order; ``python -m rota.service.process.serve``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import gc
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from rota.runtime import environ
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.environ import Home
+from rota.runtime.process import boot_id, own_id, write_private
+from rota.service.config import Settings, load_settings, rota_version
+from rota.service.jobfile.problems import cannot_use
+from rota.service.process.daemon import PRESTARTED, holder_of
+from rota.spec.errors import Conflict, NotReachable, RotaError
+
+if TYPE_CHECKING:
+    from rota.service.rest.deps import AppState
+
+PREDECESSOR_S = 1.5
+FAILED = "rota serve failed: "
+"""Before the JSON of the error that kept the service from starting, on a line of its log."""
+
+_log = logging.getLogger("rota.service")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRecord:
+    """Who serves an installation, as written to ``run/service.json``."""
+
+    url: str
+    pid: int
+    start_time: float
+    boot_id: str
+    version: str
+    pretend: str
+
+
+@contextlib.contextmanager
+def only_one(home: Home) -> Iterator[None]:
+    """Hold the lock of the installation. Raises Conflict when another process serves it."""
+    home.make()
+    if home.restoring.exists():
+        raise Conflict(f"a restore into {home.root} did not end", hint="run it again: rota restore FILE")
+    with home.service_lock.open("a") as file:
+        try:
+            _patiently(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise Conflict(f"another process serves {home.root}", hint="see: rota status") from None
+        yield
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket. Raises NotReachable when the address is taken."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        _patiently(lambda: listener.bind((settings.host, settings.port)))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        where = f"port {settings.port} of {settings.host}"
+        if error.errno != errno.EADDRINUSE:
+            hint = "choose another: rota up --host ADDRESS --port N"
+            raise NotReachable(f"{where} cannot be used: {error.strerror}", hint=hint, port=settings.port) from None
+        hint = "give this home a port of its own: rota up --port N (0 takes a free one)"
+        raise NotReachable(f"{where} is taken by {holder_of(settings.port)}", hint=hint, port=settings.port) from None
+    return listener
+
+
+def _patiently(take: Callable[[], None]) -> None:
+    """Take what a killed predecessor may hold for a moment longer: its threads end after it is known dead."""
+    clock = SystemClock()
+    until_s = clock.monotonic_s() + PREDECESSOR_S
+    while True:
+        try:
+            return take()
+        except OSError:
+            if clock.monotonic_s() > until_s:
+                raise
+            blocking_sleep(0.02)
+
+
+async def serve(settings: Settings, listener: socket.socket) -> None:
+    """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
+    # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
+    from rota.service.process.assembly import assemble, node_changes, open_store, wanted_nodes
+    from rota.service.process.nodes import keep_nodes, not_known
+    from rota.service.process.retention import keep_logs
+    from rota.service.process.watch import show_life, watch_parts
+    from rota.service.rest.app import make_app
+    from rota.service.rest.connections import server_config, watch_accepts
+
+    log = await asyncio.to_thread(open_store, settings)
+    app = assemble(settings, log)
+    watch_accepts(asyncio.get_running_loop())
+    server = _Server(server_config(make_app(app)))
+    stopping = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
+    # 1. the past
+    await app.loop.replay()
+    app.forecasts.begin()
+    if settings.ray_address:  # another installation may have taken its machines meanwhile
+        app.loop.unknown = not_known(app)
+    # 2. the loop over the log, and the app
+    turning = asyncio.create_task(app.loop.run(), name="loop")
+    answering = asyncio.create_task(server.serve(sockets=[listener]), name="app")
+    telling = asyncio.create_task(app.notifier.run(), name="webhooks")
+    keeping = asyncio.create_task(
+        keep_logs(app.loop.installation.jobs, app.home, app.clock, settings.logs_kept_days), name="retention"
+    )
+    # 3. what this machine has; a given engine is asked for its machines, again and again
+    if not settings.ray_address and (changes := node_changes(app, wanted_nodes(settings))):
+        await app.loop.append(changes)
+    looking = [asyncio.create_task(keep_nodes(app), name="nodes")] if settings.ray_address else []
+    app.ready = True
+    _record(app)
+    gc.freeze()
+    gc.enable()
+    watching = [asyncio.create_task(work, name="parts") for work in (show_life(app), watch_parts(app))]
+    _log.info("serving %s from %s as install epoch %s", app.home.root, settings.url, app.loop.writer.epoch)
+    # 4. until told, or until a part fails
+    waiting = asyncio.create_task(stopping.wait(), name="signal")
+    try:
+        await asyncio.wait({turning, answering, waiting, *looking}, return_when=asyncio.FIRST_COMPLETED)
+    # 5. the forecast under way, then the app, then the loop, then the store
+    finally:
+        app.forecasts.close()
+        app.ready = False
+        server.should_exit = True
+        await app.loop.stop()
+        waiting.cancel()
+        for task in (telling, keeping, *watching, *looking):
+            task.cancel()
+        await asyncio.gather(telling, keeping, *watching, return_exceptions=True)
+        ends = await asyncio.gather(turning, answering, *looking, return_exceptions=True)
+        await app.engine.close(stop_engine=False)
+        log.close()
+        app.home.service_record.unlink(missing_ok=True)
+    for end in ends:
+        if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
+            raise end
+
+
+def _import_all() -> None:
+    """What ``serve`` imports, and the routes of the application: nine tenths of a start."""
+    importlib.import_module("rota.service.process.assembly")
+    importlib.import_module("rota.service.process.nodes")
+    importlib.import_module("rota.service.process.watch")
+    importlib.import_module("rota.service.rest.app").application()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to ``serve``, which also has a loop and an engine to close."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _record(app: AppState) -> None:
+    me = own_id()
+    record = ServiceRecord(
+        url=app.settings.url,
+        pid=me.pid,
+        start_time=me.start_time,
+        boot_id=boot_id(),
+        version=rota_version(),
+        pretend=app.settings.pretend,
+    )
+    write_private(app.home.service_record, json.dumps(asdict(record)))
+
+
+def run(settings: Settings) -> None:
+    """Serve in this process until told to stop. Raises Conflict, NotReachable, SchemaTooNew, StoreCorrupt."""
+    level = logging.getLevelNamesMapping().get(settings.log_level.upper(), logging.INFO)
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    os.umask(0o077)
+    # children find the same home, log and registry, however this process was told of them
+    environ.export(environ.HOME, settings.home)
+    environ.export(environ.SERVICE, settings.home)
+    environ.export(environ.DB_URL, settings.db_url)
+    environ.export(environ.REDIS_URL, settings.redis_url)
+    with only_one(Home.of(settings.home)):
+        listener = bind(settings)
+        try:
+            asyncio.run(serve(replace(settings, port=listener.getsockname()[1]), listener))
+        finally:
+            listener.close()
+
+
+def main(arguments: list[str]) -> int:
+    """``serve [SETTINGS-AS-JSON [prestarted]]``; what keeps it from serving is one JSON line and its exit status.
+
+    A standby imports what it needs and waits: a line on its input gives the settings anew and lets it serve; when its
+    input ends, it ends too.
+    """
+    gc.disable()  # until it serves: what a start makes stays, and to look through it again and again is a fifth of it
+    if arguments[1:] == [PRESTARTED]:
+        _import_all()
+        arguments = sys.stdin.readlines(1)
+        if not arguments:
+            return 0
+    try:
+        flags: dict[str, Any] = json.loads(arguments[0]) if arguments else {}
+        run(load_settings(flags))
+    except (RotaError, OSError) as raised:
+        error = raised if isinstance(raised, RotaError) else cannot_use(raised)
+        said = {"code": error.code, "message": error.message, "hint": error.hint, "exit": error.exit}
+        sys.stderr.write(f"{FAILED}{json.dumps(said)}\n")
+        return error.exit
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""REST API: application, authentication, rights, and the routes."""

@@ -1,0 +1,246 @@
+"""What every route needs, and the check that comes before it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+from pydantic import AfterValidator
+from starlette.types import Scope
+
+from rota.runtime.clock import Clock
+from rota.runtime.environ import Home
+from rota.runtime.random import Chance
+from rota.runtime.secrets import Vault
+from rota.service.accounts import Caller, Veil
+from rota.service.config import Settings
+from rota.service.control.engine import Engine
+from rota.service.control.forecasts import Forecasts
+from rota.service.control.intake import Intake
+from rota.service.control.loop import ServiceLoop
+from rota.service.metrics import Metrics
+from rota.service.rest.audit import Audit
+from rota.service.rest.auth import COOKIE, SAFE_METHODS, Asked, Auth
+from rota.service.views.story import JobStory
+from rota.service.webhooks import Notifier
+from rota.spec.errors import BadInput, Conflict, LimitExceeded, NotAllowed, SeqConflict, UnknownName, nearest, unknown
+from rota.spec.events import Event
+from rota.spec.ids import InstanceId
+
+STREAMS_MAX, STREAMS_OF_USER_MAX = 1024, 64
+"""Streams of events and logs that are open at once, in all and of one user."""
+EXECS_MAX, EXECS_OF_USER_MAX = 64, 16
+"""Commands that run beside instances at once, in all and of one user; each is a request that the gateway holds."""
+STOP_TRIES_MAX = 20
+AUDITED_PATH_MAX = 200
+"""Characters of a path that the audit keeps: a stranger may send any."""
+
+Document = dict[str, Any]
+
+_ZERO = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
+T = TypeVar("T")
+
+
+def _kept(value: T) -> T:
+    """Refuse what JSON may say and no store takes: half a character, a zero byte, a number without an end."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text holds half a character (U+D800 to U+DFFF)") from None
+    if _ZERO.search(text):
+        raise ValueError("a text holds a zero byte")
+    return value
+
+
+KEPT = AfterValidator(_kept)
+"""For fields of a body that hold anything, and for paths."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AppState:
+    """The parts behind the routes."""
+
+    settings: Settings
+    home: Home
+    clock: Clock
+    chance: Chance
+    loop: ServiceLoop
+    forecasts: Forecasts
+    intake: Intake
+    auth: Auth
+    vault: Vault
+    audit: Audit
+    notifier: Notifier
+    engine: Engine
+    metrics: Metrics
+    version: str
+    pid: int
+    started_at: float
+    ready: bool = False
+    streams_of: Counter[str] = field(default_factory=Counter[str])
+    """Open streams, by user."""
+    execs: Counter[str] = field(default_factory=Counter[str])
+    """Commands that run beside instances, by user."""
+    playing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the jobs of now are played under other policies: one such play at a time."""
+
+    @property
+    def streams(self) -> int:
+        """How many streams are open."""
+        return self.streams_of.total()
+
+    def open_stream(self, user: str) -> None:
+        """Count a long answer. Raises LimitExceeded."""
+        if self.streams >= STREAMS_MAX or self.streams_of[user] >= STREAMS_OF_USER_MAX:
+            text = f"{self.streams} streams are open, {self.streams_of[user]} of {user}"
+            hint = f"at most {STREAMS_MAX}, {STREAMS_OF_USER_MAX} of one user: close a page or a follower"
+            raise LimitExceeded(text, hint=hint)
+        self.streams_of[user] += 1
+
+    @contextmanager
+    def executing(self, user: str) -> Iterator[None]:
+        """Count a command that runs beside an instance. Raises LimitExceeded."""
+        if self.execs.total() >= EXECS_MAX or self.execs[user] >= EXECS_OF_USER_MAX:
+            text = f"{self.execs.total()} commands run beside instances, {self.execs[user]} of {user}"
+            raise LimitExceeded(text, hint=f"at most {EXECS_MAX}, {EXECS_OF_USER_MAX} of one user: wait for one to end")
+        self.execs[user] += 1
+        try:
+            yield
+        finally:
+            self.execs -= Counter([user])  # leaves no zeros
+
+    def seen(self, caller: Caller, job: str) -> JobStory:
+        """A job that the caller may know of. Raises UnknownName or BadInput (several fit)."""
+        return self.loop.installation.find(job, caller.sees)
+
+    def read(self, caller: Caller, job: str) -> JobStory:
+        """A job whose output and text the caller may read. Raises NotAllowed beside what ``seen`` raises."""
+        return _allowed(self.seen(caller, job), Caller.reads, caller, "read what it holds or says")
+
+    def steered(self, caller: Caller, job: str) -> JobStory:
+        """A job that the caller may stop or change. Raises NotAllowed beside what ``seen`` raises."""
+        return _allowed(self.seen(caller, job), Caller.steers, caller, "stop or change it")
+
+    def veiled(self, caller: Caller, document: T) -> T:
+        """The document without the names of what the caller may not see."""
+        return self.veil(caller).over(document)
+
+    def veil(self, caller: Caller) -> Veil:
+        """What covers documents for this caller; for many of one answer."""
+        return Veil(self.loop.installation.jobs, caller)
+
+    def close_stream(self, user: str) -> None:
+        """A long answer is over."""
+        self.streams_of -= Counter([user])  # leaves no zeros
+
+
+def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: Caller, what: str) -> JobStory:
+    if not may(caller, story):
+        mine = f"it is {story.submitted.user}'s job, and you are {caller.user}"
+        hint = f"ask {story.submitted.user}, or a queue-admin of {story.queue}"
+        raise NotAllowed(f"{story.id}: only its owner may {what}; {mine}", hint=hint)
+    return story
+
+
+async def append_live(app: AppState, story: JobStory, event: Event) -> None:
+    """Append to a job unless it ended; its master may write at the same time, so try on the newer state again."""
+    for _try in range(STOP_TRIES_MAX):
+        if story.ended is not None:
+            raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
+        try:
+            await app.loop.append([event], job=story.id, expected_seq=story.seq)
+        except SeqConflict:
+            await app.loop.wait_for(await asyncio.to_thread(app.loop.log.last_number))
+            continue
+        return
+    raise Conflict(f"{story.id} changes too fast", hint="try again")
+
+
+def member_of(story: JobStory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:
+    """Role, and rank if one is named, of a job's ``role`` or ``role/rank``; ``more`` names members of earlier times.
+
+    Raises BadInput for another form, UnknownName for a role or instance that the job has not.
+    """
+    name, slash, _ = text.partition("/")
+    role = next((one for one in story.spec.roles if one.name == name), None)
+    if role is None:
+        raise unknown(f"{story.id} has no role {name!r}", name, [one.name for one in story.spec.roles], "roles")
+    if not slash:
+        return role.name, None
+    try:
+        found = InstanceId.parse(text)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    there = [str(one.id) for one in story.instances.values()]
+    known = [one for one in dict.fromkeys((*there, *more)) if one.startswith(f"{name}/")]
+    if found.rank >= role.seats and text not in known:
+        known = known or [f"{name}/{rank}" for rank in range(role.gang_size)]
+        raise unknown(f"{story.id} has no instance {text}", "", known, "instances")
+    return role.name, found.rank
+
+
+def check_attempt(story: JobStory, attempt: int | None, *, may_come: bool = False) -> None:
+    """Raises UnknownName for an attempt that a job has not; ``may_come``: a later one will do."""
+    there = len(story.attempts)
+    if attempt is not None and (attempt < 1 or (attempt > there and not may_come)):
+        known = f"attempts: 1 to {there}" if there else "it has not started"
+        raise UnknownName(f"{story.id} has no attempt {attempt}", hint=known)
+
+
+async def doors_of(request: Request) -> AppState:
+    """The parts of the application that this request came to."""
+    return request.state.app
+
+
+def asked_of(request: Request) -> Asked:
+    """What of a request matters for its permission."""
+    return Asked(
+        method=request.method,
+        headers={name.lower(): value for name, value in request.headers.items()},
+        cookie=request.cookies.get(COOKIE, ""),
+        address=request.client.host if request.client else "",
+    )
+
+
+async def caller_of(request: Request) -> Caller:
+    """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
+    app = await doors_of(request)
+    caller: Caller = getattr(request.state, "asker", None) or app.auth.check(asked_of(request))
+    if request.method not in SAFE_METHODS:
+        app.audit.begin(asked_line(request.scope, caller))
+    request.state.caller = caller
+    _refuse_unknown_parameters(request)
+    return caller
+
+
+def _refuse_unknown_parameters(request: Request) -> None:
+    """A filter with a slip in its name would be no filter."""
+    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            hint = nearest(name, known, "parameters of this route") if known else "this route takes none"
+            raise BadInput(f"query.{name}: unknown parameter", hint=hint)
+
+
+def asked_line(scope: Scope, caller: Caller | None) -> Document:
+    """A request as the audit keeps it."""
+    return {
+        "user": caller.user if caller else "",
+        "token": caller.token if caller else "",
+        "by": caller.by if caller else "",
+        "address": (scope.get("client") or ("",))[0],
+        "method": scope["method"],
+        "path": scope["path"][:AUDITED_PATH_MAX],
+        "request_id": scope["state"]["request_id"],
+    }
+
+
+Parts = Annotated[AppState, Depends(doors_of)]
+Asker = Annotated[Caller, Depends(caller_of)]

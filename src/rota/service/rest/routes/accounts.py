@@ -1,0 +1,291 @@
+"""Routes of users, tokens, secrets and webhooks, and of who asked for what."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from rota.runtime.clock import iso
+from rota.service.accounts import LOCAL, Caller, Role, Token, is_below
+from rota.service.models.accounts import (
+    AuditList,
+    GrantedRole,
+    SecretDocument,
+    SecretList,
+    TokenDocument,
+    TokenList,
+    TokenRow,
+    UserDocument,
+    UserList,
+    UserRow,
+    WebhookDocument,
+    WebhookList,
+    WebhookRow,
+)
+from rota.service.models.base import Sent
+from rota.service.rest.deps import AppState, Asker, Parts
+from rota.service.views.jobs import API, when
+from rota.service.webhooks import OWNER, without_password
+from rota.spec.errors import BadInput, NotAllowed, UnknownName, unknown
+from rota.spec.events import SecretChanged, TokenRevoked, UserChanged, WebhookRemoved, WebhookSet
+from rota.spec.ids import NAME_PATTERN
+
+TTL_MAX_S = 10 * 365 * 86400.0
+GRANTS_MAX = 100
+TOKENS_MAX = 1000
+"""Valid tokens of one user."""
+AUDIT_MAX = 1000
+
+router = APIRouter(prefix="/api/v1", tags=["accounts"])
+
+Name = Annotated[str, Field(max_length=63)]
+
+
+class GrantBody(BaseModel):
+    """A role on a queue and all below it; ``""`` is the root."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queue: Annotated[str, Field(max_length=500)] = ""
+    role: str
+
+
+class UserBody(BaseModel):
+    """Everything a user may do."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grants: Annotated[list[GrantBody], Field(min_length=1, max_length=GRANTS_MAX)]
+
+
+class TokenBody(BaseModel):
+    """A token of oneself, or by an admin of somebody; ``role`` and ``queue`` make it worth less than its user."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    user: Name = ""
+    name: Annotated[str, Field(max_length=200)] = ""
+    role: str = Role.ADMIN.word
+    queue: Annotated[str, Field(max_length=500)] = ""
+    ttl_s: Annotated[float | None, Field(gt=0, le=TTL_MAX_S)] = None
+
+
+class SecretBody(BaseModel):
+    """The value to keep."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    value: str
+
+
+class WebhookBody(BaseModel):
+    """Where to, which notices (none: all), and of which queue's jobs (none: of all, and of nodes)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Annotated[str, Field(max_length=2000)]
+    on: list[str] = []
+    queue: Annotated[str, Field(max_length=500)] = ""
+
+
+@router.get("/whoami")
+async def whoami(app: Parts, caller: Asker) -> Sent[UserDocument]:
+    """The user behind the token or session, and what it may do where."""
+    return {"api": API, "kind": "User", "by": caller.by, **_user(caller.user, dict(caller.grants))}
+
+
+@router.get("/users")
+async def users(app: Parts, caller: Asker) -> Sent[UserList]:
+    """Every user with roles; for admins."""
+    caller.need(Role.ADMIN)
+    found = {LOCAL: {"": Role.ADMIN}} | app.auth.accounts.users
+    return {"api": API, "kind": "UserList", "items": [_user(*one) for one in sorted(found.items())], "next": None}
+
+
+@router.put("/users/{name}")
+async def put_user(name: Name, body: UserBody, app: Parts, caller: Asker) -> Sent[UserDocument]:
+    """Let a user do this and no more, also through tokens that were made before; a new name makes a new user."""
+    caller.need(Role.ADMIN)
+    if not NAME_PATTERN.match(name) or name in (LOCAL, OWNER):
+        taken = f"{LOCAL} and {OWNER} are taken"
+        raise BadInput(f"user {name!r}", hint=f"a letter, then letters, digits, '_', '-', '.'; {taken}")
+    grants = {one.queue: Role.of(one.role) for one in body.grants}
+    for queue, role in grants.items():
+        _check_queue(app, queue)
+        if role is Role.ADMIN and queue:
+            raise BadInput("an admin is one of the whole installation", hint=f"queue-admin of {queue}?")
+    if name not in app.auth.accounts.users:
+        await _forget_secrets(app, name)  # what another of that name left
+    event = UserChanged(name=name, grants=tuple((path, role.word) for path, role in grants.items()), by=caller.user)
+    await app.loop.append([event])
+    return {"api": API, "kind": "User", **_user(name, grants)}
+
+
+@router.delete("/users/{name}")
+async def remove_user(name: Name, app: Parts, caller: Asker) -> Sent[UserDocument]:
+    """Take every role, every token and every secret from a user; the jobs stay, and belong to that name.
+
+    ``jobs`` of the answer have not ended and name secrets: they cannot start again.
+    """
+    caller.need(Role.ADMIN)
+    if name not in app.auth.accounts.users:
+        raise UnknownName(f"no user {name!r}", hint="see: rota user ls")
+    await _forget_secrets(app, name)  # first: the next of that name must not find them, whatever happens in between
+    mine = [one.made.id for one in _valid(app) if one.made.user == name]
+    revoked = [TokenRevoked(id=one, by=caller.user) for one in mine]
+    await app.loop.append([*revoked, UserChanged(name=name, grants=(), by=caller.user)])
+    live = app.loop.installation.live.values()
+    jobs: list[str] = [one.id for one in live if one.submitted.user == name and one.spec.secrets]
+    return {"api": API, "kind": "User", **_user(name, {}), "jobs": jobs}
+
+
+@router.get("/tokens")
+async def tokens(app: Parts, caller: Asker) -> Sent[TokenList]:
+    """The valid tokens of oneself, for an admin those of everybody; never a token itself."""
+    items = [_token(one) for one in _valid(app) if caller.has(Role.ADMIN) or one.made.user == caller.user]
+    return {"api": API, "kind": "TokenList", "items": items, "next": None}
+
+
+@router.post("/tokens", status_code=201)
+async def make_token(body: TokenBody, app: Parts, caller: Asker) -> Sent[TokenDocument]:
+    """A new token; this answer is the only one that holds it."""
+    user = body.user or caller.user
+    if user != LOCAL and user not in app.auth.accounts.users:
+        raise UnknownName(f"no user {user!r}", hint=f"make it first: rota user create {user} --role user --queue PATH")
+    if sum(one.made.user == user for one in _valid(app)) >= TOKENS_MAX:
+        raise BadInput(f"{user} has {TOKENS_MAX} tokens", hint="revoke some: rota token rm ID")
+    _check_queue(app, body.queue)
+    made, whole = app.auth.make_token(
+        caller, user=user, name=body.name, role=Role.of(body.role), queue=body.queue, ttl_s=body.ttl_s
+    )
+    await app.loop.append([made])
+    shown = _token(app.auth.accounts.tokens[made.id])
+    return {"api": API, "kind": "Token", **shown, "token": whole, "url": app.settings.url}
+
+
+@router.delete("/tokens/{token}")
+async def revoke_token(token: Annotated[str, Field(max_length=63)], app: Parts, caller: Asker) -> Sent[TokenDocument]:
+    """Make a token worthless at once, with the sessions that were opened by it."""
+    known = next((one for one in _valid(app) if one.made.id == token), None)
+    if known is None or not (caller.has(Role.ADMIN) or known.made.user == caller.user):
+        raise UnknownName(f"no token {token!r}", hint="see: rota token ls")
+    if not app.auth.may_revoke(caller, known.made):
+        raise NotAllowed(f"token {token} may do more than the one you ask with", hint="use that one, or ask an admin")
+    await app.loop.append([TokenRevoked(id=token, by=caller.user)])
+    return {"api": API, "kind": "Token", **_token(app.auth.accounts.tokens[token])}
+
+
+@router.get("/secrets")
+async def secrets(app: Parts, caller: Asker) -> Sent[SecretList]:
+    """The names of one's secrets; no answer ever holds a value."""
+    names = await asyncio.to_thread(app.vault.names, _owner(caller))
+    return {"api": API, "kind": "SecretList", "items": [{"name": name} for name in names], "next": None}
+
+
+@router.put("/secrets/{name}")
+async def put_secret(name: Name, body: SecretBody, app: Parts, caller: Asker) -> Sent[SecretDocument]:
+    """Keep a value that one's jobs may use as a variable of that name; it cannot be read back."""
+    await asyncio.to_thread(app.vault.put, _owner(caller), name, body.value)
+    await app.loop.append([SecretChanged(owner=caller.user, name=name, by=caller.user)])
+    return {"api": API, "kind": "Secret", "name": name, "removed": False}
+
+
+@router.delete("/secrets/{name}")
+async def remove_secret(name: Name, app: Parts, caller: Asker) -> Sent[SecretDocument]:
+    """Forget a value; instances that have it keep it until they end."""
+    await asyncio.to_thread(app.vault.remove, _owner(caller), name)
+    await app.loop.append([SecretChanged(owner=caller.user, name=name, removed=True, by=caller.user)])
+    return {"api": API, "kind": "Secret", "name": name, "removed": True}
+
+
+@router.get("/webhooks")
+async def webhooks(app: Parts, caller: Asker) -> Sent[WebhookList]:
+    """Who is told what; for admins."""
+    caller.need(Role.ADMIN)
+    items = [_webhook(made) for made, _ in app.notifier.targets.values()]
+    return {"api": API, "kind": "WebhookList", "items": items, "next": None}
+
+
+@router.post("/webhooks", status_code=201)
+async def make_webhook(body: WebhookBody, app: Parts, caller: Asker) -> Sent[WebhookDocument]:
+    """Tell an address what happens from now on; this answer alone holds the secret that notices are signed with."""
+    caller.need(Role.ADMIN)
+    _check_queue(app, body.queue)
+    made, secret = await asyncio.to_thread(app.notifier.make, body.url, body.on, body.queue, caller.user)
+    await app.loop.append([made])
+    return {"api": API, "kind": "Webhook", **_webhook(made), "secret": secret}
+
+
+@router.delete("/webhooks/{webhook}")
+async def remove_webhook(webhook: Name, app: Parts, caller: Asker) -> Sent[WebhookDocument]:
+    """Tell it nothing any more."""
+    caller.need(Role.ADMIN)
+    if webhook not in app.notifier.targets:
+        raise UnknownName(f"no webhook {webhook!r}", hint="see: rota webhook ls")
+    made, _ = app.notifier.targets[webhook]
+    await app.loop.append([WebhookRemoved(id=webhook, by=caller.user)])
+    await asyncio.to_thread(app.notifier.forget, webhook)
+    return {"api": API, "kind": "Webhook", **_webhook(made)}
+
+
+@router.get("/audit")
+async def audit(
+    app: Parts, caller: Asker, user: str = "", limit: Annotated[int, Query(ge=1, le=AUDIT_MAX)] = 100
+) -> Sent[AuditList]:
+    """Requests that change something, the newest first, refused ones too; for admins."""
+    caller.need(Role.ADMIN)
+    items = await asyncio.to_thread(app.audit.newest, limit, user=user)
+    return {"api": API, "kind": "AuditList", "items": items, "next": None}
+
+
+def _check_queue(app: AppState, queue: str) -> None:
+    """Raises UnknownName for a path that is neither a queue nor above one; ``""`` is the root."""
+    paths = sorted(one.path for one in app.loop.installation.queues)
+    if not any(is_below(path, queue) for path in paths):
+        raise unknown(f"no queue {queue!r}", queue, paths, "queues")
+
+
+def _owner(caller: Caller) -> str:
+    """Whose secrets these are. Raises NotAllowed for a token that may only look."""
+    if not any(role >= Role.USER for _, role in caller.grants):
+        raise NotAllowed("secrets are for those who may submit jobs", hint="a token of the role user")
+    return caller.user
+
+
+async def _forget_secrets(app: AppState, owner: str) -> None:
+    for secret in await asyncio.to_thread(app.vault.names, owner):
+        with suppress(UnknownName):  # somebody else was faster
+            await asyncio.to_thread(app.vault.remove, owner, secret)
+
+
+def _valid(app: AppState) -> list[Token]:
+    now = app.clock.wall_s()
+    return [one for one in app.auth.accounts.tokens.values() if one.valid(now)]
+
+
+def _user(name: str, grants: dict[str, Role]) -> UserRow:
+    rows: list[GrantedRole] = [{"queue": queue, "role": role.word} for queue, role in sorted(grants.items())]
+    return {"name": name, "grants": rows}
+
+
+def _webhook(made: WebhookSet) -> WebhookRow:
+    return {"id": made.id, "url": without_password(made.url), "on": list(made.on), "queue": made.queue, "by": made.by}
+
+
+def _token(one: Token) -> TokenRow:
+    made = one.made
+    return {
+        "id": made.id,
+        "user": made.user,
+        "name": made.name,
+        "role": made.role,
+        "queue": made.queue,
+        "made_at": iso(one.at),
+        "made_by": made.by,
+        "expires_at": when(made.expires_at),
+        "revoked": one.revoked_at is not None,
+    }

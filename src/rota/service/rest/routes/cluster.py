@@ -1,0 +1,370 @@
+"""Routes of nodes, queues, reasons and the service itself."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, cast
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from rota.cluster.core.quota import broken_rules
+from rota.cluster.core.state import State
+from rota.cluster.live import queue_from_json
+from rota.runtime.clock import iso
+from rota.service.accounts import Role
+from rota.service.control.queue_file import read_queues
+from rota.service.models.base import Sent
+from rota.service.models.cluster import (
+    ClusterDocument,
+    DrainPlan,
+    Heat,
+    HoldDocument,
+    NodeDocument,
+    NodeList,
+    NodeRow,
+    QueueDiff,
+    QueueDocument,
+    QueueTree,
+    ReasonList,
+    ReasonRow,
+    SettingList,
+    StatusDocument,
+    UsageReport,
+)
+from rota.service.rest.deps import KEPT, AppState, Asker, Parts, append_live
+from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree
+from rota.service.views.jobs import API
+from rota.service.views.usage import usage_report
+from rota.spec import codec
+from rota.spec.errors import BadInput, Conflict, EngineUnavailable, nearest, unknown
+from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
+from rota.spec.ids import NodeId
+from rota.spec.queue import Queue
+from rota.spec.reasons import INFO, Reason
+from rota.spec.resources import Health
+from rota.spec.states import JobState
+
+NODES_MAX = 10_000
+QUEUE_FIELDS = [one.name for one in fields(Queue)]
+DISK_LOW_BYTES, DISK_FULL_BYTES = 256 * 2**20, 2 * 2**20
+"""Free bytes on the disk of the event log below which the status warns, and below which writes may fail."""
+HOLD_GRACE_MAX_S, HOLD_S = 600.0, 180.0
+NOTICE_S = 600.0
+"""So long jobs on a drained node have to move, unless somebody says otherwise."""
+RECENT_S = 600.0
+"""A part that was replaced within this time is among the warnings."""
+
+router = APIRouter(prefix="/api/v1", tags=["cluster"])
+
+_MARKS: dict[str, Health] = {
+    "drain": Health.DRAINED,
+    "cordon": Health.CORDONED,
+    "undrain": Health.HEALTHY,
+    "uncordon": Health.HEALTHY,
+}
+
+
+class MarkBody(BaseModel):
+    """Why a node is drained or used again."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reason: Annotated[str, Field(max_length=500)] = ""
+    notice_s: Annotated[float, Field(ge=0, le=7 * 86400)] = NOTICE_S
+    dry_run: bool = False
+
+
+class QueuesBody(BaseModel):
+    """The whole new queue tree: as values, or as the text of a file, whose mistakes are told with their place."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    queues: Annotated[list[dict[str, Any]], KEPT] = []
+    source: str = ""
+    filename: str = "queues.yaml"
+    dry_run: bool = False
+
+
+@router.get("/status")
+async def status(app: Parts, caller: Asker) -> Sent[StatusDocument]:
+    """The service and its parts, each with its health and, if it is not well, what that means."""
+    return await status_document(app)
+
+
+async def status_document(app: AppState) -> StatusDocument:
+    """The Status document."""
+    loop, installation = app.loop, app.loop.installation
+    try:
+        parts = await app.engine.status()
+    except EngineUnavailable as error:
+        parts = {"gateway": {"state": "down", "text": str(error)}}
+    stale = loop.stale_since
+    away_s = None if stale is None else round(app.clock.monotonic_s() - stale, 1)
+    return {
+        "api": API,
+        "kind": "Status",
+        "state": "ready" if app.ready and stale is None else "degraded" if app.ready else "starting",
+        "version": app.version,
+        "url": app.settings.url,
+        "pid": app.pid,
+        "started_at": iso(app.started_at),
+        "home": str(app.home.root),
+        "install_epoch": loop.writer.epoch,
+        "profile": app.settings.profile,
+        "pretend": app.settings.pretend or None,
+        "parts": {
+            "store": {
+                "state": "up" if stale is None else "away",
+                "records": installation.number,
+                "away_s": away_s,
+            },
+            **parts,
+        },
+        "cluster": cluster_totals(installation),
+        "warnings": _warnings(app),
+    }
+
+
+def _replaced_text(one: PartReplaced, now: float) -> str:
+    return f"{one.text}; it was replaced {max(0.0, now - one.found_at):.0f} s ago"
+
+
+class HoldBody(BaseModel):
+    """The longest that a job may take to save and end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grace_s: Annotated[float, Field(ge=0, le=HOLD_GRACE_MAX_S)] = 30.0
+
+
+@router.post("/service:hold", status_code=202)
+async def hold(app: Parts, caller: Asker, body: HoldBody | None = None) -> Sent[HoldDocument]:
+    """Get ready to be taken down: jobs that run stop after saving and are queued again, and none starts; for admins.
+
+    ``jobs`` counts those that have not ended, by state. Without an end of the service it is over after some minutes.
+    """
+    caller.need(Role.ADMIN)
+    app.loop.hold(HOLD_S)
+    live = tuple(app.loop.installation.live.values())
+    asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=(body or HoldBody()).grace_s)
+    for story in live:
+        if story.state.holds_devices and story.state not in (JobState.STOPPING, JobState.PREEMPTING):
+            grace_s = min(asked.grace_s, story.spec.grace_s)
+            with suppress(Conflict):  # it ended meanwhile
+                await append_live(app, story, replace(asked, grace_s=grace_s))
+    counts = Counter(story.state.value for story in live if story.ended is None)
+    return {"api": API, "kind": "Hold", "jobs": dict(counts), "seconds": HOLD_S}
+
+
+def _warnings(app: AppState) -> list[str]:
+    now = app.clock.wall_s()
+    found = [f"no job starts: {app.loop.undecided}"] if app.loop.undecided else []
+    found += [f"the scheduler contradicts itself: {text}" for text in app.loop.broken]
+    found += [_replaced_text(one, now) for one in app.loop.installation.replaced if now - one.found_at < RECENT_S]
+    if app.loop.installation.engine_volatile is not None:
+        found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
+    if app.settings.host not in ("127.0.0.1", "localhost", "::1"):
+        found.append("the service listens beyond this machine; who submits a job runs code as this user")
+    if app.settings.ray_address and not app.settings.db_url:
+        found.append("the event log is a file here: masters on other machines need ROTA_DB_URL=postgresql://...")
+    return found + _disk_warnings(app)
+
+
+def _disk_warnings(app: AppState) -> list[str]:
+    """The disk of the event log, when it is full or soon will be."""
+    home = app.home
+    file = home.root if app.settings.db_url else home.db
+    try:
+        free = shutil.disk_usage(home.root).free
+    except OSError as error:
+        return [f"{home.root}: {error.strerror}"]
+    if free >= DISK_LOW_BYTES:
+        return []
+    what = f"{free / 2**20:.1f} MiB are free on the disk of {file}"
+    full = "a change that does not fit is refused with 503" if free < DISK_FULL_BYTES else "soon nothing can be written"
+    return [f"{what}: {full}; free space there"]
+
+
+@router.get("/nodes")
+async def nodes(
+    app: Parts,
+    caller: Asker,
+    limit: Annotated[int, Query(ge=1, le=NODES_MAX)] = NODES_MAX,
+    cursor: Annotated[str, Query(max_length=200)] = "",
+) -> Sent[NodeList]:
+    """Nodes with their devices and who holds them, by id; ``next`` is the cursor of the following page."""
+    found = app.veiled(caller, node_list(app.loop.installation))
+    rest = sorted((one for one in found["items"] if one["id"] > cursor), key=lambda one: one["id"])
+    return {**found, "items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
+
+
+@router.get("/cluster")
+async def cluster(app: Parts, caller: Asker) -> Sent[ClusterDocument]:
+    """How many nodes, devices and jobs there are, by state."""
+    return {"api": API, "kind": "Cluster", **cluster_totals(app.loop.installation)}
+
+
+@router.get("/cluster/heat")
+async def heat(app: Parts, caller: Asker) -> Sent[Heat]:
+    """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
+    return app.veiled(caller, heat_document(app.loop.installation))
+
+
+@router.get("/nodes/{node}")
+async def node(node: str, app: Parts, caller: Asker) -> Sent[NodeDocument]:
+    """One node."""
+    found: NodeDocument = {"api": API, "kind": "Node", **_one_node(app, node)}
+    return app.veiled(caller, found)
+
+
+@router.post("/nodes/{node}:{action}", status_code=202)
+async def mark_node(
+    node: str,
+    action: Literal["drain", "cordon", "undrain", "uncordon"],
+    request: Request,
+    app: Parts,
+    caller: Asker,
+    body: MarkBody | None = None,
+) -> Sent[DrainPlan]:
+    """Take a node out of use for new work or back in; jobs on it stay when it is cordoned, move when it is drained."""
+    caller.need(Role.ADMIN)
+    given = body or MarkBody()
+    if given.dry_run:
+        app.audit.add(request.state.request_id, dry_run=True)
+    before = _one_node(app, node)
+    effect, notice_s = "goes on; new work goes elsewhere", None
+    if action in ("undrain", "uncordon"):
+        effect = "stays; new work may come here again"
+    if action == "drain":
+        effect, notice_s = f"moves within {given.notice_s:g} s, else waits in its queue", given.notice_s
+    if not given.dry_run:
+        event = NodeMarked(
+            node=NodeId(node), health=_MARKS[action], by=caller.user, text=given.reason, notice_s=notice_s
+        )
+        await app.loop.append([event])
+    return {
+        "api": API,
+        "kind": "DrainPlan",
+        "node": node,
+        "action": action,
+        "dry_run": given.dry_run,
+        "jobs": [{"job": job, "effect": effect} for job in before["jobs"]],
+        "state": _one_node(app, node)["state"],
+    }
+
+
+def _one_node(app: AppState, node: str) -> NodeRow:
+    items = node_list(app.loop.installation)["items"]
+    found = next((one for one in items if one["id"] == node), None)
+    if found is None:
+        raise unknown(f"no node {node!r}", node, [one["id"] for one in items], "nodes")
+    return found
+
+
+@router.get("/queues")
+async def queues(app: Parts, caller: Asker) -> Sent[QueueTree]:
+    """The queue tree with what each queue promises, holds and lets wait."""
+    return queue_tree(app.loop.installation)
+
+
+@router.get("/queues/{path:path}")
+async def queue(path: str, app: Parts, caller: Asker) -> Sent[QueueDocument]:
+    """One queue."""
+    items = {one["path"]: one for one in queue_tree(app.loop.installation)["items"]}
+    if path not in items:
+        raise unknown(f"no queue {path!r}", path, items, "queues")
+    return {"api": API, "kind": "Queue", **items[path]}
+
+
+@router.put("/queues")
+async def apply_queues(body: QueuesBody, request: Request, app: Parts, caller: Asker) -> Sent[QueueDiff]:
+    """Replace the queue tree. A queue with live jobs cannot be removed. A limit may be set below what is in use.
+
+    ``over`` names those limits: nothing is stopped, and nothing new starts there until less is in use.
+
+    A queue-admin may change what is below the own queue, and no more than that.
+    """
+    given, then = _given_tree(app, body)
+    paths = {queue.path for queue in given}
+    old = {queue.path: queue for queue in app.loop.installation.queues}
+    for path in paths | set(old):
+        if old.get(path) != next((queue for queue in given if queue.path == path), None):
+            parent = path.rpartition("/")[0]
+            caller.need(Role.QUEUE_ADMIN if parent else Role.ADMIN, parent)
+    if body.dry_run:
+        app.audit.add(request.state.request_id, dry_run=True)
+    used = sorted({story.queue for story in app.loop.installation.live.values()} - paths)
+    if used:
+        raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
+    if not body.dry_run:
+        event = QueuesChanged(queues=tuple(codec.to_json_value(queue) for queue in given), by=caller.user)
+        await app.loop.append([event])
+    return {
+        "api": API,
+        "kind": "QueueDiff",
+        "dry_run": body.dry_run,
+        "added": sorted(paths - set(old)),
+        "removed": sorted(set(old) - paths),
+        "changed": sorted(queue.path for queue in given if queue.path in old and old[queue.path] != queue),
+        "over": limits_passed(then),
+    }
+
+
+def _given_tree(app: AppState, body: QueuesBody) -> tuple[tuple[Queue, ...], State]:
+    """The tree, and the state under it, if the scheduler can work with it: once in the log it would be there for ever.
+
+    Raises JobFileError with the place of every mistake in a text, BadInput for values.
+    """
+    nodes = tuple(app.loop.installation.usable_nodes())
+    if body.source:
+        given = read_queues(body.source, filename=body.filename, nodes=nodes)
+    else:
+        for i, key in ((i, key) for i, raw in enumerate(body.queues) for key in raw if key not in QUEUE_FIELDS):
+            raise BadInput(f"queues[{i}].{key}: unknown field", hint=nearest(key, QUEUE_FIELDS, "fields"))
+        try:
+            given = tuple(queue_from_json(raw) for raw in body.queues)
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"queues: {error}", hint="each is {path, guaranteed, limit, weight, ...}") from error
+        for broken in broken_rules(given, nodes):
+            raise BadInput(f"queues[{broken.index}].{broken.field}: {broken.message}", hint=broken.hint)
+    if not given:
+        raise BadInput("a tree without queues", hint="keep at least 'default'")
+    try:
+        return given, app.loop.scheduler.state.with_cluster(nodes, given)
+    except (KeyError, ValueError, AssertionError) as error:
+        raise BadInput(f"queues: the scheduler refuses this tree: {error}") from error
+
+
+@router.get("/report")
+async def report(
+    app: Parts,
+    caller: Asker,
+    by: str = "user",
+    since_s: Annotated[float, Query(gt=0, le=1e10)] = 30 * 86400.0,
+) -> Sent[UsageReport]:
+    """Who used what in the last ``since_s`` seconds, by user, queue, job or gpu_type; of the jobs that one may see."""
+    now, installation = app.clock.wall_s(), app.loop.installation
+    seen = (story for story in installation.jobs.values() if caller.sees(story))
+    nodes = (story.node for story in installation.nodes.values())
+    return usage_report(seen, nodes, by=by, since=now - since_s, now=now)
+
+
+@router.get("/settings")
+async def settings(app: Parts, caller: Asker) -> Sent[SettingList]:
+    """The settings that the service runs with, and where each came from; for admins. No password is shown."""
+    caller.need(Role.ADMIN)
+    return cast("SettingList", {"api": API, **app.settings.document()})
+
+
+@router.get("/reasons")
+async def reasons(caller: Asker) -> Sent[ReasonList]:
+    """Every reason with its family, its fault and its sentence."""
+    items: list[ReasonRow] = [
+        {"code": reason, "family": info.family, "fault": info.fault, "text": info.text, "ends_in": info.ends_in}
+        for reason, info in INFO.items()
+    ]
+    return {"api": API, "kind": "ReasonList", "items": items, "next": None}

@@ -1,0 +1,130 @@
+"""What the watchers noted becomes an event, a warning, a count and a notice; each once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from standing import Standing, with_service
+
+from rota.runtime import process
+from rota.runtime.environ import Home
+from rota.runtime.hang import master_part, note_replaced, noted
+from rota.runtime.ray.engine import EngineSettings
+from rota.service.config import Settings, load_settings
+from rota.service.control.engine import GatewayEngine
+from rota.service.process import keeper
+from rota.service.process.watch import watch_parts
+from rota.service.webhooks import notice_of
+from rota.spec.errors import NotReachable, RotaError
+from rota.spec.events import PartReplaced
+
+
+def test_a_replaced_part_is_in_events_status_metrics_and_notices(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        run = service.app.home.run
+        note_replaced(run, "raylet", 41, "was stopped by a signal")
+        note_replaced(run, "master of job-1", 42, "ended")
+        watching = asyncio.create_task(watch_parts(service.app))
+        while len((await service.get("/events", type="PartReplaced"))["items"]) < 2 or noted(run):
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        first, second = (await service.get("/events", type="PartReplaced"))["items"]
+        assert (first["part"], first["pid"]) == ("raylet", 41)
+        assert second["text"] == "master of job-1, process 42, ended"
+        warnings = (await service.get("/status"))["warnings"]
+        assert any(text.startswith("raylet, process 41, was stopped by a signal; it was replaced") for text in warnings)
+        metrics = (await service.http.get("/metrics")).text
+        assert 'rota_parts_replaced_total{part="raylet"} 1.0' in metrics
+        assert 'rota_parts_replaced_total{part="master"} 1.0' in metrics, "not a row for each job"
+        told = [notice_of(one) for one in service.log.read() if isinstance(one.event, PartReplaced)]
+        assert told == ["replaced", "replaced"]
+
+    with_service(tmp_path, test)
+
+
+def test_the_failures_of_a_job_name_its_master_that_was_replaced(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        await service.submit()
+        note_replaced(service.app.home.run, master_part("hello-1"), 42, "ended")
+        note_replaced(service.app.home.run, master_part("hello-12"), 43, "ended")
+        watching = asyncio.create_task(watch_parts(service.app))
+        while noted(service.app.home.run):
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        document = await service.get("/jobs/hello-1/failures")
+        assert [(one["pid"], one["text"]) for one in document["masters"]] == [
+            (42, "master of hello-1, process 42, ended")
+        ]
+        assert document["items"] == []
+
+    with_service(tmp_path, test)
+
+
+def test_parts_that_start_with_the_first_job_say_so(tmp_path: Path) -> None:
+    engine = GatewayEngine(Home.of(tmp_path).make(), db_url="", settings=EngineSettings())
+    parts = asyncio.run(engine.status())
+    assert {name: part["text"] for name, part in parts.items()} == dict.fromkeys(
+        ("gateway", "engine", "registry"), "starts with the first job"
+    )
+
+
+def test_a_death_that_two_watchers_noted_is_one_event(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        run = service.app.home.run
+        note_replaced(run, "keeper", 41, "was stopped by a signal")
+        note_replaced(run, "keeper", 41, "ended")
+        note_replaced(run, "keeper", 42, "ended")
+        watching = asyncio.create_task(watch_parts(service.app))
+        while noted(run):
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        told = [(one["pid"], one["text"]) for one in (await service.get("/events", type="PartReplaced"))["items"]]
+        assert told == [(41, "keeper, process 41, was stopped by a signal"), (42, "keeper, process 42, ended")]
+
+    with_service(tmp_path, test)
+
+
+def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, ports = Home.of(tmp_path).make(), list[int]()
+    fails = [RotaError("it was killed"), NotReachable("the port is taken"), *[RotaError("the disk is full")] * 9]
+    dead = {"pid": 2**22 + 1, "start_time": 1.0, "boot_id": process.boot_id(), "url": "http://127.0.0.1:7"}
+    home.service_record.write_text(json.dumps(dead))
+
+    def start_service(settings: Settings, home: Home, *, standby: object) -> None:
+        assert standby is None, "there was no service to prepare one for"
+        ports.append(settings.port)
+        if fails:
+            raise fails.pop(0)
+        home.service_record.unlink()  # another record would be here
+
+    monkeypatch.setattr(keeper, "start_service", start_service)
+    monkeypatch.setattr(keeper, "GRACE_S", 0.0)
+    monkeypatch.setattr(keeper, "blocking_sleep", lambda _: None)
+    keeper.Keeper(load_settings({"home": str(tmp_path), "port": 0}, environ={})).run()
+    assert ports == [7, 7, 0, *[7] * 9], "it does not give up"
+    assert [(one.part, one.why) for one in noted(home.run).values()] == [("service", "ended")]
+
+
+def test_a_note_that_a_killed_service_had_put_into_the_log_is_not_logged_twice(tmp_path: Path) -> None:
+    async def test(service: Standing) -> None:
+        run = service.app.home.run
+        note_replaced(run, "gateway", 41, "was stopped by a signal")
+        ((path, one),) = noted(run).items()
+        told = PartReplaced(part=one.part, pid=one.pid, text="gateway, process 41, hung", found_at=one.at)
+        await service.app.loop.append([told])
+        watching = asyncio.create_task(watch_parts(service.app))
+        while path.exists():
+            assert not watching.done(), watching.result()
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        assert len((await service.get("/events", type="PartReplaced"))["items"]) == 1
+
+    with_service(tmp_path, test)

@@ -1,4 +1,4 @@
-"""Pages of the reference that the doors know by themselves: command line, job file, exit statuses."""
+"""Pages of the reference that the interfaces describe themselves: command line, job file, exit statuses."""
 
 from __future__ import annotations
 

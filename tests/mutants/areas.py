@@ -43,7 +43,7 @@ AREAS = (
     ),
     Area(
         name="rights",
-        sources=("service/auth.py", "service/accounts.py", "service/routes/accounts.py"),
-        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_doors", "notify")),
+        sources=("service/rest/auth.py", "service/accounts.py", "service/rest/routes/accounts.py"),
+        tests=tuple(f"tests/service/test_{name}.py" for name in ("accounts", "rights", "rest_deps", "webhooks")),
     ),
 )

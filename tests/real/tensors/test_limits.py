@@ -32,7 +32,7 @@ def test_another_user_reaches_neither_the_bytes_nor_the_registry(plane: Plane) -
         pytest.skip("only root can become another user")
     plane.put("secret", np.zeros(3_000_000, np.uint8))
     (segment,) = plane.folder.glob("seg-*")
-    doors = {
+    ways = {
         "segment": lambda: os.open(segment, os.O_RDONLY),
         "folder": lambda: list(plane.folder.iterdir()),
         "clients": lambda: list((plane.folder / "c").iterdir()),
@@ -47,7 +47,7 @@ def test_another_user_reaches_neither_the_bytes_nor_the_registry(plane: Plane) -
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            refused = [name for name, door in doors.items() if _is_refused(door)]
+            refused = [name for name, way in ways.items() if _is_refused(way)]
             os.write(into, " ".join(refused).encode())
             status = 0
         finally:
@@ -55,15 +55,15 @@ def test_another_user_reaches_neither_the_bytes_nor_the_registry(plane: Plane) -
     os.close(into)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     with os.fdopen(out) as said:
-        assert said.read().split() == list(doors)
+        assert said.read().split() == list(ways)
     for folder in (plane.folder.parent.parent, Path(plane.address.path).parent):
         assert folder.stat().st_mode & 0o777 == 0o700
     assert segment.stat().st_mode & 0o777 == 0o600
 
 
-def _is_refused(door: Any) -> bool:
+def _is_refused(way: Any) -> bool:
     try:
-        door()
+        way()
     except PermissionError:
         return True
     return False

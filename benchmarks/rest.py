@@ -1,4 +1,4 @@
-"""How fast the doors answer: lists, one job, explain, heat map, queues, on 1,000 nodes with 10,000 jobs.
+"""How fast the REST API answers: lists, one job, explain, heat map, queues, on 1,000 nodes with 10,000 jobs.
 
 A service over a real log on the loopback address; its scheduler places what fits, the engine is played. Requests of all
 kinds take turns, so that every figure is from the same minute. With ``--churn S`` a job ends every S seconds and the
@@ -101,10 +101,10 @@ def tell(text: str) -> None:
 
 
 async def churn(service: Standing, every_s: float) -> None:
-    """End a running job now and then, so that the scheduler has work while the doors answer."""
+    """End a running job now and then, so that the scheduler has work while requests are answered."""
     while True:
         await asyncio.sleep(every_s)
-        running = [one.id for one in service.doors.loop.installation.live.values() if one.state.holds_devices]
+        running = [one.id for one in service.app.loop.installation.live.values() if one.state.holds_devices]
         if running:
             service.as_master(running[0], JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED))
 
@@ -141,9 +141,9 @@ async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, A
         fill(Path(folder), jobs)
         async with standing(Path(folder), pretend=nodes) as service:
             began = time.perf_counter()
-            await settled(service.doors.loop)
+            await settled(service.app.loop)
             placed_s = time.perf_counter() - began
-            live = service.doors.loop.installation.live.values()
+            live = service.app.loop.installation.live.values()
             waiting = next(one.id for one in live if one.state is JobState.QUEUED)
             running = next(one.id for one in reversed(list(live)) if one.state.holds_devices)
             busy = asyncio.create_task(churn(service, churn_s)) if churn_s else None
@@ -151,7 +151,7 @@ async def run(jobs: int, nodes: str, rounds: int, churn_s: float) -> dict[str, A
                 took = await measure(http, waiting, running, rounds)
             if busy is not None:
                 busy.cancel()
-            counts = service.doors.loop.installation
+            counts = service.app.loop.installation
             return {
                 "jobs": len(counts.jobs),
                 "nodes": len(counts.nodes),

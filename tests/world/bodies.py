@@ -15,7 +15,7 @@ from rota.job.rpc.client import ROLLBACK_MAX_S, Refusal, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable, master_handle
 from rota.runtime.clock import Clock
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
-from rota.spec.errors import DataError
+from rota.spec.errors import CallError, DataError
 from rota.spec.ids import Epoch, InstanceId, JobId
 from rota.spec.job import JobSpec, RoleSpec
 from rota.testing.launcher import SimProcess
@@ -157,10 +157,13 @@ class SimInstance:
         if self._script.always_fails:
             await self._work(self._script.step_s)
             return self._failed(epoch, "always fails")
-        if self.role.is_loop and self._spec.streams:
-            return await self._stream_loop(Epoch(epoch), committed, more)
         if self.role.is_loop:
-            return await self._loop(epoch, committed)
+            streams = bool(self._spec.streams)
+            work = self._stream_loop(Epoch(epoch), committed, more) if streams else self._loop(epoch, committed)
+            try:
+                return await work
+            except CallError as error:
+                return self._failed(epoch, str(error))
         await self._work(self._script.run_s)
         if self._fails(self._script.run_fails_p):
             return self._failed(epoch, "exit 1")
@@ -229,9 +232,7 @@ class SimInstance:
         versions = {edge.name: 1 for edge in self._spec.weights if n % edge.every == 0}
         every = self._script.checkpoint_every
         durable = self._hurried or (every > 0 and n % every == 0)
-        if not await self._saved(n, epoch, durable):
-            await self._clock.sleep(ROLLBACK_MAX_S)
-            return False
+        await self._saved(n, epoch, durable)
         saved = {"path": f"step-{n}.e{epoch}", "seconds": 0.1} if durable else None
         self._hurried = self._hurried and not durable
         fields: dict[str, Any] = {
@@ -252,21 +253,25 @@ class SimInstance:
                 self._learn(PeerTable.from_json(answer["table"]))
             return answer["answer"] == "done"
 
-    async def _saved(self, n: int, epoch: int, durable: bool) -> bool:
-        """Every member with state puts it into the memory of its host; False when one of them is gone."""
+    async def _saved(self, n: int, epoch: int, durable: bool) -> None:
+        """Every member with state puts it into the memory of its host. Raises CallError as the real loop does."""
         keepers = {role.name for role in self._spec.roles if role.interface is not None and role.interface.has_state}
         peers = [peer for peer in self._table.peers if peer.role in keepers]
-        found = await asyncio.gather(*(self._save_of(peer, n, epoch, durable) for peer in peers))
-        return all(found)
+        await asyncio.gather(*(self._save_of(peer, n, epoch, durable) for peer in peers))
 
-    async def _save_of(self, peer: Peer, n: int, epoch: int, durable: bool) -> bool:
+    async def _save_of(self, peer: Peer, n: int, epoch: int, durable: bool) -> None:
         kwargs = {"n": n, "epoch": peer.epoch, "loop_epoch": epoch, "durable": durable}
+        answer = {"answer": "lost"}
         try:
             call = Call(method="save", kwargs=kwargs, timeout_s=30.0)
             answer = await self._launcher.call(peer.handle(self._job), call)
-        except (ProcessGone, CallTimeout):
-            return False
-        return answer["answer"] == "done"
+        except CallTimeout as error:
+            raise CallError(f"commit {n}: {peer.id} did not save its state in time") from error
+        except ProcessGone:
+            pass
+        if answer["answer"] != "done":
+            await self._clock.sleep(ROLLBACK_MAX_S)  # a rollback cancels the loop before
+            raise CallError(f"commit {n}: {peer.id} did not save its state")
 
     async def save(self, *, n: int, epoch: int, loop_epoch: int, durable: bool) -> dict[str, Any]:
         if epoch != self._ready or self._ready != self.epoch or loop_epoch < self._loop_epoch_max:

@@ -98,6 +98,7 @@ class Checkers:
         self._stops(job, record, before)
         after = fold(before, record)
         self.shadows[job] = after
+        self._leaves_by_itself(job, record, before, after)
         self._readiness(record, before, after)
         self._old_reports(record, before, after)
         if snapshot:
@@ -200,6 +201,11 @@ class Checkers:
                     raise Violation(f"{job}: asked to stop for {self.stops[job]}, and it ended for {reason}")
             case _:
                 pass
+
+    def _leaves_by_itself(self, job: JobId, record: Record, before: JobContext, after: JobContext) -> None:
+        """At the end of a notice or of the time limit a job has the grace of its own file."""
+        if isinstance(record.event, TimerFired) and before.ending is None and after.ending is not None:
+            self._grace(job, record.at + after.ending.grace_s, before)
 
     def _grace(self, job: JobId, until_s: float, before: JobContext) -> None:
         ready = {

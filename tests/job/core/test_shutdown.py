@@ -177,6 +177,31 @@ def test_who_is_preempted_while_a_restart_saves_has_the_grace_from_then_on(drive
     assert {round(one.grace_s, 3) for one in stops(driven)} == {10.0}, "of 30 s from the preemption on"
 
 
+def test_who_leaves_a_drained_node_already_keeps_to_the_sooner_end_of_the_two_graces(driven):
+    driven.run(rl())
+    commit(driven, 1)
+    driven.feed(drain(driven))
+    long = timer(driven, "grace/commit")
+    assert (driven.ctx.state, long.after_s) == (JobState.PREEMPTING, 15.0)
+    driven.feed(replace(PREEMPT, grace_s=60.0), after_s=1.0)
+    assert timer(driven, "grace/commit") == long and driven.ctx.ending.reason is Reason.MIGRATED_DRAIN
+    driven.feed(replace(PREEMPT, grace_s=4.0), after_s=1.0)
+    assert timer(driven, "grace/commit").after_s == 3.0, "half of the 6 s from the end of the notice on"
+    driven.feed(PreemptAsked(reason=Reason.PAUSED, grace_s=2.0), after_s=1.0)
+    assert timer(driven, "grace/commit").after_s == 2.5
+    driven.settle()
+    assert driven.ctx.state is JobState.PAUSED
+
+
+def test_who_stops_its_processes_already_gives_them_the_grace_that_they_were_promised(driven):
+    driven.run(rl())
+    driven.feed(replace(PREEMPT, grace_s=20.0))
+    driven.feed(TimerFired(timer=timer(driven, "grace/commit").timer), after_s=10.0)
+    first = stops(driven)
+    driven.feed(replace(PREEMPT, grace_s=0.0), after_s=1.0)
+    assert first and stops(driven) == first
+
+
 def test_what_stops_after_a_quick_save_has_the_rest_of_the_grace_for_a_polite_end(driven):
     driven.run(rl())
     driven.feed(PREEMPT)

@@ -186,8 +186,8 @@ def _apply_ending(ctx: JobContext, event: Event, ending: Ending) -> JobContext:
             return shutdown.stopped_now(ctx)
         case JobState.RECOVERING, PreemptAsked():
             return shutdown.preempted(ctx, event)
-        case JobState.PREEMPTING, PreemptAsked(reason=Reason.PAUSED):
-            return replace(ctx, ending=replace(ending, reason=Reason.PAUSED))
+        case JobState.PREEMPTING, PreemptAsked():
+            return shutdown.preempted_again(ctx, event)
         case _, GangReserveFailed(gang=gang, epoch=epoch):
             return losses.without_gang(ctx, gang, epoch, "reserving")
         case ((JobState.PREEMPTING | JobState.RECOVERING), JobRequeued()):

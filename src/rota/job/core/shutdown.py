@@ -15,6 +15,7 @@ from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, 
 from rota.spec.commands import SetTimer
 from rota.spec.events import Committed, InstanceLost, InstanceStopped, PreemptAsked, ProgressStalled
 from rota.spec.ids import InstanceId
+from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
 
 COMMIT_SHARE = 0.5
@@ -37,6 +38,18 @@ def preempted(ctx: JobContext, event: PreemptAsked) -> JobContext:
     save_s = min(ending.save_s, grace_s)
     ending = replace(ending, reason=event.reason, counts=False, grace_s=grace_s, save_s=save_s)
     return replace(ctx, state=JobState.PREEMPTING, ending=ending)
+
+
+def preempted_again(ctx: JobContext, event: PreemptAsked) -> JobContext:
+    """A job that gives its devices back already is asked for them: the sooner end of the two graces counts."""
+    ending = ctx.ending
+    assert ending is not None
+    reason = Reason.PAUSED if event.reason is Reason.PAUSED else ending.reason
+    grace_s = ending.grace_s
+    if ending.phase != "stop":
+        grace_s = min(grace_s, event.grace_s + ctx.at_s - ending.since_s)
+    ending = replace(ending, reason=reason, grace_s=grace_s, save_s=min(ending.save_s, grace_s))
+    return replace(ctx, ending=ending)
 
 
 def saved_first(ctx: JobContext) -> JobContext:

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rota.train.plan.hardware import A100_80G_DGX
-from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ModelShape
 from rota.train.plan.search import search
-from rota.train.plan.setting_costs import CostTable
-from rota.train.plan.space import SearchRequest
+from rota.train.plan.space import CostTable, SearchRequest
 from run import Row, hand_in
 
 SEVEN = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000, ffn=11008, gated=True, tied=False)

@@ -30,8 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rota.train.apply import parallelize
 from rota.train.models.gpt import Gpt
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import data_parallel
+from rota.train.plan.model import ModelShape, data_parallel
 from run import Row, hand_in
 
 WORLD = 2

@@ -17,12 +17,10 @@ from pathlib import Path
 import torch
 
 from rota.train.apply import StepResult
-from rota.train.data import StaticOrder
-from rota.train.data_cache import DataCache
+from rota.train.data import DataCache, StaticOrder
 from rota.train.loop import fit
 from rota.train.models.gpt import Gpt
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import ParallelPlan
+from rota.train.plan.model import ModelShape, ParallelPlan
 
 SHAPE = ModelShape(layers=4, hidden=64, heads=4, seq=128, vocab=256, tied=False)
 BATCH = 16

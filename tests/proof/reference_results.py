@@ -10,9 +10,8 @@ from typing import Any
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import StepTime, step_time
 from rota.train.plan.hardware import A100_80G_DGX, Hardware
-from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB, activation_bytes_per_layer, layers_in_flight
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Recompute, Stage
+from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, ParallelPlan, Recompute, Stage
 
 Row = Mapping[str, Any]
 Predicted = Mapping[str, float]

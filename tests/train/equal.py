@@ -18,8 +18,7 @@ from torch.multiprocessing.spawn import spawn
 from rota.train.apply import IGNORED, Parallel, cross_entropy_sum, parallelize
 from rota.train.checkpoint import Checkpoints
 from rota.train.models.gpt import Gpt
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage
+from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, ParallelPlan, Stage
 
 WORLD = 4
 STEPS = 20

@@ -16,7 +16,7 @@ from rota.train.apply import StepResult
 from rota.train.data import StaticOrder
 from rota.train.loop import fit
 from rota.train.models.gpt import Gpt
-from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ModelShape
 
 SHAPE = ModelShape(layers=2, hidden=16, heads=2, seq=16, vocab=32, tied=False)
 BATCH = 4

@@ -17,7 +17,7 @@ from torch import nn
 
 from rota.spec.errors import BadInput, Infeasible
 from rota.train.apply import parallelize
-from rota.train.elastic import check_memory, this_machine
+from rota.train.local_hardware import check_memory, this_machine
 from rota.train.loop import world
 from rota.train.models.gpt import Gpt
 from rota.train.optim import FileOptimizer, HostOptimizer, by_bytes, fill_state, optimizer_tensors, partition
@@ -25,8 +25,7 @@ from rota.train.parallel.context_parallel import columns
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.parallel.model_parts import Parts, stages_of
 from rota.train.parallel.tensor_parallel import split_layers
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage, Sync, data_parallel
+from rota.train.plan.model import Layer, Mesh, ModelShape, ParallelPlan, Stage, Sync, data_parallel
 
 SHAPE = ModelShape(layers=4, hidden=16, heads=4, seq=16, vocab=32, tied=False)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -68,6 +67,10 @@ def test_a_model_without_the_named_parts_is_refused() -> None:
     ("old", "now", "name"),
     [
         ("rota.train.experts", "rota.train.parallel.experts", "Experts"),
+        ("rota.train.data_cache", "rota.train.data", "DataCache"),
+        ("rota.train.elastic", "rota.train.local_hardware", "replan"),
+        ("rota.train.plan.layers", "rota.train.plan.model", "ModelShape"),
+        ("rota.train.ps.embedding", "rota.train.sync", "ShardedEmbedding"),
         ("rota.train.ps_client", "rota.train.ps.client", "PsClient"),
         ("rota.train.ps_server", "rota.train.ps.server", "PsServer"),
         ("rota.train.ps_table", "rota.train.ps.table", "TableSpec"),

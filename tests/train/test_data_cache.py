@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("fsspec")
 
 from rota.spec.errors import BadInput, NotReachable, TimedOut
-from rota.train.data_cache import DataCache
+from rota.train.data import DataCache
 
 
 def source(folder: Path, name: str, size: int) -> Path:

@@ -92,7 +92,7 @@ def test_attention_that_a_ring_computes_is_looked_at_and_left_as_it_was(core: nn
 
 
 def test_a_window_as_long_as_a_part_of_the_sequence_is_seen_in_the_whole() -> None:
-    from rota.train.parallel.attention import inspect_core
+    from rota.train.parallel.context_parallel import inspect_core
 
     core, q = Core(window=8), torch.empty(1, 2, 8, 4)
     with pytest.raises(BadInput, match="gives a mask"):

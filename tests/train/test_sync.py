@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from rota.spec.errors import BadInput
+from rota.train.compress import Compression, Kind, average, make_compressor
 from rota.train.loop import world
 from rota.train.ps.client import PsClient, ServerLost
 from rota.train.ps.clocks import Rule
 from rota.train.shm import _rows
 from rota.train.sync import PsSync, row_optimizer
-from rota.train.sync.compress import Compression, Kind, average, make_compressor
 
 
 @pytest.fixture(autouse=True)

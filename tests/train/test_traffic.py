@@ -16,9 +16,8 @@ from rota.train.apply import Parallel, parallelize
 from rota.train.models.gpt import Gpt
 from rota.train.optim import ZeroOneOptimizer, local
 from rota.train.parallel.mesh import plan_mesh
-from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import memory
-from rota.train.plan.model import Layer, Mesh, ParallelPlan, Stage
+from rota.train.plan.model import Layer, Mesh, ModelShape, ParallelPlan, Stage
 from rota.train.plan.traffic import traffic
 from tests.train import equal, trace
 

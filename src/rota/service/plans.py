@@ -20,9 +20,8 @@ from rota.spec.resources import counted
 from rota.train.plan.explain import explain, least_memory, parse_degrees, why_not
 from rota.train.plan.hardware import SHIPPED, Hardware, hardware_from_json
 from rota.train.plan.importers import from_galvatron, hardware_from_any, model_from_json
-from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import GIB
-from rota.train.plan.model import ParallelPlan
+from rota.train.plan.model import ModelShape, ParallelPlan
 from rota.train.plan.search import Scored, SearchResult, found_to_json, score, search
 from rota.train.plan.space import SearchRequest, settings
 
@@ -175,7 +174,12 @@ def calibrate_document(out: Path, *, ranks: int) -> dict[str, Any]:
     """The ``PlanCalibration`` document; the hardware file that the search reads is written to ``out``."""
     if ranks < 1:
         raise BadInput(f"--ranks: {ranks} is below 1")
-    words = [sys.executable, "-m", "rota.train.measure", str(ranks)]  # a process of its own: torch stays out of here
+    words = [
+        sys.executable,
+        "-m",
+        "rota.train.local_hardware",
+        str(ranks),
+    ]  # a process of its own: torch stays out of here
     printed = output_of(words, timeout_s=CALIBRATE_S)
     if printed is None:
         raise RotaError(

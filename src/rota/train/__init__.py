@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 _HOMES = {"parallelize": "rota.train.apply", "fit": "rota.train.loop"}
 _RENAMED = {
+    "rota.train.data_cache": "rota.train.data",
+    "rota.train.elastic": "rota.train.local_hardware",
     "rota.train.experts": "rota.train.parallel.experts",
+    "rota.train.plan.layers": "rota.train.plan.model",
+    "rota.train.ps.embedding": "rota.train.sync",
     "rota.train.ps_client": "rota.train.ps.client",
     "rota.train.ps_server": "rota.train.ps.server",
     "rota.train.ps_table": "rota.train.ps.table",

@@ -21,19 +21,40 @@ from rota.spec.errors import BadInput
 from rota.train.batch import IGNORED as IGNORED
 from rota.train.batch import Inputs, LossScale, call, check_rows, each, in_two, known_as_sum, micro_batches, seq_of
 from rota.train.batch import cross_entropy_sum as cross_entropy_sum
-from rota.train.elastic import check_memory, this_machine
+from rota.train.local_hardware import check_memory, this_machine
 from rota.train.optim import MakeOptimizer, clip_global_norm, fill_state, optimizer_for, optimizer_tensors
-from rota.train.parallel.attention import position_modules, set_positions
-from rota.train.parallel.context_parallel import check_cores, check_positions, columns, split_attention
-from rota.train.parallel.data_parallel import Buffers, only_data, replicate_model, shard_model, sync_gradients
+from rota.train.parallel.context_parallel import (
+    check_cores,
+    check_positions,
+    columns,
+    position_modules,
+    set_positions,
+    split_attention,
+)
+from rota.train.parallel.data_parallel import (
+    DTYPES,
+    Buffers,
+    mixed,
+    only_data,
+    replicate_model,
+    shard_model,
+    sync_gradients,
+)
 from rota.train.parallel.experts import spread_experts
 from rota.train.parallel.mesh import PlanMesh, local, plan_mesh
-from rota.train.parallel.model_parts import Loss, Parts, schedule, stages_of
-from rota.train.parallel.precision import DTYPES, mixed, recompute
+from rota.train.parallel.model_parts import (
+    Loss,
+    Parts,
+    TiedWeights,
+    holders,
+    recompute,
+    schedule,
+    stages_of,
+    tie_again,
+    tied_names,
+)
 from rota.train.parallel.tensor_parallel import Rules, split_layers
-from rota.train.parallel.tied_weights import TiedWeights, holders, tie_again, tied_names
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import ParallelPlan
+from rota.train.plan.model import ModelShape, ParallelPlan
 from rota.train.sync import Synchroniser, synchroniser
 
 log = logging.getLogger(__name__)

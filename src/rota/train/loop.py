@@ -24,7 +24,7 @@ from rota.train import shm
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize
 from rota.train.batch import Inputs
 from rota.train.checkpoint import Checkpoints, MemoryCheckpoints, candidates, own_group
-from rota.train.elastic import plan_for_world
+from rota.train.local_hardware import plan_for_world
 from rota.train.optim import MakeOptimizer, restore_settings, settings
 from rota.train.parallel.mesh import local
 from rota.train.parallel.model_parts import Loss, Parts

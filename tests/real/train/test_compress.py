@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tests.real.train.ranks import run_ranks
 
-from rota.train.sync.compress import (
+from rota.train.compress import (
     BLOCK,
     Compression,
     Compressor,

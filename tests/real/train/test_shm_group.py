@@ -18,7 +18,7 @@ from tests.real.train.ranks import Ranks, run_ranks
 
 import rota.tensors
 from rota.train import shm
-from rota.train.shm.arena import CollectiveMismatch, PeerLost
+from rota.train.shm import CollectiveMismatch, PeerLost
 
 LATE_MAX_S = 1.0 if os.environ.get("ROTA_DEEP") else 5.0
 """So long after a death its peers know; a second where the ranks have their cores to themselves."""

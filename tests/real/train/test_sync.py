@@ -18,14 +18,13 @@ from torch import nn
 
 from rota.spec.errors import BadInput
 from rota.train import sync
+from rota.train.compress import Compression
 from rota.train.plan.hardware import Link, all_reduce_s
 from rota.train.ps.client import PsClient
 from rota.train.ps.clocks import Rule
-from rota.train.ps.embedding import ShardedEmbedding
 from rota.train.ps.server import PsServer, ServerSpec
 from rota.train.ps.table import RowOptimizer, TableSpec, first_rows
-from rota.train.sync import Compressed, Hierarchical, LocalSgd, PsSync
-from rota.train.sync.compress import Compression
+from rota.train.sync import Compressed, Hierarchical, LocalSgd, PsSync, ShardedEmbedding
 
 STEPS = 10
 

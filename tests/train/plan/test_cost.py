@@ -14,9 +14,8 @@ from rota.spec import codec
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import gemm_s, state_placement, state_time, step_time, transfers_s
 from rota.train.plan.hardware import A100_80G_DGX, LevelSpec, hardware_from_json
-from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import held_params, memory
-from rota.train.plan.model import Layer, Mesh
+from rota.train.plan.model import Layer, Mesh, ModelShape
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_time_tables.json").read_text())["tables"]
 MODEL = ModelShape(layers=32, hidden=4096, heads=32, seq=2048, vocab=32000)

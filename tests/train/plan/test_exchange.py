@@ -6,7 +6,7 @@ import pytest
 
 from rota.spec.errors import BadInput
 from rota.train.plan.importers import model_from_json
-from rota.train.plan.layers import total_params
+from rota.train.plan.model import total_params
 
 NATIVE = {"layers": 32, "hidden": 4096, "heads": 32, "seq": 4096, "vocab": 32000, "ffn": 11008, "gated": True}
 

@@ -9,7 +9,7 @@ import pytest
 from rota.spec.errors import BadInput
 from rota.train.plan.explain import explain, parse_degrees, why_not
 from rota.train.plan.hardware import A100_80G_DGX
-from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ModelShape
 from rota.train.plan.search import search
 from rota.train.plan.space import SearchRequest
 

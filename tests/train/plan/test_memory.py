@@ -10,9 +10,18 @@ import pytest
 from tests.proof.validation import validate
 
 from rota.spec.errors import BadInput
-from rota.train.plan.layers import ModelShape, embed_params, layer_params
 from rota.train.plan.memory import GIB, layer_params_per_rank, layers_in_flight, memory
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage, data_parallel
+from rota.train.plan.model import (
+    Dtype,
+    Layer,
+    Mesh,
+    ModelShape,
+    ParallelPlan,
+    Stage,
+    data_parallel,
+    embed_params,
+    layer_params,
+)
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_memory_tables.json").read_text())["tables"]
 MIXED = Dtype(param="bf16", reduce="bf16", master="fp32")

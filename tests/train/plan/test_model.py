@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rota.spec.errors import BadInput
 from rota.train.plan.hardware import A100_80G_DGX
-from rota.train.plan.layers import ModelShape, total_params
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Stage, Sync, data_parallel
+from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, ParallelPlan, Stage, Sync, data_parallel, total_params
 
 MODEL = ModelShape(layers=4, hidden=64, heads=8, seq=128, vocab=1000)
 

@@ -8,7 +8,7 @@ import pytest
 
 from rota.spec.errors import BadInput
 from rota.train.plan.importers import from_galvatron, hardware_from_any
-from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ModelShape
 from rota.train.plan.search import search
 from rota.train.plan.space import SearchRequest
 

@@ -12,12 +12,10 @@ import pytest
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import step_time
 from rota.train.plan.hardware import A100_80G_DGX, HostSpec
-from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import host_bytes, memory
-from rota.train.plan.model import Offload, ParallelPlan, Recompute
+from rota.train.plan.model import ModelShape, Offload, ParallelPlan, Recompute
 from rota.train.plan.search import found_to_json, lower_bound_s, search
-from rota.train.plan.setting_costs import CostTable
-from rota.train.plan.space import SearchRequest, Setting, cuts, divisors, plan_of, settings
+from rota.train.plan.space import CostTable, SearchRequest, Setting, cuts, divisors, plan_of, settings
 from rota.train.plan.traffic import traffic
 
 SEVEN_B = ModelShape(

@@ -14,8 +14,7 @@ from tests.proof.validation import Calibration, fit_multipliers, validate
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import step_time
 from rota.train.plan.hardware import A100_80G_DGX
-from rota.train.plan.layers import ModelShape
-from rota.train.plan.model import Layer
+from rota.train.plan.model import Layer, ModelShape
 
 TABLES = json.loads((Path(__file__).parents[2] / "data" / "planner_measured_steps.json").read_text())["tables"]
 SINGLE, MULTI = "vtrain_ground_truth_single", "vtrain_ground_truth_multi"

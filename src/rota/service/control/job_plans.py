@@ -21,8 +21,7 @@ from rota.train.plan.importers import model_from_json
 from rota.train.plan.memory import GIB
 from rota.train.plan.model import Dtype, ParallelPlan
 from rota.train.plan.search import SearchResult, search
-from rota.train.plan.setting_costs import CostTable
-from rota.train.plan.space import MIXED, SearchRequest, divisors
+from rota.train.plan.space import MIXED, CostTable, SearchRequest, divisors
 
 SIZES_MAX = 32
 SEARCH_S = 5.0

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rota.train.parallel.experts import Experts
-from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ModelShape
 
 
 class SmallEmbedding(nn.Embedding):

@@ -1,4 +1,4 @@
-"""Data parallel: DDP, FSDP2, HSDP, the ZeRO stages, and buffers that are equal on all ranks."""
+"""Data parallel: DDP, FSDP2, HSDP, the ZeRO stages, number formats, and buffers that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from rota.train.parallel.experts import find_experts
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.parallel.model_parts import Parts
-from rota.train.parallel.precision import DTYPES, mixed
 from rota.train.plan.model import Layer, ParallelPlan
 
 BUCKET_MIB = 25
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mixed(plan: ParallelPlan) -> bool:
+    """True when a master copy in another format than the computation's is kept."""
+    return plan.dtype.param != plan.dtype.master
 
 
 def only_data(plan: ParallelPlan) -> bool:

@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rota.train.plan.hardware import DeviceSpec, Hardware, Link, all_gather_s, all_reduce_s, reduce_scatter_s, send_s
-from rota.train.plan.layers import ModelShape
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, held_params, state_bytes
-from rota.train.plan.model import Dtype, Layer, Mesh, Offload, ParallelPlan, Stage
+from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, Offload, ParallelPlan, Stage
 from rota.train.plan.schedule import Kind, StageCost, pipeline_s
 
 HALF_BYTES = 2

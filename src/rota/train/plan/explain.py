@@ -11,8 +11,7 @@ from rota.spec.resources import counted
 from rota.train.plan.memory import GIB, memory
 from rota.train.plan.model import ParallelPlan
 from rota.train.plan.search import Scored, SearchResult, binds, predicted, score, search
-from rota.train.plan.setting_costs import CostTable
-from rota.train.plan.space import SearchRequest
+from rota.train.plan.space import CostTable, SearchRequest
 
 WORTH_TELLING = 0.01
 """A part of a step is named when it makes up at least this share of the difference."""

@@ -19,7 +19,7 @@ from rota.train.plan.hardware import (
     hardware_from_json,
     refuse_unknown,
 )
-from rota.train.plan.layers import ModelShape
+from rota.train.plan.model import ModelShape
 
 REQUIRED = ("layers", "hidden", "heads", "seq", "vocab")
 NUMBER_MAX, LAYERS_MAX = 2**30, 10_000

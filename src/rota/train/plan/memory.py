@@ -14,8 +14,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rota.train.plan.layers import ModelShape, embed_params, head_params
-from rota.train.plan.model import Dtype, Layer, Mesh, ParallelPlan, Schedule, Stage
+from rota.train.plan.model import (
+    Dtype,
+    Layer,
+    Mesh,
+    ModelShape,
+    ParallelPlan,
+    Schedule,
+    Stage,
+    embed_params,
+    head_params,
+)
 
 GIB = 2**30
 NUMBER_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -18,8 +18,17 @@ from rota.train.plan.cost import StepTime, step_time
 from rota.train.plan.importers import NUMBER_MAX
 from rota.train.plan.memory import GIB, host_bytes, memory
 from rota.train.plan.model import Layer, ParallelPlan
-from rota.train.plan.setting_costs import CostTable, MemoryBudget
-from rota.train.plan.space import SPACE, SearchRequest, Setting, cuts, plan_of, settings, spread
+from rota.train.plan.space import (
+    SPACE,
+    CostTable,
+    MemoryBudget,
+    SearchRequest,
+    Setting,
+    cuts,
+    plan_of,
+    settings,
+    spread,
+)
 from rota.train.plan.traffic import bytes_by_collective
 
 

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rota.train.plan.layers import ModelShape, embed_params, head_params
 from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank
-from rota.train.plan.model import Layer, ParallelPlan
+from rota.train.plan.model import Layer, ModelShape, ParallelPlan, embed_params, head_params
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 Axis = Literal["data", "fsdp", "dp_replicate", "cp", "tp"]

@@ -19,13 +19,13 @@ from rota.runtime import environ
 from rota.runtime.process import boot_id
 from rota.runtime.random import SystemChance
 from rota.spec.errors import BadInput
+from rota.train import compress
 from rota.train.parallel.mesh import PlanMesh
 from rota.train.plan.model import ParallelPlan
 from rota.train.ps.client import PsClient
 from rota.train.ps.clocks import Rule
 from rota.train.ps.server import PsServer, ServerSpec
 from rota.train.ps.table import Floats, RowOptimizer
-from rota.train.sync import compress
 
 c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
 TURN_S: Final = 600.0
@@ -309,3 +309,33 @@ def hierarchical_all_reduce(flat: torch.Tensor, levels: Levels) -> torch.Tensor:
     dist.all_reduce(mine, group=levels.outer)
     dist.all_gather_single(padded, mine, group=levels.inner)
     return flat.copy_(padded[: flat.numel()])
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding whose rows [V, dim] live in a table of the servers; only those of a batch are here.
+
+    The iteration is the caller's: ``client.wait_turn()``, forward, backward, ``push()`` of each embedding,
+    ``client.tick()``. A module has no parameters, so DistributedDataParallel and the dense optimizer leave it alone.
+    Gradients are those of this worker's loss: ps_sync applies their mean, as all-reduce does for the dense part.
+    """
+
+    def __init__(self, client: PsClient, table: str) -> None:
+        super().__init__()
+        self._client, self._table = client, table
+        self._fetched: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [..., dim] of ids [...]; each distinct id is fetched once."""
+        distinct, back = torch.unique(ids, return_inverse=True)
+        rows = torch.from_numpy(self._client.pull(self._table, distinct.numpy()))
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            self._fetched.append((distinct, rows))
+        return rows[back]
+
+    def push(self) -> None:
+        """Hand the gradients since the last ``push`` to the client, which sends them with its tick."""
+        for distinct, rows in self._fetched:
+            if rows.grad is not None:
+                self._client.push(self._table, distinct.numpy(), rows.grad.numpy())
+        self._fetched.clear()

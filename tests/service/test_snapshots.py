@@ -1,4 +1,4 @@
-"""Every answer of the REST API is, byte for byte, what is stored in ``snapshots/``.
+"""Every answer of the REST API and every output of the CLI is, byte for byte, what is stored in ``snapshots/``.
 
 A change that is meant: ``python -m tests.service.snapshots --write``, then look at the difference.
 """
@@ -14,6 +14,7 @@ from tests.service.described import routes_of
 from tests.service.snapshots import files
 from tests.service.snapshots.rest import names_of
 
+from rota.service.cli.app import VERBS
 from rota.service.rest.app import application
 from rota.spec.states import JobState
 
@@ -23,6 +24,21 @@ WRITE = "if this is meant: python -m tests.service.snapshots --write"
 def test_every_rest_answer_is_as_stored(tmp_path: Path) -> None:
     differing = files.compare("rest", asyncio.run(files.of_rest(tmp_path / "home")))
     assert not differing, "\n".join([*differing, WRITE])
+
+
+def test_what_every_verb_prints_is_as_stored(tmp_path: Path) -> None:
+    differing = files.compare("cli", asyncio.run(files.of_cli(tmp_path / "home")))
+    assert not differing, "\n".join([*differing, WRITE])
+
+
+def test_every_verb_has_a_stored_document_and_a_stored_plain_output() -> None:
+    documents = {name: json.loads(text)["commands"] for name, text in files.stored("cli").items()}
+    unstored = [verb for verb in VERBS if verb.replace(" ", "-") not in documents]
+    assert unstored == ["tensors door"], "it serves until it is interrupted: test_bridge.py"
+    for verb, rows in documents.items():
+        kinds = {type(row["out"]) for row in rows if row["out"]}
+        assert verb in ("mistakes", "exec") or kinds == {dict, list}, verb
+    assert not [row["command"] for rows in documents.values() for row in rows if "internal error" in str(row)]
 
 
 def test_every_route_has_a_stored_answer_that_succeeds() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tests.service.snapshots.cli import commands
 from tests.service.snapshots.installation import installed
 from tests.service.snapshots.rest import answers, file_of
 
@@ -21,6 +22,15 @@ async def of_rest(home: Path) -> dict[str, str]:
     async with installed(home) as it:
         return {
             file_of(route): text_of({"route": route, "answers": rows}) for route, rows in (await answers(it)).items()
+        }
+
+
+async def of_cli(home: Path) -> dict[str, str]:
+    """The text of the file of every verb."""
+    async with installed(home) as it:
+        return {
+            verb: text_of({"verb": verb, "commands": rows})
+            for verb, rows in (await commands(it, home.with_name("work"))).items()
         }
 
 
@@ -60,3 +70,6 @@ def difference(name: str, before: str, after: str) -> str:
     lines = [*difflib.unified_diff(before.splitlines(), after.splitlines(), name, f"{name} now", lineterm="", n=2)]
     more = [f"... {len(lines) - LINES_SHOWN_MAX} more lines"] if len(lines) > LINES_SHOWN_MAX else []
     return "\n".join(lines[:LINES_SHOWN_MAX] + more)
+
+
+KINDS = {"rest": of_rest, "cli": of_cli}

@@ -186,6 +186,8 @@ class Installed(Standing):
 
     time: VirtualClock
     home: Path
+    served: Any
+    """The application, for transports of its own."""
     counts: dict[str, int] = field(default_factory=lambda: {"read": 0, "append": 0, "decide": 0})
     tokens: dict[str, str] = field(default_factory=dict[str, str])
     """Tokens of the users that the scenario makes."""
@@ -283,13 +285,14 @@ async def installed(home: Path) -> AsyncIterator[Installed]:
         log = SqlLog(assembly.db_url(settings), clock=time, migrate=True)
         engine = _Engine()
         app = assembly.assemble(settings, log, engine=engine)
-        transport = httpx.ASGITransport(app=make_app(app), raise_app_exceptions=False)
+        served = make_app(app)
+        transport = httpx.ASGITransport(app=served, raise_app_exceptions=False)
         headers = {"Authorization": f"Bearer {app.home.token.read_text().strip()}"}
         hooks = {"response": [check]}
         async with httpx.AsyncClient(
             transport=transport, base_url=URL, headers=headers, timeout=LIMIT_S, event_hooks=hooks
         ) as http:
-            it = Installed(app=app, log=log, engine=engine, http=http, time=time, home=home)
+            it = Installed(app=app, log=log, engine=engine, http=http, time=time, home=home, served=served)
             app.loop.timed = it.note
             await app.loop.replay()
             app.forecasts.begin()

@@ -15,12 +15,14 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-def moment(text: str | None) -> datetime | None:
-    """A time of a document; None stays None."""
-    return None if not text else datetime.fromisoformat(text)
+def moment(at: str | float | None) -> datetime | None:
+    """A time of a document, ISO 8601 or seconds since 1970; None stays None."""
+    if isinstance(at, int | float):
+        return datetime.fromtimestamp(at, UTC)
+    return None if not at else datetime.fromisoformat(at)
 
 
-def clock_time(text: str | None) -> str:
+def clock_time(text: str | float | None) -> str:
     """Local time with its zone: of today only the hour, else the date too."""
     at = moment(text)
     if at is None:

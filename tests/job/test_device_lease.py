@@ -11,7 +11,7 @@ from tests.job.core.test_graph_and_gangs import near, problems
 from tests.job.test_rpc_client import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
-from rota.job.instance.device_lease import DeviceLease
+from rota.job.instance.handles import DeviceLease
 from rota.job.rpc.client import Request, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock

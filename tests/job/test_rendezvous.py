@@ -15,8 +15,7 @@ from rota.job.health import preflight
 from rota.job.health.heartbeat import HeartbeatAnswer
 from rota.job.instance import instance
 from rota.job.instance.instance import Instance
-from rota.job.instance.process_group import Meeting
-from rota.job.instance.runners import Setup
+from rota.job.instance.runners import Meeting, Setup
 from rota.job.rpc.peers import JobPlace
 from rota.runtime.devices import group_backend
 from rota.runtime.launcher import Call

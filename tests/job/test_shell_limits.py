@@ -27,8 +27,7 @@ from rota.job.master import executor, master
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.master.executor import Executor, death_event
 from rota.job.master.master import AppendRequest, InboxFull, JobMaster
-from rota.job.rpc.client import RpcClient
-from rota.job.rpc.event_loop import EventLoopThread, Exited
+from rota.job.rpc.client import EventLoopThread, Exited, RpcClient
 from rota.job.rpc.peers import JobPlace, Peer, PeerTable
 from rota.runtime.clock import SystemClock
 from rota.runtime.launcher import Call, CallTimeout, ProcessDied

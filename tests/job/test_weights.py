@@ -10,7 +10,8 @@ import pytest
 from tests.job.test_rpc_client import Launcher
 from tests.makers import JOB, at, loop, op, service, spec
 
-from rota.job.instance.weights import PHASE, Replicas, Tape, gradient_edges
+from rota.job.instance.handles import gradient_edges
+from rota.job.instance.operations import PHASE, Replicas, Tape
 from rota.job.rpc.client import Request, RpcClient
 from rota.job.rpc.peers import Peer, PeerTable
 from rota.runtime.clock import SystemClock

@@ -13,7 +13,7 @@ from rota.cluster.core import events, preemption
 from rota.cluster.core.capacity import QueueTree
 from rota.cluster.core.state import State
 from rota.cluster.live import Scheduler
-from rota.job.core import desired, failover, ledger, losses, machine, memory, shutdown
+from rota.job.core import desired, failover, ledger, losses, machine, shutdown
 from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
 from rota.job.core.machine import fold
@@ -223,7 +223,7 @@ def devices_before_state(patch: Patch) -> None:
 
 def disk_before_memory(patch: Patch) -> None:
     """A job goes back to its checkpoint though all find the last commit in the memory of their hosts."""
-    patch.setattr(memory, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
+    patch.setattr(shutdown, "restorable", lambda ctx: min(ctx.checkpoint_n, ctx.committed))
 
 
 def stale_death_believed(patch: Patch) -> None:

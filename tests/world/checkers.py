@@ -11,7 +11,7 @@ from rota.job.core.desired import timers
 from rota.job.core.failover import PLATFORM
 from rota.job.core.ledger import uids_of
 from rota.job.core.machine import accepts_commit, fold, initial
-from rota.job.core.memory import keepers
+from rota.job.core.shutdown import keepers
 from rota.job.rpc.peers import WEIGHTS
 from rota.spec.events import (
     Committed,

@@ -22,8 +22,8 @@ from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
 from rota.job.core.resize import is_world
+from rota.job.master import master as kept_module
 from rota.job.master import master as master_module
-from rota.job.master import snapshots as kept_module
 from rota.job.master.master import JobMaster
 from rota.job.rpc.peers import JobPlace, master_handle
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, KeptContext, Writer

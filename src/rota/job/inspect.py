@@ -21,12 +21,15 @@ from rota.job.workload import interface_of
 from rota.spec import codec
 from rota.spec.check import nearest
 from rota.spec.errors import BadInput
-from rota.spec.job import Interface
+from rota.spec.job import DRAIN, Interface
+
+MOVED = {DRAIN: "rota.job.instance.streams:drain"}
+"""Import paths that stored jobs name, and where their objects are now."""
 
 
 def import_target(path: str) -> object:
     """The object of an import path ``module:name``. Raises BadInput for a bad path, or what the import raises."""
-    module, sep, name = path.partition(":")
+    module, sep, name = MOVED.get(path, path).partition(":")
     if not sep or not module or not name:
         raise BadInput(f"{path!r} is not MODULE:NAME, for example train:Policy")
     found: object = _imported(module)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.job.core import memory, migration, resize, shutdown
+from rota.job.core import migration, resize, shutdown
 from rota.job.core.context import (
     ASK_WAIT_S,
     DIAGNOSE_S,
@@ -124,7 +124,7 @@ def _checks(ctx: JobContext) -> Iterator[CheckNode]:
 def _saves(ctx: JobContext) -> Iterator[SaveCommit]:
     """The last commit goes to disk before devices are given back."""
     stops = ctx.ending is not None and ctx.ending.phase == "save"
-    if (stops or (ctx.ending is None and migration.save_until(ctx) is not None)) and (save := memory.saving(ctx)):
+    if (stops or (ctx.ending is None and migration.save_until(ctx) is not None)) and (save := shutdown.saving(ctx)):
         yield save
 
 
@@ -137,7 +137,7 @@ def _comes_up(ctx: JobContext, one: Instance) -> bool:
 def _progress(ctx: JobContext, failover: Failover) -> Iterator[Emit]:
     if not failover.rolled_back:
         # The verdict names the worst case; where everybody has a place, the newest commit that survives is known.
-        if (back_to := memory.restorable(ctx)) is not None:
+        if (back_to := shutdown.restorable(ctx)) is not None:
             event = RolledBack(from_commit=ctx.committed, to_commit=back_to)
             yield Emit(event=event, key=f"rollback/{failover.number}")
     elif failover.released and all(ctx.instances[member].settled for member in failover.scope):

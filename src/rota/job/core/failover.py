@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rota.job.core import memory, shutdown
+from rota.job.core import shutdown
 from rota.job.core.context import (
     FAILED_GRACE_S,
     FAILOVERS_KEPT_MAX,
@@ -309,11 +309,11 @@ class FailoverCoordinator:
     def restore(self, level: Level, cause: Loss) -> int:
         """The commit to go back to: the last one, or, when its state was in the memory of a lost node, that on disk.
 
-        It is the worst case: who comes up again on the same host finds the last commit there (``memory.restorable``).
+        It is the worst case: who comes up again on the same host finds the last commit there (``shutdown.restorable``).
         """
         ctx = self.ctx
         gone = self.lost(level, cause) if level is Level.NODE and cause.reason in OF_THE_NODE else ()
-        lost_memory = memory.missing(ctx) or any(memory.keeps_on_host(ctx, member) for member in gone)
+        lost_memory = shutdown.missing(ctx) or any(shutdown.keeps_on_host(ctx, member) for member in gone)
         return min(ctx.checkpoint_n, ctx.committed) if lost_memory else ctx.committed
 
     def lost(self, level: Level, cause: Loss) -> tuple[InstanceId, ...]:

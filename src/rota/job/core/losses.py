@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rota.job.core import memory, migration, resize, shutdown
+from rota.job.core import migration, resize, shutdown
 from rota.job.core.context import (
     NO_NODE_ID,
     Charge,
@@ -318,10 +318,10 @@ def restore_point(ctx: JobContext) -> JobContext:
     State of a commit lives in the memory of the host where its instance ran; it survives the processes, and it is
     found again by an instance of the same role and rank on the same host.
     """
-    newest = min(ctx.checkpoint_n, ctx.committed) if memory.missing(ctx) else ctx.committed
+    newest = min(ctx.checkpoint_n, ctx.committed) if shutdown.missing(ctx) else ctx.committed
     if newest < ctx.committed:
         return replace(ctx, rollback_to=newest)
-    return replace(ctx, rollback_to=None, hosts=memory.hosts_now(ctx))
+    return replace(ctx, rollback_to=None, hosts=shutdown.hosts_now(ctx))
 
 
 def changeable(changes: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rota.job.core import losses, memory, migration, resize, shutdown
+from rota.job.core import losses, migration, resize, shutdown
 from rota.job.core.context import Ending, Gang, Instance, JobContext, Process, replace
 from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
@@ -323,7 +323,7 @@ def _commit(ctx: JobContext, event: Committed) -> JobContext:
         metrics=event.metrics,
         charges=charges if len(charges) < len(ctx.charges) else ctx.charges,
     )
-    done = replace(done, hosts=memory.hosts_now(done))
+    done = replace(done, hosts=shutdown.hosts_now(done))
     return replace(done, boundary=migration.at_boundary(done))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rota.job.core import memory, shutdown
+from rota.job.core import shutdown
 from rota.job.core.context import Ending, JobContext, Loss, replace
 from rota.job.core.failover import FailoverCoordinator
 from rota.job.core.resize import departing, held, waits_to_grow
@@ -27,7 +27,9 @@ def needs_save(ctx: JobContext) -> bool:
     if ctx.checkpoint_n >= ctx.committed or not departing(ctx):
         return False
     place = held(ctx)
-    return any(memory.keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances))
+    return any(
+        shutdown.keeps_on_host(ctx, one) for one in (place.everybody if place is not None else ctx.plan.instances)
+    )
 
 
 def waits_for_boundary(ctx: JobContext) -> bool:
@@ -58,7 +60,7 @@ def save_until(ctx: JobContext) -> float | None:
     """At the end of the notice no commit has brought the state to disk: until then that is waited for; else None."""
     if not ctx.boundary or not needs_save(ctx) or held(ctx) is None or ctx.spec is None:
         return None
-    if memory.saving(ctx) is None:
+    if shutdown.saving(ctx) is None:
         return None
     node = ctx.bundle(departing(ctx)[0].id)[1].node
     end_s = ctx.drains[node] + ctx.spec.grace_s

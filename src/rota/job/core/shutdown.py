@@ -4,19 +4,117 @@ One way for everybody who takes the devices of a job: a preemption, a pause, a d
 limit, a restart of the whole job. An ``Ending`` goes through up to three phases within its grace: ``commit`` (the loop
 works on to its next commit), ``save`` (the state of the last commit is written from memory to the checkpoint folder),
 ``stop`` (processes are stopped). A phase that has nothing to do, or no process to do it, is left out.
+
+Where the state of the last commit is, is decided here too: each stateful instance leaves it in the shared memory of its
+host, where it survives the processes, the engine and the node of the scheduler. An instance on the same host finds it
+there; elsewhere only the newest checkpoint has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rota.job.core import memory
 from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase, replace
-from rota.spec.commands import SetTimer
+from rota.job.core.resize import unplaced
+from rota.spec.commands import SaveCommit, Saving, SetTimer
 from rota.spec.events import Committed, InstanceLost, InstanceStopped, PreemptAsked, ProgressStalled
-from rota.spec.ids import InstanceId
+from rota.spec.ids import Epoch, InstanceId, NodeId
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
+
+WEIGHTS = "weights"
+"""Key of the cursor of a commit: weights edge -> [epoch of the writer, commit]."""
+CUT = "cut"
+"""Key of the cursor of a commit: what the loop needs to continue from it; ``streams`` are the cuts of the ledgers."""
+
+
+def keeps_on_host(ctx: JobContext, one: InstanceId) -> bool:
+    """True when the state of the last commit is in the memory of the host of this instance."""
+    assert ctx.spec is not None
+    if one.role == ctx.plan.loop:
+        return bool(ctx.cursor.get(CUT, {}).get("keeps"))  # items that no source gives again
+    return one.role in ctx.plan.stateful and "shadow" in ctx.spec.role(one.role).fail.state
+
+
+def keepers(ctx: JobContext) -> Iterator[InstanceId]:
+    """Instances whose state is in the memory of their host."""
+    roles = {*ctx.plan.stateful, *((ctx.plan.loop,) if ctx.plan.loop is not None else ())}
+    for role in ctx.plan.ranks:
+        if role in roles:
+            yield from (one for one in ctx.plan.ranks[role] if keeps_on_host(ctx, one))
+
+
+def hosts_now(ctx: JobContext) -> tuple[tuple[InstanceId, str], ...]:
+    """The host of everybody who has a place: in its memory a commit of now leaves the state."""
+    return tuple((one, ctx.bundle(one)[1].host) for one in ctx.plan.instances if one in ctx.bound)
+
+
+def missing(ctx: JobContext) -> tuple[InstanceId, ...]:
+    """Who would not find the state of the last commit in the memory of the host where its place is."""
+    there = dict(ctx.hosts)
+    return tuple(one for one in keepers(ctx) if one in ctx.bound and there.get(one) != ctx.bundle(one)[1].host)
+
+
+def restorable(ctx: JobContext) -> int | None:
+    """The newest commit that survives for everybody: in memory, else on disk; None while one of them has no place."""
+    if ctx.checkpoint_n >= ctx.committed:
+        return ctx.committed
+    out = {one.id for one in unplaced(ctx)}
+    if any(one in out for one in keepers(ctx)):
+        return None
+    return ctx.checkpoint_n if missing(ctx) else ctx.committed
+
+
+def source_of(ctx: JobContext, to_commit: int) -> str:
+    """Where a rollback finds the state of its commit: ``memory``, ``checkpoint``, or ``start`` for no state at all."""
+    if to_commit == 0:
+        return "start"
+    return "checkpoint" if to_commit < ctx.committed or missing(ctx) else "memory"
+
+
+def unsaved(ctx: JobContext) -> bool:
+    """True when the state of the last commit is in memory only."""
+    return ctx.checkpoint_n < ctx.committed and next(keepers(ctx), None) is not None
+
+
+def saving(ctx: JobContext) -> SaveCommit | None:
+    """Write the last commit from memory to disk; None when nothing is to be written, or no process can write a part."""
+    if not unsaved(ctx):
+        return None
+    there, parts = dict(ctx.hosts), list[Saving]()
+    for one in keepers(ctx):
+        writer = _writer(ctx, one, there[one]) if one in there else None
+        if writer is None:
+            return None
+        parts.append(Saving(owner=one, process=writer[0], started_epoch=writer[1]))
+    for edge in ctx.spec.weights if ctx.spec is not None else ():
+        published = int(ctx.cursor.get(WEIGHTS, {}).get(edge.name, (0, 0))[1])
+        source = InstanceId(edge.source, 0)
+        home = there.get(source) or (ctx.bundle(source)[1].host if source in ctx.bound else "")
+        if 0 < published < ctx.committed and (writer := _writer(ctx, source, home)) is not None:
+            # What was published with this very commit is made from the state again.
+            parts.append(Saving(owner=edge.name, process=writer[0], started_epoch=writer[1], n=published))
+    lost = sum(one.state is InstanceState.LOST for one in ctx.instances.values())
+    return SaveCommit(n=ctx.committed, attempt=ctx.attempt, tries=lost, parts=tuple(parts))
+
+
+def _writer(ctx: JobContext, owner: InstanceId, host: str) -> tuple[InstanceId, Epoch] | None:
+    """A living process on a host, the owner's own if it lives there."""
+    alive = [
+        one
+        for one in ctx.instances.values()
+        if one.process is not None and one.alive and one.state is not InstanceState.LOST and one.id in ctx.bound
+    ]
+    there = [one for one in alive if _host_of_process(ctx, one.id, one.process.node if one.process else None) == host]
+    found = next((one for one in there if one.id == owner), None) or next(iter(there), None)
+    return (found.id, found.process.epoch) if found is not None and found.process is not None else None
+
+
+def _host_of_process(ctx: JobContext, one: InstanceId, node: NodeId | None) -> str | None:
+    """The host where a process is: that of its place, unless it has another place by now."""
+    bundle = ctx.bundle(one)[1]
+    return bundle.host if bundle.node == node else None
+
 
 COMMIT_SHARE = 0.5
 """Of the grace, for the loop to come to its next commit; the rest is for the state of it."""
@@ -54,7 +152,7 @@ def preempted_again(ctx: JobContext, event: PreemptAsked) -> JobContext:
 
 def saved_first(ctx: JobContext) -> JobContext:
     """No further commit is waited for: save the last one, unless it is on disk."""
-    return _in_phase(ctx, "save") if memory.saving(ctx) is not None else stopped_now(ctx)
+    return _in_phase(ctx, "save") if saving(ctx) is not None else stopped_now(ctx)
 
 
 def stopped_now(ctx: JobContext) -> JobContext:
@@ -76,7 +174,7 @@ def committed(ctx: JobContext, event: Committed) -> JobContext:
 def saved(ctx: JobContext) -> JobContext:
     """A checkpoint is complete; once it is that of the last commit, the processes may go."""
     ending = ctx.ending
-    return stopped_now(ctx) if ending is not None and ending.phase == "save" and not memory.unsaved(ctx) else ctx
+    return stopped_now(ctx) if ending is not None and ending.phase == "save" and not unsaved(ctx) else ctx
 
 
 def lost(ctx: JobContext, event: InstanceLost | ProgressStalled) -> JobContext:
@@ -109,7 +207,7 @@ def timers(ctx: JobContext) -> Iterator[SetTimer]:
     ending = ctx.ending
     if ending is None or ending.phase == "stop":
         return
-    share = COMMIT_SHARE if ending.phase == "commit" and next(memory.keepers(ctx), None) is not None else 1.0
+    share = COMMIT_SHARE if ending.phase == "commit" and next(keepers(ctx), None) is not None else 1.0
     after_s = ending.save_s * share
     # The name has the time: a preemption while the job saves may leave less, which is then another timer.
     timer = f"grace/{ending.phase}/{ctx.attempt}/{ending.since_s + after_s:.3f}"

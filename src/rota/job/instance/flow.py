@@ -29,11 +29,10 @@ from rota.job.checkpoint import Cadence, folder_of, prune
 from rota.job.core.progress import bad_losses
 from rota.job.health.heartbeat import QUIET_MAX_S
 from rota.job.inspect import import_target
-from rota.job.instance.device_lease import DeviceLease
-from rota.job.instance.handles import Forgotten, RoleHandle, Roles, StreamHandles, absent
+from rota.job.instance.handles import DeviceLease, Forgotten, RoleHandle, Roles, StreamHandles, absent, gradient_edges
+from rota.job.instance.operations import SYNC
 from rota.job.instance.runners import InstanceConfig, Setup, StillRunning, make_context
 from rota.job.instance.streams import Streams
-from rota.job.instance.weights import SYNC, gradient_edges
 from rota.job.rpc import payload
 from rota.job.rpc.client import Request, in_order
 from rota.job.rpc.dispatch import of_items

@@ -1,4 +1,18 @@
-"""What the loop of a job finds on its Flow: a handle for each role and each stream."""
+"""What the loop of a job finds on its Flow: handles of roles and streams, gradient edges, leases of shared devices.
+
+Gradients: ``vision.encode -> speller.read`` with ``kind: grad``: the loop gives a batch to the edge. For each
+micro-batch, in order, ``encode`` makes activations, ``read`` its loss from them (and calls ``backward()`` on it), and
+what came to the activations goes back through ``encode``. Gradients add up in the parameters of both ends as in one
+process; the loop then calls the operations that step the optimisers, and commits. At most ``inflight`` micro-batches
+are between the ends, where their activations are kept; for the loop they are Refs.
+
+Leases: roles that share devices by lease take turns: calls of one role at a time, first come, first served. The loop is
+the only caller of such roles, so the lease of a device is a value in its process. When the turn passes on, every other
+role of the devices that declares ``sleep`` is asked to give its memory up, then the role that comes on is asked to
+``wake``, and only then its calls go out. A member that dies keeps the lease until its successor sleeps, since what is
+left on the device is not known before; a successor that comes up out of turn is put to sleep too. After a recovery of
+the loop it is not known who sleeps, so both operations may come twice.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rota.job.core.ledger import Order
 from rota.job.health.stacks import line_in_job, place_in_job
+from rota.job.instance.operations import PHASE
 from rota.job.instance.streams import Batch, Pump, Streams
 from rota.spec.dispatch import StreamRule
 from rota.spec.errors import nearest
@@ -18,6 +33,20 @@ from rota.spec.resources import counted
 
 if TYPE_CHECKING:
     from rota.job.instance.flow import Flow
+import asyncio
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+
+from rota.job.core.graph import Endpoint, endpoint, lease_groups
+from rota.job.rpc import dispatch
+from rota.job.rpc.client import RpcClient, all_results
+from rota.spec.dispatch import Concat, MeanRule, OpSpec, Rank, Shard, SumRule, rule_to_text
+from rota.spec.errors import BadInput
+from rota.spec.ids import Epoch, InstanceId
+from rota.spec.job import Edge, JobSpec
 
 
 def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:
@@ -26,8 +55,12 @@ def absent(text: str, name: str, known: Iterable[str]) -> AttributeError:
     return AttributeError(f"{place}{': ' if place else ''}{text}; {nearest(name, known)}")
 
 
-Call = tuple[str, str, int]
+Send = Callable[[RoleSpec, OpSpec, tuple[Any, ...], Mapping[str, Any]], Awaitable[Any]]
+"""Sends one operation to the members of a role."""
+CallSite = tuple[str, str, int]
 """What was called, and the file and line of the job that called it."""
+Begin = Callable[[], Coroutine[Any, Any, Any]]
+Results = AsyncGenerator[Any, None]
 
 
 class PendingCall(Coroutine[Any, Any, Any]):
@@ -35,7 +68,7 @@ class PendingCall(Coroutine[Any, Any, Any]):
 
     __slots__ = ("_begin", "_begun", "_call", "_forgotten")
 
-    def __init__(self, begin: Callable[[], Coroutine[Any, Any, Any]], call: Call, forgotten: Counter[Call]) -> None:
+    def __init__(self, begin: Begin, call: CallSite, forgotten: Counter[CallSite]) -> None:
         self._begin, self._call, self._forgotten = begin, call, forgotten
         self._begun: Coroutine[Any, Any, Any] | None = None
         forgotten[call] += 1
@@ -79,19 +112,19 @@ class Forgotten:
     """Calls of the loop that nothing has awaited yet; at its end they are those that never ran."""
 
     def __init__(self) -> None:
-        self._counts: Counter[Call] = Counter()
+        self._counts: Counter[CallSite] = Counter()
 
-    def call(self, name: str, begin: Callable[[], Coroutine[Any, Any, Any]]) -> PendingCall:
+    def call(self, name: str, begin: Begin) -> PendingCall:
         """A call that counts as forgotten until it is awaited."""
         return PendingCall(begin, (name, *line_in_job()), self._counts)
 
-    def stream(self, name: str, begin: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    def stream(self, name: str, begin: Callable[[], Results]) -> Results:
         """Results as they finish; forgotten until the first of them is asked for."""
         call = (name, *line_in_job())
         self._counts[call] += 1
         return self._streamed(call, begin)
 
-    async def _streamed(self, call: Call, begin: Callable[[], AsyncGenerator[Any, None]]) -> AsyncGenerator[Any, None]:
+    async def _streamed(self, call: CallSite, begin: Callable[[], Results]) -> Results:
         self._counts[call] -= 1
         async with aclosing(begin()) as found:
             async for one in found:
@@ -197,3 +230,171 @@ class StreamHandles:
         return StreamHandle(self._flow, self._streams.find(name), name)
 
     __getitem__ = __getattr__
+
+
+@dataclass(slots=True, kw_only=True)
+class GradientEdge:
+    """One gradient edge as the loop drives it; ``call`` sends one operation to the members of a role."""
+
+    edge: Edge
+    source: tuple[RoleSpec, OpSpec]
+    target: tuple[RoleSpec, OpSpec]
+    call: Send
+    epoch: int
+    _numbers: Any = field(default_factory=itertools.count)
+
+    async def run(self, batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Forward, step and back for every micro-batch; the answers of the target merged over all as it declares.
+
+        Raises BadInput when the rows do not divide over the micro-batches, else what the calls raise.
+        """
+        parts = self._parts(batch, rest)
+        room = asyncio.Semaphore(self.edge.inflight)
+        made: asyncio.Queue[tuple[str, Any, Any]] = asyncio.Queue(len(parts))
+        learned: asyncio.Queue[tuple[str, Any]] = asyncio.Queue(len(parts))
+        answers: list[tuple[Any, int]] = []
+
+        async def forward() -> None:
+            for value, others in parts:
+                await room.acquire()
+                micro = f"{self.edge.source}/{self.epoch}/{next(self._numbers)}"
+                made.put_nowait((micro, await self._send(self.source, "forward", micro, value), others))
+
+        async def step() -> None:
+            for _ in parts:
+                micro, activations, others = await made.get()
+                found = await self._send(self.target, "step", micro, (activations, others), Concat())
+                answers.extend((value, rows) for value, _, rows in found)
+                learned.put_nowait((micro, dispatch.concat([gradients for _, gradients, _ in found])))
+
+        async def back() -> None:
+            for _ in parts:
+                micro, gradients = await learned.get()
+                await self._send(self.source, "back", micro, gradients, Rank(0))
+                room.release()
+
+        await all_results([forward(), step(), back()])
+        return _merged(answers, self.target[1])
+
+    def _parts(self, batch: Any, rest: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+        micro = self.edge.micro
+        rows = dispatch.length((batch, *rest))
+        if rows % micro:
+            raise BadInput(
+                f"{self.edge.source} -> {self.edge.target}: {rows} rows do not divide over {micro} micro-batches",
+                hint="give a multiple of micro, or change micro of the edge",
+            )
+        found = dispatch.split((batch, rest), Shard("micro"), mesh=(("micro", micro),), world=micro)
+        return [found[rank].value for rank in range(micro)]
+
+    async def _send(self, end: tuple[RoleSpec, OpSpec], phase: str, micro: str, value: Any, recv: Any = None) -> Any:
+        role, op = end
+        op = op if recv is None else replace(op, recv=rule_to_text(recv))
+        return await self.call(role, op, (value,), {PHASE: [phase, micro]})
+
+
+def gradient_edges(spec: JobSpec, call: Send, epoch: int) -> dict[str, GradientEdge]:
+    """The gradient edges of a job by what they leave."""
+    found: dict[str, GradientEdge] = {}
+    for edge in spec.edges:
+        source, target = endpoint(spec, edge.source), endpoint(spec, edge.target)
+        if edge.kind == "grad" and source.role is not None and target.role is not None:
+            first, second = _end(spec, source), _end(spec, target)
+            found[edge.source] = GradientEdge(edge=edge, source=first, target=second, call=call, epoch=epoch)
+    return found
+
+
+def _end(spec: JobSpec, end: Endpoint) -> tuple[RoleSpec, OpSpec]:
+    role = spec.role(end.vertex)
+    op = role.interface.op(end.op) if role.interface else None
+    assert op is not None, f"{end.text} was checked before the start"
+    return role, op
+
+
+def _merged(answers: list[tuple[Any, int]], op: OpSpec) -> Any:
+    values, rows = [value for value, _ in answers], [count for _, count in answers]
+    match op.recv_rule:
+        case MeanRule():
+            return dispatch.weighted_sum(values, [count / sum(rows) for count in rows])
+        case SumRule():
+            return dispatch.weighted_sum(values, None)
+        case Concat():
+            return dispatch.concat(values)
+        case _:
+            return values[-1]
+
+
+SLEEP, WAKE = "sleep", "wake"
+
+
+class DeviceLease:
+    """The leases of a job under one epoch of its loop. Belongs to the event loop that runs the loop's function."""
+
+    def __init__(self, spec: JobSpec, courier: RpcClient, send: Send) -> None:
+        groups = [_Devices([spec.role(name) for name in names], courier, send) for names in lease_groups(spec)]
+        self._devices = {role.name: group for group in groups for role in group.roles}
+
+    @contextlib.asynccontextmanager
+    async def of(self, *roles: RoleSpec) -> AsyncIterator[None]:
+        """The turn of every role, while the block runs; of different devices, for roles that share some are refused."""
+        async with contextlib.AsyncExitStack() as stack:
+            for role in sorted(roles, key=lambda one: one.name):
+                if (devices := self._devices.get(role.name)) is not None:
+                    await stack.enter_async_context(devices.held_by(role))
+            yield
+
+
+class _Devices:
+    """The devices that some roles share, and whose turn it is."""
+
+    def __init__(self, roles: list[RoleSpec], courier: RpcClient, send: Send) -> None:
+        self.roles = roles
+        self._courier, self._send = courier, send
+        self._holder: RoleSpec | None = None
+        self._active = 0
+        self._line: deque[object] = deque()
+        self._changed = asyncio.Event()
+        self._asleep: dict[str, tuple[tuple[InstanceId, Epoch], ...]] = {}
+
+    @contextlib.asynccontextmanager
+    async def held_by(self, role: RoleSpec) -> AsyncIterator[None]:
+        ticket = object()
+        self._line.append(ticket)
+        try:
+            while not (self._line[0] is ticket and (self._holder is role or self._active == 0)):
+                with self._courier.waiting.on((self._holder or role).name, "lease", role.name):
+                    await self._changed.wait()
+            await self._pass_to(role)
+            self._active += 1
+        finally:
+            self._line.remove(ticket)
+            self._wake()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            self._wake()
+
+    async def _pass_to(self, role: RoleSpec) -> None:
+        """Who holds the head of the line is alone here; cut short, nobody holds the devices and the next asks anew."""
+        held, self._holder = self._holder, None
+        for other in self.roles:
+            if other is not role and self._asleep.get(other.name) != self._members(other):
+                await self._ask(other, SLEEP)
+                self._asleep[other.name] = self._members(other)
+        if held is not role:
+            self._asleep.pop(role.name, None)
+            await self._ask(role, WAKE)
+        self._holder = role
+
+    async def _ask(self, role: RoleSpec, name: str) -> None:
+        op = role.interface.op(name) if role.interface else None
+        if op is not None:
+            await self._send(role, op, (), {})
+
+    def _members(self, role: RoleSpec) -> tuple[tuple[InstanceId, Epoch], ...]:
+        return tuple((peer.id, peer.epoch) for peer in self._courier.table.of_role(role.name))
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -34,8 +34,7 @@ from rota.job.instance.flow import LoopRunner
 from rota.job.instance.operations import ClassRunner
 from rota.job.instance.runners import FunctionRunner, InstanceConfig, Runner, Setup, StillRunning
 from rota.job.instance.spmd import CommandRunner, run_setup
-from rota.job.rpc.client import Refusal, Request, RpcClient
-from rota.job.rpc.event_loop import EventLoopThread
+from rota.job.rpc.client import EventLoopThread, Refusal, Request, RpcClient
 from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handle
 from rota.runtime import secrets
 from rota.runtime.clock import SystemClock

@@ -1,11 +1,17 @@
-"""The body of a class workload: operations, state at a commit, weights before work; user code runs in one thread."""
+"""The runner of a class workload: operations, state at a commit, weights before work; user code runs in one thread.
+
+Weights: a reader has a ``Replica`` of each edge that ends in it: the version it holds, how far that is behind, and the
+state that follows. Calls name the version they need; with a bounded ``lag`` the reader follows by itself, and the loop
+waits at a commit for readers that would get too far behind. Both ends of a gradient edge keep a ``Tape``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +19,139 @@ from typing import Any
 from rota.job import checkpoint
 from rota.job.health.stacks import told
 from rota.job.inspect import import_target
-from rota.job.instance.process_group import Meeting
-from rota.job.instance.runners import InstanceConfig, Setup, StillRunning, make_context
-from rota.job.instance.weights import PHASE, SYNC, Replica, Replicas, Tape, Version
+from rota.job.instance.runners import InstanceConfig, Meeting, Setup, StillRunning, make_context
+from rota.job.rpc import dispatch
 from rota.job.rpc.client import Refusal, Request
 from rota.job.rpc.payload import Box, prefix_of
 from rota.job.rpc.peers import PeerTable
 from rota.job.workload import ONE_RESULT, Marks, marks_of
+from rota.runtime.clock import Clock
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch
+from rota.spec.job import WeightsEdge
+from rota.spec.states import ReplicaState
+
+Version = tuple[int, int]
+"""(epoch of the writer, commit)."""
+NONE: Version = (0, 0)
+SYNC = "__sync__"
+"""Name of the operation that does nothing, with the weights that it needs."""
+PHASE = "__gradient__"
+"""Keyword of a call along a gradient edge: [forward, step or back, number of the micro-batch]."""
+
+
+class Replica:
+    """The weights of one edge in one instance."""
+
+    def __init__(self, edge: WeightsEdge) -> None:
+        self.edge = edge
+        self.held = self.newest = NONE
+        self.syncing = False
+        self._behind_since_s = 0.0
+
+    def learn(self, newest: Version, now_s: float) -> None:
+        """``newest`` is the version that the last commit names."""
+        if self.held == self.newest != newest:
+            self._behind_since_s = now_s
+        self.newest = newest
+
+    def read(self, now_s: float) -> tuple[str, str, int, int, float]:
+        """(edge, state, commit held, commits behind, seconds behind)."""
+        behind = abs(self.newest[1] - self.held[1])
+        behind_s = round(now_s - self._behind_since_s, 3) if self.held != self.newest else 0.0
+        return self.edge.name, self._state(behind, behind_s), self.held[1], behind, behind_s
+
+    def _state(self, behind: int, behind_s: float) -> ReplicaState:
+        if self.held == self.newest:
+            return ReplicaState.SYNCED if self.held != NONE else ReplicaState.STALE
+        lag = self.edge.lag
+        if lag is not None and (behind > lag.versions or (lag.seconds is not None and behind_s > lag.seconds)):
+            return ReplicaState.SUSPECT
+        return ReplicaState.SYNCING if self.syncing else ReplicaState.STALE
+
+
+class Replicas:
+    """The weights edges that end in one instance under one epoch."""
+
+    def __init__(self, edges: Iterable[WeightsEdge], clock: Clock) -> None:
+        self._clock = clock
+        self._loop_epoch = Epoch(0)
+        self.of = {edge.name: Replica(edge) for edge in edges}
+
+    def learn(self, newest: Mapping[str, Version], loop_epoch: Epoch) -> None:
+        """The versions that the last commit names, as the loop of ``loop_epoch`` sees it.
+
+        A newer loop may name an older version, when its job went back: what else is held counts as nothing.
+        """
+        if loop_epoch < self._loop_epoch:
+            return
+        went_back = loop_epoch > self._loop_epoch
+        self._loop_epoch, now_s = loop_epoch, self._clock.monotonic_s()
+        for one in (self.of[name] for name in newest if name in self.of):
+            one.learn(newest[one.edge.name], now_s)
+            if went_back and one.held > one.newest:
+                one.held = NONE
+
+    def missing(self, needed: Mapping[str, Version]) -> list[Replica]:
+        """Those that are older than ``needed``."""
+        return [self.of[name] for name, version in needed.items() if name in self.of and self.of[name].held < version]
+
+    def read(self) -> tuple[tuple[str, str, int, int, float], ...]:
+        """What a beat tells of them."""
+        now_s = self._clock.monotonic_s()
+        return tuple(one.read(now_s) for one in self.of.values())
+
+
+class Tape:
+    """Both ends of gradient edges inside one instance: activations that wait for their gradients, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Any]] = {}
+
+    async def run(self, phase: list[str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """One phase of one micro-batch. Raises BadInput when the step sends no gradient back."""
+        kind, micro = phase
+        match kind:
+            case "forward":
+                return self._keep(micro, await _value(function(*args)))
+            case "step":
+                return await _step(function, *args)
+            case _:
+                self._back(micro, args[0])
+                return None
+
+    def _keep(self, micro: str, made: Any) -> Any:
+        self._waiting[micro] = leaves = []
+        return dispatch.map_batch(made, lambda leaf: (leaves.append(leaf), leaf.detach())[1])
+
+    def _back(self, micro: str, gradients: Any) -> None:
+        found: list[Any] = []
+        dispatch.map_batch(gradients, found.append)
+        pairs = [(made, came) for made, came in zip(self._waiting.pop(micro), found, strict=True) if made.requires_grad]
+        sys.modules["torch"].autograd.backward([made for made, _ in pairs], [came for _, came in pairs])
+
+
+async def _step(function: Callable[..., Any], given: tuple[Any, Any]) -> list[tuple[Any, Any, int]]:
+    """[(what the operation gave, the gradients of its activations, rows)]."""
+    made, rest = given
+    made = dispatch.map_batch(made, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()))
+    value = await _value(function(made, *rest))
+
+    def gradient(leaf: Any) -> Any:
+        if not leaf.requires_grad:
+            return leaf
+        if leaf.grad is None:
+            raise BadInput(
+                "no gradient came to the activations of a gradient edge", hint="call backward() on the loss in it"
+            )
+        return leaf.grad
+
+    return [(value, dispatch.map_batch(made, gradient), dispatch.length(made))]
+
+
+async def _value(found: Any) -> Any:
+    return await found if inspect.isawaitable(found) else found
+
 
 LET_GO_S = 20.0
 """So long an operation may still run after the group of its epoch was left; gloo does not give up a collective by

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job.health.stacks import of_the_job
-from rota.job.instance.process_group import meet, own_address
-from rota.job.instance.runners import InstanceConfig, Setup, make_context
+from rota.job.instance.runners import InstanceConfig, Setup, make_context, meet, own_address
 from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process

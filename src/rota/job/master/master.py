@@ -1,7 +1,8 @@
 """The master of a job: feed events to the machine, carry out its commands; replaceable at any instant.
 
 ``JobMaster`` is the master over a log, a launcher and a clock, live and simulated alike; ``Master`` is what the engine
-hosts: the same in a thread of its own, with the real log and launcher.
+hosts: the same in a thread of its own, with the real log and launcher. A new master begins with the newest context that
+was kept beside the log and can be read, and replays the records after it.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import asyncio
 import contextlib
 import functools
 import importlib
+import json
 import os
 import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rota.job import checkpoint
@@ -29,15 +31,14 @@ from rota.job.health.stacks import of_the_job
 from rota.job.inspect import import_target
 from rota.job.master.diagnosis import DiagnosisManager
 from rota.job.master.executor import Executor, death_event, losses_with
-from rota.job.master.rendezvous import Rendezvous
-from rota.job.master.snapshots import KEEP_EVERY, Replayed, keep, newest
-from rota.job.rpc.event_loop import EventLoopThread
+from rota.job.rpc.client import EventLoopThread
 from rota.job.rpc.peers import JobPlace, PeerTable, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.event_log.interface import EventLog, Writer, master_scope
+from rota.runtime.event_log.interface import EventLog, KeptContext, Writer, master_scope
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
 from rota.runtime.node import seen_from_outside
 from rota.runtime.process import ProcessId, is_stopped, oom_kills
+from rota.spec import codec
 from rota.spec.commands import Command, Emit
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -52,6 +53,86 @@ from rota.spec.events import (
 )
 from rota.spec.ids import Epoch, InstanceId, JobId, RoleName
 from rota.spec.states import InstanceState
+
+KEEP_EVERY = 1000
+"""Records of the job from one kept context to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A context and the number in the log of the last record that is in it."""
+
+    ctx: JobContext
+    number: int = 0
+
+
+def newest(log: EventLog, job: JobId) -> Replayed:
+    """The newest kept context that this code reads; without one, the context before the first record. Blocks."""
+    for kept in log.contexts(job):
+        try:
+            return Replayed(ctx=JobContext.from_json(json.loads(kept.body)), number=kept.number)
+        except (ValueError, TypeError, KeyError) as error:
+            left_out(kept, error)
+    return Replayed(ctx=initial(job))
+
+
+def left_out(kept: KeptContext, error: Exception) -> None:
+    """Report a kept context that this code does not read: the master replays more records, and loses nothing."""
+    sys.stderr.write(f"the context kept at record {kept.seq} is left out: {error}\n")
+
+
+def keep(log: EventLog, found: Replayed, writer: Writer) -> None:
+    """Write a context beside the log. Blocks. Raises Fenced, StoreUnavailable."""
+    kept = KeptContext(seq=found.ctx.seq, number=found.number, body=codec.dumps(found.ctx.to_json()))
+    log.keep_context(found.ctx.job, kept, writer=writer)
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """Members that meet under one epoch: their number, the address of rank 0, who is here."""
+
+    world: int
+    ranks: set[int] = field(default_factory=set[int])
+    address: str = ""
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    over: bool = False
+
+    def give_up(self) -> None:
+        self.over = True
+        self.complete.set()
+
+
+class Rendezvous:
+    """All meetings of a job; belongs to the event loop of its master."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, int], _Gathering] = {}
+
+    async def meet(self, *, role: str, rank: int, epoch: int, world: int, address: str) -> str | None:
+        """Wait until all members of an epoch are here; the address of rank 0, or None if the epoch is over."""
+        for key in [key for key in self._open if key[0] == role and key[1] < epoch]:
+            self._open.pop(key).give_up()
+        here = self._open.setdefault((role, epoch), _Gathering(world=world))
+        here.ranks.add(rank)
+        here.address = address or here.address
+        if len(here.ranks) >= here.world:
+            here.complete.set()
+        await here.complete.wait()
+        return None if here.over else here.address
+
+    def absent(self, ctx: JobContext) -> dict[str, tuple[str, ...]]:
+        """Who of those that take part has not come, by role. The seats of a world may have gaps."""
+        return {
+            role: tuple(str(one.id) for one in ctx.active_of(RoleName(role)) if one.id.rank not in here.ranks)
+            for (role, _), here in self._open.items()
+            if not here.complete.is_set()
+        }
+
+    def give_up(self) -> None:
+        """Nobody meets any more: those who wait are told that their epoch is over."""
+        for here in self._open.values():
+            here.give_up()
+
 
 INBOX_MAX = 20_000
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.job.core.context import Instance, JobContext
-from rota.job.core.memory import CUT, WEIGHTS
+from rota.job.core.shutdown import CUT, WEIGHTS
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Handle, instance_name, master_name
 from rota.spec import codec

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from rota.job.core import context
 from rota.job.core.context import JobContext, Loss
 from rota.job.core.machine import fold, initial
-from rota.job.core.memory import source_of
 from rota.job.core.placement import bindings
+from rota.job.core.shutdown import source_of
 from rota.spec import events as e
 from rota.spec.events import Record
 from rota.spec.gang import BundleGrant

@@ -29,7 +29,7 @@ from tests.service.standing import Standing, listening, standing
 from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.service.control.loop import ServiceLoop
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.spec.events import JobEnded, JobQueued, JobSubmitted
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason

@@ -13,9 +13,9 @@ from rota.service.cli.verbs.flags import Flags
 from rota.service.config import Settings
 from rota.service.jobfile.fields import Kind, Part, Several, part_in
 from rota.service.jobfile.models import JobPart, json_schema
+from rota.service.jobfile.scripts import SBATCH, SHORT
 from rota.service.metrics import Metrics
 from rota.service.rest.app import application
-from rota.service.scripts import SBATCH, SHORT
 from rota.service.views.installation import Installation
 from rota.spec.errors import RotaError
 from rota.spec.reasons import ENDED_ITSELF

@@ -8,7 +8,7 @@ import rota
 from rota.job.builder import Group
 from rota.job.inspect import import_target
 from rota.job.workload import FLOW
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.spec.check import check
 from rota.spec.errors import BadInput, JobFileError
 from rota.spec.job import JobSpec, Near

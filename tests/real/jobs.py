@@ -28,8 +28,8 @@ from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.launcher import Handle
 from rota.runtime.process import ProcessId
-from rota.service.control.inspection import inspect_workloads
-from rota.service.jobfile import read_job
+from rota.service.control.submission import inspect_workloads
+from rota.service.jobfile.reader import read_job
 from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobEnded, JobQueued, JobSubmitted, MasterStarted
 from rota.spec.ids import Epoch, JobId, RoleName
 from rota.spec.job import JobSpec, RoleSpec, WeightsEdge

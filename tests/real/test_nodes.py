@@ -14,7 +14,7 @@ from tests.real.jobs import Run, deep, example, job, role, run_job
 from tests.real.nodes import NodesRun, Raylets, raylets_of, run_on
 
 from rota.job.core.resize import held
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.spec.events import (
     CheckpointSaved,
     Committed,

@@ -17,7 +17,7 @@ import pytest
 from tests.examples.test_sft_stdlib import result, torchrun
 from tests.real.jobs import Run, deep, example, run_job
 
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.spec.events import Committed
 from rota.spec.job import JobSpec
 from rota.spec.states import JobState

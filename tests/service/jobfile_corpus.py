@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.spec import codec
 from rota.spec.errors import JobFileError
 

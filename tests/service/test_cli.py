@@ -28,7 +28,7 @@ from rota.service.accounts import Caller
 from rota.service.cli import app, completion
 from rota.service.cli.completion import flags_of
 from rota.service.cli.output import Terminal
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.service.rest.auth import Asked, Auth
 from rota.service.views.installation import Installation
 from rota.spec.errors import BadInput

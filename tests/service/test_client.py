@@ -324,7 +324,7 @@ def test_a_body_is_made_of_a_path_a_text_and_a_spec(tmp_path: Path) -> None:
     }
     assert source_of(str(path))["source"] == HELLO
     assert source_of(HELLO)["filename"] == "job.yaml"
-    from rota.service.jobfile import read_job
+    from rota.service.jobfile.reader import read_job
 
     spec = read_job(HELLO, filename="j")
     assert source_of(spec)["spec"] == spec.to_json()

@@ -20,7 +20,7 @@ from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import load_settings
 from rota.service.control.engine import GatewayEngine
-from rota.service.process import assembly, nodes, serve
+from rota.service.process import assembly, serve, tasks
 from rota.service.process.assembly import node_changes
 from rota.service.rest import app
 from rota.service.rest.deps import AppState
@@ -122,13 +122,13 @@ def test_a_restarted_service_decides_nothing_before_it_knows_the_machines(
 def test_while_a_given_engine_does_not_answer_status_and_explain_say_that_jobs_wait_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "LOOK_S", 0.01)
+    monkeypatch.setattr(tasks, "LOOK_S", 0.01)
 
     async def test(service: Standing) -> None:
         engine, loop = service.engine, service.app.loop
         engine.away, engine.machines = "nobody answers at head:6379", assembly.wanted_nodes(service.app.settings)
-        loop.unknown = nodes.not_known(service.app)
-        looking = asyncio.create_task(nodes.keep_nodes(service.app))
+        loop.unknown = tasks.not_known(service.app)
+        looking = asyncio.create_task(tasks.keep_nodes(service.app))
         await service.submit()
         while engine.away not in loop.undecided:
             await asyncio.sleep(0.005)

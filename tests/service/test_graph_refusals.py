@@ -9,7 +9,7 @@ import pytest
 from tests.makers import command, spec
 
 from rota.service.cli import app
-from rota.service.control.inspection import Refused, inspect_workloads
+from rota.service.control.submission import Refused, inspect_workloads
 from rota.spec.ids import RoleName
 from rota.spec.job import Edge, JobSpec, RoleSpec
 from rota.spec.reasons import Reason

@@ -22,8 +22,8 @@ from rota.service.control.changes import checked_size
 from rota.service.control.intake import Intake
 from rota.service.control.job_plans import with_plans
 from rota.service.control.submission import Submission
-from rota.service.jobfile import read_job
-from rota.service.jobfile.dump import job_text
+from rota.service.jobfile.models import job_text
+from rota.service.jobfile.reader import read_job
 from rota.service.offline import plan_job
 from rota.service.plans import FILE_BYTES_MAX, read_json
 from rota.spec import codec

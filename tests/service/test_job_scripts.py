@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rota.service.cli import app
-from rota.service.jobfile import read_job
-from rota.service.scripts import script_body
+from rota.service.jobfile.reader import read_job
+from rota.service.jobfile.scripts import script_body
 from rota.spec.errors import JobFileError
 from rota.spec.job import JobSpec
 

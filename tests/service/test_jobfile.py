@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rota.service.jobfile import problems_of, read_job
+from rota.service.jobfile.reader import problems_of, read_job
 from rota.spec.errors import JobFileError
 from rota.spec.job import Bound, Edge, Fail, JobSpec, Near, RoleSpec, WeightsEdge
 

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rota.service.jobfile import read_job
-from rota.service.jobfile.dump import job_text
-from rota.service.jobfile.models import JobPart, RolePart
+from rota.service.jobfile.models import JobPart, RolePart, job_text
+from rota.service.jobfile.reader import read_job
 from rota.spec.check import check
 from rota.spec.errors import JobFileError
 from rota.spec.ids import RoleName

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rota.service.jobfile import read_job
-from rota.service.scripts import script_body
+from rota.service.jobfile.reader import read_job
+from rota.service.jobfile.scripts import script_body
 from rota.spec.job import JobSpec
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "how-to"

@@ -23,7 +23,7 @@ from rota.service.cli.verbs import run
 from rota.service.client import Client
 from rota.service.demo import STROKES
 from rota.service.http import body_of
-from rota.service.jobfile import read_job
+from rota.service.jobfile.reader import read_job
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.ids import JobId
 from rota.spec.states import JobState

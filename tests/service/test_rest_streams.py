@@ -16,7 +16,7 @@ from standing import HELLO, Standing, listening, stream, with_service
 from rota.job.health.heartbeat import Heartbeat
 from rota.runtime.output import format_line, log_name
 from rota.service.client import Client
-from rota.service.process.retention import keep_logs, old_jobs
+from rota.service.process.tasks import keep_logs, old_jobs
 from rota.spec.events import (
     Committed,
     FailoverEnded,

@@ -16,7 +16,7 @@ from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
 from rota.service.control.engine import GatewayEngine
 from rota.service.process import keeper
-from rota.service.process.watch import watch_parts
+from rota.service.process.tasks import watch_parts
 from rota.service.webhooks import notice_of
 from rota.spec.errors import NotReachable, RotaError
 from rota.spec.events import PartReplaced

@@ -13,6 +13,7 @@ import httpx
 from rota.service import calls
 from rota.service.calls import Ask
 from rota.service.connect import find_service
+from rota.service.jobfile.scripts import job_name
 from rota.spec.errors import BadInput, NotReachable, RotaError, TimedOut
 
 TIMEOUT_S = 30.0
@@ -89,13 +90,6 @@ def command_of(
     source = json.dumps({"name": job_name(str(first[0])), "roles": {"main": role}}, indent=1)
     asked = [f"roles.main.resources.{key}={value}" for key, value in (res or {}).items() if value not in ("", None)]
     return {"source": source, "filename": "command", "sets": [*sets, *asked], "workdir": workdir or str(Path.cwd())}
-
-
-def job_name(path: str) -> str:
-    """The name of a job that runs a file: its stem with what no name may hold made a dash."""
-    stem = Path(path).stem[:40] or "command"
-    name = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in stem)
-    return name if name[0].isalpha() else f"run-{name}"
 
 
 def read_file(path: Path) -> str:

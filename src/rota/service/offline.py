@@ -45,7 +45,7 @@ def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | 
     at its workloads. Raises JobFileError with every mistake.
     """
     from rota.service.control.submission import with_interfaces
-    from rota.service.jobfile import placed
+    from rota.service.jobfile.reader import placed
     from rota.spec.check import Finding, image_refused
     from rota.spec.errors import JobFileError, nearest
 
@@ -73,9 +73,9 @@ def _submission(body: Mapping[str, Any]) -> Submission:
 
 def graph_of_file(path: Path) -> dict[str, Any]:
     """The ``Graph`` document of a job file; of workloads that cannot be imported it has the ``problem``."""
-    from rota.service.control.inspection import Refused, inspect_workloads
+    from rota.service.control.submission import Refused, inspect_workloads
     from rota.service.http import read_file
-    from rota.service.jobfile import read_job
+    from rota.service.jobfile.reader import read_job
     from rota.service.views.graph import graph_document
 
     spec = read_job(read_file(path), filename=str(path))

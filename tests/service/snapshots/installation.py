@@ -24,7 +24,7 @@ from rota.runtime.random import SeededChance
 from rota.service.config import load_settings
 from rota.service.control import forecasts
 from rota.service.control import loop as service_loop
-from rota.service.control.inspection import Refused, inspect_workloads
+from rota.service.control.submission import Refused, inspect_workloads
 from rota.service.process import assembly
 from rota.service.rest.app import make_app
 from rota.service.rest.routes import cluster

@@ -55,7 +55,7 @@ class Terminal:
         text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=indent, default=str)
         if not self.yaml:
             return text
-        from rota.service.jobfile.dump import yaml_text  # noqa: PLC0415 - only when YAML is asked for
+        from rota.service.jobfile.nodes import yaml_text  # noqa: PLC0415 - only when YAML is asked for
 
         return yaml_text(json.loads(text)).rstrip("\n")
 

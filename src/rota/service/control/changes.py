@@ -1,18 +1,35 @@
-"""Which fields of a live job may change, and to what; checked before the change becomes an event."""
+"""Changes that callers ask for, checked before they become events: fields and sizes of a live job, the queue tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from rota.cluster.core.quota import broken_rules
 from rota.cluster.live import Scheduler
 from rota.job.core.resize import is_world, world_of
+from rota.service.jobfile.fields import (
+    Bool,
+    Number,
+    OneOf,
+    Part,
+    Several,
+    Text,
+    optional,
+    place_of,
+    read_part,
+    required,
+)
+from rota.service.jobfile.models import ResourcesPart
+from rota.service.jobfile.nodes import SequenceNode, read_tree
+from rota.service.jobfile.problems import ErrorCollector
 from rota.spec.check import SIZES_HINT, fixed_size
 from rota.spec.errors import BadInput, UnknownName, unknown
 from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
-from rota.spec.resources import counted
+from rota.spec.resources import Node, Res, counted
 
 PRIORITY_MIN, PRIORITY_MAX = -1, 100
 RETRY_MAX = 1000
@@ -93,3 +110,55 @@ def checked_size(spec: JobSpec, name: str, n: int) -> RoleSpec:
     elif why := fixed_size(role):
         raise BadInput(f"{name} cannot change its size: {why}", hint=SIZES_HINT)
     return role
+
+
+State = Literal["open", "closed", "draining"]
+
+
+class AmountPart(ResourcesPart):
+    """An amount of resources; what is left out is none of it."""
+
+    def make(self) -> Res:
+        """The amount."""
+        return Res(**{"cpus": 0.0, **self.given()})
+
+
+class QueuePart(Part):
+    """One queue."""
+
+    what = "a mapping such as {path: research/rl, guaranteed: {gpus: 8}}"
+    makes = Queue
+    path: Annotated[str, Text("a path such as research/rl")] = required("where in the tree")
+    guaranteed: AmountPart = optional("promised to this queue")
+    limit: AmountPart = optional("at most for this queue")
+    user_limit: AmountPart = optional("at most for the jobs of one user in it")
+    weight: Annotated[float, Number(0, whole=False)] = optional("share of what is left over")
+    priority: Annotated[int, Number(0)] = optional("tier in which what is left over is divided")
+    preemptible: Annotated[bool, Bool()] = optional("may jobs of it be preempted")
+    state: Annotated[State, OneOf(State)] = optional("does it take jobs")
+
+
+class QueuesPart(Part):
+    """The whole file."""
+
+    queues: Annotated[tuple[QueuePart, ...], Several()] = required("a list of queues")
+
+    @classmethod
+    def long_form(cls, node: Any) -> Any:
+        """A list is the one of the queues."""
+        return {"queues": node} if isinstance(node, SequenceNode) else node
+
+
+def read_queues(text: str, *, filename: str, nodes: Iterable[Node] = ()) -> tuple[Queue, ...]:
+    """The queues of the file, checked against these nodes. Raises JobFileError with every mistake and its place."""
+    errors = ErrorCollector(text, filename)
+    root = read_tree(text, errors)
+    found = read_part(QueuesPart, root, errors)
+    errors.raise_if_any()
+    queues: tuple[Queue, ...] = found.given()["queues"]
+    for broken in broken_rules(queues, nodes):
+        path = ("queues", broken.index, broken.field)
+        _, place = place_of(root, path)
+        errors.add(place, path, broken.message, hint=broken.hint)
+    errors.raise_if_any()
+    return queues

@@ -16,7 +16,7 @@ from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Role
 from rota.service.control.loop import ServiceLoop
 from rota.service.control.submission import Submission, check_image, with_interfaces, workdir_of
-from rota.service.jobfile import problems_of, read_job
+from rota.service.jobfile.reader import problems_of, read_job
 from rota.service.views.story import JobStory
 from rota.spec import codec
 from rota.spec.check import fixed_size, unenforced

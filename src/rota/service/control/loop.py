@@ -12,7 +12,7 @@ from rota.cluster.live import Outcome, Scheduler
 from rota.runtime.clock import Clock
 from rota.runtime.event_log.interface import EventLog, Writer
 from rota.service.control.engine import Engine
-from rota.service.control.inspection import Refused, inspect_workloads
+from rota.service.control.submission import Refused, inspect_workloads
 from rota.service.views.installation import Installation
 from rota.service.views.story import JobStory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable

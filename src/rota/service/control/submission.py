@@ -1,18 +1,32 @@
-"""What a caller sends for a job, and the job with what its workloads declare."""
+"""What a caller sends for a job, and the job completed with what its workloads declare, as a child process reads it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rota.service.control.inspection import Refused, inspect_workloads
-from rota.service.jobfile import placed
-from rota.spec.check import image_refused
+from rota.job.core.check import check_graph
+from rota.job.core.paths import with_default_loop, with_shared_meshes
+from rota.runtime import environ
+from rota.service.jobfile.reader import placed
+from rota.spec import check, codec
+from rota.spec.check import Finding, image_refused
 from rota.spec.errors import JobFileError
-from rota.spec.job import JobSpec
+from rota.spec.ids import RoleName
+from rota.spec.job import Interface, JobSpec
+from rota.spec.reasons import Reason
+
+INSPECT_TIMEOUT_S = 120.0
+OUTPUT_BYTES_MAX = 4 * 2**20
+STDERR_SHOWN = 4000
+IMPORT_HINT = "the module is imported to read what it declares: mend it, and leave work to its functions and methods"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +82,86 @@ async def with_interfaces(spec: JobSpec, given: Submission) -> JobSpec:
         problems = placed(found.faults, given.source, filename=given.filename, sets=given.sets)
         raise JobFileError(problems, hint=found.hint, code=str(found.reason), traceback=found.traceback)
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Workloads could not be imported or declare nonsense; ``role`` is the first of them, ``traceback`` of all."""
+
+    reason: Reason
+    faults: tuple[Finding, ...]
+    role: str = ""
+    traceback: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it, a line each."""
+        return "\n".join(map(str, self.faults))
+
+    @property
+    def hint(self) -> str:
+        """What to do, where the faults do not say it."""
+        return IMPORT_HINT if self.reason is Reason.IMPORT_ERROR else ""
+
+
+async def inspect_workloads(spec: JobSpec, workdir: str) -> JobSpec | Refused:
+    """The spec with the interface of every role, or why it can never run. The child is gone when this returns."""
+    wanted = {role.name: role.workload for role in spec.roles if role.workload and role.interface is None}
+    if not wanted:
+        return _checked(spec)
+    env = environ.snapshot() | dict(spec.env)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rota.job.inspect",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=env,
+        limit=OUTPUT_BYTES_MAX,
+    )
+    request = json.dumps({"workdir": workdir, "workloads": wanted}).encode()
+    try:
+        out, err = await asyncio.wait_for(child.communicate(request), INSPECT_TIMEOUT_S)
+    except TimeoutError:
+        return _unread(wanted, f"importing took more than {INSPECT_TIMEOUT_S:.0f} s")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+    if child.returncode != 0 or not out:
+        text = f"a module ended the process that imports it (status {child.returncode}); its last words follow"
+        shown = err.decode(errors="replace")[-STDERR_SHOWN:]
+        return _unread(wanted, text, shown)
+    return _completed(spec, json.loads(out))
+
+
+def _unread(wanted: Mapping[RoleName, str], text: str, output: str = "") -> Refused:
+    """Nothing came back: who is to blame is known where there is one workload only."""
+    path: check.Path = ("roles", next(iter(wanted)), "workload") if len(wanted) == 1 else ("roles",)
+    return Refused(reason=Reason.IMPORT_ERROR, faults=(_fault(path, text),), traceback=output)
+
+
+def _fault(path: check.Path, text: str) -> Finding:
+    return Finding(path=path, message=text, code=str(Reason.IMPORT_ERROR))
+
+
+def _completed(spec: JobSpec, found: dict[str, dict[str, Any]]) -> JobSpec | Refused:
+    bad = {role: answer for role, answer in found.items() if "error" in answer}
+    if bad:
+        return Refused(
+            reason=Reason.IMPORT_ERROR,
+            faults=tuple(_fault(("roles", role, "workload"), answer["error"]) for role, answer in bad.items()),
+            role=next(iter(bad)),
+            traceback="\n".join(dict.fromkeys(text for one in bad.values() if (text := one.get("traceback", "")))),
+        )
+    interfaces = {role: codec.from_json_value(Interface, answer["interface"]) for role, answer in found.items()}
+    roles = tuple(replace(role, interface=interfaces.get(role.name, role.interface)) for role in spec.roles)
+    return _checked(replace(spec, roles=roles))
+
+
+def _checked(spec: JobSpec) -> JobSpec | Refused:
+    """Refuse a graph that cannot work: now that the interfaces are known, operations, axes and state can be checked."""
+    spec = with_shared_meshes(with_default_loop(spec))
+    faults = check_graph(spec)
+    return Refused(reason=Reason.INVALID, faults=faults) if faults else spec

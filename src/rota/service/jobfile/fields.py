@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from rota.service.jobfile.nodes import ErrorCollector, MappingNode, Node, Place, ScalarNode, SequenceNode
+from rota.service.jobfile.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from rota.service.jobfile.problems import ErrorCollector, Place
 from rota.spec.check import Path
 from rota.spec.errors import did_you_mean, nearest
 from rota.spec.resources import counted, parse_duration, parse_size

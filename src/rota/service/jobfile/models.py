@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from rota.service.jobfile.fields import (
     required,
     unexpected,
 )
-from rota.service.jobfile.nodes import MappingNode, ScalarNode
+from rota.service.jobfile.nodes import MappingNode, ScalarNode, yaml_text
 from rota.spec.gang import CellLevel, Share
 from rota.spec.ids import RoleName
 from rota.spec.job import (
@@ -436,3 +437,11 @@ def _shown(schema: Any) -> Any:
         if isinstance(schema, dict)
         else schema
     )
+
+
+def job_text(spec: JobSpec, form: Literal["yaml", "json"] = "yaml") -> str:
+    """The job file of ``spec``. Fields at their default and what inspecting a workload found are left out."""
+    fields: dict[str, object] = JobPart.of(spec).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    if form == "json":
+        return json.dumps(fields, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return yaml_text(fields)

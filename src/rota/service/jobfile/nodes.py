@@ -1,4 +1,4 @@
-"""YAML or JSON text as plain values that know their place, read event by event under hard limits.
+"""YAML or JSON text as plain values that know their place, read event by event under hard limits; values as YAML.
 
 A scalar is a ``str``, a mapping a ``dict``, a list a ``list``, each with a ``Place``. The field that reads a plain
 scalar decides what it means. The events of ruamel.yaml's YAML 1.2 parser are composed within limits on bytes, depth,
@@ -7,9 +7,9 @@ values and aliases (an alias counts as if it were written out), so a hostile tex
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 from ruamel.yaml import YAML
@@ -22,10 +22,10 @@ from ruamel.yaml.events import (
     NodeEvent,
     ScalarEvent,
 )
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
-from rota.service.jobfile.problems import PROBLEMS_MAX, Problem
-from rota.spec.check import Path, dotted
-from rota.spec.errors import JobFileError
+from rota.service.jobfile.problems import LINE_BREAK, ErrorCollector, Place
+from rota.spec.check import Path
 
 TEXT_BYTES_MAX = 2**20
 DEPTH_MAX = 32
@@ -35,7 +35,6 @@ SCALAR_CHARS_MAX = 256 * 2**10
 KEY_CHARS_MAX = 256
 LINES_MAX = 50_000
 
-_LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
 _INT = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,3})?")
@@ -50,17 +49,6 @@ _ADVICE = {
     _UNEXPECTED_END: ("a quote is opened here and never closed", "close it"),
     "could not find expected ':'": ("a key without ':'", "write 'key: value'"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Line and column, from 1. ``file`` and ``source`` are those of a ``--set``; ``loc`` overrides the dotted path."""
-
-    line: int
-    col: int
-    file: str = ""
-    source: str = ""
-    loc: str = ""
 
 
 class ScalarNode(str):
@@ -142,59 +130,6 @@ def moved(node: Node, place: Place) -> Node:
             return SequenceNode(node, place)
 
 
-class ErrorCollector:
-    """The problems of one file. Raises JobFileError by itself once there are PROBLEMS_MAX."""
-
-    def __init__(self, text: str, filename: str) -> None:
-        self.filename = filename
-        self.problems: list[Problem] = []
-        self.paths: list[Path] = []
-        """The path of each problem, as names and positions."""
-        self.duplicates: list[tuple[Path, Node]] = []
-        """The values of duplicate keys, which are not in the tree."""
-        self._text = text
-        self._lines: list[str] | None = None
-
-    def source_line(self, line: int) -> str:
-        """The text of a line, counted from 1; empty beyond the end."""
-        if self._lines is None:
-            self._lines = _LINE_BREAK.split(self._text)
-        return self._lines[line - 1] if 0 < line <= len(self._lines) else ""
-
-    def add(self, place: Place, path: Path, message: str, *, hint: str = "", code: str = "INVALID") -> None:
-        """One more problem."""
-        problem = Problem(
-            loc=place.loc or dotted(path),
-            line=place.line,
-            col=place.col,
-            message=message,
-            hint=hint,
-            code=code,
-            file=place.file or self.filename,
-            source=place.source or self.source_line(place.line),
-        )
-        self.problems.append(problem)
-        self.paths.append(path)
-        if len(self.problems) >= PROBLEMS_MAX:
-            raise self.error()
-
-    def fail(self, line: int, col: int, message: str, *, hint: str = "", code: str = "SYNTAX") -> NoReturn:
-        """One more problem of the text itself, after which nothing can be read."""
-        self.add(Place(line, col), (), message, hint=hint, code=code)
-        raise self.error()
-
-    def error(self) -> JobFileError:
-        """The exception with everything collected, in the order of the file."""
-        return JobFileError(
-            tuple(sorted(self.problems, key=lambda p: (p.file != self.filename, p.file, p.line, p.col)))
-        )
-
-    def raise_if_any(self) -> None:
-        """Raises JobFileError when something was collected."""
-        if self.problems:
-            raise self.error()
-
-
 def decode(raw: bytes, *, filename: str) -> str:
     """Text of the bytes of a job file; a UTF-8 byte order mark is dropped.
 
@@ -246,7 +181,7 @@ def _check_text(text: str, errors: ErrorCollector) -> None:
 
 def _end_of(text: str) -> tuple[int, int]:
     """Line and column after ``text``."""
-    lines = _LINE_BREAK.split(text)
+    lines = LINE_BREAK.split(text)
     return len(lines), len(lines[-1]) + 1
 
 
@@ -416,3 +351,23 @@ class _Composer:
 
 def _position(event: Any) -> tuple[int, int]:
     return event.start_mark.line + 1, event.start_mark.column + 1
+
+
+def yaml_text(value: Any) -> str:
+    """Plain values as YAML text, in their order."""
+    out = io.StringIO()
+    yaml = YAML(typ="rt", pure=True)
+    yaml.width = 120
+    yaml.dump(_quoted(value), out)
+    return out.getvalue()
+
+
+def _quoted(value: Any) -> Any:
+    """Plain values with every text that YAML could read as something else in quotes."""
+    if isinstance(value, dict):
+        return {_quoted(key): _quoted(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_quoted(item) for item in value]
+    if isinstance(value, str) and not (value.replace("_", "").isalnum() and value[0].isalpha() and value.isascii()):
+        return DoubleQuotedScalarString(value)
+    return value

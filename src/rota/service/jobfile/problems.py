@@ -1,13 +1,18 @@
-"""Problems of a job file: where each is, what it is, what to do; as lines with a caret and as JSON."""
+"""Problems of a job file: where each is, what it is, what to do; collected, as lines with a caret and as JSON."""
 
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rota.spec.errors import BadInput
+from rota.spec.check import Path, dotted
+from rota.spec.errors import BadInput, JobFileError
+
+if TYPE_CHECKING:
+    from rota.service.jobfile.nodes import Node
 
 PROBLEMS_MAX = 100
 """Problems reported at once; a file with more is not a job file."""
@@ -17,6 +22,7 @@ DISK_REMEDIES = {
     errno.EROFS: "it is mounted read-only: mount it for writing, or choose another folder",
 }
 """What to do when a disk takes nothing."""
+LINE_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
 SOURCE_LINE_MAX = 160
 """Characters of a source line that are shown."""
 
@@ -77,3 +83,67 @@ def cannot_use(error: OSError) -> BadInput:
     """The error for a file that the system refuses."""
     hint = DISK_REMEDIES.get(error.errno or 0, "see: rota doctor")
     return BadInput(f"{error.filename or 'a file'}: {error.strerror or error}", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Line and column, from 1. ``file`` and ``source`` are those of a ``--set``; ``loc`` overrides the dotted path."""
+
+    line: int
+    col: int
+    file: str = ""
+    source: str = ""
+    loc: str = ""
+
+
+class ErrorCollector:
+    """The problems of one file. Raises JobFileError by itself once there are PROBLEMS_MAX."""
+
+    def __init__(self, text: str, filename: str) -> None:
+        self.filename = filename
+        self.problems: list[Problem] = []
+        self.paths: list[Path] = []
+        """The path of each problem, as names and positions."""
+        self.duplicates: list[tuple[Path, Node]] = []
+        """The values of duplicate keys, which are not in the tree."""
+        self._text = text
+        self._lines: list[str] | None = None
+
+    def source_line(self, line: int) -> str:
+        """The text of a line, counted from 1; empty beyond the end."""
+        if self._lines is None:
+            self._lines = LINE_BREAK.split(self._text)
+        return self._lines[line - 1] if 0 < line <= len(self._lines) else ""
+
+    def add(self, place: Place, path: Path, message: str, *, hint: str = "", code: str = "INVALID") -> None:
+        """One more problem."""
+        problem = Problem(
+            loc=place.loc or dotted(path),
+            line=place.line,
+            col=place.col,
+            message=message,
+            hint=hint,
+            code=code,
+            file=place.file or self.filename,
+            source=place.source or self.source_line(place.line),
+        )
+        self.problems.append(problem)
+        self.paths.append(path)
+        if len(self.problems) >= PROBLEMS_MAX:
+            raise self.error()
+
+    def fail(self, line: int, col: int, message: str, *, hint: str = "", code: str = "SYNTAX") -> NoReturn:
+        """One more problem of the text itself, after which nothing can be read."""
+        self.add(Place(line, col), (), message, hint=hint, code=code)
+        raise self.error()
+
+    def error(self) -> JobFileError:
+        """The exception with everything collected, in the order of the file."""
+        return JobFileError(
+            tuple(sorted(self.problems, key=lambda p: (p.file != self.filename, p.file, p.line, p.col)))
+        )
+
+    def raise_if_any(self) -> None:
+        """Raises JobFileError when something was collected."""
+        if self.problems:
+            raise self.error()

@@ -101,9 +101,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
     from rota.service.process.assembly import assemble, node_changes, open_store, wanted_nodes
-    from rota.service.process.nodes import keep_nodes, not_known
-    from rota.service.process.retention import keep_logs
-    from rota.service.process.watch import show_life, watch_parts
+    from rota.service.process.tasks import keep_logs, keep_nodes, not_known, show_life, watch_parts
     from rota.service.rest.app import make_app
     from rota.service.rest.connections import server_config, watch_accepts
 
@@ -162,8 +160,7 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
 def _import_all() -> None:
     """What ``serve`` imports, and the routes of the application: nine tenths of a start."""
     importlib.import_module("rota.service.process.assembly")
-    importlib.import_module("rota.service.process.nodes")
-    importlib.import_module("rota.service.process.watch")
+    importlib.import_module("rota.service.process.tasks")
     importlib.import_module("rota.service.rest.app").application()
 
 

@@ -132,7 +132,7 @@ def show(
 
 
 def _spec_text(term: Terminal, document: Mapping[str, Any]) -> None:
-    from rota.service.jobfile.dump import job_text
+    from rota.service.jobfile.models import job_text
     from rota.spec.job import JobSpec
 
     term.line(job_text(JobSpec.from_json(document["spec"])).rstrip())

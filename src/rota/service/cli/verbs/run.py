@@ -138,7 +138,7 @@ def _body(
             raise BadInput(f"{file} is not a job file", hint=f"rota run -- python {file}")
         source, name, base = read_file(path), file, path.absolute().parent
         if path.suffix in SCRIPTS:
-            from rota.service.scripts import script_body
+            from rota.service.jobfile.scripts import script_body
 
             made = script_body(source, filename=file, workdir=folder or str(base))
             return {**made, "sets": made["sets"] + changes + _for_main(res)}
@@ -151,7 +151,7 @@ def _headers(file: str) -> dict[str, Problem]:
     if Path(file).suffix not in SCRIPTS:
         return {}
     from rota.service.http import read_file
-    from rota.service.scripts import header_places
+    from rota.service.jobfile.scripts import header_places
 
     text = read_file(Path(file).expanduser())
     lines = text.splitlines()
@@ -166,7 +166,7 @@ def _for_main(res: Mapping[str, str]) -> list[str]:
 
 
 def _only_role(source: str, name: str) -> str:
-    from rota.service.jobfile import read_job
+    from rota.service.jobfile.reader import read_job
 
     roles = read_job(source, filename=name).roles
     if len(roles) != 1:
@@ -178,7 +178,7 @@ def _only_role(source: str, name: str) -> str:
 
 
 def _read(body: Mapping[str, Any]) -> JobSpec:
-    from rota.service.jobfile import read_job
+    from rota.service.jobfile.reader import read_job
 
     return read_job(body["source"], filename=body["filename"], sets=body["sets"])
 

@@ -16,7 +16,7 @@ from rota.cluster.core.state import State
 from rota.cluster.live import queue_from_json
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
-from rota.service.control.queue_file import read_queues
+from rota.service.control.changes import read_queues
 from rota.service.models.base import Sent
 from rota.service.models.cluster import (
     ClusterDocument,

@@ -10,10 +10,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from rota.service.http import Document, job_name
-from rota.service.jobfile.nodes import ErrorCollector, Place
+from rota.service.jobfile.problems import ErrorCollector, Place
 from rota.spec.errors import did_you_mean
 
 HEADER_LINES_MAX = 200
@@ -54,16 +53,32 @@ class Header:
     col: int
 
 
-def script_body(text: str, *, filename: str, workdir: str) -> Document:
+class ScriptBody(TypedDict):
+    """The body of a submission that a script becomes."""
+
+    source: str
+    filename: str
+    sets: list[str]
+    workdir: str
+
+
+def script_body(text: str, *, filename: str, workdir: str) -> ScriptBody:
     """The body of a submission for a script. Raises JobFileError with every option that has no meaning here."""
     errors = ErrorCollector(text, filename)
     interpreter = "python" if filename.endswith(".py") else "bash"
-    role: dict[str, Any] = {"run": [interpreter, Path(filename).name]}
+    role = {"run": [interpreter, Path(filename).name]}
     source = {"name": job_name(filename), "roles": {"main": role}}
     sets = [*_places(text, errors)]
     _refuse_srun(text, errors)
     errors.raise_if_any()
     return {"source": json.dumps(source, indent=1), "filename": filename, "sets": sets, "workdir": workdir}
+
+
+def job_name(path: str) -> str:
+    """The name of a job that runs a file: its stem with what no name may hold made a dash."""
+    stem = Path(path).stem[:40] or "command"
+    name = "".join(char if char.isascii() and (char.isalnum() or char in "_.-") else "-" for char in stem)
+    return name if name[0].isalpha() else f"run-{name}"
 
 
 def header_places(text: str) -> dict[str, tuple[int, int]]:

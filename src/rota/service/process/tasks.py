@@ -1,0 +1,134 @@
+"""Background tasks of the service: its liveness file, its supervisor, the machines of a given engine, old logs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+
+from rota.runtime import process
+from rota.runtime.clock import Clock
+from rota.runtime.environ import Home
+from rota.runtime.hang import LOOK_S, HangWatch, end_hung, note_replaced, noted
+from rota.runtime.process import KEEPER, RunFolder
+from rota.service.process.assembly import node_changes
+from rota.service.process.daemon import ensure_keeper
+from rota.service.rest.deps import AppState
+from rota.service.views.story import JobStory
+from rota.spec.errors import EngineUnavailable, RotaError, StoreUnavailable
+from rota.spec.events import PartReplaced
+from rota.spec.ids import JobId
+
+NODES_S = 2.0
+"""Between two looks at a given engine: after 'ray start' a machine gets work within this time."""
+END_S = 5.0
+SAME_S = 60.0
+"""Notes of one process within this time are of one death."""
+LOGS_S = 3600.0
+DAY_S = 86_400.0
+
+_log = logging.getLogger("rota.service")
+
+
+async def show_life(app: AppState) -> None:
+    """Until cancelled: touch the pulse, which the keeper looks at. Does nothing else, so that nothing holds it up."""
+    while True:
+        with contextlib.suppress(OSError):
+            app.home.service_pulse.touch(mode=0o600)
+        await app.clock.sleep(LOOK_S)
+
+
+async def watch_parts(app: AppState) -> None:
+    """Until cancelled: keep the keeper, and put into the log what the watchers noted."""
+    looks: HangWatch | None = None
+    while True:
+        try:
+            looks = await asyncio.to_thread(_watch_keeper, app, looks)
+            await _log_replaced(app)
+        except (OSError, RotaError) as error:  # the disk or the store is away: looked at again
+            _log.warning("the parts of the installation: %s", error)
+        await app.clock.sleep(LOOK_S)
+
+
+def _watch_keeper(app: AppState, looks: HangWatch | None) -> HangWatch | None:
+    """Start the keeper again when it is gone or hangs; a service that was started without one has none."""
+    run = RunFolder(app.home.run)
+    record = run.read(KEEPER)
+    if record is None:
+        return None
+    if not process.is_alive(record.id):
+        if looks is not None and looks.which == record.id:
+            note_replaced(run.path, KEEPER, record.pid, "ended")
+        ensure_keeper(app.settings, app.home)
+        return None
+    looks = looks if looks is not None and looks.which == record.id else HangWatch(record.id)
+    if why := looks.look():
+        end_hung(record.id, run.path, KEEPER, why)
+        process.wait_gone((record.id,), END_S)
+    return looks
+
+
+async def _log_replaced(app: AppState) -> None:
+    """Put what the watchers noted into the log, each death once: a crash leaves its note, and two may see it."""
+    known = {(one.part, one.pid): one.found_at for one in app.loop.installation.replaced}
+    for path, one in (await asyncio.to_thread(noted, app.home.run)).items():
+        if abs(one.at - known.get((one.part, one.pid), -SAME_S)) >= SAME_S:
+            known[one.part, one.pid] = one.at
+            text = f"{one.part}, process {one.pid}, {one.why}"
+            await app.loop.append([PartReplaced(part=one.part, pid=one.pid, text=text, found_at=one.at)])
+        path.unlink(missing_ok=True)
+
+
+def not_known(app: AppState, why: str = "it has not answered yet") -> str:
+    """What jobs wait for until the engine has said which machines it has."""
+    return f"the machines of the engine at {app.settings.ray_address} are not known: {why}"
+
+
+async def keep_nodes(app: AppState) -> None:
+    """Until cancelled. Nothing is decided before the first answer; while one is awaited later, the known nodes stay."""
+    while True:
+        try:
+            found, alive = await app.engine.nodes()
+            if changes := node_changes(app, found, alive):
+                await app.loop.append(changes)
+            app.loop.decide_from_now()
+        except (EngineUnavailable, StoreUnavailable) as error:
+            text = not_known(app, str(error))
+            _log.warning("%s", text)
+            if app.loop.unknown:
+                app.loop.unknown = text
+        await app.clock.sleep(NODES_S)
+
+
+def old_jobs(jobs: Mapping[JobId, JobStory], *, now: float, kept_days: float) -> list[JobId]:
+    """Jobs that ended more than so many days before ``now``; none for 0 days, which keeps logs for ever."""
+    if not kept_days:
+        return []
+    since = now - kept_days * DAY_S
+    return [one.id for one in jobs.values() if one.ended_at is not None and one.ended_at < since]
+
+
+def remove_logs(home: Home, jobs: Iterable[JobId]) -> int:
+    """How many jobs lost their logs now. What cannot be removed is told, and tried again the next time; blocks."""
+    removed = 0
+    for job in jobs:
+        dirs = home.job(job)
+        there = [path for path in (dirs.logs, dirs.spans) if path.is_dir()]
+        for path in there:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                _log.warning("the logs of %s stay: %s", job, error)
+        removed += bool(there)
+    return removed
+
+
+async def keep_logs(jobs: Mapping[JobId, JobStory], home: Home, clock: Clock, kept_days: float) -> None:
+    """Until cancelled: look once an hour."""
+    while kept_days:
+        old = old_jobs(jobs, now=clock.wall_s(), kept_days=kept_days)
+        if removed := await asyncio.to_thread(remove_logs, home, old):
+            _log.info("removed the logs of %s jobs that ended %g days ago", removed, kept_days)
+        await clock.sleep(LOGS_S)

@@ -15,7 +15,7 @@ INSTALL = if command -v uv >/dev/null 2>&1; then VIRTUAL_ENV=$(abspath $(VENV)) 
 PROGRESS = sed -unE 's,^ +(Downloading|Using cached) (.*/)?([^ /]+ [(]([0-9]{2}[0-9.]* M|[0-9.]+ G)B[)]).*,  \1 \3,p; \
 	s,^Installing collected packages.*,  installing what is here now,p'
 
-.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep sim mutants bench ui docs clean
+.PHONY: setup demo check fast-rest fast-web fast-torch lint style contracts types test real deep machines sim mutants bench ui docs clean
 
 setup: $(VENV)/.setup-run ## virtual environment with what a user needs
 $(VENV)/bin/python:
@@ -69,6 +69,9 @@ real: $(VENV)/.setup-dev ## the slow half: real Ray, registry, processes and the
 
 deep: $(VENV)/.setup-dev ## the slow half at length, an hour and more
 	ROTA_DEEP=1 $(BIN)/pytest -q -n 2 --dist loadfile --timeout 1800 -m "(real or slow) and not gpu"
+
+machines: $(VENV)/.setup-dev ## jobs over several machines, made of network namespaces on this one; needs root
+	$(BIN)/pytest -q tests/machines
 
 SEEDS ?= 1000
 sim: $(VENV)/.setup-dev ## thousands of seeds of the whole system in virtual time; SEED=n replays one, LOG=sql runs over SQLite, on all cores or JOBS=n

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import shutil
 import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from rota.runtime import process
 from rota.runtime.clock import Clock, blocking_sleep
@@ -16,6 +19,23 @@ from rota.runtime.process import ProcessId, Usage
 _STACKS_S, _STOPPED_STACKS_S = 10.0, 2.0
 _ASKED_S = 0.5
 """A process writes its stacks within milliseconds; a busy machine takes longer."""
+
+
+NODE_ADDRESS = "ROTA_NODE_ADDRESS"
+"""Variable with the address at which processes on other machines reach those of this one."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+"""Where Gloo, NCCL and TensorPipe look for the network interface to use; else each guesses."""
+
+
+def network_environment(address: str) -> dict[str, str]:
+    """Variables of a process on a machine that others reach at ``address``, an IPv4 or IPv6 address.
+
+    A machine whose engine is reached at the loopback address alone works by itself: its libraries choose as ever.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        return {NODE_ADDRESS: address}
+    found = [name for name, given in psutil.net_if_addrs().items() if any(one.address == address for one in given)]
+    return {NODE_ADDRESS: address, **{variable: found[0] for variable in INTERFACE_VARIABLES if found}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

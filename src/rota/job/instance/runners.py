@@ -24,6 +24,7 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.devices import group_backend
 from rota.runtime.environ import Home, get, snapshot
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
+from rota.runtime.node import NODE_ADDRESS
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec
@@ -313,5 +314,5 @@ async def meet(config: InstanceConfig, setup: Setup, address: str) -> str:
 
 
 def own_address() -> str:
-    """Where other members reach this process: ``ROTA_NODE_ADDRESS``, else the loopback of the one machine."""
-    return get("ROTA_NODE_ADDRESS", "127.0.0.1")
+    """Where other members reach this process: its node's address in the engine, else the loopback address."""
+    return get(NODE_ADDRESS, "127.0.0.1")

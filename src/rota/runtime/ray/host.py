@@ -27,6 +27,7 @@ import ray
 from rota.runtime import environ, output_pump, process, secrets
 from rota.runtime.hang import LOOK_S, HangWatch
 from rota.runtime.launcher import RemoteError
+from rota.runtime.node import network_environment
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256
@@ -182,6 +183,8 @@ def prepare(boot: Boot) -> None:
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     if "CUDA_VISIBLE_DEVICES" not in boot.env:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(index) for index in boot.devices)
+    for name, value in network_environment(ray.util.get_node_ip_address()).items():
+        os.environ.setdefault(name, value)
     if boot.workdir:
         os.chdir(boot.workdir)
         sys.path.insert(0, boot.workdir)

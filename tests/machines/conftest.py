@@ -1,0 +1,26 @@
+"""Fixture ``two``: two machines on this computer; tests of this folder are skipped where none can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.machines.bed import Machine, bed, missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever lies in this folder starts processes and needs what ``missing`` names."""
+    mine = [item for item in items if Path(item.path).is_relative_to(Path(__file__).parent)]
+    why = missing() if mine else ""
+    for item in mine:
+        item.add_marker(pytest.mark.real)
+        if why:
+            item.add_marker(pytest.mark.skip(reason=f"machines on one computer: {why}"))
+
+
+@pytest.fixture
+def two() -> Iterator[list[Machine]]:
+    """Two machines that are on, with an empty ``/tmp`` each."""
+    with bed(2) as made:
+        yield made

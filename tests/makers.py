@@ -12,10 +12,9 @@ from rota.job.core.placement import gang_requests
 from rota.spec.commands import Command
 from rota.spec.dispatch import OpSpec
 from rota.spec.events import Event, JobAdmitted, JobQueued, JobSubmitted, Record
-from rota.spec.gang import BundleGrant, Grant
+from rota.spec.gang import BundleGrant, Grant, Placement
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import Fail, Interface, JobSpec, RoleSpec
-from rota.spec.placement import Placement
 
 JOB = JobId("job-1")
 

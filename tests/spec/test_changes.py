@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rota.spec.changes import changed_spec
 from rota.spec.ids import RoleName
-from rota.spec.job import JobSpec, RoleSpec
+from rota.spec.job import JobSpec, RoleSpec, changed_spec
 
 SPEC = JobSpec(name="j", roles=(RoleSpec(name=RoleName("r"), run=("true",)),))
 

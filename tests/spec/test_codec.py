@@ -25,10 +25,9 @@ from rota.spec.dispatch import (
     rule_from_text,
     rule_to_text,
 )
-from rota.spec.gang import BundleGrant, GangRequest, Grant
+from rota.spec.gang import BundleGrant, GangRequest, Grant, Placement
 from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
 from rota.spec.job import Fail, Interface, JobSpec, Near, RoleSpec, WeightsEdge
-from rota.spec.placement import Placement
 from rota.spec.reasons import INFO, Reason, final_state
 from rota.spec.resources import Res
 from rota.spec.states import JobState, Level

@@ -35,9 +35,8 @@ from rota.spec.events import (
     StopAsked,
     TimerFired,
 )
-from rota.spec.gang import Grant
+from rota.spec.gang import Grant, Placement
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId
-from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health
 from rota.spec.states import InstanceState, JobState

@@ -15,7 +15,6 @@ from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, W
 from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
 from rota.spec import codec
-from rota.spec.changes import changed_spec
 from rota.spec.errors import nearest
 from rota.spec.events import (
     CheckpointSaved,
@@ -42,10 +41,9 @@ from rota.spec.events import (
     Record,
     StopAsked,
 )
-from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant
+from rota.spec.gang import BundleAsk, BundleGrant, GangRequest, Grant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
-from rota.spec.job import JobSpec
-from rota.spec.placement import Placement
+from rota.spec.job import JobSpec, changed_spec
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node, Res

@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rota.spec import codec
-from rota.spec.account_events import (
-    SecretChanged,
-    TokenMade,
-    TokenRevoked,
-    UserChanged,
-    WebhookRemoved,
-    WebhookSet,
-)
-from rota.spec.event_roots import ClusterEvent, JobEvent
-from rota.spec.gang import BundleGrant, GangRequest
+from rota.spec.gang import BundleGrant, GangRequest, Placement
 from rota.spec.ids import Epoch, GangId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
-from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node
 from rota.spec.states import JobState, Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """A fact about one job; the log record names the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    """A fact about nodes, queues or the installation."""
+
 
 # -- submission and scheduling (S) ------------------------------------------------------------------------------------
 
@@ -452,14 +453,77 @@ class PartReplaced(ClusterEvent):
     found_at: float = 0.0
 
 
-ACCOUNT_EVENTS = (UserChanged, TokenMade, TokenRevoked, SecretChanged, WebhookSet, WebhookRemoved)
-"""What is told to admins alone; defined in ``account_events``."""
+# -- users, their tokens and secrets, webhooks (S) --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountEvent(ClusterEvent):
+    """A fact about users, their tokens and secrets, or webhooks; shown to admins alone."""
+
+    by: str = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserChanged(AccountEvent):
+    """What a user may do: a role on each of some queues and all below them (``""`` is the root). No grant: removed."""
+
+    name: str
+    grants: tuple[tuple[str, str], ...]
+    """Pairs of queue path and role: viewer, user, queue-admin, admin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMade(AccountEvent):
+    """A token of a user exists. Only its SHA-256 is kept; ``role`` and ``queue`` narrow what its user may do."""
+
+    id: str
+    user: str
+    digest: str
+    name: str = ""
+    role: str = "admin"
+    queue: str = ""
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRevoked(AccountEvent):
+    """A token is invalid from now on."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretChanged(AccountEvent):
+    """A user's secret was set or removed; its value is in no event."""
+
+    owner: str
+    name: str
+    removed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookSet(AccountEvent):
+    """A webhook sends notices to ``url``: of the kinds ``on`` (none: all), of jobs of ``queue`` (none: of all)."""
+
+    id: str
+    url: str
+    on: tuple[str, ...] = ()
+    queue: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookRemoved(AccountEvent):
+    """A webhook was deleted."""
+
+    id: str
+
 
 Event = JobEvent | ClusterEvent
 
 
 def _leaves(root: type) -> dict[str, type]:
-    return {cls.__name__: cls for cls in root.__subclasses__()}
+    below = root.__subclasses__()
+    return {name: cls for sub in below for name, cls in _leaves(sub).items()} if below else {root.__name__: root}
 
 
 KINDS: dict[str, type] = {**_leaves(JobEvent), **_leaves(ClusterEvent)}

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from rota.spec import codec
 from rota.spec.dispatch import OpSpec
@@ -325,3 +325,34 @@ class JobSpec:
     def digest(self) -> str:
         """First 16 hex digits of the SHA-256 of the canonical JSON."""
         return hashlib.sha256(codec.dumps(self).encode()).hexdigest()[:16]
+
+
+def changed_spec(spec: JobSpec, changes: dict[str, Any]) -> JobSpec:
+    """The spec with dotted paths replaced (roles by name).
+
+    Paths that do not exist, or values that do not fit, are left out: whoever appended the change has checked it, and a
+    replay of the log must never fail on one.
+    """
+    raw = spec.to_json()
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        target: Any = raw
+        for part in parents:
+            target = _child(target, part)
+        if isinstance(target, dict) and last in target:
+            target[last] = value
+        elif isinstance(target, dict) and last == "replicas" and "replicas_min" in target:
+            target["replicas_min"] = target["replicas_max"] = value
+    try:
+        return JobSpec.from_json(raw)
+    except (TypeError, ValueError):
+        return spec
+
+
+def _child(value: Any, part: str) -> Any:
+    if isinstance(value, list):
+        rows = cast("list[dict[str, Any]]", value)
+        return next((row for row in rows if row.get("name") == part), None)
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).get("res" if part == "resources" else part)
+    return None

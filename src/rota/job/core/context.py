@@ -10,10 +10,9 @@ from typing import Any, Literal, TypeVar
 from rota.job.core.graph import Graph, expand
 from rota.job.core.placement import bindings
 from rota.spec import codec
-from rota.spec.gang import BundleGrant
+from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
-from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 

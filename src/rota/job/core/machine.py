@@ -17,7 +17,6 @@ from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
 from rota.job.core.placement import requests_of
-from rota.spec.changes import changed_spec
 from rota.spec.commands import Command
 from rota.spec.events import (
     CheckpointSaved,
@@ -55,7 +54,7 @@ from rota.spec.events import (
     TimerFired,
 )
 from rota.spec.ids import Epoch, InstanceId, JobId
-from rota.spec.job import JobSpec
+from rota.spec.job import JobSpec, changed_spec
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState
 

@@ -9,10 +9,9 @@ from typing import Literal
 
 from rota.job.core.graph import Graph, Merged, expand
 from rota.spec.check import Path
-from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest, Grant, Together
+from rota.spec.gang import Apart, BundleAsk, BundleGrant, CellLevel, GangRequest, Grant, Placement, Together
 from rota.spec.ids import GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, Near, RoleSpec
-from rota.spec.placement import Placement
 from rota.spec.resources import Res, types_of
 
 WHOLE = GangId("all")

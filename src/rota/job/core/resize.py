@@ -22,10 +22,9 @@ from rota.spec.events import (
     GangWaits,
     ScaleAsked,
 )
-from rota.spec.gang import Grant
+from rota.spec.gang import Grant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, NodeId, RoleName
 from rota.spec.job import JobSpec, RoleSpec
-from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 

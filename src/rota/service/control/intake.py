@@ -30,9 +30,9 @@ from rota.spec.errors import (
     nearest,
 )
 from rota.spec.events import JobAdmitted, JobEnded, JobQueued, JobSubmitted, JobWaits, Record
+from rota.spec.gang import Placement
 from rota.spec.ids import JobId
 from rota.spec.job import JobSpec
-from rota.spec.placement import Placement
 from rota.spec.reasons import INFO, Reason
 from rota.spec.states import JobState
 

@@ -12,10 +12,9 @@ from rota.job.core.placement import bindings
 from rota.job.core.shutdown import source_of
 from rota.spec import events as e
 from rota.spec.events import Record
-from rota.spec.gang import BundleGrant
+from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
 from rota.spec.job import JobSpec
-from rota.spec.placement import Placement
 from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 

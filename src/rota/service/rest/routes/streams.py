@@ -29,7 +29,7 @@ from rota.service.rest.follow import (
 )
 from rota.service.views.jobs import API
 from rota.spec.errors import BadInput, UnknownName, unknown
-from rota.spec.events import ACCOUNT_EVENTS, KINDS, Record
+from rota.spec.events import KINDS, AccountEvent, Record
 from rota.spec.ids import JobId
 
 EVENT_STREAM = "text/event-stream"
@@ -108,7 +108,7 @@ async def _events(
 def _shown(app: AppState, caller: Caller, veil: Veil, record: Record) -> Document | None:
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
-        private = isinstance(record.event, ACCOUNT_EVENTS)
+        private = isinstance(record.event, AccountEvent)
         return None if private and not caller.has(Role.ADMIN) else record_document(record)
     story = app.loop.installation.jobs.get(record.job)
     if caller.has(Role.QUEUE_ADMIN) or (story is not None and caller.reads(story)):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rota.job.core.progress import Verdict
 from rota.job.health.preflight import DeviceWatch, NodeUnfit, Unfit, collective, compute, pairwise, quick, told_of
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.devices import fake_devices
+from rota.runtime.node import fake_devices
 from rota.spec.reasons import Reason
 
 NONE = DeviceWatch(())

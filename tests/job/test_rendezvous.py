@@ -17,8 +17,8 @@ from rota.job.instance import instance
 from rota.job.instance.instance import Instance
 from rota.job.instance.runners import Meeting, Setup
 from rota.job.rpc.peers import JobPlace
-from rota.runtime.devices import group_backend
 from rota.runtime.launcher import Call
+from rota.runtime.node import group_backend
 from rota.spec.ids import Epoch
 from rota.spec.job import Fail
 

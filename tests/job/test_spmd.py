@@ -35,8 +35,8 @@ from rota.job.instance.spmd import (
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.clock import SystemClock
-from rota.runtime.node import asked_for_stacks
 from rota.runtime.output import format_line
+from rota.runtime.probe import requested_stacks
 from rota.spec.check import check
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId, RoleName
@@ -216,10 +216,10 @@ def test_a_rank_writes_its_stacks_when_asked_and_one_that_does_not_listen_is_lef
         which, other = process.identify(rank.pid), process.identify(deaf.pid)
         assert which is not None and other is not None
         until_s = time.monotonic() + 20.0
-        while "stuck_here" not in (found := asked_for_stacks(which, stacks)) and time.monotonic() < until_s:
+        while "stuck_here" not in (found := requested_stacks(which, stacks)) and time.monotonic() < until_s:
             time.sleep(0.05)
         assert "stuck_here" in found
-        assert asked_for_stacks(other, tmp_path / "stacks-1") == ""
+        assert requested_stacks(other, tmp_path / "stacks-1") == ""
         assert (rank.poll(), deaf.poll()) == (None, None), "nobody dies of being asked"
     finally:
         for child in (rank, deaf):

@@ -32,7 +32,7 @@ AREAS = (
     ),
     Area(
         name="log",
-        sources=("runtime/event_log/sql.py", "runtime/event_log/database.py", "spec/codec.py"),
+        sources=("runtime/event_log/sql.py", "spec/codec.py"),
         tests=(
             "tests/runtime/test_event_log.py",
             "tests/spec",

@@ -17,7 +17,7 @@ import pytest
 from tests.runtime.asking import ask_once
 
 from rota.runtime import process
-from rota.runtime.hang import noted
+from rota.runtime.probe import noted
 from rota.runtime.process import ProcessId
 from rota.runtime.ray.client import GatewayClient, GatewayFiles, UnknownResult, stop_gateway_of
 from rota.runtime.ray.engine import EngineFiles, EngineSettings, client_environment, find_engine, start_engine

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from tests.real.jobs import Run, deep, job, role, run_job
 
-from rota.runtime.hang import STOPPED_LOOKS
+from rota.runtime.probe import STOPPED_LOOKS
 from rota.spec.events import Committed, FailoverStarted, InstanceLost, ProgressStalled
 from rota.spec.ids import RoleName
 from rota.spec.job import Fail, RoleSpec

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import ArgumentError, OperationalError
 
-from rota.runtime.event_log import database, sql
+from rota.runtime.event_log import sql
 from rota.runtime.event_log.interface import KeptContext, Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.spec.errors import MissingExtra, StoreCorrupt, StoreUnavailable
@@ -22,7 +22,7 @@ SECRET = "postgresql://me:hidden@host/base"
 
 
 def failed(cause: str, url: str = SECRET) -> StoreUnavailable | StoreCorrupt:
-    with pytest.raises((StoreUnavailable, StoreCorrupt)) as caught, database._translated(url):
+    with pytest.raises((StoreUnavailable, StoreCorrupt)) as caught, sql._translated(url):
         raise OperationalError("SELECT 1", {}, sqlite3.OperationalError(cause))
     return caught.value
 
@@ -45,7 +45,7 @@ def test_a_failure_of_the_store_says_what_to_do_and_shows_no_password(cause: str
 
 
 def test_an_error_of_the_library_is_one_of_the_store_and_shows_no_password() -> None:
-    with pytest.raises(StoreUnavailable) as caught, database._translated(SECRET):
+    with pytest.raises(StoreUnavailable) as caught, sql._translated(SECRET):
         raise ArgumentError("wrong")
     assert str(caught.value).startswith("postgresql://me:***@host/base: wrong")
 
@@ -53,11 +53,11 @@ def test_an_error_of_the_library_is_one_of_the_store_and_shows_no_password() -> 
 def test_a_log_in_memory_is_refused_since_no_other_process_could_see_it() -> None:
     for url in ("sqlite://", "sqlite:///:memory:"):
         with pytest.raises(ValueError, match="needs a SQLite file"):
-            database.Database(url)
+            sql.Database(url)
 
 
 def test_sqlite_keeps_a_write_ahead_log_that_is_on_disk_at_each_commit_and_waits_for_others(tmp_path: Path) -> None:
-    base = database.Database(f"sqlite:///{tmp_path}/deep/log.db")
+    base = sql.Database(f"sqlite:///{tmp_path}/deep/log.db")
     with base.reading() as connection:
         found = [connection.execute(text(f"PRAGMA {name}")).scalar() for name in ("journal_mode", "synchronous")]
         assert (found, connection.execute(text("PRAGMA busy_timeout")).scalar()) == (["wal", 2], 5000)
@@ -69,8 +69,8 @@ def test_sqlite_keeps_a_write_ahead_log_that_is_on_disk_at_each_commit_and_waits
 def test_a_writer_keeps_other_writers_out_and_a_reader_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
-    base = database.Database(f"sqlite:///{tmp_path}/log.db")
+    monkeypatch.setattr(sql, "BUSY_TIMEOUT_S", 0.05)
+    base = sql.Database(f"sqlite:///{tmp_path}/log.db")
     with base.writing() as writing:
         writing.execute(text("CREATE TABLE one (n INTEGER)"))
     with base.reading() as reading:
@@ -85,24 +85,24 @@ def test_a_writer_keeps_other_writers_out_and_a_reader_does_not(
 
 def test_postgresql_is_opened_by_its_newer_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[tuple[str, dict[str, object]]] = []
-    monkeypatch.setattr(database, "create_engine", lambda url, **more: opened.append((url.drivername, more)))
+    monkeypatch.setattr(sql, "create_engine", lambda url, **more: opened.append((url.drivername, more)))
     for url in ("postgresql://host/base", "postgres://host/base", "postgresql+other://host/base"):
-        database._make_engine(url, None)
-    more = {"pool_size": database.POOL_MAX, "pool_pre_ping": True}
+        sql._make_engine(url, None)
+    more = {"pool_size": sql.POOL_MAX, "pool_pre_ping": True}
     newer = "postgresql+psycopg"
     assert opened == [(newer, more), (newer, more), ("postgresql+other", more)]
 
     def missing(url: object, **more: object) -> None:
         raise ImportError("no driver")
 
-    monkeypatch.setattr(database, "create_engine", missing)
+    monkeypatch.setattr(sql, "create_engine", missing)
     with pytest.raises(MissingExtra, match="no driver") as caught:
-        database._make_engine("postgresql://host/base", None)
+        sql._make_engine("postgresql://host/base", None)
     assert caught.value.hint == "pip install 'rota[postgres]'"
 
 
 def test_without_migration_an_absent_schema_is_refused_with_the_next_step(tmp_path: Path) -> None:
-    base = database.Database(f"sqlite:///{tmp_path}/log.db")
+    base = sql.Database(f"sqlite:///{tmp_path}/log.db")
     with pytest.raises(StoreUnavailable, match="has schema None; needs 0002") as caught:
         base.open_schema(migrate=False)
     assert caught.value.hint == "run: rota up"

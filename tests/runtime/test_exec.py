@@ -6,12 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
-from rota.runtime.exec import OUTPUT_BYTES_MAX, run_beside
-from rota.runtime.process import identify, wait_gone
+from rota.runtime.process import OUTPUT_BYTES_MAX, execute_command, identify, wait_gone
 
 
 def sh(script: str, timeout_s: float = 20.0):
-    return asyncio.run(run_beside(["sh", "-c", script], timeout_s=timeout_s))
+    return asyncio.run(execute_command(["sh", "-c", script], timeout_s=timeout_s))
 
 
 def test_status_and_both_streams_are_those_of_the_command() -> None:
@@ -19,9 +18,9 @@ def test_status_and_both_streams_are_those_of_the_command() -> None:
         "exit_status": 9, "stdout": "out\n", "stderr": "err\n", "cut": False, "timed_out": False
     }  # fmt: skip
     assert sh("kill -TERM $$")["exit_status"] == 143
-    assert asyncio.run(run_beside(["/no/such"], timeout_s=9))["exit_status"] == 127
-    assert asyncio.run(run_beside(["/etc/passwd"], timeout_s=9))["exit_status"] == 126
-    assert asyncio.run(run_beside(["a\0b"], timeout_s=9))["exit_status"] == 126
+    assert asyncio.run(execute_command(["/no/such"], timeout_s=9))["exit_status"] == 127
+    assert asyncio.run(execute_command(["/etc/passwd"], timeout_s=9))["exit_status"] == 126
+    assert asyncio.run(execute_command(["a\0b"], timeout_s=9))["exit_status"] == 126
 
 
 def test_what_it_started_ends_with_it_and_is_not_waited_for(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rota.runtime import process
-from rota.runtime.hang import noted
+from rota.runtime.probe import noted
 from rota.runtime.process import KEEPER, RunFolder
 from rota.runtime.ray.client import RECORD, GatewayClient, stop_gateway_of
 from rota.runtime.ray.engine import EngineSettings

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rota.runtime import hang, process
-from rota.runtime.hang import SILENT_LOOKS, STOPPED_LOOKS, HangWatch, end_hung, listens_http2, noted
+from rota.runtime import probe, process
+from rota.runtime.probe import SILENT_LOOKS, STOPPED_LOOKS, HangWatch, end_hung, listens_http2, noted
 from rota.runtime.process import Demand, ProcessId
 
 SLEEPS = "import time; print('ready', flush=True); time.sleep(600)"
@@ -110,15 +110,15 @@ def test_what_was_ended_is_noted_and_the_note_has_a_limit(
     ((path, found),) = noted(tmp_path).items()
     assert (found.part, found.pid, found.why) == ("master of job-1", which.pid, "was stopped by a signal")
     assert path.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(hang, "_KEPT_MAX", 1)
-    hang.note_replaced(tmp_path, "gateway", 7, "ended")
+    monkeypatch.setattr(probe, "_KEPT_MAX", 1)
+    probe.note_replaced(tmp_path, "gateway", 7, "ended")
     assert len(noted(tmp_path)) == 1
 
 
 def test_a_server_that_answers_is_heard_and_one_that_only_takes_the_connection_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hang, "ANSWER_S", 0.2)
+    monkeypatch.setattr(probe, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert not listens_http2(port)
@@ -131,7 +131,7 @@ def test_a_server_that_answers_is_heard_and_one_that_only_takes_the_connection_i
 
         thread = threading.Thread(target=answer)
         thread.start()
-        monkeypatch.setattr(hang, "ANSWER_S", 30.0)
+        monkeypatch.setattr(probe, "ANSWER_S", 30.0)
         assert listens_http2(port)
         thread.join()
     assert not listens_http2(port)

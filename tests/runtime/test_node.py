@@ -1,103 +1,63 @@
-"""Inventory, load and stacks of this machine."""
+"""Inventory of a machine: what the driver lists, in bus order; names under which it may be asked."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import socket
+from pathlib import Path
 
-import psutil
 import pytest
 
-from rota.runtime import node, process
-from rota.runtime.clock import SystemClock
-from rota.runtime.devices import fake_devices, local_devices, local_node, nvidia_devices
-from rota.runtime.node import Sampler, seen_from_outside
+from rota.runtime.node import CPUS_MIN, cores_allowed, local_node, nvidia_devices, own_names
 
-SPIN = """
-import faulthandler, signal, sys
-faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-def a_hot_loop():
-    print("ready", flush=True)
-    while True:
-        pass
-a_hot_loop()
-"""
+INFORMATION = "Model: \t\t NVIDIA {model} 80GB HBM3\nIRQ:   \t\t 42\nGPU UUID: \t GPU-{n}\nBus Type: \t PCIe\n"
 
 
-@pytest.fixture
-def spinner():
-    with subprocess.Popen([sys.executable, "-c", SPIN], stdout=-1, stderr=-1, text=True) as child:
-        assert child.stdout is not None and child.stdout.readline() == "ready\n"
-        yield child
-        child.kill()
+def test_devices_come_in_the_order_of_their_bus_addresses(tmp_path: Path) -> None:
+    for n, (address, model) in enumerate([("0000:8a:00.0", "H100"), ("0000:1b:00.0", "A100")]):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(INFORMATION.format(model=model, n=n))
+    assert [(one.index, one.type, one.uuid) for one in nvidia_devices(tmp_path)] == [
+        (0, "A100", "GPU-1"),
+        (1, "H100", "GPU-0"),
+    ]
 
 
-def identity(child) -> process.ProcessId:
-    found = process.identify(child.pid)
-    assert found is not None
-    return found
+def test_a_machine_without_a_driver_has_no_devices(tmp_path: Path) -> None:
+    assert nvidia_devices(tmp_path / "absent") == ()
 
 
-def cpu_s(child) -> float:
-    """Seconds of a processor that a process has used."""
-    times = psutil.Process(child.pid).cpu_times()
-    return times.user + times.system
-
-
-def test_the_local_node_has_the_cores_and_memory_of_this_machine() -> None:
+def test_the_local_node_has_cores_for_a_handful_of_roles_and_all_memory() -> None:
     node = local_node("here")
     assert (node.id, node.host) == ("here", "here")
-    assert node.cpus >= 16 and node.memory_bytes > 1 << 28
+    assert node.cpus >= CPUS_MIN
+    cores = float(cores_allowed())
+    assert dict(node.labels).get("cores") == (f"{cores:g}" if cores < CPUS_MIN else None), "it says what it really has"
+    assert node.memory_bytes > 2**28
 
 
-def test_fake_devices_come_from_the_environment() -> None:
-    devices = local_devices({"ROTA_FAKE_DEVICES": "2xH100:80GiB"})
-    assert [(device.index, device.type, device.memory_bytes) for device in devices] == [
-        (0, "H100", 80 << 30),
-        (1, "H100", 80 << 30),
-    ]
-    assert local_devices({"ROTA_FAKE_DEVICES": "0xA100"}) == ()
-    with pytest.raises(ValueError, match="COUNTxTYPE"):
-        fake_devices("H100")
+@pytest.mark.parametrize(
+    ("files", "groups", "cores"),
+    [
+        ({}, "", 8),
+        ({"cpu.max": "max 100000"}, "0::/", 8),
+        ({"cpu.max": "150000 100000"}, "0::/", 2),
+        ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b", 3),
+        ({"cpu.max": "50000 100000"}, "0::/of/the/host", 1),
+        ({"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "50000"}, "4:cpu,cpuacct:/x", 4),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "2:cpuset:/\n1:cpu:/", 8),
+        ({"cpu.max": "9900000 100000"}, "0::/", 8),
+    ],
+)
+def test_cores_are_those_of_the_mask_or_fewer_under_a_quota(
+    files: dict[str, str], groups: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    (tmp_path / "groups").write_text(groups)
+    assert cores_allowed(tmp_path, tmp_path / "groups") == cores
 
 
-def test_devices_of_the_driver_are_listed_in_bus_order(tmp_path) -> None:
-    for bus, uuid in (("0000:41:00.0", "GPU-b"), ("0000:01:00.0", "GPU-a")):
-        (tmp_path / bus).mkdir()
-        (tmp_path / bus / "information").write_text(f"Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\n")
-    assert [(device.index, device.type, device.uuid) for device in nvidia_devices(tmp_path)] == [
-        (0, "H200", "GPU-a"),
-        (1, "H200", "GPU-b"),
-    ]
-    assert nvidia_devices(tmp_path / "nothing") == ()
-
-
-def test_a_spinning_process_is_seen_to_use_the_processor_and_a_dead_one_is_left_out(spinner) -> None:
-    sampler, own, clock = Sampler(SystemClock()), identity(spinner), SystemClock()
-    began_s, used_s = clock.monotonic_s(), cpu_s(spinner)
-    sampler.processes([own])
-    while cpu_s(spinner) < used_s + 0.2:  # on a busy machine it waits for a core
-        process.wait_gone([own], 0.1)
-        assert clock.monotonic_s() < began_s + 60.0
-    (sample,) = sampler.processes([own])
-    assert sample.process == own
-    share = (cpu_s(spinner) - used_s) / (clock.monotonic_s() - began_s)
-    assert sample.cpus == pytest.approx(share, rel=0.5)
-    assert sample.rss_bytes > 1 << 20
-    spinner.kill()
-    process.wait_gone([own], 30.0)
-    assert sampler.processes([own]) == ()
-
-
-def test_stacks_name_the_function_a_process_is_in(spinner) -> None:
-    assert "a_hot_loop" in seen_from_outside(identity(spinner))
-    gone = identity(spinner)
-    spinner.kill()
-    process.wait_gone([gone], 30.0)
-    assert seen_from_outside(gone) == ""
-
-
-def test_without_py_spy_a_process_writes_its_stacks_itself(spinner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_py_spy", lambda: None)
-    assert "to its log" in seen_from_outside(identity(spinner))
-    assert any("a_hot_loop" in spinner.stderr.readline() for _ in range(3))
+def test_a_machine_knows_its_name_and_its_loopback_address() -> None:
+    assert {socket.gethostname().lower(), "127.0.0.1"} <= own_names()

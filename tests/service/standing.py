@@ -20,7 +20,7 @@ from tests.service.described import check
 
 from rota.runtime.event_log.interface import EventLog, Writer, master_scope
 from rota.runtime.event_log.sql import SqlLog
-from rota.runtime.exec import run_beside
+from rota.runtime.process import execute_command
 from rota.service.config import load_settings
 from rota.service.process import assembly
 from rota.service.process.assembly import assemble, node_changes, wanted_nodes
@@ -75,7 +75,7 @@ class PlayedEngine:
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> dict[str, Any] | None:
-        return await run_beside(argv, timeout_s=timeout_s) if job in self.alive else None
+        return await execute_command(argv, timeout_s=timeout_s) if job in self.alive else None
 
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
         if self.away:

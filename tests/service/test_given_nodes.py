@@ -14,9 +14,9 @@ import pytest
 from standing import PlayedEngine, Standing, with_service
 from tests import postgres
 
-from rota.runtime.devices import LOCAL_HOST, local_node
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, Writer
+from rota.runtime.node import LOCAL_HOST, local_node
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import load_settings
 from rota.service.control.engine import GatewayEngine

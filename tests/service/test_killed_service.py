@@ -25,13 +25,12 @@ DEATHS = 300 if os.environ.get("ROTA_DEEP") else 6
 LINES_MAX = 260
 """A kill comes within so many lines of the watched functions; a submit runs some 150 of them."""
 WATCHED = {
-    "service/intake.py": None,
-    "service/routes/jobs.py": None,
-    "service/audit.py": None,
-    "service/rest.py": None,
-    "service/loop.py": {"append", "wait_for"},
-    "runtime/event_log/sql.py": {"append", "_row", "advance"},
-    "runtime/event_log/database.py": {"writing"},
+    "service/control/intake.py": None,
+    "service/rest/routes/jobs.py": None,
+    "service/rest/audit.py": None,
+    "service/rest/app.py": None,
+    "service/control/loop.py": {"append", "wait_for"},
+    "runtime/event_log/sql.py": {"append", "_row", "advance", "writing"},
     "runtime/process.py": {"write_private"},
     "runtime/environ.py": {"make"},
 }

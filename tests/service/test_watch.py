@@ -11,7 +11,7 @@ from standing import Standing, with_service
 
 from rota.runtime import process
 from rota.runtime.environ import Home
-from rota.runtime.hang import master_part, note_replaced, noted
+from rota.runtime.probe import master_part, note_replaced, noted
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
 from rota.service.control.engine import GatewayEngine

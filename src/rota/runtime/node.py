@@ -1,30 +1,114 @@
-"""What happens on this node: load of the machine and of each process, stacks of a process that hangs."""
+"""This machine as a node: its devices and their health, cores, addresses; fake devices from the environment."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import ipaddress
-import shutil
-import signal
-import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
 from rota.runtime import process
-from rota.runtime.clock import Clock, blocking_sleep
-from rota.runtime.process import ProcessId, Usage
+from rota.spec.ids import NodeId
+from rota.spec.resources import CORES_LABEL, Device, Node, parse_size
 
-_STACKS_S, _STOPPED_STACKS_S = 10.0, 2.0
-_ASKED_S = 0.5
-"""A process writes its stacks within milliseconds; a busy machine takes longer."""
-
-
+LOCAL_HOST = "local"
+CPUS_MIN = 16.0
+"""Cores are time-shared on one machine, so that a job of a handful of roles fits a laptop."""
+FAKE_VARIABLE = "ROTA_FAKE_DEVICES"
+_FAKE = re.compile(r"^(\d+)x([A-Za-z0-9_.-]+)(?::(\S+))?$")
 NODE_ADDRESS = "ROTA_NODE_ADDRESS"
 """Variable with the address at which processes on other machines reach those of this one."""
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Where Gloo, NCCL and TensorPipe look for the network interface to use; else each guesses."""
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+_QUERY_S = 10.0
+_MIB = 1 << 20
+
+
+def local_node(host: str = LOCAL_HOST) -> Node:
+    """This machine; ``host`` is its label in the engine."""
+    cores = float(cores_allowed())
+    shared = ((CORES_LABEL, f"{cores:g}"),) if cores < CPUS_MIN else ()
+    return Node(
+        id=NodeId(host),
+        host=host,
+        cpus=max(CPUS_MIN, cores),
+        memory_bytes=psutil.virtual_memory().total,
+        devices=local_devices(),
+        labels=(("arch", platform.machine()), *shared),
+    )
+
+
+def group_backend() -> str:
+    """Backend of a process group for this process: Gloo, and NCCL beside it where torch sees CUDA devices.
+
+    Devices of a pretend cluster are not seen by torch, so their processes meet over Gloo. Imports torch.
+    """
+    cuda = importlib.import_module("torch.cuda")
+    with_nccl = importlib.import_module("torch.distributed").is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if with_nccl and cuda.is_available() and cuda.device_count() > 0 else "gloo"
+
+
+def cores_allowed(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process can keep busy: those of its affinity mask, or fewer under a quota of CPU time.
+
+    That is the least one of its control groups and those above them: ``cpu.max`` (v2) or ``cpu.cfs_quota_us`` (v1).
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError):
+        for line in groups.read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)
+            base = root / "cpu" if kinds else root
+            own = base / path.lstrip("/")
+            if not kinds or "cpu" in kinds.split(","):
+                cores = min([cores, *(_quota(one) for one in (own, *own.parents) if one.is_relative_to(base))])
+    return max(1, math.ceil(cores))
+
+
+def _quota(group: Path) -> float:
+    """Cores that a control group may use; infinite without a limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((group / name).read_text(encoding="utf-8") for name in names).split()
+            if int(quota) > 0:
+                return int(quota) / int(period)
+    return math.inf
+
+
+def local_devices(environment: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """Devices of this machine in the order of their bus addresses; those of ``ROTA_FAKE_DEVICES`` if it is set.
+
+    Raises ValueError when the variable has another form than ``COUNTxTYPE[:MEMORY]``, for example ``4xH100:80GiB``.
+    """
+    fake = environment.get(FAKE_VARIABLE)
+    return nvidia_devices() if fake is None else fake_devices(fake)
+
+
+def fake_devices(text: str) -> tuple[Device, ...]:
+    """Devices that exist for the scheduler alone, from ``COUNTxTYPE[:MEMORY]``. Raises ValueError for other forms."""
+    match = _FAKE.match(text)
+    if match is None:
+        raise ValueError(f"{FAKE_VARIABLE}={text!r} is not COUNTxTYPE[:MEMORY], for example 4xH100:80GiB")
+    memory_bytes = parse_size(match.group(3)) if match.group(3) else 0
+    return tuple(
+        Device(index=index, type=match.group(2), memory_bytes=memory_bytes, uuid=f"fake-{index}")
+        for index in range(int(match.group(1)))
+    )
+
+
+def own_names() -> frozenset[str]:
+    """Host name and addresses of this machine, in lower case."""
+    addresses = {one.address.partition("%")[0] for found in psutil.net_if_addrs().values() for one in found}
+    name = socket.gethostname()
+    return frozenset(one.lower() for one in (*addresses, name, name.partition(".")[0]))
 
 
 def network_environment(address: str) -> dict[str, str]:
@@ -38,84 +122,53 @@ def network_environment(address: str) -> dict[str, str]:
     return {NODE_ADDRESS: address, **{variable: found[0] for variable in INTERFACE_VARIABLES if found}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSample:
-    """Load of one process since the sample before: cores in use (1.0 = one whole core), resident bytes, threads."""
-
-    process: ProcessId
-    cpus: float
-    rss_bytes: int
-    threads: int
-
-
-class Sampler:
-    """Turns counters into rates; the first sample of a process covers the time since its start."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._last = dict[ProcessId, tuple[float, Usage]]()
-
-    def processes(self, which: Iterable[ProcessId]) -> tuple[ProcessSample, ...]:
-        """The load of these processes alone; those that are gone are left out."""
-        found = [sample for each in which if (sample := self._process(each)) is not None]
-        alive = {sample.process for sample in found}
-        self._last = {known: value for known, value in self._last.items() if known in alive}
-        return tuple(found)
-
-    def _process(self, which: ProcessId) -> ProcessSample | None:
-        usage, now_s = process.usage_of(which), self._clock.monotonic_s()
-        if usage is None:
-            return None
-        before_s, before = self._last.get(which, (which.start_time, Usage(cpu_s=0.0, rss_bytes=0, threads=0)))
-        self._last[which] = (now_s, usage)
-        cpus = max(0.0, usage.cpu_s - before.cpu_s) / max(now_s - before_s, 1e-3)
-        return ProcessSample(process=which, cpus=cpus, rss_bytes=usage.rss_bytes, threads=usage.threads)
-
-
-class Load:
-    """Cores and memory that this process and everything below it use, between two readings."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._sampler, self._own = Sampler(clock), process.own_id()
-
-    def read(self) -> dict[str, float]:
-        """``cpus`` since the reading before and ``rss_bytes`` now; some 30 us a process."""
-        found = self._sampler.processes((self._own, *process.descendants(self._own)))
-        return {"cpus": round(sum(one.cpus for one in found), 3), "rss_bytes": sum(one.rss_bytes for one in found)}
-
-
-def spied(which: ProcessId) -> str:
-    """Python stacks of a process, by py-spy; empty where it is not installed or may not look. Blocks up to 10 s."""
-    spy = _py_spy()
-    if not spy:
-        return ""
-    stopped = process.is_stopped(which)  # it does not run: py-spy need not stop it, which may take long
-    command = (spy, "dump", "--full-filenames", "--pid", str(which.pid), *(("--nonblocking",) if stopped else ()))
-    return process.output_of(command, timeout_s=_STOPPED_STACKS_S if stopped else _STACKS_S) or ""
-
-
-def asked_for_stacks(which: ProcessId, file: Path) -> str:
-    """Stacks that a process writes to ``file`` at SIGUSR1; empty when it does not listen to that. Blocks a second."""
-    if not file.exists():
-        return ""
-    before = file.stat().st_size
-    if process.send_signal(which, signal.SIGUSR1):
-        blocking_sleep(_ASKED_S)
-    return file.read_text()[before:]
-
-
-def seen_from_outside(which: ProcessId) -> str:
-    """What a process of this node does, without its help: its state in words, then its stacks; empty when it is gone.
-
-    One that was stopped by a signal, or that waits in the kernel, says nothing itself. Without py-spy it is asked by
-    SIGUSR1 to write its stacks to its own log (every instance listens to that). Blocks up to 10 s.
+def nvidia_devices(root: Path = _NVIDIA) -> tuple[Device, ...]:
+    """Devices that the NVIDIA driver lists, in the order of their bus addresses (the order of CUDA with
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``). Without a driver there are none. Memory is asked of ``nvidia-smi``, 0 without it.
     """
-    words = process.state_of(which)
-    if words is None or not ((text := spied(which)) or process.send_signal(which, signal.SIGUSR1)):
-        return ""
-    return f"process {which.pid} {words}\n{text or f'process {which.pid} was asked to write its stacks to its log'}"
+    if not root.is_dir():
+        return ()
+    memory = {uuid: int(float(mib)) * _MIB for uuid, mib in _query("uuid", "memory.total")}
+    found: list[Device] = []
+    for index, folder in enumerate(sorted(root.iterdir())):
+        fields = _fields(folder / "information")
+        model = fields.get("Model", "GPU").removeprefix("NVIDIA ").split(" ")[0] or "GPU"
+        uuid = fields.get("GPU UUID", "")
+        found.append(Device(index=index, type=model, memory_bytes=memory.get(uuid, 0), uuid=uuid))
+    return tuple(found)
 
 
-def _py_spy() -> str | None:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+def memory_errors() -> dict[int, int]:
+    """Uncorrectable memory errors of each NVIDIA device, by its index, since its driver was loaded or it was reset.
+
+    Blocks up to 10 s. Devices that do not count (no ECC) are left out.
+    """
+    rows = _query("index", "ecc.errors.uncorrected.volatile.total") if _NVIDIA.is_dir() else []
+    return {int(index): int(count) for index, count in rows if count.isdigit()}
+
+
+def kernel_lines() -> tuple[str, ...]:
+    """Lines of the NVIDIA driver in the kernel log, stamped in seconds since boot; none where it may not be read."""
+    text = process.output_of(("dmesg",), timeout_s=_QUERY_S) or ""
+    return tuple(line for line in text.splitlines() if "NVRM" in line)
+
+
+def bus_addresses(root: Path = _NVIDIA) -> tuple[str, ...]:
+    """Domain, bus and slot of each NVIDIA device in the order of their indices, as ``0000:3b:00``."""
+    return tuple(sorted(one.name.partition(".")[0].lower() for one in root.iterdir())) if root.is_dir() else ()
+
+
+def _query(*fields: str) -> list[list[str]]:
+    command = ("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    text = process.output_of(command, timeout_s=_QUERY_S) or ""
+    rows = ([cell.strip() for cell in line.split(",")] for line in text.splitlines())
+    return [row for row in rows if len(row) == len(fields)]
+
+
+def _fields(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {key.strip(): value.strip() for key, sep, value in pairs if sep}

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import psutil
 
-from rota.runtime.devices import local_node
 from rota.runtime.environ import Home
+from rota.runtime.node import local_node
 from rota.runtime.process import RunFolder
 from rota.service.config import Settings
 from rota.service.process.daemon import find_service, holder_of

@@ -87,7 +87,7 @@ def graph_of_file(path: Path) -> dict[str, Any]:
 
 
 def _nodes(pretend: str) -> tuple[Node, ...]:
-    from rota.runtime.devices import LOCAL_HOST, local_node
+    from rota.runtime.node import LOCAL_HOST, local_node
     from rota.spec.errors import BadInput
     from rota.spec.resources import pretend_nodes
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rota.runtime import environ
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.devices import cores_allowed
+from rota.runtime.node import cores_allowed
 from rota.runtime.random import Chance
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import errors

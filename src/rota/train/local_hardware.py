@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import local_node
+from rota.runtime.node import local_node
 from rota.spec import codec
 from rota.spec.errors import BadInput, Infeasible
 from rota.train.plan.hardware import DeviceSpec, Hardware, LevelSpec, cpu_ranks

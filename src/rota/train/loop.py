@@ -18,7 +18,7 @@ from torch import nn
 from rota import tensors
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import group_backend
+from rota.runtime.node import group_backend
 from rota.spec.errors import BadInput, RotaError
 from rota.train import shm
 from rota.train.apply import Parallel, StepResult, cross_entropy_sum, parallelize

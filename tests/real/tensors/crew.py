@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rota.runtime.node import spied
+from rota.runtime.probe import stacks_of
 from rota.runtime.process import identify
 from rota.tensors.api.store import Plane
 from rota.tensors.locks import is_alive
@@ -100,7 +100,7 @@ class Actors:
             return wait_until(lambda: self._said(pid, word))
         except AssertionError as error:
             alive = [found for one in self._open if (found := identify(one))]
-            told = [f"== {one.pid}\n{self.output(one.pid)}\n{spied(one)}" for one in alive]
+            told = [f"== {one.pid}\n{self.output(one.pid)}\n{stacks_of(one)}" for one in alive]
             raise AssertionError(f"{word!r} of {pid}: {error}\n" + "\n".join(told)) from None
 
     def _said(self, pid: int, word: str) -> str:

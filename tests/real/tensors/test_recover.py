@@ -26,7 +26,7 @@ from tests.real.tensors.crew import (
 )
 
 import rota.tensors
-from rota.runtime import environ, hang, process
+from rota.runtime import environ, probe, process
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
@@ -395,7 +395,7 @@ def test_a_client_that_waits_for_a_stopped_server_ends_it_and_goes_on_with_the_n
         assert not process.is_alive(stopped.process)
         assert plane.get("w", as_="numpy").tolist() == [0, 1, 2]
         assert plane.fsck()["violations"] == []
-        (note,) = hang.noted(environ.Home.of(home).run).values()
+        (note,) = probe.noted(environ.Home.of(home).run).values()
         assert (note.part, note.pid) == ("registry", stopped.pid), "it was seen to be stopped, not waited for in vain"
     shutil.rmtree(home)
 

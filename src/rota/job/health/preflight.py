@@ -24,7 +24,7 @@ from rota.job.core.progress import (
     verdict,
 )
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import bus_addresses, kernel_lines, local_devices, memory_errors
+from rota.runtime.node import bus_addresses, kernel_lines, local_devices, memory_errors
 from rota.spec.reasons import Reason
 
 CHECK_MAX_S = 60.0

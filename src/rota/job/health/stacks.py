@@ -19,7 +19,7 @@ from typing import Any
 from rota.spec.errors import RotaError
 from rota.spec.reasons import Reason
 
-_FRAME = re.compile(r'^ +(?:File "(?P<file>[^"]+)", line \d+ in (?P<name>.+)|(?P<call>.+) \((?P<spied>.+):\d+\))$')
+_FRAME = re.compile(r'^ +(?:File "(?P<file>[^"]+)", line \d+ in (?P<name>.+)|(?P<call>.+) \((?P<stacks_of>.+):\d+\))$')
 """A frame as faulthandler writes it, or py-spy."""
 _THREAD = re.compile(r"^(?=(?:Thread|Current thread) )", re.MULTILINE)
 _SPY_TITLE = re.compile(r"^(?:Process \d+: .*|Python v.*)\n", re.MULTILINE)
@@ -114,7 +114,7 @@ def of_the_job(text: str) -> str:
 
 
 def _paths(thread: str) -> list[str]:
-    return [match["file"] or match["spied"] for match in map(_FRAME.match, thread.splitlines()) if match]
+    return [match["file"] or match["stacks_of"] for match in map(_FRAME.match, thread.splitlines()) if match]
 
 
 def _without_noise(thread: str) -> str:
@@ -123,7 +123,7 @@ def _without_noise(thread: str) -> str:
     importing, outermost = False, 0
     for line in lines:
         match = _FRAME.match(line)
-        path = "" if match is None else match["file"] or match["spied"]
+        path = "" if match is None else match["file"] or match["stacks_of"]
         if path.startswith("<frozen"):
             continue
         in_library = _PACKAGES in path and (match is not None and "<module>" in (match["name"], match["call"]))

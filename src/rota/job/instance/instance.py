@@ -39,9 +39,9 @@ from rota.job.rpc.peers import JobPlace, PeerTable, checkpoint_dir, master_handl
 from rota.runtime import secrets
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
-from rota.runtime.exec import run_beside
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
-from rota.runtime.node import Load
+from rota.runtime.probe import Load
+from rota.runtime.process import execute_command
 from rota.spec import codec
 from rota.spec.errors import BadInput, NotReachable, TensorError
 from rota.spec.ids import Epoch, InstanceId
@@ -168,7 +168,7 @@ class Instance:
 
     async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
         """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
-        done = await self._control.run(run_beside(argv, timeout_s=timeout_s))
+        done = await self._control.run(execute_command(argv, timeout_s=timeout_s))
         return done | {name: secrets.blackened(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
 
     async def check(self) -> dict[str, Any]:

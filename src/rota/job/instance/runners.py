@@ -21,10 +21,9 @@ from rota.job.rpc.client import EventLoopThread, RpcClient
 from rota.job.rpc.dispatch import coordinates
 from rota.job.rpc.peers import JobPlace, checkpoint_dir, master_handle
 from rota.runtime.clock import Clock, SystemClock
-from rota.runtime.devices import group_backend
 from rota.runtime.environ import Home, get, snapshot
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessGone
-from rota.runtime.node import NODE_ADDRESS
+from rota.runtime.node import NODE_ADDRESS, group_backend
 from rota.spec.errors import BadInput
 from rota.spec.ids import Epoch, InstanceId
 from rota.spec.job import JobSpec, RoleSpec

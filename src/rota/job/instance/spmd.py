@@ -22,8 +22,8 @@ from rota.job.rpc.peers import NO_EPOCH
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.environ import get, snapshot
-from rota.runtime.node import asked_for_stacks, spied
 from rota.runtime.output import tail_lines
+from rota.runtime.probe import requested_stacks, stacks_of
 from rota.spec.errors import BadInput
 from rota.spec.job import RoleSpec
 from rota.spec.reasons import Reason
@@ -323,7 +323,7 @@ class CommandRunner:
         if which is None:
             return f"rank {rank}: process {pid} has ended"
         place = f", {entered} collectives entered" if entered >= 0 else ""
-        stacks = of_the_job(spied(which) or asked_for_stacks(which, self._files / f"stacks-{rank}"))
+        stacks = of_the_job(stacks_of(which) or requested_stacks(which, self._files / f"stacks-{rank}"))
         return f"rank {rank}: process {pid} {process.state_of(which) or 'has ended'}{place}\n{stacks}"
 
     async def dissolve(self) -> None:

@@ -22,7 +22,7 @@ from rota.job.core.progress import (
 )
 from rota.job.health.heartbeat import BEAT_S, SETTING_UP, Heartbeat
 from rota.runtime.clock import Clock
-from rota.runtime.hang import LOOK_S, STOPPED_LOOKS
+from rota.runtime.probe import LOOK_S, STOPPED_LOOKS
 from rota.spec import codec
 from rota.spec.events import InstanceLost, JobEvent, ProgressStalled
 from rota.spec.ids import Epoch, InstanceId, RoleName

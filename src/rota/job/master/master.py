@@ -36,7 +36,7 @@ from rota.job.rpc.peers import JobPlace, PeerTable, cursor_with, table_of
 from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.event_log.interface import EventLog, KeptContext, Writer, master_scope
 from rota.runtime.launcher import Call, CallTimeout, Launcher, ProcessDied, ProcessGone, RemoteError
-from rota.runtime.node import seen_from_outside
+from rota.runtime.probe import probe_process
 from rota.runtime.process import ProcessId, is_stopped, oom_kills
 from rota.spec import codec
 from rota.spec.commands import Command, Emit
@@ -588,7 +588,7 @@ class Master:
             clock=SystemClock(),
             pid=os.getpid(),
             give_back=functools.partial(checkpoint.give_back, self._job, home),
-            look_at=seen_from_outside,
+            look_at=probe_process,
             oom_kills=oom_kills,
             is_stopped=lambda which: is_stopped(ProcessId(pid=which.pid, start_time=which.start_time)),
         )

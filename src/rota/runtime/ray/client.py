@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.runtime import environ, process
-from rota.runtime.hang import ANSWER_S, LOOK_S, HangWatch, end_hung
+from rota.runtime.probe import ANSWER_S, LOOK_S, HangWatch, end_hung
 from rota.runtime.process import RunFolder, Spawn
 from rota.runtime.random import Chance, SystemChance
 from rota.runtime.ray.engine import SOCKET_PATH_MAX, EngineSettings
@@ -213,7 +213,7 @@ class GatewayClient:
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> dict[str, Any] | None:
-        """Run a command beside an instance, once; what ``run_beside`` gives, None when the instance does not run."""
+        """Run a command beside an instance, once: the answer of ``execute_command``; None if that does not run."""
         args = {"job": job, "role": role, "rank": rank, "argv": list(argv), "timeout_s": timeout_s}
         return await self.request("execute", args, timeout_s=timeout_s + EXECUTE_EXTRA_S)
 

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rota.runtime import process
-from rota.runtime.devices import cores_allowed
-from rota.runtime.hang import LOOK_S, HangWatch, end_hung, listens_http2, note_replaced
+from rota.runtime.node import cores_allowed
+from rota.runtime.probe import LOOK_S, HangWatch, end_hung, listens_http2, note_replaced
 from rota.runtime.process import ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.spec.errors import EngineUnavailable
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rota.runtime import environ, process
 from rota.runtime.environ import Home
-from rota.runtime.hang import HangWatch, end_hung
+from rota.runtime.probe import HangWatch, end_hung
 from rota.runtime.process import KEEPER, RunFolder, Spawn
 from rota.runtime.ray.client import IN_FLIGHT_MAX, MESSAGE_BYTES_MAX, GatewayFiles, encode, read_message, settings_mark
 from rota.runtime.ray.engine import (

@@ -25,9 +25,9 @@ from typing import Any
 import ray
 
 from rota.runtime import environ, output_pump, process, secrets
-from rota.runtime.hang import LOOK_S, HangWatch
 from rota.runtime.launcher import RemoteError
 from rota.runtime.node import network_environment
+from rota.runtime.probe import LOOK_S, HangWatch
 
 NAMESPACE_VARIABLE = "ROTA_NAMESPACE"
 CONTROL_CALLS_MAX = 256

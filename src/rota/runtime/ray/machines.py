@@ -1,14 +1,34 @@
-"""The machines of an engine that somebody else runs: which live, which can be used, and what each says it has."""
+"""Machines of an engine: their labels, what each says it has, and claims on them in Ray's own table.
+
+On an engine that somebody else runs, several installations share the machines: each is used by one of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from rota.runtime.ray.engine import HOST_LABEL
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from rota.runtime.clock import SystemClock
+from rota.runtime.node import local_node
+from rota.runtime.ray.engine import HOST_LABEL
+from rota.spec import codec
+from rota.spec.resources import CORES_LABEL
+
+TABLE = "rota machines"
+RENEW_S = 20.0
+STALE_S = 60.0
+"""A claim that was not renewed for so long is void if its installation has nothing in Ray; clocks differ by less."""
+_INVENTORY_S = 30.0
 LOOK_S = 2.0
 """How long one look waits for machines that were not heard yet; the next look hears them."""
 
@@ -92,3 +112,66 @@ class Machines:
         if silent:
             said.append(f"{', '.join(silent)} did not say what they have: is Rota installed there? see gateway.log")
         return "; ".join(said)
+
+
+async def ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a machine has, devices as it tells them, cores as Ray does; nothing when it does not say it in time."""
+    host: str = row["Labels"][HOST_LABEL]
+    here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
+    asked = _inventory_of.options(scheduling_strategy=here).remote(host, row["Resources"].get("CPU", 0.0))
+    try:
+        return await asyncio.wait_for(asked, _INVENTORY_S)
+    except (TimeoutError, RayError) as error:
+        print(f"{host} does not say what it has: {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        await asyncio.to_thread(ray.cancel, asked, force=True)  # it is asked anew: none may pile up there
+        return {}
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _inventory_of(host: str, cpus: float) -> dict[str, Any]:
+    """What the machine has that this runs on, under the name it carries."""
+    node = local_node(host)
+    labels = tuple(pair for pair in node.labels if pair[0] != CORES_LABEL)  # Ray's number is not shared in time
+    return codec.to_json_value(replace(node, cpus=cpus, labels=labels))
+
+
+def hosts() -> tuple[str, ...]:
+    """Labels of the nodes that the engine has now, sorted."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return tuple(sorted(node["Labels"].get(HOST_LABEL, "") for node in nodes if node["Alive"]))
+
+
+def claim(machines: Iterable[str], namespace: str, holder: str) -> dict[str, str]:
+    """Claim machines (Ray's ids) for the installation of a namespace, or renew the claims; blocks.
+
+    Returns those that another installation holds, with who it is. Of two that find a machine free at once, Ray lets one
+    have it; of two that find a void claim, the later one has it, and the other learns it when it renews its own.
+    """
+    now, held = SystemClock().wall_s(), dict[str, str]()
+    mine = json.dumps({"namespace": namespace, "holder": holder, "at": now})
+    for machine in machines:
+        known = _internal_kv_get(machine, namespace=TABLE)
+        if known is None and not _internal_kv_put(machine, mine, overwrite=False, namespace=TABLE):
+            continue
+        found = json.loads(known or _internal_kv_get(machine, namespace=TABLE) or mine)
+        own = found["namespace"] == namespace
+        if not own and not _is_void(found, now):
+            held[machine] = found["holder"]
+        elif not own or now - found["at"] > RENEW_S:
+            _internal_kv_put(machine, mine, namespace=TABLE)
+    return held
+
+
+def let_go(namespace: str) -> None:
+    """Give back every machine of the installation of a namespace; blocks."""
+    for machine in _internal_kv_list("", namespace=TABLE):
+        found = json.loads(_internal_kv_get(machine, namespace=TABLE) or "{}")
+        if found.get("namespace") == namespace:
+            _internal_kv_del(machine, namespace=TABLE)
+
+
+def _is_void(found: dict[str, Any], now: float) -> bool:
+    if now - found["at"] < STALE_S:
+        return False
+    rows: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return found["namespace"] not in {row["namespace"] for row in rows}

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,23 +21,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rota.runtime import process
 from rota.runtime.clock import blocking_sleep
-from rota.runtime.devices import local_node
 from rota.runtime.environ import Home
-from rota.runtime.hang import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
 from rota.runtime.launcher import Call, CallTimeout, Handle, ProcessGone, RemoteError, handle_of, master_name
-from rota.runtime.ray import groups
+from rota.runtime.probe import ANSWER_S, LOOK_S, SILENT_LOOKS, HangWatch, end_hung, master_part, note_replaced
+from rota.runtime.ray import machines
 from rota.runtime.ray.engine import HOST_LABEL, EngineState
 from rota.runtime.ray.launcher import MasterStart, RayLauncher
-from rota.runtime.ray.machines import Machines
-from rota.spec import codec
+from rota.runtime.ray.machines import Machines, ask_machine
 from rota.spec.ids import JobId
-from rota.spec.resources import CORES_LABEL
 
 _BACKOFF_S = (0.2, 5.0)
 _START_S = 60.0
 _STATUS_S = 1.0
 _EXECUTE_EXTRA_S = 10.0
-_INVENTORY_S = 30.0
 _WHY_S = 15.0
 """Stacks are taken meanwhile: of a process that does not answer, from outside."""
 
@@ -71,7 +67,7 @@ class GatewayOps:
         self._watched = dict[JobId, asyncio.Task[None]]()
         self._locks = WeakValueDictionary[JobId, asyncio.Lock]()
         """One start of a master at a time; a lock is gone with the last who uses it."""
-        self.machines = Machines(_ask_machine)
+        self.machines = Machines(ask_machine)
 
     async def nodes(self, holder: str) -> dict[str, Any]:
         """``nodes``: the machines of the engine with what each said it has; ``alive``: the names of all that live.
@@ -80,12 +76,12 @@ class GatewayOps:
         """
         rows = await asyncio.to_thread(ray.nodes)
         named = [row["NodeID"] for row in rows if row["Alive"] and row["Labels"].get(HOST_LABEL)]
-        held = await asyncio.to_thread(groups.claim, named, self._launcher.namespace, holder)
+        held = await asyncio.to_thread(machines.claim, named, self._launcher.namespace, holder)
         return await self.machines.look(rows, held)
 
     async def let_go(self) -> None:
         """The machines may be those of another installation."""
-        await asyncio.to_thread(groups.let_go, self._launcher.namespace)
+        await asyncio.to_thread(machines.let_go, self._launcher.namespace)
 
     def keep_warm(self, state: EngineState, count: int) -> None:
         """Keep idle processes ready for masters and instances from now on."""
@@ -228,27 +224,6 @@ class GatewayOps:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _ask_machine(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a machine has, devices as it tells them, cores as Ray does; nothing when it does not say it in time."""
-    host: str = row["Labels"][HOST_LABEL]
-    here = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
-    asked = _inventory_of.options(scheduling_strategy=here).remote(host, row["Resources"].get("CPU", 0.0))
-    try:
-        return await asyncio.wait_for(asked, _INVENTORY_S)
-    except (TimeoutError, RayError) as error:
-        _say(f"{host} does not say what it has: {type(error).__name__}: {error}")
-        await asyncio.to_thread(ray.cancel, asked, force=True)  # it is asked anew: none may pile up there
-        return {}
-
-
-@ray.remote(num_cpus=0, max_retries=0)
-def _inventory_of(host: str, cpus: float) -> dict[str, Any]:
-    """What the machine has that this runs on, under the name it carries."""
-    node = local_node(host)
-    labels = tuple(pair for pair in node.labels if pair[0] != CORES_LABEL)  # Ray's number is not shared in time
-    return codec.to_json_value(replace(node, cpus=cpus, labels=labels))
 
 
 async def _end_if_hung_there(node: str, pid: int) -> str:

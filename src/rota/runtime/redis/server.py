@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rota.runtime import environ, process
-from rota.runtime.hang import LOOK_S, HangWatch, end_hung
+from rota.runtime.probe import LOOK_S, HangWatch, end_hung
 from rota.runtime.redis.client import Address, RedisClient, ReplyError
 from rota.spec.errors import RegistryUnavailable
 

@@ -52,7 +52,7 @@ class Engine(Protocol):
     async def execute(
         self, job: JobId, role: str, rank: int, argv: Sequence[str], *, timeout_s: float
     ) -> dict[str, Any] | None:
-        """Run a command beside an instance to its end: what ``run_beside`` gives; None when that does not run."""
+        """Run a command beside an instance to its end: what ``execute_command`` gives; None when that does not run."""
         ...
 
     async def status(self) -> dict[str, Any]:

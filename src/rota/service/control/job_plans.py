@@ -9,7 +9,7 @@ from math import inf, lcm
 from pathlib import Path
 
 from rota.runtime.clock import Clock
-from rota.runtime.devices import local_node
+from rota.runtime.node import local_node
 from rota.service.plans import find_hardware, load_plan
 from rota.spec.errors import BadInput, Infeasible, TimedOut
 from rota.spec.job import AUTO_PLAN, JobSpec, RoleSpec, SizedPlan, TrainedModel

@@ -11,10 +11,10 @@ from rota.cluster.live import Scheduler
 from rota.cluster.policies.profiles import get_profile
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import SystemClock
-from rota.runtime.devices import LOCAL_HOST, local_node, own_names
 from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, Writer
 from rota.runtime.event_log.sql import SqlLog
+from rota.runtime.node import LOCAL_HOST, local_node, own_names
 from rota.runtime.random import SystemChance
 from rota.runtime.ray.engine import EngineSettings
 from rota.runtime.secrets import Vault

@@ -467,7 +467,7 @@ def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | N
     if not left:
         GatewayFiles(home.root).socket.unlink(missing_ok=True)
         if home.db.with_name(f"{home.db.name}-wal").exists():
-            from rota.runtime.event_log.database import fold_journal
+            from rota.runtime.event_log.sql import fold_journal
 
             fold_journal(home.db)
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from rota.runtime import process
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.runtime.environ import Home
-from rota.runtime.hang import LOOK_S, HangWatch, end_hung, note_replaced
+from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced
 from rota.runtime.process import KEEPER, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
 from rota.service.process.daemon import POLL_S, flags_of, identity_of, last_service, start_service, start_standby

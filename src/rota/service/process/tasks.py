@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from rota.runtime import process
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
-from rota.runtime.hang import LOOK_S, HangWatch, end_hung, note_replaced, noted
+from rota.runtime.probe import LOOK_S, HangWatch, end_hung, note_replaced, noted
 from rota.runtime.process import KEEPER, RunFolder
 from rota.service.process.assembly import node_changes
 from rota.service.process.daemon import ensure_keeper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rota.runtime.hang import master_part
+from rota.runtime.probe import master_part
 from rota.service.models.reasons import FailureList, FailureRow, LossRow
 from rota.service.views.culprit import culprit_in, culprit_of
 from rota.service.views.jobs import API, end_document, loss_document, when

@@ -1,4 +1,4 @@
-"""What Alembic runs: the versions, on the connection that ``rota.runtime.event_log.database`` opened."""
+"""What Alembic runs: the versions, on the connection that ``rota.runtime.event_log.sql`` opened."""
 
 from __future__ import annotations
 

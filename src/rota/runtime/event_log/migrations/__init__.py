@@ -1,1 +1,0 @@
-"""Alembic versions of the schema; packaged, and run by the service when it opens the store."""

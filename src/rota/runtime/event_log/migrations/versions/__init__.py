@@ -1,1 +1,0 @@
-"""One file a version of the schema, oldest first."""

@@ -23,11 +23,11 @@ CLASSES = (
 )  # fmt: skip
 READERS = ("service/jobfile/", "service/views/", "job/builder.py")
 """What only carries a field from one form into another acts on nothing."""
-WHOLE = ("service/jobplans.py", "asdict(model)")
+WHOLE = ("service/control/job_plans.py", "asdict(model)")
 """``model`` is read as a whole: each of its fields is an argument of the search."""
 
 ACTS: dict[str, tuple[str, str]] = {
-    "JobSpec.name": ("service/intake.py", "spec.name"),
+    "JobSpec.name": ("service/control/intake.py", "spec.name"),
     "JobSpec.roles": ("job/core/check.py", "spec.roles"),
     "JobSpec.queue": ("cluster/live.py", "spec.queue"),
     "JobSpec.priority": ("cluster/live.py", "spec.priority"),
@@ -64,8 +64,8 @@ ACTS: dict[str, tuple[str, str]] = {
     "RoleSpec.apart": ("job/core/placement.py", "role.apart"),
     "RoleSpec.start_after": ("job/core/graph.py", "role.start_after"),
     "RoleSpec.interface": ("job/core/check.py", "role.interface"),
-    "RoleSpec.plan": ("service/jobplans.py", "role.plan"),
-    "RoleSpec.model": ("service/jobplans.py", "role.model"),
+    "RoleSpec.plan": ("service/control/job_plans.py", "role.plan"),
+    "RoleSpec.model": ("service/control/job_plans.py", "role.model"),
     "RoleSpec.plans": ("job/core/placement.py", "role.plans"),
     "Fail.restart": ("spec/job.py", "self.fail.restart"),
     "Fail.limit_n": ("job/core/check.py", "role.fail.limit_n"),

@@ -26,8 +26,8 @@ from rota.cluster.core.events import JobArrived, JobGone, JobReleased, Tick, app
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.profile import Preempt, Profile
 from rota.cluster.core.state import State
-from rota.cluster.policies.profiles import get_profile
-from rota.cluster.sim.simulate import SimInput, compared, document, load, simulate
+from rota.cluster.policies import get_profile
+from rota.cluster.sim.runs import SimInput, compared, document, load, simulate
 from rota.cluster.sim.traces import Tenant, generate
 from rota.runtime.clock import SystemClock
 from rota.runtime.random import SeededChance

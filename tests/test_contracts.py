@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BREAKS = [
     ("Parts depend downward only", "rota/spec/ids.py", "import rota.runtime.clock"),
     ("Parts depend downward only", "rota/cluster/core/capacity.py", "import rota.job.workload"),
-    ("Inside cluster", "rota/cluster/core/capacity.py", "import rota.cluster.policies.fifo"),
+    ("Inside cluster", "rota/cluster/core/capacity.py", "import rota.cluster.policies.basic"),
     ("Inside job", "rota/job/workload.py", "import rota.job.master.master"),
     ("Inside tensors", "rota/tensors/segments.py", "import rota.tensors.api.store"),
     ("The core decides and touches nothing", "rota/cluster/core/capacity.py", "import threading"),

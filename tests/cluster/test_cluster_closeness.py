@@ -16,7 +16,7 @@ from rota.cluster.core.explain import explain_ask
 from rota.cluster.core.jobs import Held, JobAsk, JobRow, Shape, compile_shape
 from rota.cluster.core.placement import place
 from rota.cluster.core.state import TENANT_LABEL, State
-from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.cluster.policies import PROFILES, get_profile
 from rota.job.core.placement import requests_of
 from rota.spec.ids import JobId, RoleName
 from rota.spec.job import JobSpec, Near, RoleSpec, SizedPlan

@@ -10,9 +10,9 @@ from cluster_makers import ask, node, slot, state
 
 from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
-from rota.cluster.core.scoring import Board, Gradient, Kind, Mix, fragments
-from rota.cluster.policies.profiles import get_profile
-from rota.cluster.sim.fill import fill
+from rota.cluster.policies import get_profile
+from rota.cluster.policies.fgd import Board, Gradient, Kind, Mix, fragments
+from rota.cluster.sim.runs import fill
 from rota.runtime.clock import SystemClock
 from rota.spec.ids import JobId
 

@@ -16,10 +16,9 @@ from rota.cluster.core.events import JobArrived, JobGone, JobHolds, JobReleased,
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Held
 from rota.cluster.core.profile import Admit, Decision, Preempt
-from rota.cluster.core.scoring import potential
 from rota.cluster.core.state import State
-from rota.cluster.policies.gandiva import gandiva
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.policies import get_profile
+from rota.cluster.policies.gandiva import gandiva, potential
 from rota.cluster.sim.simulate import Overheads, SimJob, SimResult, Simulation
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import Reason

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.cluster.core.capacity import CellSpec
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import Txn
 from rota.cluster.virtual.cells import CellType, TenantCells, TopologyError, VirtualCells
 from rota.cluster.virtual.hived import GangAsk, GangPlan, HivedCluster
 from rota.spec.errors import BadInput

@@ -15,13 +15,12 @@ from rota.cluster.core.events import JobArrived, Tick
 from rota.cluster.core.explain import explain
 from rota.cluster.core.guarded import PASSES_MAX
 from rota.cluster.core.jobs import Held, JobRow, asked
-from rota.cluster.core.state import InvariantBroken, State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import InvariantBroken, State, Txn
 from rota.cluster.live import Scheduler, queue_from_json
-from rota.cluster.policies.fifo import Fit
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.policies import get_profile
+from rota.cluster.policies.basic import Fit
 from rota.cluster.sim.forecast import Forecast
-from rota.cluster.sim.replay import replayed
+from rota.cluster.sim.runs import replayed
 from rota.runtime.clock import SystemClock
 from rota.service.offline import sim_replay
 from rota.spec.errors import BadInput

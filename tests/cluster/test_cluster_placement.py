@@ -14,7 +14,7 @@ from rota.cluster.core.events import JobArrived, JobGone, apply
 from rota.cluster.core.jobs import Held, Shape, Slot
 from rota.cluster.core.placement import place, spread
 from rota.cluster.core.state import DATA_MAX, State
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.policies import get_profile
 from rota.spec.ids import JobId
 
 SLOTS = st.builds(slot, st.sampled_from([0, 0.25, 0.5, 0.75, 1, 2, 3]), cpus=st.sampled_from([0, 2, 4]))

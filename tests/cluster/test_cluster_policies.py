@@ -11,21 +11,18 @@ from cluster_makers import ask, node, shape, slot, state
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.cycle import decide, place_in_order, step
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import _ahead, explain
 from rota.cluster.core.guarded import check
 from rota.cluster.core.jobs import Held, JobAsk, JobRow
 from rota.cluster.core.preemption import Rooms
 from rota.cluster.core.profile import Admit, Preempt, WaitOn, WakeAt
-from rota.cluster.core.queue_order import place_in_order
-from rota.cluster.core.state import TENANT_LABEL, State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import TENANT_LABEL, State, Txn
+from rota.cluster.policies import PROFILES, get_profile
+from rota.cluster.policies.basic import ROUND_S, Fit, las
 from rota.cluster.policies.default import LeastCost
-from rota.cluster.policies.fifo import Fit
 from rota.cluster.policies.hived import book_of
-from rota.cluster.policies.las import ROUND_S, las
-from rota.cluster.policies.profiles import PROFILES, get_profile
 from rota.spec.errors import UnknownName
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue

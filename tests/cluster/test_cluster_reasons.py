@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import pytest
 from cluster_makers import ask, node, shape, slot, state
 
-from rota.cluster.core.cycle import decide, step
+from rota.cluster.core.cycle import decide, step, wait_of
 from rota.cluster.core.events import JobArrived, JobGone, JobReleased, NodeChanged, Tick, apply
 from rota.cluster.core.explain import explain
 from rota.cluster.core.jobs import JobAsk, JobRow
-from rota.cluster.core.queue_order import wait_of
-from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.cluster.policies import PROFILES, get_profile
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from rota.cluster.policies.profiles import PROFILES
-from rota.cluster.sim.simulate import Overheads, run_sim
+from rota.cluster.policies import PROFILES
+from rota.cluster.sim.runs import run_sim
+from rota.cluster.sim.simulate import Overheads
 
 RECORDED = Path(__file__).resolve().parent.parent / "data" / "cluster" / "reports.json"
 TENANTS = "vc,nodes,guaranteed,limit,weight\na,3,24,40,2\nb,2,16,,1\nc,1,4,24,1\n"

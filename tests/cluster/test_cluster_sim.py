@@ -15,10 +15,11 @@ from rota.cluster.core.cycle import step
 from rota.cluster.core.events import JobArrived
 from rota.cluster.core.jobs import Held
 from rota.cluster.core.state import State
-from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import Estimates, Forecast
 from rota.cluster.sim.report import means, waits
-from rota.cluster.sim.simulate import Overheads, SimInput, Simulation, compare, lines_of, load, run_sim, simulate
+from rota.cluster.sim.runs import SimInput, compare, lines_of, load, run_sim, simulate
+from rota.cluster.sim.simulate import Overheads, Simulation
 from rota.cluster.sim.traces import Tenant, TraceError, generate, read_trace
 from rota.runtime.clock import SystemClock
 from rota.runtime.random import SeededChance

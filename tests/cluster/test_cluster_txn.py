@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rota.cluster.core.events import JobArrived, JobHolds, apply
 from rota.cluster.core.guarded import violations
 from rota.cluster.core.jobs import Held, JobRow
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import Txn
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.resources import Res

@@ -14,8 +14,8 @@ from rota.cluster.core.events import JobArrived
 from rota.cluster.core.explain import explain_ask
 from rota.cluster.core.profile import Admit
 from rota.cluster.core.state import TENANT_LABEL, State
-from rota.cluster.policies.profiles import PROFILES, get_profile
-from rota.cluster.sim.simulate import run_sim
+from rota.cluster.policies import PROFILES, get_profile
+from rota.cluster.sim.runs import run_sim
 from rota.spec.ids import JobId
 from rota.spec.queue import Queue
 from rota.spec.reasons import Reason

@@ -28,11 +28,10 @@ from rota.cluster.core.events import JobArrived, JobHolds, JobPaused, JobRelease
 from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, compile_shape, line_key, place_key
 from rota.cluster.core.placement import place
 from rota.cluster.core.preemption import Claims, take_what_is_free
-from rota.cluster.core.scoring import kinship, potential
 from rota.cluster.core.state import State
 from rota.cluster.policies import gandiva
-from rota.cluster.policies.fifo import Fit
-from rota.cluster.policies.gandiva import LendAndPack
+from rota.cluster.policies.basic import Fit
+from rota.cluster.policies.gandiva import LendAndPack, kinship, potential
 from rota.spec.gang import Apart, BundleAsk, GangRequest, Together
 from rota.spec.ids import GangId, InstanceId, JobId, NodeId, RoleName
 from rota.spec.queue import Queue

@@ -18,7 +18,7 @@ from typing import Any
 from tests.real.jobs import WORKLOADS, Run, run_job
 
 from rota.cluster.live import Scheduler
-from rota.cluster.policies.fifo import fifo
+from rota.cluster.policies.basic import fifo
 from rota.job.core.placement import requests_of
 from rota.runtime import process
 from rota.runtime.ray.engine import EngineSettings, EngineState, add_node, stop_node

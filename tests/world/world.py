@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from rota.cluster.core.preemption import _place_without as place_without
 from rota.cluster.live import Outcome, Scheduler
+from rota.cluster.policies.basic import fifo
 from rota.cluster.policies.default import default
-from rota.cluster.policies.fifo import fifo
 from rota.job.core.context import JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of

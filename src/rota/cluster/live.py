@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.cluster.core import admission, events, explain
+from rota.cluster.core.cycle import wait_of
 from rota.cluster.core.guarded import guarded, overdrawn, violations
 from rota.cluster.core.jobs import Held, JobAsk, Wait, compile_shape
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
-from rota.cluster.core.queue_order import wait_of
 from rota.cluster.core.state import State
 from rota.spec import codec
 from rota.spec.errors import nearest

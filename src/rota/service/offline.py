@@ -101,7 +101,7 @@ def _nodes(pretend: str) -> tuple[Node, ...]:
 
 def _scheduler(nodes: tuple[Node, ...]) -> Scheduler:
     from rota.cluster.live import Scheduler
-    from rota.cluster.policies.profiles import get_profile
+    from rota.cluster.policies import get_profile
     from rota.job.core.placement import requests_of
     from rota.spec.events import NodeJoined, Record
 
@@ -117,7 +117,8 @@ def _head(kind: str) -> dict[str, Any]:
 
 def sim_run(trace: Path, vcs: Path, profile: str, *, costs: Mapping[str, Any], **given: Any) -> dict[str, Any]:
     """``SimRun``: a trace played under a profile, as ``run_sim`` takes it. Raises TraceError and UnknownName."""
-    from rota.cluster.sim.simulate import Overheads, run_sim
+    from rota.cluster.sim.runs import run_sim
+    from rota.cluster.sim.simulate import Overheads
 
     return {**_head("SimRun"), **run_sim(trace, vcs, profile, overheads=Overheads(**costs), **given)}
 
@@ -127,8 +128,8 @@ def sim_replay(log: Path, profile: str) -> dict[str, Any]:
 
     ``log`` is the database of an installation, or a JSON document with ``records``. Raises BadInput and UnknownName.
     """
-    from rota.cluster.policies.profiles import get_profile
-    from rota.cluster.sim.replay import replayed
+    from rota.cluster.policies import get_profile
+    from rota.cluster.sim.runs import replayed
     from rota.job.core.placement import requests_of
 
     given = replayed(_records(log), get_profile(profile), requests_of)
@@ -168,7 +169,7 @@ def _records(log: Path) -> Iterator[Record]:
 
 def sim_compare(trace: Path, vcs: Path, profiles: list[str], **given: Any) -> dict[str, Any]:
     """``SimCompare``: the same trace under several profiles, the first being the baseline."""
-    from rota.cluster.sim.simulate import compare
+    from rota.cluster.sim.runs import compare
 
     return {**_head("SimCompare"), **compare(trace, vcs, profiles, **given)}
 
@@ -182,7 +183,7 @@ def sim_cases(file: Path, profile: str) -> dict[str, Any]:
 
 def sim_fgd(nodes: Path, pods: Path, policy: str, *, seed: int) -> dict[str, Any]:
     """``SimFill``: a cluster filled with tasks under a placement. Raises TraceError and UnknownName."""
-    from rota.cluster.sim.fill import fill
+    from rota.cluster.sim.runs import fill
     from rota.runtime.clock import SystemClock
 
     return {**_head("SimFill"), **fill(nodes, pods, policy, seed, SystemClock())}

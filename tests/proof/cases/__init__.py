@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.policies import get_profile
 from rota.spec.errors import BadInput
 from tests.proof.cases.compare import Mismatch, Unsupported
 from tests.proof.cases.hived import hived_case

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Literal
 
 from rota.cluster.core.quota import Amounts
-from rota.cluster.core.scoring import kinship
+from rota.cluster.policies.gandiva import kinship
 from rota.spec.states import JobState
 
 Mode = Literal["exclusive", "time-slice", "queue"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rota.cluster.core.jobs import Held, JobAsk, JobRow, Wait
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import State, Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.resources import Health
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rota.cluster.core.admission import Tally, amount, sick_nodes, smaller, tally
-from rota.cluster.core.capacity import GPU, Memory
-from rota.cluster.core.cycle import decide
+from rota.cluster.core.capacity import GPU
+from rota.cluster.core.cycle import decide, place_in_order
 from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobAsk, JobRow, Shape, Wait
 from rota.cluster.core.profile import Admit, Preempt, Profile, WaitOn
-from rota.cluster.core.queue_order import place_in_order
-from rota.cluster.core.state import State
+from rota.cluster.core.state import Memory, State
 from rota.spec.ids import JobId, NodeId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import Health

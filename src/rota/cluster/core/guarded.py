@@ -12,8 +12,7 @@ from rota.cluster.core.capacity import Vector
 from rota.cluster.core.cycle import decide
 from rota.cluster.core.jobs import Held, Wait
 from rota.cluster.core.profile import Admit, Decision, Profile, WaitOn
-from rota.cluster.core.state import InvariantBroken, State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import InvariantBroken, State, Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 from rota.spec.resources import Health

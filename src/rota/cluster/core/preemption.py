@@ -11,8 +11,7 @@ from itertools import islice
 from rota.cluster.core.jobs import Held, JobRow, LineKey, Shape, Slot, line_key, place_key
 from rota.cluster.core.placement import slots_that_fit
 from rota.cluster.core.profile import Placer, Victim
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import State, Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from rota.cluster.core.jobs import Held, JobRow, Wait
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import State, Txn
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 

@@ -16,9 +16,6 @@ Amounts = Mapping[str, Fraction]
 """Amount by resource."""
 
 
-# -- divisible tasks --
-
-
 # -- borrowing (Kueue) --
 
 

@@ -1,10 +1,10 @@
-"""State of the cluster for one decision: nodes, queues and jobs, written only through a Txn."""
+"""State of the cluster for one decision: nodes, queues and jobs, written only through transactions."""
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -13,12 +13,168 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rota.cluster.core.capacity import Cells, Memory, OverLimit, QueueTree, Vector, forest_of, in_cell_order
+from rota.cluster.core.capacity import Cells, OverLimit, QueueTree, Vector, forest_of, in_cell_order
 from rota.cluster.core.jobs import Held, JobAsk, JobRow, LineKey, Shape, line_key
-from rota.cluster.core.txn import Txn
 from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import Queue
+from rota.spec.reasons import Reason
 from rota.spec.resources import Health, Node, types_of
+
+# -- transactions --
+
+
+_ABSENT: Any = object()
+_INDEXED: Any = (np.ndarray, list)
+
+
+class _Scope:
+    """A nested scope of a Txn; a class of its own because a generator costs three times as much."""
+
+    __slots__ = ("_mark", "_outer", "_txn")
+
+    def __init__(self, txn: Txn) -> None:
+        self._txn = txn
+
+    def __enter__(self) -> Txn:
+        txn = self._txn
+        self._mark, self._outer = txn.changes, txn.kept
+        txn.kept = False
+        return txn
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        txn = self._txn
+        if kind is not None or not txn.kept:
+            txn.undo(self._mark)
+        txn.kept = self._outer
+
+
+class Txn:
+    """An undo log over arrays and mappings: every write records what it replaced.
+
+    Only a Txn writes to a scheduling state. ``trial`` opens a nested scope that is undone unless ``keep`` was called in
+    it, also when an exception leaves it. Undo is exact: every array element and mapping entry gets its old value back.
+    A mapping may come back in another order, so nothing may depend on the order of a mapping.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, Any, Any]] = []
+        self.kept = False
+        self.notes: dict[Any, Any] = {}
+        """What was worked out and stays true until the Txn ends."""
+
+    def set(self, array: NDArray[Any], index: Any, value: Any) -> None:
+        """``array[index] = value``; ``index`` may be anything numpy accepts."""
+        old: Any = array[index]
+        # A slice or index list gives an array (a view for a slice), so it is copied; one element gives a scalar.
+        self._undo.append((array, index, old.copy() if isinstance(old, _INDEXED) else old))
+        array[index] = value
+
+    def set_item(self, items: list[Any], index: int, value: Any) -> None:
+        """``items[index] = value`` for a plain list."""
+        self._undo.append((items, index, items[index]))
+        items[index] = value
+
+    def add(self, array: NDArray[Any], index: Any, delta: Any) -> None:
+        """``array[index] += delta`` for an index without repeated elements."""
+        self.set(array, index, array[index] + delta)
+
+    def put(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """``mapping[key] = value``."""
+        self._undo.append((mapping, key, mapping.get(key, _ABSENT)))
+        mapping[key] = value
+
+    def drop(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
+        """Remove a key that must be there. Raises KeyError."""
+        self._undo.append((mapping, key, mapping.pop(key)))
+
+    def did(self, undo: Callable[[], object]) -> None:
+        """Record a change made elsewhere, with what takes it back."""
+        self._undo.append((undo, None, None))
+
+    def keep(self) -> None:
+        """Keep the changes of the innermost open scope when it closes."""
+        self.kept = True
+
+    def trial(self) -> _Scope:
+        """A nested scope, undone at its end unless ``keep`` was called in it."""
+        return _Scope(self)
+
+    @property
+    def changes(self) -> int:
+        """How many writes can be undone; also a mark for ``undo``."""
+        return len(self._undo)
+
+    def undo(self, mark: int = 0) -> None:
+        """Take back, newest first, every write after ``mark``."""
+        while len(self._undo) > mark:
+            target, key, old = self._undo.pop()
+            if isinstance(target, _INDEXED):
+                target[key] = old
+            elif callable(target):
+                target()
+            elif old is _ABSENT:
+                del target[key]
+            else:
+                target[key] = old
+
+
+# -- verdicts --
+
+
+VERDICTS_MAX = 50_000
+"""Forgotten then, all at once: each is reached again when its line is tried."""
+
+
+class Memory:
+    """Verdicts of "no" that hold as long as nothing was given back since they were reached.
+
+    For the cluster (empty name) and for each queue it keeps what was taken since the last time that something was
+    given back. A verdict is good on every continuation of the takings under which it was reached; the numbers behind it
+    are not, so only the reason is kept.
+    """
+
+    def __init__(self) -> None:
+        self._takings: dict[str, tuple[int, list[int]]] = {}
+        self._verdicts: dict[tuple[str, LineKey], tuple[int, int, int, Reason]] = {}
+        self._count = 0
+        self.cut_short = 0
+        """Passes in a row that had tried enough before all were tried; each of them tries twice as many as the last."""
+
+    def took(self, txn: Txn, row: JobRow) -> None:
+        """A job was given devices."""
+        for name in ("", row.ask.queue):
+            _, steps = self._of(name)
+            steps.append(hash((steps[-1] if steps else 0, row.ask.id, row.held)))
+            txn.did(steps.pop)
+
+    def gave(self, txn: Txn, queue: str | None) -> None:
+        """Devices of a queue, or anything at all (None), came back."""
+        self._count += 1
+        for name in ("", queue) if queue is not None else tuple(self._takings):
+            txn.put(self._takings, name, (self._count, []))
+
+    def _of(self, name: str) -> tuple[int, list[int]]:
+        return self._takings.setdefault(name, (0, []))
+
+    def learn(self, profile: str, key: LineKey, reason: Reason, *, local: bool) -> None:
+        """Remember why a line could not start."""
+        if len(self._verdicts) >= VERDICTS_MAX:
+            self._verdicts.clear()
+        epoch, steps = self._of(key.queue if local else "")
+        self._verdicts[profile, key] = (epoch, len(steps), steps[-1] if steps else 0, reason)
+
+    def recall(self, profile: str, key: LineKey, *, local: bool) -> Reason | None:
+        """Why a line could not start, if that still holds. With ``local`` only its own queue matters."""
+        known = self._verdicts.get((profile, key))
+        if known is None:
+            return None
+        now, steps = self._of(key.queue if local else "")
+        epoch, length, last, reason = known
+        holds = epoch == now and len(steps) >= length and (length == 0 or steps[length - 1] == last)
+        return reason if holds else None
+
+
+# -- state --
 
 
 class InvariantBroken(AssertionError):

@@ -10,9 +10,8 @@ from rota.cluster.core.capacity import GPU
 from rota.cluster.core.jobs import JobRow, Wait
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
 from rota.cluster.core.profile import Placer, Profile, Victim
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
-from rota.cluster.policies.fifo import Fit, LimitsOnly
+from rota.cluster.core.state import State, Txn
+from rota.cluster.policies.basic import Fit, LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 

@@ -13,10 +13,9 @@ from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.preemption import choose_victims, lost_gpu_s
 from rota.cluster.core.profile import Placer, Profile, Victim
 from rota.cluster.core.quota import QueueUse, ReclaimRules, borrowing_share, reclaim
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
+from rota.cluster.core.state import State, Txn
+from rota.cluster.policies.basic import Fit, LimitsOnly
 from rota.cluster.policies.default import LeastCost, standing, stops
-from rota.cluster.policies.fifo import Fit, LimitsOnly
 from rota.spec.reasons import Reason
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,8 @@ from rota.cluster.core.jobs import Held, JobRow
 from rota.cluster.core.placement import best_fit, place
 from rota.cluster.core.preemption import enough_of, refit, take_all
 from rota.cluster.core.profile import Placer, Preempt, Profile, Resize, Victim
-from rota.cluster.core.scoring import kinship, potential
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
-from rota.cluster.policies.fifo import LimitsOnly
+from rota.cluster.core.state import State, Txn
+from rota.cluster.policies.basic import LimitsOnly
 from rota.spec.ids import JobId
 from rota.spec.reasons import Reason
 
@@ -314,3 +312,20 @@ def gandiva(round_s: float = 60.0, pack_gain: float | None = None) -> Profile:
 def gandiva_pack() -> Profile:
     """The same, with two jobs on the same devices while both together gain by it."""
     return gandiva(pack_gain=PACK_GAIN)
+
+
+# -- measures --
+
+
+def kinship(sizes: Collection[int], gpus: int) -> int:
+    """0 for a node that has jobs of this size, 1 for one without jobs, 2 for one with others."""
+    return 0 if gpus in sizes else 2 if sizes else 1
+
+
+def potential(free: Sequence[int]) -> int:
+    """Minus the sum of the squares of what is free on each node: lowest where free devices lie together.
+
+    Moving ``g`` devices from a node with ``s`` free to one with ``t`` changes it by ``2 g (t - s - g)``. It is a whole
+    number with a least value, so moves that lower it come to an end.
+    """
+    return -sum(devices * devices for devices in free)

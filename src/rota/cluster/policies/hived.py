@@ -11,9 +11,8 @@ from rota.cluster.core.capacity import GPU, CellSpec
 from rota.cluster.core.jobs import Held, JobRow, Shape, Wait, line_key
 from rota.cluster.core.placement import parted, place
 from rota.cluster.core.profile import Placer, Profile, Victim
-from rota.cluster.core.state import State
-from rota.cluster.core.txn import Txn
-from rota.cluster.policies.fifo import ByArrival, LimitsOnly
+from rota.cluster.core.state import State, Txn
+from rota.cluster.policies.basic import ByArrival, LimitsOnly
 from rota.cluster.virtual.cells import CellType, TenantCells, VirtualCells
 from rota.cluster.virtual.hived import PRIORITY_MAX, GangAsk, GangPlan, HivedCluster
 from rota.cluster.virtual.mapping import Leaves

@@ -12,7 +12,7 @@ from rota.cluster.core.guarded import without_refused
 from rota.cluster.core.jobs import JobRow
 from rota.cluster.core.profile import Profile
 from rota.cluster.core.state import State
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.policies import get_profile
 from rota.cluster.sim.report import spread_of
 from rota.cluster.sim.simulate import SimJob, SimResult, Simulation
 from rota.runtime.clock import Clock

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,30 +13,18 @@ from rota.cluster.core import cycle, events
 from rota.cluster.core.admission import shape_feasible, unusable_share
 from rota.cluster.core.capacity import GPU, UNLIMITED
 from rota.cluster.core.guarded import violations
-from rota.cluster.core.jobs import Held, JobAsk, JobRow, LineKey, Shape, Slot, Wait, line_key
+from rota.cluster.core.jobs import Held, JobAsk, JobRow, LineKey, Wait, line_key
 from rota.cluster.core.profile import Admit, Preempt, Profile, Resize, WaitOn, WakeAt
-from rota.cluster.core.state import TENANT_LABEL, InvariantBroken, State
+from rota.cluster.core.state import InvariantBroken, State
 from rota.cluster.policies.gandiva import HALF, pair_of, partners
-from rota.cluster.policies.profiles import get_profile
 from rota.cluster.sim.report import (
-    JOBS_SHOWN_MAX,
-    Drawn,
-    JobLine,
     RunFigures,
     Sample,
-    never_started,
-    per_tenant,
-    summary,
-    versus,
-    write_jobs,
-    write_plots,
 )
-from rota.cluster.sim.traces import Tenant, Trace, TraceError, TraceJob, read_tenants, read_trace
-from rota.runtime.clock import Clock, SystemClock
+from rota.runtime.clock import Clock
 from rota.spec.ids import JobId, NodeId
-from rota.spec.queue import Queue
-from rota.spec.reasons import INFO, Reason
-from rota.spec.resources import Device, Health, Node, Res
+from rota.spec.reasons import Reason
+from rota.spec.resources import Health
 
 PASSES_MAX = 10_000
 """Passes at one instant; more of them mean that decisions undo each other for ever."""
@@ -416,228 +402,3 @@ def _shares_of(state: State) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     whole = np.maximum(state.capacity, 1.0)
     promised = state.queues.guaranteed[:, GPU] / whole[0]
     return whole, np.where(promised > 0, promised, 1.0)
-
-
-# -- runs --
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimInput:
-    """A trace laid over the nodes of its tenants."""
-
-    trace: Trace
-    tenants: tuple[Tenant, ...]
-    scale: float
-    seed: int
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """Every node, tenant by tenant."""
-        return tuple(
-            Node(
-                id=NodeId(f"{tenant.vc}-{i}"),
-                host="sim",
-                cpus=tenant.cpu_milli / 1000,
-                memory_bytes=tenant.mem_mib * 2**20,
-                devices=tuple(Device(index=d, type=tenant.gpu_type) for d in range(tenant.gpus_per_node)),
-                labels=((TENANT_LABEL, tenant.path),),
-            )
-            for tenant in self.tenants
-            for i in range(tenant.nodes)
-        )
-
-    @property
-    def queues(self) -> tuple[Queue, ...]:
-        """One queue a tenant; its guarantee is its own nodes unless the file says otherwise."""
-        return tuple(
-            Queue(
-                path=tenant.path,
-                guaranteed=Res(cpus=0, gpus=tenant.entitled),
-                limit=None if tenant.limit is None else Res(cpus=0, gpus=tenant.limit),
-                weight=tenant.weight,
-            )
-            for tenant in self.tenants
-        )
-
-    def jobs(self) -> list[SimJob]:
-        """The jobs of the trace as asks; equal gangs share one shape."""
-        shapes: dict[tuple[object, ...], Shape] = {}
-        paths = {tenant.vc: tenant.path for tenant in self.tenants}
-        return [_sim_job(job, paths[job.vc], shapes) for job in self.trace.jobs]
-
-
-def _sim_job(job: TraceJob, queue: str, shapes: dict[tuple[object, ...], Shape]) -> SimJob:
-    key = (job.gang, job.gpu_type, job.milli_gpu, job.cpu_milli, job.mem_mib)
-    shape = shapes.get(key)
-    if shape is None:
-        slot = Slot(
-            gpus=0 if 0 < job.milli_gpu < 1000 else job.gang[1],
-            milli=job.milli_gpu if job.milli_gpu < 1000 else 0,
-            type="|".join(job.gpu_type) or None,
-            cpu_milli=job.cpu_milli,
-            mem=job.mem_mib * 2**20,
-        )
-        shape = shapes[key] = Shape(slots=(slot,) * job.gang[0])
-    ask = JobAsk(
-        id=JobId(job.job_id),
-        shape=shape,
-        queue=queue,
-        user=job.user or "local",
-        priority=job.priority,
-        queued_at=job.submit_s,
-        est_s=job.est_s,
-        preemptible=job.preemptible,
-        labels={"class": job.job_class} if job.job_class else {},
-        slots_max=job.max_gpus // job.gang[1] if job.gang[1] else 0,
-    )
-    return SimJob(
-        ask=ask,
-        submit_s=job.submit_s,
-        work_s=job.duration_s,
-        deadline_s=job.deadline_s,
-        checkpoint_every_s=job.checkpoint_every_s,
-    )
-
-
-def load(trace: Path, vcs: Path, *, scale: float = 1.0, seed: int = 0) -> SimInput:
-    """Read a trace and its tenants. Raises TraceError."""
-    if not scale > 0:
-        raise TraceError(f"scale: {scale} is not above 0")
-    tenants = tuple(tenant.scaled(scale) for tenant in read_tenants(vcs))
-    return SimInput(trace=read_trace(trace, tenants), tenants=tenants, scale=scale, seed=seed)
-
-
-def simulate(given: SimInput, profile: str, clock: Clock, overheads: Overheads | None = None) -> SimResult:
-    """Play a trace under a profile. Raises UnknownName for a profile that does not exist."""
-    state = State(given.nodes, given.queues)
-    return Simulation(state, get_profile(profile, seed=given.seed), given.jobs(), clock, overheads=overheads).run()
-
-
-def lines_of(given: SimInput, result: SimResult) -> list[JobLine]:
-    """The finished run as a table, in order of submission."""
-    names = {tenant.path: tenant.vc for tenant in given.tenants}
-    return [
-        JobLine(
-            job_id=run.job.ask.id,
-            vc=names[run.job.ask.queue],
-            gpus=run.job.ask.shape.gpu_milli / 1000,
-            submit_s=run.job.submit_s,
-            first_start_s=run.first_start_s,
-            first_work_s=run.first_work_s,
-            end_s=run.end_s,
-            attempts=abs(run.attempts),
-            preemptions=run.preemptions,
-            lost_gpu_s=run.lost_gpu_s,
-            used_gpu_s=run.used_gpu_s,
-            level=run.level,
-            state=run.state,
-            guaranteed=not run.job.ask.opportunistic,
-            work_s=run.job.work_s,
-            deadline_s=run.job.deadline_s,
-            reason=run.why.reason if run.why else "",
-            text=(run.why.text or INFO[run.why.reason].text) if run.why else "",
-        )
-        for run in result.runs.values()
-    ]
-
-
-def document(given: SimInput, profile: str, result: SimResult, *, all_jobs: bool = False) -> dict[str, Any]:
-    """The JSON document of ``rota sim run``."""
-    lines = lines_of(given, result)
-    names = {tenant.path: tenant.vc for tenant in given.tenants}
-    borrowed = {names[path]: seconds for path, seconds in result.borrowed_gpu_s.items() if path in names}
-    shown = {
-        "profile": profile,
-        "trace": given.trace.name,
-        "scale": given.scale,
-        "seed": given.seed,
-        "cluster": {
-            "nodes": sum(tenant.nodes for tenant in given.tenants),
-            "gpus": result.gpus,
-            "vcs": {tenant.vc: tenant.nodes for tenant in given.tenants},
-        },
-        "summary": summary(lines, result, {one.vc: one.entitled for one in given.tenants}, skipped=given.trace.skipped),
-        "vcs": per_tenant(lines, borrowed),
-        "never_started": never_started(lines)[:JOBS_SHOWN_MAX],
-    }
-    if all_jobs or len(lines) <= JOBS_SHOWN_MAX:
-        shown["jobs"] = [line.row() for line in lines]
-    return shown
-
-
-def run_sim(
-    trace: Path,
-    vcs: Path,
-    profile: str,
-    *,
-    scale: float = 1.0,
-    seed: int = 0,
-    out_jobs: Path | None = None,
-    all_jobs: bool = False,
-    plots: Path | None = None,
-    overheads: Overheads | None = None,
-    clock: Clock | None = None,
-) -> dict[str, Any]:
-    """Play a trace under a profile and return the document of ``rota sim run --json``; ``plots`` takes drawings.
-
-    Raises TraceError for a file that cannot be used and UnknownName for a profile that does not exist.
-    """
-    given = load(trace, vcs, scale=scale, seed=seed)
-    result = simulate(given, profile, clock or SystemClock(), overheads)
-    if out_jobs is not None:
-        write_jobs(out_jobs, lines_of(given, result))
-    shown = document(given, profile, result, all_jobs=all_jobs)
-    if plots is not None:
-        shown["plots"] = write_plots(plots, {profile: _drawn(given, result)})
-    return shown
-
-
-def _drawn(given: SimInput, result: SimResult) -> Drawn:
-    return Drawn(gpus=result.gpus, samples=result.samples, jobs=lines_of(given, result))
-
-
-def compare(
-    trace: Path,
-    vcs: Path,
-    profiles: Sequence[str],
-    *,
-    scale: float = 1.0,
-    seed: int = 0,
-    tolerance_s: float = 0.0,
-    plots: Path | None = None,
-    overheads: Overheads | None = None,
-    clock: Clock | None = None,
-) -> dict[str, Any]:
-    """Play a trace under several profiles; the first is the baseline of the ``rota sim compare --json`` document.
-
-    Raises as ``run_sim`` does.
-    """
-    given = load(trace, vcs, scale=scale, seed=seed)
-    clock = clock or SystemClock()
-    return compared(given, profiles, clock, tolerance_s=tolerance_s, plots=plots, overheads=overheads)
-
-
-def compared(
-    given: SimInput,
-    profiles: Sequence[str],
-    clock: Clock,
-    *,
-    tolerance_s: float = 0.0,
-    plots: Path | None = None,
-    overheads: Overheads | None = None,
-) -> dict[str, Any]:
-    """The same of a trace in memory."""
-    lines: dict[str, list[JobLine]] = {}
-    shown: dict[str, Any] = {}
-    drawn: dict[str, Drawn] = {}
-    for profile in profiles:
-        result = simulate(given, profile, clock, overheads)
-        lines[profile] = lines_of(given, result)
-        if plots is not None:
-            drawn[profile] = _drawn(given, result)
-        shown[profile] = {
-            "summary": document(given, profile, result)["summary"],
-            "vs_baseline": versus(lines[profiles[0]], lines[profile], tolerance_s),
-        }
-    found: dict[str, Any] = {"baseline": profiles[0], "profiles": shown}
-    return found if plots is None else {**found, "plots": write_plots(plots, drawn)}

@@ -100,7 +100,7 @@ def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:
     jobs: list[TraceJob] = []
     seen: set[str] = set()
     skipped = 0
-    for place, row in _rows(path, ("job_id", "submit_s", "duration_s", "gpus", "vc")):
+    for place, row in rows_of(path, ("job_id", "submit_s", "duration_s", "gpus", "vc")):
         if row["vc"] not in per_node:
             skipped += 1
             continue
@@ -116,7 +116,7 @@ def read_trace(path: Path, tenants: Iterable[Tenant]) -> Trace:
 def read_tenants(path: Path) -> tuple[Tenant, ...]:
     """Read a tenant CSV: ``vc, nodes`` and optional columns. Raises TraceError."""
     tenants: list[Tenant] = []
-    for place, row in _rows(path, ("vc", "nodes")):
+    for place, row in rows_of(path, ("vc", "nodes")):
         values: dict[str, Any] = {"vc": row["vc"], "nodes": _number(place, row, "nodes", int)}
         for name in ("gpus_per_node", "cpu_milli", "mem_mib"):
             if row.get(name):
@@ -135,7 +135,8 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
     return tuple(tenants)
 
 
-def _rows(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+def rows_of(path: Path, required: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Rows of a CSV file (``.gz`` accepted) by column, each with ``path:line``. Raises TraceError."""
     try:
         with _open(path) as file:
             reader = csv.DictReader(file, skipinitialspace=True)

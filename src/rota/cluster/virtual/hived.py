@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rota.cluster.core.txn import Txn
-from rota.cluster.virtual.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key
-from rota.cluster.virtual.cells import VirtualCells
+from rota.cluster.core.state import Txn
+from rota.cluster.virtual.cells import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key, VirtualCells
 from rota.cluster.virtual.mapping import Leaves, View, can_hold, map_leaves, place_members, view_nodes
 from rota.spec.errors import BadInput
 

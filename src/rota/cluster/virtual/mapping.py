@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rota.cluster.core.capacity import Cells
-from rota.cluster.virtual.buddy import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key, swap_out
+from rota.cluster.virtual.cells import FREE, NONE, OPPORTUNISTIC, BuddyCells, Key, swap_out
 
 Usable = Callable[[int], bool] | None
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from rota.cluster.live import Scheduler
-from rota.cluster.policies.profiles import get_profile
+from rota.cluster.policies import get_profile
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home

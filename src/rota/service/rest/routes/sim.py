@@ -10,7 +10,7 @@ from typing import Annotated, cast
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from rota.cluster.policies.profiles import PROFILES, get_profile
+from rota.cluster.policies import PROFILES, get_profile
 from rota.cluster.sim.forecast import outlook
 from rota.service.models.base import Sent
 from rota.service.models.cluster import Outlook, ProfileList, ProfileRow, TemplateList, TemplateRow

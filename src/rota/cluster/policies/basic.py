@@ -1,0 +1,252 @@
+"""Basic policies: by arrival, by service, by remaining time; best fit, spread or random; static partitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rota.cluster.core.admission import amount, limit_reason
+from rota.cluster.core.capacity import GPU
+from rota.cluster.core.jobs import Held, JobRow, Wait
+from rota.cluster.core.placement import PREFERENCES, Manner, near_data, place
+from rota.cluster.core.preemption import enough_of, lost_gpu_s
+from rota.cluster.core.profile import Order, Placer, Profile, Victim
+from rota.cluster.core.state import State, Txn
+from rota.spec.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ByArrival:
+    """Highest priority first, then longest queued, then id."""
+
+    by_job = False
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        return (-row.ask.priority,)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsOnly:
+    """A job may start as long as no queue of its line, and no user in one, passes a limit."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        over = state.over_limit(row.ask.queue, row.ask.user, row.ask.shape)
+        if over is None:
+            return None
+        who = f"Queue {over.queue} uses" if over.user is None else f"In queue {over.queue} user {over.user} has"
+        return Wait(
+            reason=limit_reason(over),
+            text=f"{who} {amount(over.dim, over.used)} of {'its' if over.user is None else 'a'} limit of "
+            f"{amount(over.dim, over.allowed)}; the job asks {amount(over.dim, over.asked)}.",
+            fields={
+                "queue": over.queue,
+                "dim": over.dim,
+                "used": over.used,
+                "asked": over.asked,
+                "limit": over.allowed,
+            },
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The fullest (``pack``) or emptiest (``spread``) node first; ``close``: inside one enclosing cell if possible.
+
+    Nodes that hold the data of the job come before the others; they do not change which cell it lies in.
+    """
+
+    manner: Manner = "pack"
+    close: bool = True
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        prefer = PREFERENCES[self.manner]
+        if row.ask.data:
+            prefer = near_data(prefer, state.holds_data(row.ask))
+        return place(state, txn, row.ask.shape, prefer=prefer, close=self.close)
+
+
+def fifo() -> Profile:
+    """Strict order inside a queue: nothing starts before the first of its queue."""
+    return Profile(name="fifo", order=ByArrival(), division=LimitsOnly(), placer=Fit(), block="queue")
+
+
+# -- random placement --
+
+
+def mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Each number spread over all 64 bits, as it is on every machine. Source: SplitMix64 (Steele et al., OOPSLA'14)."""
+    z = numbers * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class RandomFit:
+    """Random placement: every bundle goes to any node that has room, all alike.
+
+    Which one follows from the seed, the job and the bundle, so that a trial and the start after it agree.
+    """
+
+    seed: int = 0
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        job = mixed(np.array([self.seed % 2**64], dtype=np.uint64)) ^ np.uint64(crc32(row.ask.id.encode()))
+        bundle = count()
+
+        def drawn(state: State, nodes: NDArray[np.int32]) -> NDArray[np.int64]:
+            of_bundle = mixed(mixed(job) ^ np.uint64(next(bundle)))
+            return (mixed(of_bundle ^ nodes.astype(np.uint64)) >> np.uint64(1)).astype(np.int64)
+
+        return place(state, txn, row.ask.shape, prefer=drawn, close=False)
+
+
+def random() -> Profile:
+    """First come, first served; placed at random, by the seed of the run."""
+    return Profile(name="random", order=ByArrival(), division=LimitsOnly(), placer=RandomFit(), block="queue")
+
+
+# -- static partitions --
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDevices:
+    """A tenant uses at most as many devices as it is guaranteed; nothing is borrowed."""
+
+    def verdict(self, state: State, row: JobRow) -> Wait | None:
+        tree = state.queues
+        need = tree.need(row.ask.shape)[GPU]
+        for queue in tree.line_of(row.ask.queue):
+            guaranteed = tree.guaranteed[queue, GPU]
+            if row.ask.opportunistic or (guaranteed and state.used[queue, GPU] + need > guaranteed):
+                return Wait(
+                    reason=Reason.GUARANTEE_FULL_NO_BORROW,
+                    text=f"{need / 1000:g} gpus are asked, "
+                    f"{state.used[queue, GPU] / 1000:g} of {guaranteed / 1000:g} guaranteed ones are in use.",
+                    fields={"queue": tree.rows[queue].path},
+                )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNodes:
+    """A tenant uses only the nodes that carry its label."""
+
+    manner: Manner = "pack"
+
+    def place(self, state: State, txn: Txn, row: JobRow) -> tuple[Held, ...] | None:
+        mine = state.tenant == state.queues.row.get(row.ask.queue, -2)
+        return place(state, txn, row.ask.shape, prefer=PREFERENCES[self.manner], allowed=mine, close=False)
+
+
+def private() -> Profile:
+    """Every tenant alone on its own nodes, first come first served: what a guarantee is measured against."""
+    return Profile(
+        name="private", order=ByArrival(), division=OwnDevices(), placer=OwnNodes(), block="queue", local=True
+    )
+
+
+def pool() -> Profile:
+    """One cluster, quotas in devices, best fit."""
+    return _pool("pool", "pack")
+
+
+def pool_spread() -> Profile:
+    """One cluster, quotas in devices, emptiest node first: shows why a quota of devices guarantees nothing."""
+    return _pool("pool-spread", "spread")
+
+
+def _pool(name: str, manner: Manner) -> Profile:
+    placer = Fit(manner, close=False)
+    return Profile(name=name, order=ByArrival(), division=OwnDevices(), placer=placer, block="queue")
+
+
+# -- by service, by remaining time --
+
+
+ROUND_S = 300.0
+"""How often running jobs are ranked anew while others wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeastService:
+    """Jobs below the threshold of device-seconds first, then the others; first come first served inside a level.
+
+    Two levels keep jobs of like service from taking turns for ever. Source: Tiresias (NSDI'19), 2D-LAS.
+    """
+
+    threshold_gpu_s: float = 8 * 3600.0
+    by_job = True
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        served = row.served_by(now) * row.ask.shape.gpu_milli / 1000
+        return (served >= self.threshold_gpu_s,)
+
+
+@dataclass(frozen=True, slots=True)
+class Outranked:
+    """Running jobs that the order puts behind the one that asks, the last first; equals are left alone."""
+
+    order: Order
+
+    def _place(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        """Opportunistic work comes last here as it does in the queue: else it would stop who then stops it."""
+        return (row.ask.opportunistic, *self.order.rank(state, row, now))
+
+    def victims(self, state: State, txn: Txn, row: JobRow, placer: Placer, now: float) -> tuple[Victim, ...] | None:
+        mine = self._place(state, row, now)
+        behind = [
+            (other.ask.spare, place, other.started_at, job)
+            for group in state.running.values()
+            for job in group
+            if (other := state.jobs[job]).ask.may_stop and (place := self._place(state, other, now)) > mine
+        ]
+        chosen = enough_of(state, txn, row, placer, [job for *_, job in sorted(behind, reverse=True)])
+        return tuple(
+            Victim(job=job, reason=Reason.PREEMPTED_PRIORITY, lost_gpu_s=lost_gpu_s(state, job, now))
+            for job in chosen or ()
+        )
+
+
+def las(threshold_gpu_s: float = 8 * 3600.0) -> Profile:
+    """Who got least so far comes first, and takes the place of who got much."""
+    order = LeastService(threshold_gpu_s)
+    return Profile(
+        name="las",
+        order=order,
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=Outranked(order),
+        remember=False,
+        round_s=ROUND_S,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ShortestFirst:
+    """By estimated device-seconds that remain; jobs without an estimate come last."""
+
+    by_job = True
+
+    def rank(self, state: State, row: JobRow, now: float) -> tuple[Any, ...]:
+        if row.ask.est_s is None:
+            return (1, 0.0)
+        return (0, max(0.0, row.ask.est_s - row.served_by(now)) * max(row.ask.shape.gpu_milli, 1))
+
+
+def srtf() -> Profile:
+    """Who is done soonest comes first, also in place of who runs. Needs true estimates."""
+    order = ShortestFirst()
+    return Profile(
+        name="srtf",
+        order=order,
+        division=LimitsOnly(),
+        placer=Fit(),
+        victims=Outranked(order),
+        remember=False,
+    )

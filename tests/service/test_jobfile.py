@@ -203,9 +203,9 @@ def test_aliases_and_merge_keys_work() -> None:
     ],
 )  # fmt: skip
 def test_a_hostile_text_is_refused_soon(text: str, words: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     assert words in problems(text)[0]
-    assert time.perf_counter() - began < 20.0  # unbounded, each takes minutes or all memory
+    assert time.process_time() - began < 4.0  # unbounded, each takes minutes or all memory
 
 
 def test_json_is_read_with_places_tabs_and_escapes() -> None:
@@ -335,9 +335,9 @@ def test_five_errors_in_two_hundred_lines_are_found_fast() -> None:
     ]
     lines = [part for role in roles for part in (role, "", "# words")]
     text = job(*[line for line in lines if line], top="retry: x\npriorty: 1\ngrace: 5\ngang: al\nqueue: ''\n")
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(problems(text)) == 5
-    assert time.perf_counter() - began < 20.0  # unbounded, each takes minutes or all memory
+    assert time.process_time() - began < 4.0  # unbounded, each takes minutes or all memory
 
 
 def test_the_json_schema_is_json_and_knows_every_field() -> None:

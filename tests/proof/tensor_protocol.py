@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.core import SLOTS_MAX
 from rota.tensors.registry import Refused
 
 

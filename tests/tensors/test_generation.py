@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rota.runtime.clock import SystemClock
-from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.core import SLOTS_MAX
 from rota.tensors.generation import GenerationTable
 
 

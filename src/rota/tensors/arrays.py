@@ -19,7 +19,7 @@ import numpy as np
 
 from rota.spec.errors import BadInput, MissingExtra
 from rota.tensors import errors
-from rota.tensors.core.names import ITEM_BYTES
+from rota.tensors.core import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch

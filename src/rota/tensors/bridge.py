@@ -21,7 +21,7 @@ from rota.spec.errors import BadInput, LimitExceeded, RegistryUnavailable, RotaE
 from rota.tensors import errors
 from rota.tensors.api.store import DEFAULT_NAMESPACE, Plane
 from rota.tensors.arrays import dtype_name, load_torch
-from rota.tensors.core.names import long_dtype, short_dtype
+from rota.tensors.core import long_dtype, short_dtype
 
 WAITING_MAX: Final = 10_000
 _COMMAND_BYTES_MAX: Final = 1 << 16

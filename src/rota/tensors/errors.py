@@ -1,4 +1,4 @@
-"""What the tensor store raises; each message carries the names and numbers that say what to do.
+"""Failures of the tensor store: what it raises, with names and numbers that say what to do, and where a test kills it.
 
 ::
 
@@ -31,9 +31,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from rota.runtime import environ
 from rota.spec.errors import BadInput, Fenced, TensorError
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
@@ -187,3 +190,18 @@ def making_files() -> Iterator[None]:
         if error.errno not in _NO_PLACE:
             raise
         raise BadInput(text, hint="ROTA_HOME, ROTA_SHM_DIR and ROTA_SPILL_DIR must name folders of your own") from None
+
+
+_WANTED, _NTH, _HOW = (environ.get("ROTA_TENSORS_DIE_AT") + "::").split(":")[:3]
+_seen: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Die here by SIGKILL when ``ROTA_TENSORS_DIE_AT`` is ``name`` or ``name:n`` (the n-th passage); ``name:n:stop``
+    stops."""
+    if name != _WANTED:
+        return
+    _seen[name] += 1
+    if _seen[name] == int(_NTH or 1):
+        # Sent to this thread: one for the process may go to another, and this one would continue until that wakes up.
+        signal.raise_signal(signal.SIGSTOP if _HOW == "stop" else signal.SIGKILL)

@@ -22,8 +22,8 @@ import numpy as np
 
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.tensors import errors
-from rota.tensors.core.names import SLOTS_MAX
-from rota.tensors.failpoint import failpoint
+from rota.tensors.core import SLOTS_MAX
+from rota.tensors.errors import failpoint
 from rota.tensors.locks import LockFile
 
 SLOT_BYTES: Final = 16

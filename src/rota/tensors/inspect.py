@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from rota.tensors import errors
-from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.core import HEADER_BYTES
 from rota.tensors.devices.client import PLACE_BYTES, Place
 from rota.tensors.locks import clients_in, is_alive, read_file
 from rota.tensors.recovery import blocks_of

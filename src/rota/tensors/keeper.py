@@ -25,8 +25,7 @@ from rota.runtime.process import write_private
 from rota.spec.errors import RegistryUnavailable, RotaError
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
-from rota.tensors.core.arena import Range, Slabs, slab_bytes
-from rota.tensors.core.names import PAYLOAD_BYTES_MAX, count_of
+from rota.tensors.core import PAYLOAD_BYTES_MAX, Range, Slabs, count_of, slab_bytes
 from rota.tensors.devices.client import load, socket_folder
 from rota.tensors.locks import take_if_dead
 from rota.tensors.registry import Refused

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.core import HEADER_BYTES
 from rota.tensors.locks import ClientFile
 from rota.tensors.registry import Block
 from rota.tensors.segments import Header, Segments

@@ -14,10 +14,9 @@ from rota.spec.errors import BadInput, RotaError
 from rota.spec.resources import counted
 from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_of
-from rota.tensors.core.arena import HEADER_BYTES
-from rota.tensors.core.names import STEP_MAX, check_count
+from rota.tensors.core import HEADER_BYTES, STEP_MAX, check_count
 from rota.tensors.devices.client import Place
-from rota.tensors.failpoint import failpoint
+from rota.tensors.errors import failpoint
 from rota.tensors.leases import Held
 from rota.tensors.registry import Block, Leased, Refused, Taken
 from rota.tensors.segments import Header

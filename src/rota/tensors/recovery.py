@@ -13,8 +13,7 @@ from typing import Any, Final
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
 from rota.tensors import errors
-from rota.tensors.core.arena import HEADER_BYTES, blocks_in_slab
-from rota.tensors.core.names import describe
+from rota.tensors.core import HEADER_BYTES, blocks_in_slab, describe
 from rota.tensors.errors import making_files
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.registry import RedisMachine

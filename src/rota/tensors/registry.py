@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn, Protocol
 from rota.runtime.clock import Clock
 from rota.runtime.redis.client import Address, Argument, Exchange, RedisClient, ReplyError, Script
 from rota.tensors import errors
-from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.core import SLOTS_MAX
 
 _FOLDER = Path(__file__).parent / "scripts"
 STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}

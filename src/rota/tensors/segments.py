@@ -23,8 +23,8 @@ import numpy as np
 from rota.runtime import environ
 from rota.spec.errors import BadInput
 from rota.tensors import errors
-from rota.tensors.core.arena import HEADER_BYTES
-from rota.tensors.failpoint import failpoint
+from rota.tensors.core import HEADER_BYTES
+from rota.tensors.errors import failpoint
 
 DIR: Final = "ROTA_SPILL_DIR"
 BYTES_MAX: Final = "ROTA_SPILL_BYTES_MAX"

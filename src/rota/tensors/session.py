@@ -16,9 +16,9 @@ from rota.runtime.clock import Clock
 from rota.runtime.random import Chance
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
-from rota.tensors.core.names import EPOCH_MAX, check_label, count_of
+from rota.tensors.core import EPOCH_MAX, check_label, count_of
 from rota.tensors.devices.client import Devices
-from rota.tensors.failpoint import failpoint
+from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
 from rota.tensors.leases import Leases
 from rota.tensors.locks import (

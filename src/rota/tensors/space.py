@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable, nearest
 from rota.tensors import errors
-from rota.tensors.core.names import check_seconds
+from rota.tensors.core import check_seconds
 from rota.tensors.devices.client import Devices
-from rota.tensors.failpoint import failpoint
+from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
 from rota.tensors.leases import Leases
 from rota.tensors.locks import PIN_MARK, ClientFile, clients_in, dead_in

@@ -19,12 +19,11 @@ from rota.runtime.clock import blocking_sleep
 from rota.runtime.node import cores_allowed
 from rota.runtime.random import Chance
 from rota.spec.errors import BadInput, RotaError
-from rota.tensors import errors
+from rota.tensors import core, errors
 from rota.tensors.arrays import Layout, Source
-from rota.tensors.core import arena
-from rota.tensors.core.names import WORLD_MAX, check_count, describe, payload_bytes
+from rota.tensors.core import WORLD_MAX, check_count, describe, payload_bytes
 from rota.tensors.devices.client import PLACE_BYTES, Place
-from rota.tensors.failpoint import failpoint
+from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
 from rota.tensors.registry import Ask, Committed, Refused, Reserved, refusal
 from rota.tensors.segments import KEPT_MAX, PENDING, PREPARED, READY, STATE_AT, Header, pack_state
@@ -88,7 +87,7 @@ class Draft:
     @property
     def start(self) -> int:
         """Where the payload begins in its block."""
-        return arena.payload_offset(self.front, self.payload)
+        return core.payload_offset(self.front, self.payload)
 
 
 @dataclass(slots=True)
@@ -148,7 +147,7 @@ class Writer:
 
         When the file system is full, free files and then evictable names make room; then the disk, if one is named.
         """
-        cls = arena.size_class(draft.front, draft.payload)
+        cls = core.size_class(draft.front, draft.payload)
         ask = Ask(
             name=name, kind=kind, epoch=order.epoch, step=order.step, label=order.label, block=cls.block,
             count=cls.count, file=cls.file, payload=draft.total, desc=draft.desc, orphan=life.orphan,
@@ -380,7 +379,7 @@ def lay_out(
     Raises BadInput unless ``meta`` is a JSON value.
     """
     sizes = [payload_bytes(dtype, shape) for _, dtype, shape in tensors]
-    offsets, total = arena.pack(sizes)
+    offsets, total = core.pack(sizes)
     payload = PLACE_BYTES if device else total
     rows = [[*each, offset, size] for each, offset, size in zip(tensors, offsets, sizes, strict=True)]
     facts = {"tensors": rows, "label": order.label, "retain": life.retain, "orphan": life.orphan}
@@ -391,8 +390,8 @@ def lay_out(
         raise BadInput(f"meta is not a JSON value: {error}") from None
     if len(manifest) > _MANIFEST_BYTES_MAX:
         raise BadInput(f"names and meta take {len(manifest)} bytes, the limit is {_MANIFEST_BYTES_MAX}")
-    front = arena.HEADER_BYTES + len(manifest)
-    start = 0 if device else arena.payload_offset(front, payload)
+    front = core.HEADER_BYTES + len(manifest)
+    start = 0 if device else core.payload_offset(front, payload)
     layouts = tuple(
         Layout(name, dtype, shape, start + offset, size)
         for (name, dtype, shape), offset, size in zip(tensors, offsets, sizes, strict=True)

@@ -23,7 +23,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
 from rota.tensors.devices.client import Devices
-from rota.tensors.devices.fakecuda import FakeCuda
+from rota.tensors.devices.memfd import FakeCuda
 
 torch = pytest.importorskip("torch")
 FAKE = "fakecuda:0"
@@ -307,7 +307,7 @@ def export(crew: Crew) -> tuple[int, bytes, list[str]]:
     """Another process that owns memory of the stand-in: its pid, a handle, and what it does when told by a signal."""
     code = """
         import signal
-        from rota.tensors.devices.fakecuda import FakeCuda
+        from rota.tensors.devices.memfd import FakeCuda
         own = FakeCuda(); at = own.allocate(0, 4096)
         def free(*_):
             try: own.free(at); print('freed', flush=True)

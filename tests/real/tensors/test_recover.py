@@ -31,7 +31,7 @@ from rota.runtime.redis import server as redis_server
 from rota.spec.errors import RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
-from rota.tensors.core.arena import HEADER_BYTES
+from rota.tensors.core import HEADER_BYTES
 from rota.tensors.registry import Row
 from rota.tensors.segments import STATE_AT
 from rota.tensors.space import Space

@@ -16,7 +16,7 @@ from tests.tensors.core.calls import Driver, call
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
 from rota.runtime.redis import server as redis_server
-from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.core import SLOTS_MAX
 from rota.tensors.inspect import check
 from rota.tensors.registry import RedisMachine, Refused, Registry
 

@@ -21,7 +21,7 @@ import rota.tensors
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
-from rota.tensors.core.names import ITEM_BYTES
+from rota.tensors.core import ITEM_BYTES
 
 torch = pytest.importorskip("torch")
 TORCH_DTYPES = [name for name in ITEM_BYTES if hasattr(torch, name)]

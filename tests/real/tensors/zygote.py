@@ -17,7 +17,7 @@ import traceback
 import numpy
 
 import rota.tensors.api.store  # what the children need is imported once
-import rota.tensors.failpoint
+import rota.tensors.errors
 
 
 def run(code: str, env: dict[str, str], out: str) -> None:
@@ -25,7 +25,7 @@ def run(code: str, env: dict[str, str], out: str) -> None:
     fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    importlib.reload(rota.tensors.failpoint)
+    importlib.reload(rota.tensors.errors)
     status = 0
     try:
         exec(code, {"np": numpy, "os": os, "signal": signal})

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.spec.errors import BadInput
-from rota.tensors import errors
-from rota.tensors.core import arena, names
-from rota.tensors.core.arena import (
+from rota.tensors import core, errors
+from rota.tensors.core import (
     DEVICE_BLOCK_BYTES,
     DEVICE_SLAB_BYTES,
     DEVICE_SLAB_STEP_BYTES,
@@ -25,7 +24,7 @@ from rota.tensors.segments import HEADER_BYTES, PENDING, READY, STATE_AT, Header
 
 @pytest.mark.parametrize("name", ["w", "w/layer0", "weights/j/e", "gewichte/größe", "w[shard=0-of-4]", "a" * 240])
 def test_good_names_pass(name: str) -> None:
-    assert names.check_name(name) == name
+    assert core.check_name(name) == name
 
 
 @pytest.mark.parametrize(
@@ -33,65 +32,65 @@ def test_good_names_pass(name: str) -> None:
 )
 def test_bad_names_are_refused_with_the_rule(name: str) -> None:
     with pytest.raises(BadInput, match="tensor name"):
-        names.check_name(name)
+        core.check_name(name)
 
 
 @pytest.mark.parametrize("namespace", ["", "A", "a b", "x" * 65, "a/b", ".", "..", ".hidden"])
 def test_bad_namespaces_are_refused(namespace: str) -> None:
     with pytest.raises(BadInput, match="1 to 64 characters"):
-        names.check_namespace(namespace)
+        core.check_namespace(namespace)
 
 
 def test_a_label_covers_itself_and_what_lies_below() -> None:
-    assert [names.label_covers("job", other) for other in ("job", "job/a/0", "job2", "jo", "")] == [
+    assert [core.label_covers("job", other) for other in ("job", "job/a/0", "job2", "jo", "")] == [
         True, True, False, False, False,
     ]  # fmt: skip
 
 
 def test_a_shard_suffix_is_read() -> None:
-    assert names.shard_of("w[shard=3-of-8]") == (3, 8)
-    assert names.shard_of("w") is None
+    assert core.shard_of("w[shard=3-of-8]") == (3, 8)
+    assert core.shard_of("w") is None
 
 
 def test_bytes_and_short_names_of_dtypes() -> None:
-    assert names.payload_bytes("bfloat16", (2, 3, 4)) == 48
-    assert names.payload_bytes("float8_e5m2", ()) == 1
-    assert names.payload_bytes("int64", (0, 5)) == 0
-    assert [names.short_dtype(d) for d in ("float32", "bfloat16", "uint8", "bool", "complex64")] == [
+    assert core.payload_bytes("bfloat16", (2, 3, 4)) == 48
+    assert core.payload_bytes("float8_e5m2", ()) == 1
+    assert core.payload_bytes("int64", (0, 5)) == 0
+    assert [core.short_dtype(d) for d in ("float32", "bfloat16", "uint8", "bool", "complex64")] == [
         "f32", "bf16", "u8", "bool", "c64",
     ]  # fmt: skip
     with pytest.raises(BadInput, match="quint8"):
-        names.payload_bytes("quint8", (1,))
+        core.payload_bytes("quint8", (1,))
     with pytest.raises(BadInput, match="limit"):
-        names.payload_bytes("uint8", (1 << 24, 1 << 24))
+        core.payload_bytes("uint8", (1 << 24, 1 << 24))
 
 
-@given(st.integers(0, 1 << 34), st.integers(arena.HEADER_BYTES, 1 << 16))
+@given(st.integers(0, 1 << 34), st.integers(core.HEADER_BYTES, 1 << 16))
 def test_every_payload_fits_its_block_aligned_and_without_much_waste(payload: int, front: int) -> None:
-    cls = arena.size_class(front, payload)
-    start = arena.payload_offset(front, payload)
+    cls = core.size_class(front, payload)
+    start = core.payload_offset(front, payload)
     assert start >= front
     assert start + payload <= cls.block
-    assert start % (arena.ALIGN_BYTES if payload <= arena.SMALL_BYTES_MAX else arena.PAGE_BYTES) == 0
-    assert cls.block % arena.ALIGN_BYTES == 0
+    assert start % (core.ALIGN_BYTES if payload <= core.SMALL_BYTES_MAX else core.PAGE_BYTES) == 0
+    assert cls.block % core.ALIGN_BYTES == 0
     assert cls.file >= cls.block * cls.count
-    assert cls.file % arena.PAGE_BYTES == 0
-    share = 4 if payload <= arena.SMALL_BYTES_MAX else 16
-    assert cls.block <= (front + payload) * (1 + 1 / share) * (1 + 1 / 16) + 2 * arena.PAGE_BYTES
+    assert cls.file % core.PAGE_BYTES == 0
+    share = 4 if payload <= core.SMALL_BYTES_MAX else 16
+    assert cls.block <= (front + payload) * (1 + 1 / share) * (1 + 1 / 16) + 2 * core.PAGE_BYTES
 
 
 @given(st.lists(st.integers(1, 1 << 30), min_size=2, max_size=50))
 def test_the_number_of_sizes_is_small(payloads: list[int]) -> None:
-    blocks = {arena.size_class(600, payload).block for payload in payloads}
+    blocks = {core.size_class(600, payload).block for payload in payloads}
     octaves = max(payloads).bit_length() - min(payloads).bit_length() + 1
     assert len(blocks) <= 17 * octaves
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=30))
 def test_packed_tensors_are_aligned_and_do_not_overlap(sizes: list[int]) -> None:
-    offsets, end = arena.pack(sizes)
+    offsets, end = core.pack(sizes)
     spans = sorted((at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    assert all(offset % arena.ALIGN_BYTES == 0 for offset in offsets)
+    assert all(offset % core.ALIGN_BYTES == 0 for offset in offsets)
     assert all(before[1] <= after[0] for before, after in pairwise(spans) if before[0] != before[1])
     assert all(stop <= end for _, stop in spans)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.proof.tensor_protocol import ProtocolMachine
 from tests.tensors.core.calls import broken_rules
 
-from rota.tensors.core.names import SLOTS_MAX
+from rota.tensors.core import SLOTS_MAX
 from rota.tensors.registry import Refused
 
 FIELDS = {

@@ -27,7 +27,7 @@ from rota.spec.errors import NotReachable
 from rota.spec.ids import JobId
 from rota.tensors.api.store import Plane
 from rota.tensors.arrays import is_torch
-from rota.tensors.core.names import ITEM_BYTES
+from rota.tensors.core import ITEM_BYTES
 from rota.tensors.errors import OutOfMemory
 
 REF_BYTES_MIN = "ROTA_REF_BYTES_MIN"

@@ -17,12 +17,10 @@ from rota.runtime.clock import Clock, SystemClock
 from rota.runtime.random import Chance, SystemChance
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput
-from rota.tensors import errors, inspect
-from rota.tensors.api.channel import Channel
-from rota.tensors.api.watch import TensorEvent, Watch
+from rota.tensors import core, errors, inspect
+from rota.tensors.api.streams import Channel, TensorEvent, Watch
 from rota.tensors.arrays import Source, address_of, dtype_name, source_of, view_of
-from rota.tensors.core import names
-from rota.tensors.core.names import check_count, check_only
+from rota.tensors.core import check_count, check_only
 from rota.tensors.inspect import Location
 from rota.tensors.locks import PIN_MARK
 from rota.tensors.reader import Snapshot, chosen, selector_of
@@ -65,7 +63,7 @@ def connect(
     """
     check_only("backend", backend, "auto", "device= chooses: none for shared memory, memfd, cuda:0, fakecuda:0")
     check_only("keeper", keeper, "auto", "a keeper starts with the first put on a device, and without a device never")
-    space = names.check_namespace(namespace or environ.get(NAMESPACE) or DEFAULT_NAMESPACE)
+    space = core.check_namespace(namespace or environ.get(NAMESPACE) or DEFAULT_NAMESPACE)
     where = environ.Home.of(home) if home is not None else environ.Home.find()
     given = url or environ.get(environ.REDIS_URL)
     key = (os.getpid(), given or str(where.root), space)
@@ -80,9 +78,9 @@ def connect(
     if bytes_max is not None:
         plane.limit(bytes_max)
     if label is not None:
-        plane.label = names.check_label(label)
+        plane.label = core.check_label(label)
     if epoch is not None:
-        plane.epoch = names.check_count("epoch", epoch, 0, names.EPOCH_MAX)
+        plane.epoch = core.check_count("epoch", epoch, 0, core.EPOCH_MAX)
     return plane
 
 
@@ -197,7 +195,7 @@ class Plane:
         The bytes are there when the name is. Raises UnsupportedTensor, StaleEpoch, StaleStep, LostRace, OutOfMemory,
         QuotaExceeded.
         """
-        names.check_name(name)
+        core.check_name(name)
         check_only("scope", scope, "node", _FETCH)
         check_only("ready", ready, "sync", "the writer's stream is waited for before the name is seen")
         order = self._order(step, label, epoch)
@@ -224,10 +222,10 @@ class Plane:
 
         Afterwards the tensor is a leased view like any reader's. Costs the same for any size when memory is warm.
         """
-        names.check_name(name)
+        core.check_name(name)
         order = self._order(step, None, None)
         life = Life(orphan=orphan, retain=retain, mutable=mutable, evictable=evictable)
-        tensor = (name, dtype_name(dtype), names.check_shape(shape))
+        tensor = (name, dtype_name(dtype), core.check_shape(shape))
         draft = lay_out([tensor], order, life, None, self._device(device))
         pending = self._writer.reserve(name, "t", draft, order, life)
         try:
@@ -261,12 +259,12 @@ class Plane:
         ``lag_max`` also up to ``wait_s`` while readers hold more old steps of this writer than that. Raises
         BackPressure, and as ``put``.
         """
-        names.check_name(group)
+        core.check_name(group)
         if not isinstance(tensors, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
             raise BadInput(f"tensors of {group}: a mapping of names to tensors, not {type(tensors).__name__}")
         uuid = self._device(device)
         if lag_max is not None:
-            self._writer.await_readers(group, names.check_count("lag_max", lag_max, 0) + retain, wait_s)
+            self._writer.await_readers(group, core.check_count("lag_max", lag_max, 0) + retain, wait_s)
         sources = {str(key): self._source(value, uuid) for key, value in tensors.items()}
         life = Life(orphan=orphan, retain=retain, part=part)
         return self._writer.publish(group, "g", sources, self._order(step, label, epoch), life, meta, uuid)
@@ -386,12 +384,12 @@ class Plane:
         """Delete every name that ``label``, or a label below it, published last, end its pins, and give free memory
         back: what ends a job. Returns how many names went. Leases that living processes still hold end with them.
         """
-        rows = [row for row in self._rows() if names.label_covers(label, row.label)]
+        rows = [row for row in self._rows() if core.label_covers(label, row.label)]
         for row in rows:  # and no version that another published meanwhile
             self._space.delete(row.name, expected=row.version)
             self._reader.forget(row.name)
         for holder in self._space.retry(lambda: self._space.registry.members("clients")):
-            if holder.startswith(PIN_MARK) and names.label_covers(label, holder.split(":")[1]):
+            if holder.startswith(PIN_MARK) and core.label_covers(label, holder.split(":")[1]):
                 self._session.unpin(holder)
         self._session.sweep()
         self._writer.free_room()
@@ -406,7 +404,7 @@ class Plane:
         return self._pin(name, label)
 
     def _pin(self, name: str, label: str | None, selector: str = "") -> Pin:
-        holder = f"{PIN_MARK}{names.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
+        holder = f"{PIN_MARK}{core.check_label(self.label if label is None else label)}:{SystemChance().fresh(48)}"
         try:
             version = self._session.pin(holder, name, selector)
         except Refused as refused:
@@ -419,7 +417,7 @@ class Plane:
 
     def fence(self, label: str, epoch: int) -> int:
         """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence now in force."""
-        return self._session.fence(names.check_label(label), names.check_count("epoch", epoch, 0, names.EPOCH_MAX))
+        return self._session.fence(core.check_label(label), core.check_count("epoch", epoch, 0, core.EPOCH_MAX))
 
     def ref(self, tensor: Any, *, holder: str | None = None) -> TensorRef:
         """A small, picklable reference to the version a view belongs to; valid while a process leases it.
@@ -561,9 +559,9 @@ class Plane:
         self.close()
 
     def _order(self, step: int | None, label: str | None, epoch: int | None) -> Order:
-        chosen = self.label if label is None else names.check_label(label)
-        number = names.check_count("epoch", self.epoch if epoch is None else epoch, 0, names.EPOCH_MAX)
-        wanted = None if step is None else names.check_count("step", step, -names.STEP_MAX)
+        chosen = self.label if label is None else core.check_label(label)
+        number = core.check_count("epoch", self.epoch if epoch is None else epoch, 0, core.EPOCH_MAX)
+        wanted = None if step is None else core.check_count("step", step, -core.STEP_MAX)
         return Order(label=chosen, epoch=number, step=wanted)
 
     def _device(self, device: str | None) -> str:

@@ -28,8 +28,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_in, view_of
 from rota.tensors.devices.cuda import Cuda
-from rota.tensors.devices.fakecuda import FakeCuda
-from rota.tensors.devices.memfd import Memfd
+from rota.tensors.devices.memfd import FakeCuda, Memfd
 from rota.tensors.locks import is_alive
 
 HANDLE_BYTES: Final = 64

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from rota.tensors import errors
-from rota.tensors.core.arena import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
+from rota.tensors.core import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
 
 _OUT_OF_MEMORY: Final = 2
 _LAZY_PEER_ACCESS: Final = 1

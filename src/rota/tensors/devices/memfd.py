@@ -1,7 +1,15 @@
-"""Host memory without a name: a keeper has it as memfds and sends their descriptors to who asks (SCM_RIGHTS).
+"""Host memory without a name, and a GPU on CPU that is made of it.
 
-No path of a file system leads to the bytes, and none of them outlives its users. A memfd is a slab of whole 2 MiB; its
-size is sealed, so that no reader can be killed by a hole. A platform without memfds is refused by name.
+A keeper has the memory as memfds and sends their descriptors to who asks (SCM_RIGHTS). No path of a file system leads
+to the bytes, and none of them outlives its users. A memfd is a slab of whole 2 MiB; its size is sealed, so that no
+reader can be killed by a hole. A platform without memfds is refused by name.
+
+``FakeCuda`` enforces the rules of CUDA IPC: a broken rule raises ProtocolBreach, where CUDA would corrupt. Its memory
+is a memfd of the process that allocated it, and dies with it. A handle names that process, the descriptor and a number
+never used twice. An importer holds a shared lock on the memfd, so that freeing under it is seen. Work on a stream takes
+as long as ``launch`` says, and is noted beside the memory: giving a block to a new owner before that time is a breach.
+``ROTA_FAKECUDA_DEVICES`` (default ``0,1``) is the order in which a process sees the devices, ``ROTA_FAKECUDA_BYTES``
+what each holds.
 """
 
 from __future__ import annotations
@@ -11,10 +19,15 @@ import fcntl
 import importlib
 import mmap
 import os
+import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from rota.runtime import environ
+from rota.runtime.clock import SystemClock, blocking_sleep
+from rota.runtime.random import SystemChance
 from rota.tensors import errors
+from rota.tensors.core import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
 
 _HANDLE_BYTES = 8
 
@@ -160,3 +173,123 @@ class Memfd:
     def breach(self, rule: str, text: str) -> errors.ProtocolBreach:
         """The error of a broken rule."""
         return errors.ProtocolBreach(f"{self.name}: {text} (rule {rule})", rule=rule)
+
+
+POISON: Final = 0xDB
+_FRONT_BYTES: Final = 8192
+_NONCE_BYTES: Final = 20
+_HANDLE: Final = struct.Struct(f"<II{_NONCE_BYTES}s16s")
+_WORK: Final = struct.Struct("<QQd")
+_WORK_AT: Final = 64
+_WORK_MAX: Final = (_FRONT_BYTES - _WORK_AT) // _WORK.size
+_BYTES: Final = 256 << 20
+
+
+@dataclass(slots=True, eq=False)
+class FakeStream:
+    """Work in order; ``until_s`` is when the last of it is done."""
+
+    until_s: float = 0.0
+
+
+class FakeCuda(Memfd):
+    """The driver of this process; a forked child may not use its parent's, as with CUDA.
+
+    The front of each memory holds its number and the work on it.
+    """
+
+    name = "fakecuda"
+    host = False
+    slab_bytes = DEVICE_SLAB_BYTES
+    front_bytes = _FRONT_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+        self._clock = SystemClock()
+        self._streams: dict[int, FakeStream] = {}
+
+    def uuids(self) -> list[str]:
+        """``FAKE-n`` for each visible n."""
+        self._check_process()
+        return [f"FAKE-{word.strip()}" for word in (environ.get("ROTA_FAKECUDA_DEVICES") or "0,1").split(",")]
+
+    def allocate(self, device: int, size: int) -> int:
+        """Memory of this process. Raises OutOfMemory beyond what the device holds."""
+        uuid = self.uuids()[device]
+        used = sum(each.size for each in self._memories.values() if each.owned and each.device == uuid)
+        total = int(environ.get("ROTA_FAKECUDA_BYTES") or _BYTES)
+        if used + size > total:
+            raise errors.OutOfMemory(f"device {uuid} holds {total} bytes, {used} are taken", bytes=size)
+        return self.make(size, uuid, SystemChance().fresh(96).encode())
+
+    def free(self, address: int) -> None:
+        """Breach ``free-while-open`` when another process has it open."""
+        found = self.need(address, owned=True)
+        try:
+            fcntl.lockf(found.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except (BlockingIOError, PermissionError):
+            raise self.breach("free-while-open", "memory is freed that another process has open") from None
+        self.unmap(found)
+
+    def export(self, address: int) -> bytes:
+        """The handle of memory this process owns."""
+        found = self.need(address, owned=True)
+        return _HANDLE.pack(self._pid, found.fd, found.nonce, found.device.encode()).ljust(DEVICE_HANDLE_BYTES, b"\0")
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Breaches ``open-in-exporter``, ``open-twice``, ``wrong-device``, ``stale-handle``."""
+        pid, their_fd, nonce, raw = _HANDLE.unpack_from(handle)
+        uuid = raw.rstrip(b"\0").decode()
+        if pid == self._pid:
+            raise self.breach("open-in-exporter", "a process opens a handle of its own memory")
+        if any(each.nonce == nonce for each in self._memories.values()):
+            raise self.breach("open-twice", "this process has the handle open already")
+        if self.uuids()[device] != uuid:
+            raise self.breach("wrong-device", f"a handle of {uuid} is opened on {self.uuids()[device]}")
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{their_fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            text = f"process {pid}, the owner of this memory, cannot be reached: {os.strerror(error.errno or 0)}"
+            raise errors.IpcUnavailable(text, pid=pid) from None
+        if os.pread(fd, _NONCE_BYTES, 0) != nonce:
+            os.close(fd)
+            raise self.breach("stale-handle", "the handle names memory that was freed")
+        fcntl.lockf(fd, fcntl.LOCK_SH, 1)
+        return self.map(fd, uuid, nonce, owned=False)
+
+    def stream(self, device: int) -> FakeStream:
+        """One stream a device."""
+        return self._streams.setdefault(device, FakeStream())
+
+    def launch(self, address: int, size: int, seconds: float, stream: FakeStream) -> None:
+        """Stand-in for a kernel: uses a range for ``seconds``, behind the work before it. Returns at once."""
+        found, at = self.find(address, size)
+        stream.until_s = max(stream.until_s, self._clock.monotonic_s()) + seconds
+        places = range(_WORK_AT, _WORK_AT + _WORK_MAX * _WORK.size, _WORK.size)
+        oldest = min(places, key=lambda place: _WORK.unpack_from(found.map, place)[2])
+        _WORK.pack_into(found.map, oldest, at, at + size, stream.until_s)
+
+    def record(self, stream: FakeStream) -> float:
+        """When the work so far is done."""
+        return stream.until_s
+
+    def is_done(self, event: float) -> bool:
+        """True when that time is over."""
+        return self._clock.monotonic_s() >= event
+
+    def wait(self, event: float) -> None:
+        """Wait for that time."""
+        blocking_sleep(max(event - self._clock.monotonic_s(), 0))
+
+    def reuse(self, address: int, size: int) -> None:
+        """Poison the block; breach ``reuse-before-event`` when work that uses it is not done."""
+        found, at = self.find(address, size)
+        for start, end, until_s in _WORK.iter_unpack(found.map[_WORK_AT : _WORK_AT + _WORK_MAX * _WORK.size]):
+            if start < at + size and at < end and until_s > self._clock.monotonic_s():
+                raise self.breach("reuse-before-event", "a block is given away while work on a stream still uses it")
+        ctypes.memset(address, POISON, size)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise self.breach("fork", "a forked child uses the driver of its parent; start the process anew (spawn)")

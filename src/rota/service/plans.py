@@ -174,12 +174,8 @@ def calibrate_document(out: Path, *, ranks: int) -> dict[str, Any]:
     """The ``PlanCalibration`` document; the hardware file that the search reads is written to ``out``."""
     if ranks < 1:
         raise BadInput(f"--ranks: {ranks} is below 1")
-    words = [
-        sys.executable,
-        "-m",
-        "rota.train.local_hardware",
-        str(ranks),
-    ]  # a process of its own: torch stays out of here
+    # a process of its own: torch stays out of this one
+    words = [sys.executable, "-m", "rota.train.local_hardware", str(ranks)]
     printed = output_of(words, timeout_s=CALIBRATE_S)
     if printed is None:
         raise RotaError(

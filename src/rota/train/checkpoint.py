@@ -370,7 +370,7 @@ class MemoryCheckpoint:
 
 
 class MemoryCheckpoints:
-    """The shards of one run on this machine as one group of the tensor plane: a step is visible with its last part.
+    """The shards of one run on this machine as one group of the tensor store: a step is visible with its last part.
 
     ``rank`` is this process in the world, ``part`` = (place, processes) on this machine.
 

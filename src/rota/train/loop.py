@@ -64,7 +64,7 @@ def fit(
 
     Plan ``auto`` is the one of the job (``plan`` in its file), else the planner finds one for the ranks there are. With
     ``checkpoint`` it continues from the newest good one, under whatever plan it was written (``resume`` never: a folder
-    that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor plane of this machine:
+    that has one is refused); SIGTERM saves and ends. ``memory`` names the run in the tensor store of this machine:
     state copied there survives the processes and is preferred when it is as new and of the same plan.
     ``rate(step)`` gives the learning rate.
     Returns the steps done. Raises BadInput for a plan that cannot be applied, or whose ``sync`` keeps state of another
@@ -159,7 +159,7 @@ def extra_of(trained: Parallel) -> dict[str, Any]:
 
 
 def in_memory(run: str, trained: Parallel) -> MemoryCheckpoints:
-    """The copies of this rank in the tensor plane of its machine."""
+    """The copies of this rank in the tensor store of its machine."""
     rank = dist.get_rank()
     part = (int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1")))
     plane = tensors.connect(label=f"{run}/{rank}", keep=True)

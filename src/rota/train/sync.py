@@ -125,26 +125,23 @@ _hierarchical_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": 
 
 
 class LocalSgd(Synchroniser):
-    """``every`` steps of each replica alone, then the mean of the weights; with outer momentum, a step towards it.
+    """``every`` steps of each replica alone, then the mean of the weights.
 
-    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), algorithm 1; the outer step is that of Wang
-    et al., "SlowMo" (ICLR 2020), algorithm 1, with unit base rate.
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (ICLR 2020), algorithm 1.
     """
 
     reduces = False
 
-    def __init__(self, every: int, group: Any, *, outer_momentum: float = 0.0, outer_lr: float = 1.0) -> None:
+    def __init__(self, every: int, group: dist.ProcessGroup) -> None:
         if every < 1:
             raise BadInput(f"sync.H: {every} is below 1", hint="take at least 1 local step")
-        self._every, self._group, self._momentum, self._lr = every, group, outer_momentum, outer_lr
+        self._every, self._group = every, group
         self._weights: list[nn.Parameter] = []
-        self._anchor, self._slow, self._steps = torch.empty(0), torch.empty(0), 0
+        self._steps = 0
 
     def attach(self, model: nn.Module) -> None:
-        """Remember where the first round starts."""
+        """Remember the weights that are averaged."""
         self._weights = list(model.parameters())
-        self._anchor = _flat(self._weights)
-        self._slow = torch.zeros_like(self._anchor)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """A local step; the mean when the round is over."""
@@ -155,20 +152,16 @@ class LocalSgd(Synchroniser):
         mean = _flat(self._weights)
         dist.all_reduce(mean, group=self._group)
         mean /= dist.get_world_size(self._group)
-        if self._momentum:
-            self._slow.mul_(self._momentum).add_(self._anchor - mean)
-            mean = self._anchor - self._lr * self._slow
         with torch.no_grad():
             compress.write(self._weights, mean)
-        self._anchor = mean
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps of the round, its start and the outer momentum."""
-        return {"steps": self._steps, "anchor": self._anchor, "slow": self._slow}
+        """Steps that were taken, so that a round continues where it was."""
+        return {"steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of ``state_dict``."""
-        self._steps, self._anchor, self._slow = int(state["steps"]), state["anchor"].clone(), state["slow"].clone()
+        self._steps = int(state["steps"])
 
 
 class PsSync(Synchroniser):

@@ -59,22 +59,19 @@ def apart(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 
 def reference_local_sgd(size: int, every: int) -> list[torch.Tensor]:
-    """All replicas in one process, with outer momentum 0.5."""
+    """All replicas in one process."""
     nets = [model() for _ in range(size)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-    anchor = [one.detach().clone() for one in nets[0].parameters()]
-    slow = [torch.zeros_like(one) for one in anchor]
     for step in range(STEPS):
         for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
             optimizer.zero_grad()
             loss(net, rank, step).backward()
             optimizer.step()
         if (step + 1) % every == 0:
-            for index, weights in enumerate(zip(*(net.parameters() for net in nets), strict=True)):
-                slow[index] = 0.5 * slow[index] + anchor[index] - torch.stack([one.detach() for one in weights]).mean(0)
-                anchor[index] = anchor[index] - slow[index]
+            for weights in zip(*(net.parameters() for net in nets), strict=True):
+                mean = torch.stack([one.detach() for one in weights]).mean(0)
                 for one in weights:
-                    one.data.copy_(anchor[index])
+                    one.data.copy_(mean)
     return [one.detach() for one in nets[0].parameters()]
 
 
@@ -92,7 +89,7 @@ def every_way(rank: int, size: int) -> dict[str, Any]:
         "bf16": apart(train(rank, Compressed(Compression(kind="bf16")), sgd), plain),
         "ps_sync": apart(train(rank, PsSync(Rule(mode="ps_sync"), 2, group), adam), plain_adam),
     }
-    local = train(rank, LocalSgd(5, group, outer_momentum=0.5), sgd)
+    local = train(rank, LocalSgd(5, group), sgd)
     found["local_sgd(5)"] = apart(local, reference_local_sgd(size, 5))
     ssp = PsSync(Rule(mode="ps_ssp", s=1), 2, group)
     net = model()

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rota.train.plan import hardware
 from rota.train.plan.hardware import Link
-from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, pipeline_s, simulate
+from rota.train.plan.schedule import StageCost, Task, gpipe, interleaved, one_f_one_b, pipeline_s, program_of, run
 
 FAST = Link(gb_s=100, latency_us=5)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Total seconds of a schedule, busy seconds of each rank, most micro-batches alive on each rank."""
+
+    total_s: float
+    busy_s: tuple[float, ...]
+    alive_max: tuple[int, ...]
+
+
+def simulate(
+    order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], *, transfers_s: Sequence[float] = ()
+) -> Timeline:
+    """Run every rank's tasks in their order."""
+    ends_s = run(program_of(order), costs, transfers_s)
+    busy_s, alive_max = [0.0] * len(order), [0] * len(order)
+    for rank, tasks in enumerate(order):
+        alive = 0
+        for task in tasks:
+            cost = costs[rank][task.chunk]
+            busy_s[rank] += cost.forward_s if task.kind == "F" else cost.backward_s
+            alive += 1 if task.kind == "F" else -1
+            alive_max[rank] = max(alive_max[rank], alive)
+    return Timeline(total_s=max(ends_s), busy_s=tuple(busy_s), alive_max=tuple(alive_max))
 
 
 def even(ranks: int, forward_s: float, backward_s: float, chunks: int = 1) -> list[list[StageCost]]:
@@ -74,28 +102,9 @@ def test_all_reduce_is_never_slower_than_reduce_scatter_with_all_gather(ranks: i
     assert hardware.all_reduce_s(ranks, size, FAST) <= both * (1 + 1e-12)
 
 
-def test_a_broadcast_in_many_pieces_does_not_depend_on_the_ranks() -> None:
-    size, link = 1e9, Link(gb_s=10)
-    assert hardware.broadcast_s(2, size, link, pieces=10_000) == pytest.approx(0.1, rel=1e-3)
-    assert hardware.broadcast_s(64, size, link, pieces=100_000) == pytest.approx(0.1, rel=1e-2)
-    assert hardware.broadcast_s(64, size, link) == pytest.approx(63 * 0.1)
-
-
 def test_one_rank_communicates_for_free() -> None:
-    for cost in (hardware.all_reduce_s, hardware.all_gather_s, hardware.reduce_scatter_s, hardware.broadcast_s):
+    for cost in (hardware.all_reduce_s, hardware.all_gather_s, hardware.reduce_scatter_s):
         assert cost(1, 1e9, FAST) == 0.0
-
-
-def test_a_hierarchy_beats_a_flat_ring_over_the_slow_link() -> None:
-    slow = Link(gb_s=10, latency_us=10)
-    assert hardware.hierarchical_all_reduce_s(8, 4, 1e9, FAST, slow) < hardware.all_reduce_s(32, 1e9, slow)
-
-
-def test_a_parameter_server_is_bound_by_its_servers_until_there_are_enough() -> None:
-    link = Link(gb_s=10)
-    assert hardware.parameter_server_s(16, 1, 1e9, link, link) == pytest.approx(16 * 0.2)
-    assert hardware.parameter_server_s(16, 16, 1e9, link, link) == pytest.approx(0.2)
-    assert hardware.send_s(1e9, link) == pytest.approx(0.1)
 
 
 @given(

@@ -6,7 +6,7 @@ import pytest
 
 from rota.spec.errors import BadInput
 from rota.train.plan.importers import model_from_json
-from rota.train.plan.model import total_params
+from rota.train.plan.model import embed_params, head_params, layer_params
 
 NATIVE = {"layers": 32, "hidden": 4096, "heads": 32, "seq": 4096, "vocab": 32000, "ffn": 11008, "gated": True}
 
@@ -28,7 +28,9 @@ def test_the_three_forms_give_the_same_model() -> None:
             "rope_theta": 10000,
         }
     )
-    assert total_params(native) == total_params(hugging_face)
+    for params in (embed_params, layer_params, head_params):
+        assert params(native) == params(hugging_face)
+    assert (native.layers, native.tied) == (hugging_face.layers, hugging_face.tied)
     assert (native.inner, native.seq, native.gated) == (hugging_face.inner, hugging_face.seq, hugging_face.gated)
     calculon, warnings = model_from_json(
         {"hidden": 12288, "feedforward": 49152, "seq_size": 2048, "attn_heads": 96, "attn_size": 128, "num_blocks": 96}

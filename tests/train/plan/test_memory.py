@@ -10,7 +10,7 @@ import pytest
 from tests.proof.validation import validate
 
 from rota.spec.errors import BadInput
-from rota.train.plan.memory import GIB, layer_params_per_rank, layers_in_flight, memory
+from rota.train.plan.memory import GIB, layers_in_flight, memory
 from rota.train.plan.model import (
     Dtype,
     Layer,
@@ -76,9 +76,9 @@ def test_zero_stages_divide_state_as_published(zero: int, gb: float) -> None:
 
 def test_tensor_ranks_hold_their_slice_and_what_cannot_be_split() -> None:
     model = ModelShape(layers=1, hidden=64, heads=8, seq=8, vocab=10)
-    whole = layer_params(model)
-    assert layer_params_per_rank(model, 1) == whole
-    assert layer_params_per_rank(model, 8) == (whole - 6 * 64) // 8 + 6 * 64
+    whole = 12 * 64**2 + 13 * 64
+    assert layer_params(model) == whole
+    assert layer_params(model, 8) == (whole - 6 * 64) // 8 + 6 * 64
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 
 from rota.spec.errors import BadInput
 from rota.train.plan.hardware import A100_80G_DGX
-from rota.train.plan.model import Dtype, Layer, Mesh, ModelShape, ParallelPlan, Stage, Sync, data_parallel, total_params
+from rota.train.plan.model import (
+    Dtype,
+    Layer,
+    Mesh,
+    ModelShape,
+    ParallelPlan,
+    Stage,
+    Sync,
+    data_parallel,
+    embed_params,
+    head_params,
+    layer_params,
+)
 
 MODEL = ModelShape(layers=4, hidden=64, heads=8, seq=128, vocab=1000)
 
@@ -168,4 +180,5 @@ def test_the_gang_of_a_plan_is_its_world_with_close_tensor_ranks() -> None:
 
 def test_parameters_are_counted_one_by_one() -> None:
     gpt2 = ModelShape(layers=12, hidden=768, heads=12, seq=1024, vocab=50257, positions=True)
-    assert total_params(gpt2) == 124_439_808
+    tied = gpt2.vocab * gpt2.hidden
+    assert embed_params(gpt2) + 12 * layer_params(gpt2) + head_params(gpt2) - tied == 124_439_808

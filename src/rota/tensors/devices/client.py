@@ -31,8 +31,6 @@ from rota.tensors.devices.cuda import Cuda
 from rota.tensors.devices.memfd import FakeCuda, Memfd
 from rota.tensors.locks import is_alive
 
-HANDLE_BYTES: Final = 64
-
 
 class Driver(Protocol):
     """One kind of device in this process.

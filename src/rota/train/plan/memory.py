@@ -24,6 +24,7 @@ from rota.train.plan.model import (
     Stage,
     embed_params,
     head_params,
+    layer_params,
 )
 
 GIB = 2**30
@@ -53,21 +54,6 @@ def state_bytes(dtype: Dtype) -> StateBytes:
     """Everything in the master format: ``4 + 4 + 8`` with Adam in fp32."""
     master = NUMBER_BYTES[dtype.master]
     return StateBytes(param=master, grad=master, optimizer=ADAM_MOMENTS * master)
-
-
-def layer_params_per_rank(model: ModelShape, tp: int) -> int:
-    """Parameters of one layer that one tensor rank holds.
-
-    Column-parallel weights and biases and row-parallel weights are split; row-parallel biases and norms are not.
-    """
-    kv_width = model.key_heads * model.head_dim
-    matrices = 3 if model.gated else 2
-    experts = max(model.experts, 1)
-    split = model.hidden * model.hidden * 2 + 2 * model.hidden * kv_width + model.hidden + 2 * kv_width
-    split += experts * (matrices * model.hidden * model.inner + (matrices - 1) * model.inner)
-    whole = model.hidden + experts * model.hidden + 4 * model.hidden
-    whole += model.hidden * model.experts
-    return split // tp + whole
 
 
 def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int) -> float:
@@ -141,7 +127,7 @@ def layer_bytes(model: ModelShape, layer: Layer, mesh: Mesh, dtype: Dtype) -> fl
     costs, shares = state_bytes(dtype), _shares(layer, mesh)
     copy = NUMBER_BYTES[dtype.param] if _copied(layer, mesh, dtype) else 0
     each = costs.param * shares[0] + costs.grad * shares[1] + costs.optimizer * shares[2] + copy
-    return layer_params_per_rank(model, layer.tp) * each
+    return layer_params(model, layer.tp) * each
 
 
 def expand_layers(plan: ParallelPlan) -> tuple[Layer, ...]:
@@ -156,7 +142,7 @@ def _chunks(plan: ParallelPlan, rank: int) -> tuple[Stage, ...]:
 def _stage_memory(plan: ParallelPlan, model: ModelShape, rank: int, layers: Sequence[Layer]) -> StageMemory:
     costs, chunks, pp = state_bytes(plan.dtype), _chunks(plan, rank), plan.mesh.pp
     in_flight = layers_in_flight(plan.schedule, stage=rank, p=pp, m=_live(plan), v=len(chunks))
-    held = [(float(count * layer_params_per_rank(model, layer.tp)), layer) for layer, count in Counter(layers).items()]
+    held = [(float(count * layer_params(model, layer.tp)), layer) for layer, count in Counter(layers).items()]
     held += _ends(plan, model, chunks)
     has_head = any(chunk.head for chunk in chunks)
     tokens = model.seq * plan.micro_batch / plan.mesh.cp
@@ -182,7 +168,7 @@ def _copies(plan: ParallelPlan, model: ModelShape, held: Sequence[tuple[float, L
     first = plan.layers[0]
     kept = sum(params for params, kind in held if _copied(kind, plan.mesh, plan.dtype))
     passing = first.zero == 3 and plan.mesh.pp == 1
-    moving = UNSHARDED_LAYERS * layer_params_per_rank(model, first.tp) if passing else 0
+    moving = UNSHARDED_LAYERS * layer_params(model, first.tp) if passing else 0
     return (kept + moving) * NUMBER_BYTES[plan.dtype.param]
 
 
@@ -236,7 +222,7 @@ def host_bytes(plan: ParallelPlan, model: ModelShape) -> float:
 def held_params(plan: ParallelPlan, model: ModelShape) -> float:
     """Parameters of the fullest rank: its layers and one embedding."""
     per_layer = expand_layers(plan)
-    each = {tp: layer_params_per_rank(model, tp) for tp in {layer.tp for layer in plan.layers}}
+    each = {tp: layer_params(model, tp) for tp in {layer.tp for layer in plan.layers}}
     most = 0.0
     for rank in range(plan.mesh.pp):
         chunks = plan.stages[rank :: plan.mesh.pp]

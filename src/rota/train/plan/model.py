@@ -59,25 +59,22 @@ class ModelShape:
         return self.hidden // self.heads
 
 
-def attention_params(model: ModelShape) -> int:
-    """Weights and biases of one attention block: query, key, value and output projections."""
+def layer_params(model: ModelShape, tp: int = 1) -> int:
+    """Parameters of one layer that one of ``tp`` tensor ranks holds, the experts and their router included.
+
+    ``h`` hidden, ``k`` width of keys and values, ``f`` inner width, ``E`` experts, ``m`` matrices of an MLP. Split are
+    column-parallel weights and biases and row-parallel weights: ``2 h^2 + 2 h k + h + 2 k`` of attention and
+    ``E (m h f + (m - 1) f)`` of the MLPs. Whole on each rank are row-parallel biases, both norms and the router:
+    ``h + E h + 4 h + h E`` (Shoeybi et al., "Megatron-LM", 2019, section 3).
+    """
     kv_width = model.key_heads * model.head_dim
-    weights = model.hidden * model.hidden * 2 + model.hidden * kv_width * 2
-    return weights + model.hidden * 2 + kv_width * 2
-
-
-def mlp_params(model: ModelShape) -> int:
-    """Weights and biases of one MLP, or of all experts of one layer with their router."""
     matrices = 3 if model.gated else 2
-    one = matrices * model.hidden * model.inner + (matrices - 1) * model.inner + model.hidden
-    if model.experts:
-        return one * model.experts + model.hidden * model.experts
-    return one
-
-
-def layer_params(model: ModelShape) -> int:
-    """All parameters of one layer, with its two norms (scale and shift)."""
-    return attention_params(model) + mlp_params(model) + 4 * model.hidden
+    experts = max(model.experts, 1)
+    split = model.hidden * model.hidden * 2 + 2 * model.hidden * kv_width + model.hidden + 2 * kv_width
+    split += experts * (matrices * model.hidden * model.inner + (matrices - 1) * model.inner)
+    whole = model.hidden + experts * model.hidden + 4 * model.hidden
+    whole += model.hidden * model.experts
+    return split // tp + whole
 
 
 def embed_params(model: ModelShape, tp: int = 1) -> int:
@@ -88,12 +85,6 @@ def embed_params(model: ModelShape, tp: int = 1) -> int:
 def head_params(model: ModelShape, tp: int = 1) -> int:
     """The last norm, and the rows of the vocabulary that one of ``tp`` ranks holds."""
     return model.vocab * model.hidden // tp + 2 * model.hidden
-
-
-def total_params(model: ModelShape) -> int:
-    """The whole model: a tied embedding counts once."""
-    shared = model.vocab * model.hidden if model.tied else 0
-    return embed_params(model) + model.layers * layer_params(model) + head_params(model) - shared
 
 
 FORMAT_VERSION = 1

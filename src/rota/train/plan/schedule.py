@@ -27,15 +27,6 @@ class Task(NamedTuple):
     chunk: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
-    """Result of a simulation: total seconds, busy seconds of each rank, most micro-batches alive on each rank."""
-
-    total_s: float
-    busy_s: tuple[float, ...]
-    alive_max: tuple[int, ...]
-
-
 def gpipe(ranks: int, micro: int) -> tuple[tuple[Task, ...], ...]:
     """All forwards, then all backwards, on every rank."""
     order = tuple(Task("F", i) for i in range(micro)) + tuple(Task("B", i) for i in range(micro))
@@ -144,14 +135,6 @@ def program_of(order: Sequence[Sequence[Task]]) -> Program:
     return Program(steps=tuple(steps), regular=regular)
 
 
-def _alive_max(tasks: Sequence[Task]) -> int:
-    alive = most = 0
-    for task in tasks:
-        alive += 1 if task.kind == "F" else -1
-        most = max(most, alive)
-    return most
-
-
 def _regular(tasks: Sequence[Task]) -> slice:
     """From the forward pass before the first backward pass to the last forward pass."""
     first_back = next((k for k, task in enumerate(tasks) if task.kind == "B"), len(tasks))
@@ -159,24 +142,12 @@ def _regular(tasks: Sequence[Task]) -> slice:
     return slice(max(first_back - 1, 0), last_ahead + 1)
 
 
-def simulate(
-    order: Sequence[Sequence[Task]], costs: Sequence[Sequence[StageCost]], *, transfers_s: Sequence[float] = ()
-) -> Timeline:
-    """Run every rank's tasks in their order. ``costs[rank][chunk]``; chunk ``c`` of rank ``r`` is stage ``c * p + r``.
+def run(program: Program, costs: Sequence[Sequence[StageCost]], transfers_s: Sequence[float]) -> list[float]:
+    """When each step of a program ends. ``costs[rank][chunk]``; chunk ``c`` of rank ``r`` is stage ``c * p + r``.
 
     ``transfers_s[r]`` passes on the way from rank ``r`` to the next one or back; the last is the way to the first rank,
-    between chunks. Raises ValueError for an order that can never finish (each rank waits for another).
+    between chunks.
     """
-    ends_s, busy_s = _run(program_of(order), costs, transfers_s), [0.0] * len(order)
-    for rank, tasks in enumerate(order):
-        for task in tasks:
-            cost = costs[rank][task.chunk]
-            busy_s[rank] += cost.forward_s if task.kind == "F" else cost.backward_s
-    return Timeline(total_s=max(ends_s), busy_s=tuple(busy_s), alive_max=tuple(map(_alive_max, order)))
-
-
-def _run(program: Program, costs: Sequence[Sequence[StageCost]], transfers_s: Sequence[float]) -> list[float]:
-    """When each step of a program ends."""
     ranks = len(costs)
     links = [*(transfers_s or [0.0] * ranks), 0.0]
     stages = [costs[rank][chunk] for chunk in range(len(costs[0])) for rank in range(ranks)]
@@ -201,7 +172,7 @@ def _program(kind: Kind, ranks: int, micro: int, chunks: int) -> Program:
 def pipeline_s(
     kind: Kind, micro: int, costs: Sequence[Sequence[StageCost]], *, transfers_s: Sequence[float] = ()
 ) -> float:
-    """Total seconds of ``micro`` micro-batches, as ``simulate`` gives them.
+    """Total seconds of ``micro`` micro-batches, as ``run`` gives them.
 
     Few micro-batches are simulated when these settle: once every step comes the same time after the one a fixed
     number of micro-batches before it, as many more add just that time, since each end is a maximum of sums of earlier
@@ -213,16 +184,16 @@ def pipeline_s(
     few = 4 * ranks
     while kind != "gpipe" and few < micro:
         program = _program(kind, ranks, few, chunks)
-        ends_s = _run(program, costs, transfers_s)
+        ends_s = run(program, costs, transfers_s)
         settled = _settled(program, ends_s, 2 * unit * chunks)
         if settled is not None:
             units, grown_s = settled
             more, rest = divmod(micro - few, units * unit)
             if rest:
-                ends_s = _run(_program(kind, ranks, few + rest, chunks), costs, transfers_s)
+                ends_s = run(_program(kind, ranks, few + rest, chunks), costs, transfers_s)
             return max(ends_s) + more * grown_s
         few *= 2
-    return max(_run(_program(kind, ranks, micro, chunks), costs, transfers_s))
+    return max(run(_program(kind, ranks, micro, chunks), costs, transfers_s))
 
 
 def _settled(program: Program, ends_s: Sequence[float], unit: int) -> tuple[int, float] | None:

@@ -14,7 +14,6 @@ from rota.train.plan.memory import (
     activation_bytes_per_layer,
     ends_bytes,
     layer_bytes,
-    layer_params_per_rank,
     layers_in_flight,
 )
 from rota.train.plan.model import (
@@ -28,6 +27,7 @@ from rota.train.plan.model import (
     Schedule,
     Stage,
     head_params,
+    layer_params,
 )
 
 INTERLEAVE_MAX = 8
@@ -300,14 +300,14 @@ class CostTable:
 
     def held(self, setting: Setting, counts: list[int]) -> float:
         """Parameters of the fullest pipeline rank by the layers of each; the first and the last have an embedding."""
-        each = layer_params_per_rank(self._model, setting.tp)
+        each = layer_params(self._model, setting.tp)
         ends = head_params(self._model, setting.tp)
         return float(max(max(counts) * each, counts[0] * each + ends, counts[-1] * each + ends))
 
     def least_s(self, setting: Setting) -> float:
         """As ``state_s`` of a rank that holds no more than an even share of layers and ends."""
         layers, pp = self._model.layers, setting.pp
-        each, most = layer_params_per_rank(self._model, setting.tp), -(-layers // pp)
+        each, most = layer_params(self._model, setting.tp), -(-layers // pp)
         ends = head_params(self._model, setting.tp) * min(pp, 2)
         return self.state_s(setting, max(most * each, (layers * each + ends) / pp), most)
 

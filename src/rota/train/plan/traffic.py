@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rota.train.plan.memory import NUMBER_BYTES, expand_layers, layer_params_per_rank
-from rota.train.plan.model import Layer, ModelShape, ParallelPlan, embed_params, head_params
+from rota.train.plan.memory import NUMBER_BYTES, expand_layers
+from rota.train.plan.model import Layer, ModelShape, ParallelPlan, embed_params, head_params, layer_params
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 Axis = Literal["data", "fsdp", "dp_replicate", "cp", "tp"]
@@ -92,7 +92,7 @@ def _gradients(plan: ParallelPlan, model: ModelShape) -> Iterator[Sent]:
 def _units(plan: ParallelPlan, model: ModelShape) -> Iterator[tuple[int, Layer]]:
     """Parameters of what is wrapped by itself on a rank: each layer, then embedding and head together."""
     for layer in expand_layers(plan):
-        yield layer_params_per_rank(model, layer.tp), layer
+        yield layer_params(model, layer.tp), layer
     yield embed_params(model, plan.embed.tp) + head_params(model, plan.head.tp), plan.embed
 
 

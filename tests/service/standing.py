@@ -24,17 +24,17 @@ from rota.runtime.process import execute_command
 from rota.service.config import load_settings
 from rota.service.process import assembly
 from rota.service.process.assembly import assemble, node_changes, wanted_nodes
-from rota.service.rest import follow
 from rota.service.rest.app import make_app
 from rota.service.rest.connections import Connections, server_config
 from rota.service.rest.deps import AppState
+from rota.service.rest.routes import streams
 from rota.spec.errors import EngineUnavailable
 from rota.spec.events import GangReserved, InstanceReady, InstanceStarted, JobEvent, MasterStarted, Reattached
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, NodeId
 from rota.spec.resources import Node
 from rota.spec.states import JobState
 
-follow.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
+streams.SETTLE_S = 0.2  # nothing writes after the end here: a second of it in every test that follows is waiting
 T = TypeVar("T")
 LIMIT_S = 60.0
 HELLO = "name: hello\nroles:\n  main:\n    run: [echo, hi]\n    resources: {gpus: 2}\n"

@@ -13,11 +13,11 @@ import pytest
 from standing import Standing, listening, standing, with_service
 
 from rota.runtime.secrets import Vault, masked
-from rota.service.accounts import SOMEBODY, Caller, Role, Veil
-from rota.service.rest import audit as audit_file
+from rota.service.accounts import REDACTED, Caller, Redactor, Role
+from rota.service.rest import auth as audit_file
 from rota.service.rest import deps
 from rota.service.rest.app import application
-from rota.service.rest.audit import Audit
+from rota.service.rest.auth import Audit
 from rota.spec.errors import LimitExceeded
 from rota.spec.states import JobState
 from rota.testing.memory import VirtualClock
@@ -378,7 +378,7 @@ def test_commands_beside_instances_are_limited_in_all_and_of_each_user(
         second = await service.http.post("/api/v1/jobs/hello-1:exec", json={**body, "argv": ["true"]})
         assert second.status_code == 429 and "1 of local" in second.json()["detail"]
         monkeypatch.setattr(deps, "EXECS_MAX", 1)
-        with pytest.raises(LimitExceeded), service.app.executing("ann"):
+        with pytest.raises(LimitExceeded), service.app.exec_slot("ann"):
             pass
         await asyncio.to_thread((tmp_path / "pipe").write_text, "done")
         assert (await first).json()["stdout"] == "done" and not service.app.execs
@@ -437,11 +437,11 @@ def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_i
 
     async def test(service: Standing) -> None:
         audit, submit = service.app.audit, service.app.intake.submit
-        kept, strangers = audit._path, audit._strangers_path
+        kept, strangers = audit._path, audit._anonymous_path
 
         async def fills_the_disk(*given: Any, **named: Any) -> Any:
             done = await submit(*given, **named)
-            audit._path = audit._strangers_path = full
+            audit._path = audit._anonymous_path = full
             return done
 
         monkeypatch.setattr(service.app.intake, "submit", fills_the_disk)
@@ -450,7 +450,7 @@ def test_a_change_that_the_audit_cannot_note_is_not_made_and_one_that_was_made_i
         assert refused.status_code == 503 and "nothing was done" in refused.json()["detail"]
         assert (await service.get("/jobs/hello-1"))["state"] != JobState.CANCELLED
         assert (await service.http.post("/api/v1/jobs", headers={"Authorization": "Bearer x"})).status_code == 401
-        audit._path, audit._strangers_path = kept, strangers
+        audit._path, audit._anonymous_path = kept, strangers
         assert [(one["path"], one["status"]) for one in audit.newest(9)] == [("/api/v1/jobs", None)]
 
     with_service(tmp_path, test)
@@ -478,10 +478,10 @@ def test_a_flood_of_strangers_leaves_a_count_and_not_a_full_disk(tmp_path: Path)
     audit = Audit(tmp_path / "audit.jsonl", clock)
     audit.begin({"user": "ann", "request_id": "r1"})
     for _ in range(1000):
-        audit.stranger({"user": "", "status": 401})
+        audit.anonymous({"user": "", "status": 401})
     audit.end("r1", 201)
     clock.advance(61)
-    audit.stranger({"user": "", "status": 401})
+    audit.anonymous({"user": "", "status": 401})
     newest = audit.newest(1000)
     assert len(newest) == 62 and newest[0]["left_out"] == 940 and newest[-1]["status"] == 201
 
@@ -493,7 +493,7 @@ def test_strangers_push_no_line_of_a_user_out_of_the_audit(tmp_path: Path, monke
     audit.begin({"user": "ann", "request_id": "r1"})
     for _ in range(50):
         clock.advance(1)
-        audit.stranger({"user": "", "path": "/api/v1/jobs", "status": 401})
+        audit.anonymous({"user": "", "path": "/api/v1/jobs", "status": 401})
     audit.end("r1", 201)
     assert [one["status"] for one in audit.newest(100, user="ann")] == [201]
     assert [one["status"] for one in audit.newest(2)] == [401, 401] and audit.newest(100)[-1]["user"] == "ann"
@@ -508,9 +508,9 @@ def test_what_another_tenant_may_not_know_is_gathered_once_for_a_page(tmp_path: 
             return super().values()
 
     story = SimpleNamespace(queue="prod", submitted=SimpleNamespace(user="bob"))
-    veil = Veil(Jobs({"zebra-1": story}), Caller(user="ann", by="token", grants=(("research", Role.USER),)))
-    shown = [veil.over({"by": "bob", "text": f"zebra-1 holds {i}"}) for i in range(1000)]
-    assert len(looks) == 1 and shown[7] == {"by": SOMEBODY, "text": f"{SOMEBODY} holds 7"}
+    redactor = Redactor(Jobs({"zebra-1": story}), Caller(user="ann", by="token", grants=(("research", Role.USER),)))
+    shown = [redactor.redact({"by": "bob", "text": f"zebra-1 holds {i}"}) for i in range(1000)]
+    assert len(looks) == 1 and shown[7] == {"by": REDACTED, "text": f"{REDACTED} holds 7"}
 
 
 def test_a_stream_ends_when_the_token_of_its_reader_is_revoked_or_the_right_is_taken(tmp_path: Path) -> None:

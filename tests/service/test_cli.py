@@ -29,7 +29,7 @@ from rota.service.cli import app, completion
 from rota.service.cli.completion import flags_of
 from rota.service.cli.output import Terminal
 from rota.service.jobfile.reader import read_job
-from rota.service.rest.auth import Asked, Auth
+from rota.service.rest.auth import Auth, AuthRequest
 from rota.service.views.installation import Installation
 from rota.spec.errors import BadInput
 from rota.spec.events import (
@@ -536,7 +536,7 @@ def test_a_home_without_a_service_says_whose_the_one_at_its_port_is(
             (tmp_path / "home" / "token").write_text("kept to itself")
             shown = list[str | None]()
 
-            def check(auth: Auth, asked: Asked) -> Caller:
+            def check(auth: Auth, asked: AuthRequest) -> Caller:
                 shown.append(asked.headers.get("authorization"))
                 return known_check(auth, asked)
 

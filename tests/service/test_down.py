@@ -26,7 +26,7 @@ from rota.service.config import Settings, load_settings
 from rota.service.process import daemon
 from rota.service.rest.deps import AppState
 from rota.service.rest.routes import cluster
-from rota.service.views.story import JobStory
+from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, NotReachable
 from rota.spec.events import Event, GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached
 from rota.spec.ids import Epoch, JobId
@@ -376,7 +376,7 @@ def test_a_job_that_ends_while_others_are_asked_to_save_keeps_none_from_it(
             await service.until(job, JobState.ADMITTED)
         real = cluster.append_live
 
-        async def append_live(app: AppState, story: JobStory, event: Event) -> None:
+        async def append_live(app: AppState, story: JobHistory, event: Event) -> None:
             if story.id == "hello-1":
                 end = JobEnded(state=JobState.SUCCEEDED, reason=Reason.COMPLETED)
                 await service.seen(service.as_master(story.id, end))

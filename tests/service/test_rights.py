@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rota.runtime.random import SeededChance
-from rota.service.accounts import LOCAL, SOMEBODY, Accounts, Caller, Role, Token, Veil, is_below, narrower
+from rota.service.accounts import LOCAL, REDACTED, Accounts, Caller, Redactor, Role, Token, is_below, narrower
 from rota.service.rest import auth as auth_module
 from rota.service.rest.auth import (
     CODE_TTL_S,
@@ -18,8 +18,8 @@ from rota.service.rest.auth import (
     FAILURES_MAX,
     FAILURES_WINDOW_S,
     SESSION_TTL_S,
-    Asked,
     Auth,
+    AuthRequest,
     digest_of,
     ensure_token,
     fresh_token,
@@ -47,11 +47,13 @@ def auth(clock: VirtualClock) -> Auth:
     return made
 
 
-def asked(token: str = "", *, method: str = "GET", cookie: str = "", address: str = "1.2.3.4", **headers: str) -> Asked:
+def asked(
+    token: str = "", *, method: str = "GET", cookie: str = "", address: str = "1.2.3.4", **headers: str
+) -> AuthRequest:
     found = {"host": "here:7700", **{name.replace("_", "-"): value for name, value in headers.items()}}
     if token:
         found["authorization"] = f"Bearer {token}"
-    return Asked(method=method, headers=found, cookie=cookie, address=address)
+    return AuthRequest(method=method, headers=found, cookie=cookie, address=address)
 
 
 def token_for(auth: Auth, caller: Caller | None = None, **how: Any) -> tuple[TokenMade, str]:
@@ -68,7 +70,9 @@ def token_for(auth: Auth, caller: Caller | None = None, **how: Any) -> tuple[Tok
 def test_the_token_of_the_installation_is_an_admin_of_everything(auth: Auth) -> None:
     assert auth.check(asked(OWN)) == Caller(user=LOCAL, by="token", token="own", grants=(("", Role.ADMIN),))
     assert auth.check(asked(f" {OWN} ")).user == LOCAL
-    assert auth.check(Asked(method="GET", headers={"host": "here", "authorization": f"bearer {OWN}"})).user == LOCAL
+    assert (
+        auth.check(AuthRequest(method="GET", headers={"host": "here", "authorization": f"bearer {OWN}"})).user == LOCAL
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,12 +104,12 @@ def test_a_token_ends_at_its_time_and_when_it_is_revoked(auth: Auth, clock: Virt
     caller = auth.check(asked(whole))
     assert made.expires_at == clock.wall_s() + 10.0
     clock.advance(9.5)
-    assert auth.again(caller) == caller
+    assert auth.renewed(caller) == caller
     clock.advance(0.5)
     with pytest.raises(NoToken):
         auth.check(asked(whole))
     with pytest.raises(NoToken, match="revoked, or it has expired"):
-        auth.again(caller)
+        auth.renewed(caller)
     other, second = token_for(auth)
     auth.accounts.apply(record(TokenRevoked(id=other.id), 7.0))
     assert auth.accounts.tokens[other.id].revoked_at == 7.0
@@ -116,9 +120,9 @@ def test_a_token_ends_at_its_time_and_when_it_is_revoked(auth: Auth, clock: Virt
 def test_again_gives_what_the_user_may_do_by_now(auth: Auth) -> None:
     caller = auth.check(asked(token_for(auth)[1]))
     auth.accounts.apply(record(UserChanged(name="ann", grants=(("x", "user"),))))
-    assert auth.again(caller).grants == (("x", Role.USER),)
+    assert auth.renewed(caller).grants == (("x", Role.USER),)
     auth.accounts.apply(record(UserChanged(name="ann", grants=())))
-    assert (auth.again(caller).grants, "ann" in auth.accounts.users) == ((), False)
+    assert (auth.renewed(caller).grants, "ann" in auth.accounts.users) == ((), False)
 
 
 def test_wrong_tokens_of_an_address_are_limited_and_right_ones_are_not(auth: Auth, clock: VirtualClock) -> None:
@@ -392,17 +396,17 @@ def test_accounts_are_what_the_log_says() -> None:
 
 def test_names_of_jobs_and_owners_that_a_caller_may_not_see_are_covered_everywhere() -> None:
     jobs = {"j-1": story("q", "u"), "j-2": story("z", "w"), "j-3": story("q", "v")}
-    veil = Veil(jobs, Caller(user="u", by="token", grants=(("q", Role.VIEWER),)))
+    redactor = Redactor(jobs, Caller(user="u", by="token", grants=(("q", Role.VIEWER),)))
     document = {
         "j-2": ["j-1 waits for j-2.", ("j-3", 4)], "user": "w", "by": "v", "marked_by": "", "name": "w", "n": 2,
         "job": {"user": "u", "by": None},
     }  # fmt: skip
-    assert veil.over(document) == {
-        SOMEBODY: [f"j-1 waits for {SOMEBODY}.", ["j-3", 4]], "user": SOMEBODY, "by": "v", "marked_by": "", "name": "w",
+    assert redactor.redact(document) == {
+        REDACTED: [f"j-1 waits for {REDACTED}.", ["j-3", 4]], "user": REDACTED, "by": "v", "marked_by": "", "name": "w",
         "n": 2, "job": {"user": "u", "by": None},
     }  # fmt: skip
-    whole = Veil(jobs, Caller(user="a", by="token", grants=(("", Role.VIEWER),)))
-    assert whole.over(document) is document
+    whole = Redactor(jobs, Caller(user="a", by="token", grants=(("", Role.VIEWER),)))
+    assert whole.redact(document) is document
 
 
 def test_the_limits_of_failures_codes_and_sessions_are_those_of_the_pages() -> None:
@@ -413,4 +417,4 @@ def test_the_limits_of_failures_codes_and_sessions_are_those_of_the_pages() -> N
 def test_a_request_without_a_host_is_none_of_this_service(auth: Auth) -> None:
     auth.hosts = frozenset({"xx", "here"})
     with pytest.raises(NotAllowed, match="host '' is not one"):
-        auth.check(Asked(method="GET", headers={"authorization": f"Bearer {OWN}"}))
+        auth.check(AuthRequest(method="GET", headers={"authorization": f"Bearer {OWN}"}))

@@ -8,8 +8,8 @@ import pytest
 from tests.makers import JOB, loop, op, placement, service, spec
 
 from rota.job.core.progress import Span
-from rota.service.views.story import begin_story
-from rota.service.views.trace import trace_document
+from rota.service.views.graph import trace_document
+from rota.service.views.job_history import begin_history
 from rota.spec.events import Committed, Event, JobAdmitted, JobQueued, JobSubmitted, Record
 from rota.spec.ids import Epoch
 from rota.spec.job import Edge, JobSpec, StreamSpec
@@ -26,7 +26,7 @@ def played(*events: tuple[float, Event], job: JobSpec | None = None):
         *events,
     ]
     records = [Record(number=n, job=JOB, seq=n, at=at, event=event) for n, (at, event) in enumerate(given, 1)]
-    story = begin_story(records[0])
+    story = begin_history(records[0])
     for record in records[1:]:
         story.apply(record)
     return story, records

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.makers import JOB, loop, op, placement, service, spec
 
-from rota.service.views.story import JobStory, begin_story
-from rota.service.views.usage import usage_report
+from rota.service.views.cluster import usage_report
+from rota.service.views.job_history import JobHistory, begin_history
 from rota.spec.events import JobAdmitted, JobQueued, JobRequeued, JobSubmitted, Record
 from rota.spec.ids import Epoch
 from rota.spec.reasons import Reason
@@ -13,7 +13,7 @@ from rota.spec.reasons import Reason
 T0 = 1000.0
 
 
-def stopped_once() -> JobStory:
+def stopped_once() -> JobHistory:
     """Admitted after 5 s, preempted before it ran, admitted again after 60 s."""
     job = spec(service("reward", 1, op("score")), loop())
     given = [
@@ -24,7 +24,7 @@ def stopped_once() -> JobStory:
         (T0 + 60, JobAdmitted(attempt=2, epoch=Epoch(9), placement=placement(job))),
     ]
     records = [Record(number=n, job=JOB, seq=n, at=at, event=event) for n, (at, event) in enumerate(given, 1)]
-    story = begin_story(records[0])
+    story = begin_history(records[0])
     for record in records[1:]:
         story.apply(record)
     return story

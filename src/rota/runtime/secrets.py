@@ -108,7 +108,7 @@ def open_told(environ: Mapping[str, str]) -> dict[str, str]:
     return Vault(Home.find(environ)).open(owner, names) if names else {}
 
 
-def blackened(text: str, *, cut: bool = False) -> str:
+def redact(text: str, *, cut: bool = False) -> str:
     """The text without the secrets of this process: for what it tells of itself; ``cut`` as in ``masked``."""
     names = os.environ.get(VARIABLE, "").split()[1:]
     return masked(text, [os.environ[name] for name in names if name in os.environ], cut=cut)

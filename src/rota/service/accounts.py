@@ -9,13 +9,13 @@ from enum import IntEnum
 from functools import cached_property
 from typing import Any, TypeVar
 
-from rota.service.views.story import JobStory
+from rota.service.views.job_history import JobHistory
 from rota.spec.errors import BadInput, NotAllowed
 from rota.spec.events import Record, TokenMade, TokenRevoked, UserChanged
 
 LOCAL = "local"
 """The user of the installation's own token: an admin who is always there."""
-SOMEBODY = "(another tenant's)"
+REDACTED = "(another tenant's)"
 
 
 class Role(IntEnum):
@@ -69,15 +69,15 @@ class Caller:
             mine = ", ".join(f"{one.word} of {path or 'all queues'}" for path, one in self.grants) or "nothing"
             raise NotAllowed(f"this needs the role {role.word} on {where}", hint=f"{self.user} is {mine}")
 
-    def sees(self, story: JobStory) -> bool:
+    def sees(self, story: JobHistory) -> bool:
         """True when a job may be known to exist."""
         return self.has(Role.VIEWER, story.queue)
 
-    def reads(self, story: JobStory) -> bool:
+    def reads(self, story: JobHistory) -> bool:
         """True when the output, the text and the events of a job may be read: its owner, and who runs its queue."""
         return self.has(Role.QUEUE_ADMIN, story.queue) or (self.sees(story) and story.submitted.user == self.user)
 
-    def steers(self, story: JobStory) -> bool:
+    def steers(self, story: JobHistory) -> bool:
         """True when a job may be stopped or changed."""
         own = story.submitted.user == self.user and self.has(Role.USER, story.queue)
         return own or self.has(Role.QUEUE_ADMIN, story.queue)
@@ -142,20 +142,20 @@ _WORD = re.compile(r"[A-Za-z](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
 _NAMED = frozenset({"user", "by", "marked_by"})
 
 
-class Veil:
+class Redactor:
     """Takes from documents the names of jobs that the caller may not see, wherever they stand, and their owners.
 
     Numbers stay: how much is ahead is everybody's business, whose it is is not. Made once for an answer: whom the
     caller may know of is gathered when it is first asked for.
     """
 
-    def __init__(self, jobs: Mapping[Any, JobStory], caller: Caller) -> None:
+    def __init__(self, jobs: Mapping[Any, JobHistory], caller: Caller) -> None:
         self._jobs, self._caller = jobs, caller
         self._sees_all = caller.has(Role.VIEWER)
 
-    def over(self, document: T) -> T:
+    def redact(self, document: T) -> T:
         """The document as the caller may see it."""
-        return document if self._sees_all else self._cover(document)
+        return document if self._sees_all else self._redacted(document)
 
     @cached_property
     def _known(self) -> set[str]:
@@ -164,18 +164,18 @@ class Veil:
 
     def _word(self, found: re.Match[str]) -> str:
         story = self._jobs.get(found[0])
-        return found[0] if story is None or self._caller.sees(story) else SOMEBODY
+        return found[0] if story is None or self._caller.sees(story) else REDACTED
 
-    def _cover(self, value: Any) -> Any:
+    def _redacted(self, value: Any) -> Any:
         if isinstance(value, str):
             return _WORD.sub(self._word, value)
         if isinstance(value, dict):
             return {
-                self._cover(key): SOMEBODY
+                self._redacted(key): REDACTED
                 if key in _NAMED and isinstance(one, str) and one and one not in self._known
-                else self._cover(one)
+                else self._redacted(one)
                 for key, one in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self._cover(one) for one in value]
+            return [self._redacted(one) for one in value]
         return value

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from rota.runtime.clock import Clock
 from rota.service.views.cluster import cluster_totals, node_list, queue_tree, waiting_in
 from rota.service.views.installation import Installation
-from rota.service.views.streams import stream_rows
+from rota.service.views.jobs import stream_rows
 from rota.spec import events as e
 from rota.spec.events import Record
 from rota.spec.reasons import Reason
@@ -108,38 +108,38 @@ class Metrics(Collector):
         """Count one record; the installation has taken it in before."""
         if isinstance(record.event, e.PartReplaced):
             self._replaced[record.event.part.partition(" of ")[0]] += 1
-        story = self._installation.jobs.get(record.job) if record.job is not None else None
-        if story is None:
+        history = self._installation.jobs.get(record.job) if record.job is not None else None
+        if history is None:
             return
         match record.event:
             case e.JobAdmitted(attempt=1):
-                self._wait[story.queue].observe(record.at - story.submitted_at)
+                self._wait[history.queue].observe(record.at - history.submitted_at)
                 self._decisions["admit"] += 1
             case e.JobAdmitted():
                 self._decisions["admit"] += 1
             case e.JobWaits():
                 self._decisions["wait"] += 1
             case e.PreemptAsked(reason=reason):
-                self._preemptions[(story.queue, reason)] += 1
+                self._preemptions[(history.queue, reason)] += 1
                 self._decisions["preempt"] += 1
-            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in story.instances:
-                self._restarts[story.queue] += story.instances[(role, rank)].restarts > 0
+            case e.InstanceStarted(role=role, rank=rank) if (role, rank) in history.instances:
+                self._restarts[history.queue] += history.instances[(role, rank)].restarts > 0
             case e.FailoverStarted(level=level, reason=reason) if reason not in (Reason.RESIZED, Reason.MIGRATED_DRAIN):
                 self._failovers[(level, reason)] += 1
             case e.FailoverEnded(failover=number, seconds=seconds):
-                for failure in story.failures:
-                    if failure.number == number and failure.attempt == story.ctx.attempt:
+                for failure in history.failures:
+                    if failure.number == number and failure.attempt == history.ctx.attempt:
                         self._failover[failure.level].observe(seconds)
             case e.Committed():
-                self._count_samples(story.id, record.event)
+                self._count_samples(history.id, record.event)
             case e.RolledBack(from_commit=old, to_commit=new):
                 self._steps_lost += max(0, old - new)
             case e.FencedWrite(count=count):
                 self._fenced += count
             case e.JobEnded(state=state, reason=reason):
-                self._cuts = {key: cut for key, cut in self._cuts.items() if key[0] != story.id}
-                self._jobs[(story.queue, state, reason)] += 1
-                self._completion[story.queue].observe(record.at - story.submitted_at)
+                self._cuts = {key: cut for key, cut in self._cuts.items() if key[0] != history.id}
+                self._jobs[(history.queue, state, reason)] += 1
+                self._completion[history.queue].observe(record.at - history.submitted_at)
             case _:
                 pass
 
@@ -241,9 +241,9 @@ class Metrics(Collector):
         stale = GaugeMetricFamily(
             "rota_stale_versions", "Oldest item of the last commit, in model versions.", labels=("job", "stream")
         )
-        for story in self._installation.live.values():
-            for row in stream_rows(story.commit):
-                stale.add_metric((story.id, row["name"]), row["age"])
+        for history in self._installation.live.values():
+            for row in stream_rows(history.commit):
+                stale.add_metric((history.id, row["name"]), row["age"])
         yield stale
         used = totals["gpus_used"] / totals["gpus"] if totals["gpus"] else 0.0
         yield GaugeMetricFamily("rota_gpu_allocated_ratio", "Devices that jobs hold, of all.", value=used)

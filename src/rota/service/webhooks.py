@@ -23,7 +23,7 @@ from rota.runtime.process import write_private
 from rota.runtime.random import Chance, secret_token
 from rota.runtime.secrets import Vault
 from rota.service.control.loop import ServiceLoop
-from rota.service.views.story import JobStory
+from rota.service.views.job_history import JobHistory
 from rota.spec import events as e
 from rota.spec.errors import BadInput, NotAllowed, RotaError, UnknownName
 from rota.spec.events import Record, WebhookRemoved, WebhookSet
@@ -54,14 +54,14 @@ GIVE_UP_S = 86_400.0
 _log = logging.getLogger("rota.service")
 
 
-def notice_of(record: Record, story: JobStory | None = None) -> str:
-    """Which of ``KINDS`` a record is, in the story of its job; empty for none."""
+def notice_of(record: Record, history: JobHistory | None = None) -> str:
+    """Which of ``KINDS`` a record is, in the history of its job; empty for none."""
     match record.event:
         case e.JobAdmitted(attempt=1):
             return "started"
         case e.FailoverEnded():
             return "healed"
-        case e.PreemptAsked() if story is not None and story.gives_all_back(record.at, record.event):
+        case e.PreemptAsked() if history is not None and history.gives_all_back(record.at, record.event):
             return "preempted"
         case e.JobEnded(state=state):
             return "failed" if state is JobState.FAILED else "finished"
@@ -239,7 +239,7 @@ class Notifier:
                     _log.warning("webhook %s: %s", one, error)
                     records = ()
                 if records:
-                    await self._loop.wait_for(records[-1].number)  # the stories are to know what is told of them
+                    await self._loop.wait_for(records[-1].number)  # the histories are to know what is told of them
                 for record in records:
                     if (body := self._body(target, record)) is not None:
                         await self._deliver(http, target, record.number, body, secret)
@@ -260,19 +260,19 @@ class Notifier:
             return since
 
     def _body(self, target: WebhookSet, record: Record) -> bytes | None:
-        story = self._loop.installation.jobs.get(record.job) if record.job is not None else None
-        kind = notice_of(record, story)
+        history = self._loop.installation.jobs.get(record.job) if record.job is not None else None
+        kind = notice_of(record, history)
         if not kind or (target.on and kind not in target.on):
             return None
-        if target.queue and (story is None or f"{story.queue}/".find(f"{target.queue}/") != 0):
+        if target.queue and (history is None or f"{history.queue}/".find(f"{target.queue}/") != 0):
             return None
         event = record.event
         document: dict[str, Any] = {"api": "rota/v1", "kind": "Notice", "event": kind, "number": record.number}
         document |= {"at": iso(record.at), "job": record.job, "node": getattr(event, "node", None)}
         document |= {"reason": getattr(event, "reason", None), "text": getattr(event, "text", "")}
-        if story is not None:
-            document |= {"name": story.spec.name, "user": story.submitted.user, "queue": story.queue}
-            document |= {"state": story.state.value, "url": f"{self._url}/jobs/{story.id}"}
+        if history is not None:
+            document |= {"name": history.spec.name, "user": history.submitted.user, "queue": history.queue}
+            document |= {"state": history.state.value, "url": f"{self._url}/jobs/{history.id}"}
         return json.dumps(document, ensure_ascii=False, default=str).encode()
 
     async def _deliver(self, http: httpx.AsyncClient, to: WebhookSet, number: int, body: bytes, secret: str) -> None:

@@ -11,8 +11,8 @@ from rota.job.core.context import JobContext
 from rota.job.core.desired import wanted
 from rota.job.core.machine import initial, replay
 from rota.job.core.resize import sized, world_of
-from rota.service.views.failures import failure_list
-from rota.service.views.story import JobStory, begin_story
+from rota.service.views.job_history import JobHistory, begin_history
+from rota.service.views.reasons import failure_list
 from rota.service.webhooks import notice_of
 from rota.spec.commands import Assemble, SetTimer
 from rota.spec.events import (
@@ -69,8 +69,8 @@ def replayed(driven) -> JobContext:
     return replay(driven.ctx.job, tuple(driven.records), initial(driven.ctx.job))
 
 
-def told_by(driven) -> JobStory:
-    story = begin_story(driven.records[0])
+def told_by(driven) -> JobHistory:
+    story = begin_history(driven.records[0])
     for record in driven.records[1:]:
         story.apply(record)
     return story

@@ -13,8 +13,8 @@ from tests.makers import admitted, at, loop, mesh, rl, service, spec
 from rota.job.core.context import PLATFORM_FAULTS_MAX, PLATFORM_WINDOW_S
 from rota.job.core.desired import wanted
 from rota.job.core.machine import accepts_commit, initial, replay
-from rota.service.views.failures import failure_list
-from rota.service.views.story import begin_story
+from rota.service.views.job_history import begin_history
+from rota.service.views.reasons import failure_list
 from rota.spec.commands import SaveCommit, SetTimer, StopInstance
 from rota.spec.events import (
     CheckpointSaved,
@@ -397,7 +397,7 @@ def test_a_checkpoint_that_is_gone_ends_the_job_by_its_own_budgets(driven):
 
 def failures_of(driven) -> list[tuple[str, int, str, int]]:
     """What ``rota failures`` shows: reason, the commit gone back to, where its state was, commits lost."""
-    story = begin_story(driven.records[0])
+    story = begin_history(driven.records[0])
     for record in driven.records[1:]:
         story.apply(record)
     items = failure_list(story)["items"]

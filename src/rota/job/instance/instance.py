@@ -169,7 +169,7 @@ class Instance:
     async def execute(self, argv: list[str], timeout_s: float) -> dict[str, Any]:
         """Run a command in the environment and folder of this process; its end and output, secrets blacked out."""
         done = await self._control.run(execute_command(argv, timeout_s=timeout_s))
-        return done | {name: secrets.blackened(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
+        return done | {name: secrets.redact(done[name], cut=done["cut"]) for name in ("stdout", "stderr")}
 
     async def check(self) -> dict[str, Any]:
         """Is this node fit? ``done``, or ``failed`` with what is wrong. Asked before any code of the job runs here."""
@@ -432,8 +432,8 @@ def failure_of(error: BaseException, epoch: Epoch) -> Failure:
     else:
         reason = own or Reason.USER_ERROR
     text, trace = told(error)
-    text = secrets.blackened(str(error) if own else text)
-    trace = secrets.blackened(getattr(error, "traceback_text", trace))
+    text = secrets.redact(str(error) if own else text)
+    trace = secrets.redact(getattr(error, "traceback_text", trace))
     return Failure(epoch=epoch, reason=reason, text=text[:TEXT_MAX], traceback=trace[-TRACE_MAX:])
 
 

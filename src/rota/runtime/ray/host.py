@@ -270,7 +270,7 @@ def make_target(boot: Boot) -> Any:
 
 def raised(error: BaseException) -> Raised:
     """An exception that every caller can read: those of Rota and of Python itself, others as RemoteError."""
-    text = secrets.blackened("".join(traceback.format_exception(error)))
+    text = secrets.redact("".join(traceback.format_exception(error)))
     return Raised(error=_portable(error, text), traceback=text)
 
 

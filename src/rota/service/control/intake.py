@@ -17,7 +17,7 @@ from rota.service.accounts import Caller, Role
 from rota.service.control.loop import ServiceLoop
 from rota.service.control.submission import Submission, check_image, with_interfaces, workdir_of
 from rota.service.jobfile.reader import problems_of, read_job
-from rota.service.views.story import JobStory
+from rota.service.views.job_history import JobHistory
 from rota.spec import codec
 from rota.spec.check import fixed_size, unenforced
 from rota.spec.errors import (
@@ -54,7 +54,7 @@ class Intake:
         self._dry_runs = asyncio.Semaphore(DRY_RUNS_MAX)
         self._searches = asyncio.Lock()
 
-    async def submit(self, given: Submission, *, caller: Caller, key: str = "") -> tuple[JobStory, bool]:
+    async def submit(self, given: Submission, *, caller: Caller, key: str = "") -> tuple[JobHistory, bool]:
         """The job, and whether it is new. Durable when it returns.
 
         Raises JobFileError, Infeasible, UnknownName (queue, secret), NotAllowed, LimitExceeded, or IdempotencyConflict
@@ -114,7 +114,7 @@ class Intake:
             "spec": completed.to_json(),
         }
 
-    def _find_key(self, user: str, key: str, digest: str) -> JobStory | None:
+    def _find_key(self, user: str, key: str, digest: str) -> JobHistory | None:
         installation = self._loop.installation
         if (job := installation.keys.get((user, f"{key}#{digest}"))) is not None:
             return installation.jobs[job]

@@ -14,7 +14,7 @@ from rota.runtime.event_log.interface import EventLog, Writer
 from rota.service.control.engine import Engine
 from rota.service.control.submission import Refused, inspect_workloads
 from rota.service.views.installation import Installation
-from rota.service.views.story import JobStory
+from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, Fenced, RotaError, SeqConflict, StoreUnavailable
 from rota.spec.events import EngineLost, EngineStateVolatile, Event, JobEnded, JobQueued, JobWaits, Record
 from rota.spec.ids import JobId
@@ -247,7 +247,7 @@ class ServiceLoop:
                 wrote = await self._append_if_current(story, event) or wrote
         return wrote
 
-    async def _append_if_current(self, story: JobStory, event: Event) -> bool:
+    async def _append_if_current(self, story: JobHistory, event: Event) -> bool:
         try:
             await self._write([event], job=story.id, expected_seq=story.seq)
         except SeqConflict:
@@ -265,7 +265,7 @@ class ServiceLoop:
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
-    def _act(self, story: JobStory) -> None:
+    def _act(self, story: JobHistory) -> None:
         if story.state is JobState.SUBMITTED and story.stop is None:
             self._spawn(f"inspect/{story.id}", self._inspect(story))
         elif story.attempts and (story.state.holds_devices or story.stop is not None):
@@ -300,7 +300,7 @@ class ServiceLoop:
         self._fenced = fenced
         self._wake.set()
 
-    async def _inspect(self, story: JobStory) -> None:
+    async def _inspect(self, story: JobHistory) -> None:
         async with self._inspections:
             spec = story.spec
             found = await inspect_workloads(spec, story.submitted.workdir)
@@ -318,7 +318,7 @@ class ServiceLoop:
             return
         await self._append_if_current(story, JobQueued(spec=found))
 
-    async def _ensure_master(self, story: JobStory) -> None:
+    async def _ensure_master(self, story: JobHistory) -> None:
         attempt = story.attempts[-1].attempt
         for pause_s in (*RETRY_S, None):
             generation = self.engine.generation
@@ -334,7 +334,7 @@ class ServiceLoop:
             await self._note_engine()
             return
 
-    async def _tell_waiting(self, story: JobStory, text: str) -> None:
+    async def _tell_waiting(self, story: JobHistory, text: str) -> None:
         """Let people see that the job has devices and waits for the engine; once for each cause."""
         _log.warning("master of %s: %s", story.id, text)
         known = story.waits

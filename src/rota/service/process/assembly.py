@@ -24,8 +24,7 @@ from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
 from rota.service.control.loop import ServiceLoop
 from rota.service.metrics import Metrics
-from rota.service.rest.audit import Audit
-from rota.service.rest.auth import Auth, ensure_token
+from rota.service.rest.auth import Audit, Auth, ensure_token
 from rota.service.rest.deps import AppState
 from rota.service.webhooks import Notifier
 from rota.spec.events import Event, NodeJoined, NodeLost, ServiceStarted

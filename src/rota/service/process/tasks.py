@@ -16,7 +16,7 @@ from rota.runtime.process import KEEPER, RunFolder
 from rota.service.process.assembly import node_changes
 from rota.service.process.daemon import ensure_keeper
 from rota.service.rest.deps import AppState
-from rota.service.views.story import JobStory
+from rota.service.views.job_history import JobHistory
 from rota.spec.errors import EngineUnavailable, RotaError, StoreUnavailable
 from rota.spec.events import PartReplaced
 from rota.spec.ids import JobId
@@ -102,7 +102,7 @@ async def keep_nodes(app: AppState) -> None:
         await app.clock.sleep(NODES_S)
 
 
-def old_jobs(jobs: Mapping[JobId, JobStory], *, now: float, kept_days: float) -> list[JobId]:
+def old_jobs(jobs: Mapping[JobId, JobHistory], *, now: float, kept_days: float) -> list[JobId]:
     """Jobs that ended more than so many days before ``now``; none for 0 days, which keeps logs for ever."""
     if not kept_days:
         return []
@@ -125,7 +125,7 @@ def remove_logs(home: Home, jobs: Iterable[JobId]) -> int:
     return removed
 
 
-async def keep_logs(jobs: Mapping[JobId, JobStory], home: Home, clock: Clock, kept_days: float) -> None:
+async def keep_logs(jobs: Mapping[JobId, JobHistory], home: Home, clock: Clock, kept_days: float) -> None:
     """Until cancelled: look once an hour."""
     while kept_days:
         old = old_jobs(jobs, now=clock.wall_s(), kept_days=kept_days)

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rota.service.config import rota_version
 from rota.service.jobfile.problems import DISK_REMEDIES, Problem
 from rota.service.rest.auth import SAFE_METHODS
-from rota.service.rest.deps import AppState, asked_line, asked_of
-from rota.service.rest.routes import accounts, cluster, jobs, page, sim, streams
+from rota.service.rest.deps import AppState, asked_line, auth_request
+from rota.service.rest.routes import accounts, cluster, jobs, page, streams
 from rota.spec.errors import (
     JobFileError,
     LimitExceeded,
@@ -66,7 +66,7 @@ def application() -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for router in (jobs.router, streams.router, cluster.router, accounts.router, sim.router, page.router):
+    for router in (jobs.router, streams.router, cluster.router, accounts.router, cluster.sim, page.router):
         app.include_router(router)
     app.add_exception_handler(RotaError, _rota_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -130,7 +130,7 @@ class Guard:
             return None
         request = Request(scope)
         try:
-            scope["state"]["asker"] = self._app.auth.check(asked_of(request))
+            scope["state"]["asker"] = self._app.auth.check(auth_request(request))
         except RotaError as error:
             return _rota_error(request, error)
         return None
@@ -164,7 +164,7 @@ class Guard:
             if "caller" in scope["state"]:
                 self._app.audit.end(request_id, status)
             else:
-                self._app.audit.stranger({**asked_line(scope, None), "status": status})
+                self._app.audit.anonymous({**asked_line(scope, None), "status": status})
         except OSError as error:
             _log.error("%s %s answered %s, which the audit lacks: %s", scope["method"], scope["path"], status, error)
 

@@ -1,21 +1,28 @@
-"""Who asks: bearer tokens, the cookie of the page, and the checks of Host and Origin."""
+"""Authentication and audit: tokens, sessions of the UI, checks of Host and Origin; who asked for which change."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
+import json
+import os
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from rota.runtime.clock import Clock
+from rota.runtime.clock import Clock, iso
+from rota.runtime.environ import PRIVATE_FILE
 from rota.runtime.process import write_private
 from rota.runtime.random import Chance, secret_token
 from rota.service.accounts import LOCAL, Accounts, Caller, Role, is_below
-from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt
+from rota.service.models.accounts import AuditLine
+from rota.spec.errors import BadInput, LimitExceeded, NotAllowed, NoToken, StoreCorrupt, StoreUnavailable
 from rota.spec.events import TokenMade
 
 COOKIE = "rota_session"
@@ -34,7 +41,7 @@ _TOKEN = re.compile(r"rota_[a-z0-9]+_[A-Za-z0-9_-]{32,}|(?!rota_)[!-~]{16,}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AuthRequest:
     """What of a request matters for its permission; header names in lower case."""
 
     method: str
@@ -96,7 +103,7 @@ class Auth:
         own = TokenMade(id=_id_of(token), user=LOCAL, digest=digest_of(token))
         return Auth(clock=clock, chance=chance, own=own, hosts=hosts)
 
-    def check(self, asked: Asked) -> Caller:
+    def check(self, asked: AuthRequest) -> Caller:
         """Who asks. Raises NoToken, NotAllowed (Host, Origin, CSRF) or LimitExceeded (too many wrong tokens)."""
         self.check_host(asked)
         self.check_origin(asked)
@@ -119,7 +126,7 @@ class Auth:
         known = self.accounts.tokens.get(token_id)
         return known.made if known is not None and known.valid(self.clock.wall_s()) else None
 
-    def again(self, caller: Caller) -> Caller:
+    def renewed(self, caller: Caller) -> Caller:
         """The same caller with what it may do by now. Raises NoToken once its token is worth nothing."""
         if (made := self._find(caller.token)) is None:
             raise NoToken("the token was revoked, or it has expired", hint="ask an admin for a new one")
@@ -134,19 +141,19 @@ class Auth:
             made.user == caller.user and Role.of(made.role) <= Role.of(mine.role) and is_below(made.queue, mine.queue)
         )
 
-    def check_host(self, asked: Asked) -> None:
+    def check_host(self, asked: AuthRequest) -> None:
         """Refuse names that are not ours: a page elsewhere may have pointed its own name at this address."""
         host = _host_of(asked.headers.get("host", ""))
         if host not in self.hosts:
             raise NotAllowed(f"host {host!r} is not one of this service", hint="set 'host' to the name you use")
 
-    def check_origin(self, asked: Asked) -> None:
+    def check_origin(self, asked: AuthRequest) -> None:
         """Raises NotAllowed for what a page of another site makes a browser send."""
         origin = asked.headers.get("origin", "")
         if origin and urlsplit(origin).netloc != asked.headers.get("host", ""):
             raise NotAllowed(f"origin {origin!r} may not ask this service")
 
-    def _check_session(self, asked: Asked) -> Caller:
+    def _check_session(self, asked: AuthRequest) -> Caller:
         signed, _, signature = asked.cookie.rpartition(".")
         expires, _, token_id = signed.partition(".")
         if not expires.isdecimal() or not hmac.compare_digest(signature.encode(), self._sign(signed).encode()):
@@ -236,3 +243,110 @@ def _host_of(value: str) -> str:
     if value.startswith("["):
         return value[1:].partition("]")[0].lower()
     return value.partition(":")[0].lower()
+
+
+FILE_BYTES_MAX = 32 * 2**20
+"""At this size a file becomes ``audit.jsonl.1`` in place of the one before."""
+ANONYMOUS_MAX, ANONYMOUS_WINDOW_S = 60, 60.0
+"""Lines about requests of nobody known in one window; the rest are counted, lest a flood wash the others out."""
+
+
+class Audit:
+    """The file of requests that change something, refused ones too.
+
+    ``begin`` writes who asks for what before it is done, and nothing is done that could not be written; ``end`` adds
+    the status before the answer leaves. So a full disk refuses a command and never hides one that was acknowledged. Not
+    in the event log: what was done stands there already (``by``), and what was refused did not happen. Strangers have a
+    file of their own: they push out their own lines alone. For one thread.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path, self._anonymous_path = path, path.with_name(f"strangers-{path.name}")
+        self._clock = clock
+        self._window_s, self._anonymous, self._left_out = float("-inf"), 0, 0
+
+    def begin(self, line: dict[str, Any]) -> None:
+        """Write who asks for what; ``request_id`` names it. Raises StoreUnavailable when that is impossible."""
+        try:
+            self._write({"at": iso(self._clock.wall_s()), **line, "status": None})
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def add(self, request_id: str, **more: str | bool) -> None:
+        """Say more of a request before it is done. Raises StoreUnavailable when that is impossible."""
+        try:
+            self._write({"request_id": request_id, **more})
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def end(self, request_id: str, status: int) -> None:
+        """Write what came of it. Raises OSError; that it was begun stands there."""
+        self._write({"request_id": request_id, "status": status})
+
+    def anonymous(self, line: dict[str, Any]) -> None:
+        """Write a refusal of somebody who showed no good token; of a flood only how many. Raises OSError."""
+        now = self._clock.monotonic_s()
+        if now - self._window_s >= ANONYMOUS_WINDOW_S:
+            self._window_s, self._anonymous = now, 0
+        self._anonymous += 1
+        if self._anonymous > ANONYMOUS_MAX:
+            self._left_out += 1
+            return
+        left_out = {"left_out": self._left_out} if self._left_out else {}
+        self._write({"at": iso(self._clock.wall_s()), **line, **left_out}, self._anonymous_path)
+        self._left_out = 0
+
+    def _refused(self, error: OSError) -> StoreUnavailable:
+        text = f"nothing was done: the audit {self._path} cannot be written: {error.strerror}"
+        return StoreUnavailable(text, hint="free space on that disk, then ask again")
+
+    def _write(self, line: dict[str, Any], path: Path | None = None) -> None:
+        """Add one line. Blocks for as long as one small write takes."""
+        path = path or self._path
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, PRIVATE_FILE)
+        try:
+            raw = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+            size = os.fstat(file).st_size
+            if os.write(file, raw) < len(raw):
+                os.ftruncate(file, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            full = size + len(raw) > FILE_BYTES_MAX
+        finally:
+            os.close(file)
+        if full:
+            path.replace(_older(path))
+
+    def newest(self, count: int, *, user: str = "") -> list[AuditLine]:
+        """The last requests, the newest first; of one user if named. A line that a crash cut short is left out.
+
+        ``status`` is None of one that is under way or whose service died before it answered.
+        """
+        found: deque[dict[str, Any]] = deque(maxlen=count)
+        open_ones: dict[str, dict[str, Any]] = {}
+        for line in _lines(self._path):
+            if "at" not in line:
+                open_ones.get(line.get("request_id", ""), {}).update(line)
+                if "status" in line:
+                    open_ones.pop(line.get("request_id", ""), None)
+            elif not user or line.get("user") == user:
+                found.append(line)
+                if line.get("status") is None:
+                    open_ones[line.get("request_id", "")] = line
+        strangers = deque([] if user else _lines(self._anonymous_path), maxlen=count)
+        newest = list(merge(found, strangers, key=lambda line: line["at"]))[: -count - 1 : -1]
+        return cast("list[AuditLine]", newest)
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for one in (_older(path), path):
+        if one.exists():
+            with one.open(encoding="utf-8") as file:
+                for text in file:
+                    try:
+                        yield json.loads(text)
+                    except ValueError:
+                        continue

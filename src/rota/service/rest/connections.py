@@ -19,7 +19,7 @@ HEAD_S = 10.0
 CONNECTIONS_MAX = 1024
 BACKLOG_MAX = 128
 """Connections that the system keeps until they are taken, and that are taken at once."""
-KEPT_DESCRIPTORS = 32
+RESERVED_DESCRIPTORS = 32
 """Of those that the process may have open, for the log, files and children: not for connections."""
 SHUTDOWN_S = 3
 REPEAT_S = 60.0
@@ -33,7 +33,7 @@ _BUSY = (
 _log = logging.getLogger("rota.service")
 
 
-class Sparing:
+class RateLimitedLog:
     """Logs a warning at most once in ``REPEAT_S``, with the number of those left out since."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -60,7 +60,7 @@ class Connections:
         self.most, self.most_of_address = most, max(1, most // 2)
         self._open: dict[Connection, str] = {}
         self._of: Counter[str] = Counter()
-        self._full = Sparing(now)
+        self._full = RateLimitedLog(now)
 
     def admit(self, one: Connection, address: str) -> bool:
         """Take a new connection in, another may have to go for it; False when there is no room."""
@@ -152,7 +152,7 @@ def server_config(app: ASGIApp, shared: Connections | None = None) -> uvicorn.Co
     Without ``shared`` there may be as many connections as the process has descriptors for.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = max(8, soft - KEPT_DESCRIPTORS)
+    free = max(8, soft - RESERVED_DESCRIPTORS)
     backlog = min(BACKLOG_MAX, free // 4)
     shared = shared or Connections(min(CONNECTIONS_MAX, free - backlog), asyncio.get_running_loop().time)
 
@@ -173,12 +173,12 @@ def server_config(app: ASGIApp, shared: Connections | None = None) -> uvicorn.Co
 
 def watch_accepts(loop: asyncio.AbstractEventLoop) -> None:
     """A process without a free descriptor says so in a line a minute: the loop would log thousands of tracebacks."""
-    sparing = Sparing(loop.time)
+    limited = RateLimitedLog(loop.time)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if "socket" in context and isinstance(error, OSError) and error.errno in _OUT_OF_DESCRIPTORS:
-            sparing.warn(f"no connection can be taken: {error.strerror}; raise the limit of open files (ulimit -n)")
+            limited.warn(f"no connection can be taken: {error.strerror}; raise the limit of open files (ulimit -n)")
         else:
             loop.default_exception_handler(context)
 

@@ -19,16 +19,15 @@ from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
 from rota.runtime.random import Chance
 from rota.runtime.secrets import Vault
-from rota.service.accounts import Caller, Veil
+from rota.service.accounts import Caller, Redactor
 from rota.service.config import Settings
 from rota.service.control.engine import Engine
 from rota.service.control.forecasts import Forecasts
 from rota.service.control.intake import Intake
 from rota.service.control.loop import ServiceLoop
 from rota.service.metrics import Metrics
-from rota.service.rest.audit import Audit
-from rota.service.rest.auth import COOKIE, SAFE_METHODS, Asked, Auth
-from rota.service.views.story import JobStory
+from rota.service.rest.auth import COOKIE, SAFE_METHODS, Audit, Auth, AuthRequest
+from rota.service.views.job_history import JobHistory
 from rota.service.webhooks import Notifier
 from rota.spec.errors import BadInput, Conflict, LimitExceeded, NotAllowed, SeqConflict, UnknownName, nearest, unknown
 from rota.spec.events import Event
@@ -48,7 +47,7 @@ _ZERO = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 T = TypeVar("T")
 
 
-def _kept(value: T) -> T:
+def _storable(value: T) -> T:
     """Refuse what JSON may say and no store takes: half a character, a zero byte, a number without an end."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -59,7 +58,7 @@ def _kept(value: T) -> T:
     return value
 
 
-KEPT = AfterValidator(_kept)
+STORABLE = AfterValidator(_storable)
 """For fields of a body that hold anything, and for paths."""
 
 
@@ -88,7 +87,7 @@ class AppState:
     """Open streams, by user."""
     execs: Counter[str] = field(default_factory=Counter[str])
     """Commands that run beside instances, by user."""
-    playing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    outlook_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the jobs of now are played under other policies: one such play at a time."""
 
     @property
@@ -105,7 +104,7 @@ class AppState:
         self.streams_of[user] += 1
 
     @contextmanager
-    def executing(self, user: str) -> Iterator[None]:
+    def exec_slot(self, user: str) -> Iterator[None]:
         """Count a command that runs beside an instance. Raises LimitExceeded."""
         if self.execs.total() >= EXECS_MAX or self.execs[user] >= EXECS_OF_USER_MAX:
             text = f"{self.execs.total()} commands run beside instances, {self.execs[user]} of {user}"
@@ -116,92 +115,92 @@ class AppState:
         finally:
             self.execs -= Counter([user])  # leaves no zeros
 
-    def seen(self, caller: Caller, job: str) -> JobStory:
+    def seen(self, caller: Caller, job: str) -> JobHistory:
         """A job that the caller may know of. Raises UnknownName or BadInput (several fit)."""
         return self.loop.installation.find(job, caller.sees)
 
-    def read(self, caller: Caller, job: str) -> JobStory:
+    def read(self, caller: Caller, job: str) -> JobHistory:
         """A job whose output and text the caller may read. Raises NotAllowed beside what ``seen`` raises."""
         return _allowed(self.seen(caller, job), Caller.reads, caller, "read what it holds or says")
 
-    def steered(self, caller: Caller, job: str) -> JobStory:
+    def steered(self, caller: Caller, job: str) -> JobHistory:
         """A job that the caller may stop or change. Raises NotAllowed beside what ``seen`` raises."""
         return _allowed(self.seen(caller, job), Caller.steers, caller, "stop or change it")
 
-    def veiled(self, caller: Caller, document: T) -> T:
+    def redacted(self, caller: Caller, document: T) -> T:
         """The document without the names of what the caller may not see."""
-        return self.veil(caller).over(document)
+        return self.redactor(caller).redact(document)
 
-    def veil(self, caller: Caller) -> Veil:
+    def redactor(self, caller: Caller) -> Redactor:
         """What covers documents for this caller; for many of one answer."""
-        return Veil(self.loop.installation.jobs, caller)
+        return Redactor(self.loop.installation.jobs, caller)
 
     def close_stream(self, user: str) -> None:
         """A long answer is over."""
         self.streams_of -= Counter([user])  # leaves no zeros
 
 
-def _allowed(story: JobStory, may: Callable[[Caller, JobStory], bool], caller: Caller, what: str) -> JobStory:
-    if not may(caller, story):
-        mine = f"it is {story.submitted.user}'s job, and you are {caller.user}"
-        hint = f"ask {story.submitted.user}, or a queue-admin of {story.queue}"
-        raise NotAllowed(f"{story.id}: only its owner may {what}; {mine}", hint=hint)
-    return story
+def _allowed(history: JobHistory, may: Callable[[Caller, JobHistory], bool], caller: Caller, what: str) -> JobHistory:
+    if not may(caller, history):
+        mine = f"it is {history.submitted.user}'s job, and you are {caller.user}"
+        hint = f"ask {history.submitted.user}, or a queue-admin of {history.queue}"
+        raise NotAllowed(f"{history.id}: only its owner may {what}; {mine}", hint=hint)
+    return history
 
 
-async def append_live(app: AppState, story: JobStory, event: Event) -> None:
+async def append_live(app: AppState, history: JobHistory, event: Event) -> None:
     """Append to a job unless it ended; its master may write at the same time, so try on the newer state again."""
     for _try in range(STOP_TRIES_MAX):
-        if story.ended is not None:
-            raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
+        if history.ended is not None:
+            raise Conflict(f"{history.id} has ended: {history.state.value}", state=history.state.value)
         try:
-            await app.loop.append([event], job=story.id, expected_seq=story.seq)
+            await app.loop.append([event], job=history.id, expected_seq=history.seq)
         except SeqConflict:
             await app.loop.wait_for(await asyncio.to_thread(app.loop.log.last_number))
             continue
         return
-    raise Conflict(f"{story.id} changes too fast", hint="try again")
+    raise Conflict(f"{history.id} changes too fast", hint="try again")
 
 
-def member_of(story: JobStory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:
+def member_of(history: JobHistory, text: str, more: Collection[str] = ()) -> tuple[str, int | None]:
     """Role, and rank if one is named, of a job's ``role`` or ``role/rank``; ``more`` names members of earlier times.
 
     Raises BadInput for another form, UnknownName for a role or instance that the job has not.
     """
     name, slash, _ = text.partition("/")
-    role = next((one for one in story.spec.roles if one.name == name), None)
+    role = next((one for one in history.spec.roles if one.name == name), None)
     if role is None:
-        raise unknown(f"{story.id} has no role {name!r}", name, [one.name for one in story.spec.roles], "roles")
+        raise unknown(f"{history.id} has no role {name!r}", name, [one.name for one in history.spec.roles], "roles")
     if not slash:
         return role.name, None
     try:
         found = InstanceId.parse(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    there = [str(one.id) for one in story.instances.values()]
+    there = [str(one.id) for one in history.instances.values()]
     known = [one for one in dict.fromkeys((*there, *more)) if one.startswith(f"{name}/")]
     if found.rank >= role.seats and text not in known:
         known = known or [f"{name}/{rank}" for rank in range(role.gang_size)]
-        raise unknown(f"{story.id} has no instance {text}", "", known, "instances")
+        raise unknown(f"{history.id} has no instance {text}", "", known, "instances")
     return role.name, found.rank
 
 
-def check_attempt(story: JobStory, attempt: int | None, *, may_come: bool = False) -> None:
+def check_attempt(history: JobHistory, attempt: int | None, *, may_come: bool = False) -> None:
     """Raises UnknownName for an attempt that a job has not; ``may_come``: a later one will do."""
-    there = len(story.attempts)
+    there = len(history.attempts)
     if attempt is not None and (attempt < 1 or (attempt > there and not may_come)):
         known = f"attempts: 1 to {there}" if there else "it has not started"
-        raise UnknownName(f"{story.id} has no attempt {attempt}", hint=known)
+        raise UnknownName(f"{history.id} has no attempt {attempt}", hint=known)
 
 
-async def doors_of(request: Request) -> AppState:
+async def app_of(request: Request) -> AppState:
     """The parts of the application that this request came to."""
     return request.state.app
 
 
-def asked_of(request: Request) -> Asked:
+def auth_request(request: Request) -> AuthRequest:
     """What of a request matters for its permission."""
-    return Asked(
+    return AuthRequest(
         method=request.method,
         headers={name.lower(): value for name, value in request.headers.items()},
         cookie=request.cookies.get(COOKIE, ""),
@@ -211,8 +210,8 @@ def asked_of(request: Request) -> Asked:
 
 async def caller_of(request: Request) -> Caller:
     """Who asks; a change is in the audit before it is made. Raises NoToken, NotAllowed or StoreUnavailable."""
-    app = await doors_of(request)
-    caller: Caller = getattr(request.state, "asker", None) or app.auth.check(asked_of(request))
+    app = await app_of(request)
+    caller: Caller = getattr(request.state, "asker", None) or app.auth.check(auth_request(request))
     if request.method not in SAFE_METHODS:
         app.audit.begin(asked_line(request.scope, caller))
     request.state.caller = caller
@@ -242,5 +241,5 @@ def asked_line(scope: Scope, caller: Caller | None) -> Document:
     }
 
 
-Parts = Annotated[AppState, Depends(doors_of)]
+Parts = Annotated[AppState, Depends(app_of)]
 Asker = Annotated[Caller, Depends(caller_of)]

@@ -1,13 +1,16 @@
-"""Nodes, queues and the service itself as documents."""
+"""Nodes, queues, the service itself and who used what, as documents."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import cast
 
 from rota.cluster.core.admission import amount
 from rota.cluster.core.state import State
+from rota.cluster.sim.report import jain, spread_of
+from rota.service.models.base import Spread
 from rota.service.models.cluster import (
     ClusterTotals,
     DrainState,
@@ -19,12 +22,15 @@ from rota.service.models.cluster import (
     QueueFields,
     QueueRow,
     QueueTree,
+    UsageReport,
+    UsageRow,
 )
-from rota.service.views.explain import stated, used_in
-from rota.service.views.installation import Installation, NodeStory
+from rota.service.views.installation import Installation, NodeStatus
+from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import API, when
-from rota.service.views.story import JobStory
+from rota.service.views.reasons import stated, used_in
 from rota.spec import codec
+from rota.spec.errors import BadInput
 from rota.spec.ids import NodeId
 from rota.spec.resources import CORES_LABEL, Health, Node, counted
 from rota.spec.states import JobState
@@ -33,33 +39,33 @@ from rota.spec.states import JobState
 def node_list(installation: Installation) -> NodeList:
     """Every node with its devices, who holds them, and its fitness."""
     held = _holders(installation)
-    items = [_node(story, held[story.node.id]) for story in _there(installation, held)]
+    items = [_node(status, held[status.node.id]) for status in _there(installation, held)]
     return {"api": API, "kind": "NodeList", "items": items, "next": None}
 
 
-def _there(installation: Installation, held: Mapping[NodeId, object]) -> Iterator[NodeStory]:
+def _there(installation: Installation, held: Mapping[NodeId, object]) -> Iterator[NodeStatus]:
     """The nodes, and of those that left the installation the ones on which a job still counts."""
-    return (story for story in installation.nodes.values() if not story.lost or held[story.node.id])
+    return (status for status in installation.nodes.values() if not status.lost or held[status.node.id])
 
 
 def _holders(installation: Installation) -> dict[NodeId, list[tuple[str, tuple[int, ...], float]]]:
     held: dict[NodeId, list[tuple[str, tuple[int, ...], float]]] = defaultdict(list)
-    for story in installation.live.values():
-        if story.state.holds_devices and story.placement is not None:
-            for bundle in story.placement.bundles:
-                held[bundle.node].append((story.id, bundle.devices, bundle.res.cpus))
+    for job in installation.live.values():
+        if job.state.holds_devices and job.placement is not None:
+            for bundle in job.placement.bundles:
+                held[bundle.node].append((job.id, bundle.devices, bundle.res.cpus))
     return held
 
 
-def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> NodeRow:
-    node = story.node
+def _node(status: NodeStatus, held: list[tuple[str, tuple[int, ...], float]]) -> NodeRow:
+    node = status.node
     owner = {device: job for job, devices, _ in held for device in devices}
     jobs = sorted({job for job, _, _ in held})
     return {
         "id": node.id,
         "host": node.host,
-        "state": _state(story, jobs),
-        "drain": _drain(story, jobs),
+        "state": _state(status, jobs),
+        "drain": _drain(status, jobs),
         "cells": list(node.cells),
         "labels": dict(node.labels),
         "cpus": node.cpus,
@@ -78,25 +84,25 @@ def _node(story: NodeStory, held: list[tuple[str, tuple[int, ...], float]]) -> N
             for device in node.devices
         ],
         "jobs": jobs,
-        "joined_at": when(story.joined_at),
-        "marked_at": when(story.marked_at) if story.marked_at else None,
-        "marked_by": story.marked_by,
-        "text": story.text or _time_shared(node),
+        "joined_at": when(status.joined_at),
+        "marked_at": when(status.marked_at) if status.marked_at else None,
+        "marked_by": status.marked_by,
+        "text": status.text or _time_shared(node),
     }
 
 
-def _state(story: NodeStory, jobs: Collection[str]) -> str:
+def _state(status: NodeStatus, jobs: Collection[str]) -> str:
     """The fitness of a node; it is ``draining`` until the last job has left, then ``drained``."""
-    if story.lost:
+    if status.lost:
         return "lost"
-    return "draining" if story.node.health is Health.DRAINED and jobs else story.node.health.value
+    return "draining" if status.node.health is Health.DRAINED and jobs else status.node.health.value
 
 
-def _drain(story: NodeStory, jobs: Collection[str]) -> DrainState | None:
+def _drain(status: NodeStatus, jobs: Collection[str]) -> DrainState | None:
     """How far a drained node is: jobs that have not left, by when they must, and whether it may be taken down."""
-    if story.lost or story.node.health is not Health.DRAINED:
+    if status.lost or status.node.health is not Health.DRAINED:
         return None
-    return {"jobs_left": len(jobs), "until": when(story.leave_by) if jobs else None, "safe": not jobs}
+    return {"jobs_left": len(jobs), "until": when(status.leave_by) if jobs else None, "safe": not jobs}
 
 
 def _time_shared(node: Node) -> str:
@@ -113,14 +119,14 @@ def heat_document(installation: Installation) -> Heat:
     held = _holders(installation)
     places: dict[str, int] = {}
     items: list[HeatNode] = []
-    for story in _there(installation, held):
-        node = story.node
+    for status in _there(installation, held):
+        node = status.node
         owner = {device: job for job, devices, _ in held[node.id] for device in devices}
         items.append(
             {
                 "id": node.id,
                 "cells": list(node.cells),
-                "state": _state(story, {job for job, _, _ in held[node.id]}),
+                "state": _state(status, {job for job, _, _ in held[node.id]}),
                 "held": [
                     places.setdefault(owner[device.index], len(places)) if device.index in owner else None
                     for device in node.devices
@@ -177,7 +183,7 @@ def queue_tree(installation: Installation) -> QueueTree:
     return {"api": API, "kind": "QueueTree", "items": items, "next": None}
 
 
-def waiting_in(installation: Installation, queue: str) -> list[JobStory]:
+def waiting_in(installation: Installation, queue: str) -> list[JobHistory]:
     """Jobs that wait in a queue and in those below it."""
     live = (one for one in installation.live.values() if one.state is JobState.QUEUED)
     return [one for one in live if one.queue == queue or one.queue.startswith(f"{queue}/")]
@@ -185,19 +191,126 @@ def waiting_in(installation: Installation, queue: str) -> list[JobStory]:
 
 def cluster_totals(installation: Installation) -> ClusterTotals:
     """Counts for the head of pages and for ``status``."""
-    nodes = [story for story in installation.nodes.values() if not story.lost]
+    nodes = [status for status in installation.nodes.values() if not status.lost]
     jobs: dict[str, int] = {state.value: 0 for state in JobState}
-    for story in installation.jobs.values():
-        jobs[story.state.value] += 1
+    for job in installation.jobs.values():
+        jobs[job.state.value] += 1
     return {
         "nodes": len(nodes),
-        "nodes_bad": sum(story.node.health is not Health.HEALTHY for story in nodes),
-        "gpus": sum(len(story.node.devices) for story in nodes),
+        "nodes_bad": sum(status.node.health is not Health.HEALTHY for status in nodes),
+        "gpus": sum(len(status.node.devices) for status in nodes),
         "gpus_used": sum(
             len(bundle.devices)
-            for story in installation.live.values()
-            if story.state.holds_devices and story.placement is not None
-            for bundle in story.placement.bundles
+            for job in installation.live.values()
+            if job.state.holds_devices and job.placement is not None
+            for bundle in job.placement.bundles
         ),
         "jobs": {state: count for state, count in jobs.items() if count},
     }
+
+
+GROUPS = ("user", "queue", "job", "gpu_type")
+
+
+@dataclass(slots=True)
+class _Sum:
+    jobs: set[str] = field(default_factory=set)
+    ends: dict[str, int] = field(default_factory=lambda: {"SUCCEEDED": 0, "FAILED": 0, "CANCELLED": 0})
+    gpu_s: float = 0.0
+    cpu_s: float = 0.0
+    waits_s: list[float] = field(default_factory=list)
+    responses_s: list[float] = field(default_factory=list)
+    restarts: int = 0
+
+
+def usage_report(
+    jobs: Iterable[JobHistory], nodes: Iterable[Node], *, by: str, since: float, now: float
+) -> UsageReport:
+    """``Report`` of the time from ``since`` to ``now``, in Unix seconds: the devices that attempts held meanwhile.
+
+    A job counts where it held devices, waited or ended in that time. ``wait_s`` is from submit to the first admission,
+    ``response_s`` from submit to when it first ran, with all instances ready, whichever attempt that was.
+    Devices of gangs that were granted to a running job later are not counted.
+    """
+    if by not in GROUPS:
+        raise BadInput(f"by={by}: not a group", hint=f"one of {', '.join(GROUPS)}")
+    types = {(node.id, device.index): device.type for node in nodes for device in node.devices}
+    sums: defaultdict[str, _Sum] = defaultdict(_Sum)
+    users: defaultdict[str, float] = defaultdict(float)
+    for job in jobs:
+        if job.ended_at is not None and job.ended_at < since:
+            continue
+        key = _key(job, by)
+        held = _held(job, lambda node, index: types.get((node, index), "unknown"), since, now)
+        users[job.submitted.user] += sum(gpu_s for gpu_s, _ in held.values())
+        groups = held if by == "gpu_type" else {key: tuple(map(sum, zip(*held.values()))) if held else (0.0, 0.0)}
+        for group, (gpu_s, cpu_s) in groups.items():
+            one = sums[group]
+            one.jobs.add(job.id)
+            one.gpu_s, one.cpu_s = one.gpu_s + gpu_s, one.cpu_s + cpu_s
+            _count(one, job)
+    rows = [_row(by, key, one) for key, one in sorted(sums.items(), key=lambda item: (-item[1].gpu_s, item[0]))]
+    return {
+        "api": API,
+        "kind": "Report",
+        "by": by,
+        "since": when(since),
+        "until": when(now),
+        "items": rows,
+        "total": {"gpu_hours": _hours(sum(users.values())), "fairness_jain": jain(list(users.values()))},
+        "next": None,
+    }
+
+
+def _key(job: JobHistory, by: str) -> str:
+    return {"user": job.submitted.user, "queue": job.queue, "job": str(job.id)}.get(by, "")
+
+
+def _held(
+    job: JobHistory, type_of: Callable[[NodeId, int], str], since: float, now: float
+) -> dict[str, tuple[float, float]]:
+    """Device and core seconds by kind of device; cores of what has no device are under ``cpu``."""
+    found: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for attempt in job.attempts:
+        seconds = min(attempt.ended_at or now, now) - max(attempt.admitted_at, since)
+        if seconds <= 0:
+            continue
+        for bundle in attempt.placement.bundles:
+            kind = type_of(bundle.node, bundle.devices[0]) if bundle.devices else "cpu"
+            gpu_s, cpu_s = found[kind]
+            found[kind] = (gpu_s + bundle.res.gpus * seconds, cpu_s + bundle.res.cpus * seconds)
+    return dict(found)
+
+
+def _count(one: _Sum, job: JobHistory) -> None:
+    if job.attempts:
+        one.waits_s.append(job.attempts[0].admitted_at - job.submitted_at)
+    ran_at = next((attempt.running_at for attempt in job.attempts if attempt.running_at is not None), None)
+    if ran_at is not None:
+        one.responses_s.append(ran_at - job.submitted_at)
+    one.restarts += sum(instance.restarts for instance in job.instances.values())
+    if job.state.terminal:
+        one.ends[JobState(job.state).value] += 1
+
+
+def _row(by: str, key: str, one: _Sum) -> UsageRow:
+    row: UsageRow = {
+        "jobs": len(one.jobs),
+        "succeeded": one.ends["SUCCEEDED"],
+        "failed": one.ends["FAILED"],
+        "cancelled": one.ends["CANCELLED"],
+        "gpu_hours": _hours(one.gpu_s),
+        "cpu_hours": _hours(one.cpu_s),
+        "wait_s": _spread(one.waits_s),
+        "response_s": _spread(one.responses_s),
+        "restarts": one.restarts,
+    }
+    return cast("UsageRow", {by: key, **row})
+
+
+def _spread(values: list[float]) -> Spread:
+    return cast("Spread", spread_of(values))
+
+
+def _hours(seconds: float) -> float:
+    return round(seconds / 3600, 4)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from rota.cluster.live import queue_from_json
-from rota.service.views.story import JobStory, begin_story
+from rota.service.views.job_history import JobHistory, begin_history
 from rota.spec import events as e
 from rota.spec.errors import BadInput, UnknownName, did_you_mean
 from rota.spec.events import Record
@@ -15,12 +15,12 @@ from rota.spec.ids import JobId, NodeId
 from rota.spec.queue import DEFAULT_QUEUE, Queue
 from rota.spec.resources import Device, Health, Node
 
-REPLACED_KEPT = 100
+REPLACED_MAX = 100
 """Replaced parts that are remembered, the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStory:
+class NodeStatus:
     """A node with the last thing that was said of its fitness. ``lost`` nodes stopped answering.
 
     ``joined`` is the node as it joined, before any mark.
@@ -41,9 +41,9 @@ class NodeStory:
 class Installation:
     """Everything the log says; changed by ``apply`` alone, from one thread."""
 
-    jobs: dict[JobId, JobStory] = field(default_factory=dict)
-    live: dict[JobId, JobStory] = field(default_factory=dict)
-    nodes: dict[NodeId, NodeStory] = field(default_factory=dict)
+    jobs: dict[JobId, JobHistory] = field(default_factory=dict)
+    live: dict[JobId, JobHistory] = field(default_factory=dict)
+    nodes: dict[NodeId, NodeStatus] = field(default_factory=dict)
     queues: tuple[Queue, ...] = (Queue(path=DEFAULT_QUEUE),)
     keys: dict[tuple[str, str], JobId] = field(default_factory=dict)
     """By user and key: two users may choose the same one."""
@@ -51,7 +51,7 @@ class Installation:
     number: int = 0
     service: e.ServiceStarted | None = None
     engine_volatile: e.EngineStateVolatile | None = None
-    replaced: deque[e.PartReplaced] = field(default_factory=lambda: deque(maxlen=REPLACED_KEPT))
+    replaced: deque[e.PartReplaced] = field(default_factory=lambda: deque(maxlen=REPLACED_MAX))
 
     def apply(self, record: Record) -> None:
         """Take in one record, in order; a repeated one changes nothing."""
@@ -62,24 +62,24 @@ class Installation:
             self._cluster(record.at, record.event)
         elif isinstance(record.event, e.JobSubmitted):
             self._submitted(record)
-        elif (story := self.jobs.get(record.job)) is not None:
-            story.apply(record)
-            if story.ended is not None:
+        elif (job := self.jobs.get(record.job)) is not None:
+            job.apply(record)
+            if job.ended is not None:
                 self.live.pop(record.job, None)
 
     def _submitted(self, record: Record) -> None:
-        story = begin_story(record)
-        self.jobs[story.id] = self.live[story.id] = story
-        self.names[story.spec.name] = self.names.get(story.spec.name, 0) + 1
-        if story.submitted.idempotency_key:
-            self.keys[story.submitted.user, story.submitted.idempotency_key] = story.id
+        job = begin_history(record)
+        self.jobs[job.id] = self.live[job.id] = job
+        self.names[job.spec.name] = self.names.get(job.spec.name, 0) + 1
+        if job.submitted.idempotency_key:
+            self.keys[job.submitted.user, job.submitted.idempotency_key] = job.id
 
     def _cluster(self, at: float, event: e.Event) -> None:
         match event:
             case e.ServiceStarted():
                 self.service, self.engine_volatile = event, None
             case e.NodeJoined(node=node):
-                self.nodes[node.id] = NodeStory(node=node, joined=node, joined_at=at)
+                self.nodes[node.id] = NodeStatus(node=node, joined=node, joined_at=at)
             case e.NodeLost() if event.node in self.nodes:
                 self.nodes[event.node] = replace(self.nodes[event.node], lost=True, marked_at=at, text=event.text)
             case e.NodeMarked() if event.node in self.nodes:
@@ -100,13 +100,13 @@ class Installation:
             n += 1
         return JobId(f"{name}-{n}")
 
-    def find(self, given: str, seen: Callable[[JobStory], bool] = lambda _: True) -> JobStory:
+    def find(self, given: str, seen: Callable[[JobHistory], bool] = lambda _: True) -> JobHistory:
         """The job of an id, a uid or a unique prefix of an id, among those that may be ``seen``.
 
         Raises UnknownName or BadInput (several fit); neither names a job that may not be seen.
         """
-        if (story := self.jobs.get(JobId(given))) is not None and seen(story):
-            return story
+        if (job := self.jobs.get(JobId(given))) is not None and seen(job):
+            return job
         fits = [
             one for one in self.jobs.values() if (one.id.startswith(given) or one.submitted.uid == given) and seen(one)
         ]
@@ -120,18 +120,18 @@ class Installation:
 
     def usable_nodes(self) -> Iterable[Node]:
         """Nodes that are there, whatever their fitness."""
-        return (story.node for story in self.nodes.values() if not story.lost)
+        return (status.node for status in self.nodes.values() if not status.lost)
 
 
-def _marked(story: NodeStory, event: e.NodeMarked, at: float) -> NodeStory:
-    node, leave_by = story.node, story.leave_by
+def _marked(status: NodeStatus, event: e.NodeMarked, at: float) -> NodeStatus:
+    node, leave_by = status.node, status.leave_by
     if event.devices:
         devices = tuple(_with_health(d, event.health) if d.index in event.devices else d for d in node.devices)
         node = replace(node, devices=devices)
     else:
         node = node.with_health(event.health)
         leave_by = at + event.notice_s if event.health is Health.DRAINED and event.notice_s is not None else None
-    return replace(story, node=node, lost=False, marked_at=at, marked_by=event.by, text=event.text, leave_by=leave_by)
+    return replace(status, node=node, lost=False, marked_at=at, marked_by=event.by, text=event.text, leave_by=leave_by)
 
 
 def _with_health(device: Device, health: Health) -> Device:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rota.cluster.core.jobs import Wait
 from rota.job.core.resize import wanted_size
+from rota.job.rpc.peers import CUT
 from rota.runtime.clock import iso
 from rota.service.calls import JobSort
 from rota.service.models.base import Moment
@@ -27,13 +28,12 @@ from rota.service.models.jobs import (
     MasterRow,
     Progress,
     RoleRow,
+    StreamRow,
 )
-from rota.service.views.culprit import culprit_of
-from rota.service.views.story import Attempt, Instance, JobStory
-from rota.service.views.streams import stream_rows
+from rota.service.views.job_history import Attempt, InstanceHistory, JobHistory, culprit_of
 from rota.spec import codec
 from rota.spec.errors import BadInput
-from rota.spec.events import InstanceLost
+from rota.spec.events import Committed, InstanceLost
 from rota.spec.ids import JobId
 from rota.spec.reasons import INFO, Reason
 from rota.spec.resources import counted
@@ -49,72 +49,72 @@ def when(at: float | None) -> Moment | None:
     return None if at is None else iso(at)
 
 
-def phase(story: JobStory) -> str:
+def phase(job: JobHistory) -> str:
     """What the job does now inside its state, in words; empty when the state says it all."""
-    match story.state:
+    match job.state:
         case JobState.SUBMITTED:
             return "its workloads are being read"
         case JobState.ADMITTED:
-            return "its devices are being reserved" if story.master_is_current else "its master is being started"
+            return "its devices are being reserved" if job.master_is_current else "its master is being started"
         case JobState.CHECKING:
-            return _checks(story)
+            return _checks(job)
         case JobState.STARTING | JobState.RESIZING:
-            return _readiness(story)
-        case JobState.RECOVERING if story.failures:
-            last = story.failures[-1]
-            return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(story)}"
+            return _readiness(job)
+        case JobState.RECOVERING if job.failures:
+            last = job.failures[-1]
+            return f"restarts {last.cause.role}/{last.cause.rank} (level {last.level}), {_readiness(job)}"
         case JobState.STOPPING | JobState.PREEMPTING:
-            left = sum(bool(one.now.doomed) for one in story.instances.values())
+            left = sum(bool(one.now.doomed) for one in job.instances.values())
             stopping = f"{counted(left, 'process', 'processes')} yet to stop"
             what = stopping if left else "its devices are being given back"
-            room_for = story.preempt.for_job if story.preempt is not None else ""
+            room_for = job.preempt.for_job if job.preempt is not None else ""
             return f"makes room for {room_for}: {what}" if room_for else what
-        case JobState.RUNNING if story.commit is not None:
-            return f"at commit {story.commit.n}"
-        case JobState.QUEUED if story.attempts and story.attempts[-1].for_job:
-            return f"preempted for {story.attempts[-1].for_job}"
+        case JobState.RUNNING if job.commit is not None:
+            return f"at commit {job.commit.n}"
+        case JobState.QUEUED if job.attempts and job.attempts[-1].for_job:
+            return f"preempted for {job.attempts[-1].for_job}"
         case _:
             return ""
 
 
-def _checks(story: JobStory) -> str:
+def _checks(job: JobHistory) -> str:
     """The first of the processes that have not found their node fit yet."""
-    behind = [one for one in story.instances.values() if one.state is InstanceState.STARTING]
-    names = ", ".join(f"{one.id} on {story.ctx.bundle(one.id)[1].node}" for one in behind[:3])
+    behind = [one for one in job.instances.values() if one.state is InstanceState.STARTING]
+    names = ", ".join(f"{one.id} on {job.ctx.bundle(one.id)[1].node}" for one in behind[:3])
     return f"{names}{' ...' if len(behind) > 3 else ''}: the process comes up and checks its node"
 
 
-def _readiness(story: JobStory) -> str:
+def _readiness(job: JobHistory) -> str:
     """How many are ready, and the first of those that the rest waits for."""
-    members = [one for one in story.instances.values() if one.now.active]
+    members = [one for one in job.instances.values() if one.now.active]
     behind = [one for one in members if not one.now.settled]
     ready = f"{len(members) - len(behind)} of {counted(len(members), 'instance')} ready"
     names = ", ".join(str(one.id) for one in behind[:3]) + (" ..." if len(behind) > 3 else "")
     return f"{ready}, waits for {names}" if behind else ready
 
 
-Told = Callable[[JobId], Wait | None]
+WaitOf = Callable[[JobId], Wait | None]
 """Why a job in a queue waits now, as the scheduler sees it; None where it knows no more than the log."""
 
 
-def reason_of(story: JobStory, told: Told = lambda _: None) -> tuple[Reason | None, str]:
+def reason_of(job: JobHistory, wait_of: WaitOf = lambda _: None) -> tuple[Reason | None, str]:
     """The code and the sentence behind the present state."""
-    if story.ended is not None:
-        return story.ended.reason, story.ended.text or INFO[story.ended.reason].text
-    if story.stop is not None:
-        return story.stop.reason, INFO[story.stop.reason].text
-    if story.state is JobState.PAUSED:
+    if job.ended is not None:
+        return job.ended.reason, job.ended.text or INFO[job.ended.reason].text
+    if job.stop is not None:
+        return job.stop.reason, INFO[job.stop.reason].text
+    if job.state is JobState.PAUSED:
         return Reason.PAUSED, INFO[Reason.PAUSED].text
-    if story.preempt is not None:
-        return story.preempt.reason, moved_text(story.preempt.reason, story.preempt.for_job)
-    if story.state in (JobState.QUEUED, JobState.ADMITTED) and story.waits is not None:
-        now = told(story.id) if story.state is JobState.QUEUED else None
-        wait = now or story.waits
+    if job.preempt is not None:
+        return job.preempt.reason, moved_text(job.preempt.reason, job.preempt.for_job)
+    if job.state in (JobState.QUEUED, JobState.ADMITTED) and job.waits is not None:
+        now = wait_of(job.id) if job.state is JobState.QUEUED else None
+        wait = now or job.waits
         return wait.reason, wait.text or INFO[wait.reason].text
-    if story.state is JobState.RESIZING and story.ctx.failover is not None:
-        return story.ctx.failover.cause.reason, story.ctx.failover.cause.text
-    if story.state is JobState.RECOVERING and story.failures:
-        cause = story.failures[-1].cause
+    if job.state is JobState.RESIZING and job.ctx.failover is not None:
+        return job.ctx.failover.cause.reason, job.ctx.failover.cause.text
+    if job.state is JobState.RECOVERING and job.failures:
+        cause = job.failures[-1].cause
         return cause.reason, cause.text or INFO[cause.reason].text
     return None, ""
 
@@ -124,43 +124,43 @@ def moved_text(reason: Reason, for_job: str) -> str:
     return INFO[reason].text + (f" It made room for {for_job}." if for_job else "")
 
 
-def job_summary(story: JobStory, now: float, told: Told) -> JobRow:
+def job_summary(job: JobHistory, now: float, wait_of: WaitOf) -> JobRow:
     """One row of a list of jobs."""
-    reason, text = reason_of(story, told)
-    gpus = sum(role.res.gpus * role.replicas_min for role in story.spec.roles)
+    reason, text = reason_of(job, wait_of)
+    gpus = sum(role.res.gpus * role.replicas_min for role in job.spec.roles)
     return {
-        "id": story.id,
-        "uid": story.submitted.uid,
-        "name": story.spec.name,
-        "user": story.submitted.user,
-        "queue": story.queue,
-        "priority": story.priority,
-        "state": story.state.value,
-        "phase": phase(story),
+        "id": job.id,
+        "uid": job.submitted.uid,
+        "name": job.spec.name,
+        "user": job.submitted.user,
+        "queue": job.queue,
+        "priority": job.priority,
+        "state": job.state.value,
+        "phase": phase(job),
         "reason": reason,
         "text": text,
-        "since": iso(story.since),
-        "submitted_at": iso(story.submitted_at),
-        "queued_at": when(story.queued_at),
-        "started_at": when(story.running_at),
-        "ended_at": when(story.ended_at),
-        "run_s": _run_s(story, now),
-        "attempt": story.attempts[-1].attempt if story.attempts else 0,
-        "failovers": len(story.failures),
-        "restarts": sum(one.restarts for one in story.instances.values()),
-        "instances_total": sum(one.now.active for one in story.instances.values()),
-        "instances_ready": sum(one.state is InstanceState.READY and one.now.active for one in story.instances.values()),
+        "since": iso(job.since),
+        "submitted_at": iso(job.submitted_at),
+        "queued_at": when(job.queued_at),
+        "started_at": when(job.running_at),
+        "ended_at": when(job.ended_at),
+        "run_s": _run_s(job, now),
+        "attempt": job.attempts[-1].attempt if job.attempts else 0,
+        "failovers": len(job.failures),
+        "restarts": sum(one.restarts for one in job.instances.values()),
+        "instances_total": sum(one.now.active for one in job.instances.values()),
+        "instances_ready": sum(one.state is InstanceState.READY and one.now.active for one in job.instances.values()),
         "gpus": gpus,
-        "nodes": list(story.placement.nodes) if story.placement and not story.state.terminal else [],
-        "labels": dict(story.spec.labels),
-        "progress": _progress(story),
+        "nodes": list(job.placement.nodes) if job.placement and not job.state.terminal else [],
+        "labels": dict(job.spec.labels),
+        "progress": _progress(job),
     }
 
 
 def job_document(
-    story: JobStory,
+    job: JobHistory,
     now: float,
-    told: Told,
+    wait_of: WaitOf,
     beats: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     output: str = "",
@@ -173,23 +173,23 @@ def job_document(
     return {
         "api": API,
         "kind": "Job",
-        **job_summary(story, now, told),
-        "roles": [_role(story, role.name) for role in story.spec.roles],
+        **job_summary(job, now, wait_of),
+        "roles": [_role(job, role.name) for role in job.spec.roles],
         "instances": [
-            instance_document(story, one, (beats or {}).get(str(one.id)))
-            for one in story.instances.values()
+            instance_document(job, one, (beats or {}).get(str(one.id)))
+            for one in job.instances.values()
             if one.pid or not one.now.retired
         ],
-        "streams": stream_rows(story.commit),
-        "master": _master(story),
-        "attempts": [_attempt(one) for one in story.attempts],
-        "error": end_document(story),
-        "changes": [{"at": when(one.at), "by": one.by, "changes": one.changes} for one in story.edits],
-        "workdir": story.submitted.workdir,
-        "filename": story.submitted.filename,
-        "version": story.version,
-        "seq": story.seq,
-        "events": story.last_number,
+        "streams": stream_rows(job.commit),
+        "master": _master(job),
+        "attempts": [_attempt(one) for one in job.attempts],
+        "error": end_document(job),
+        "changes": [{"at": when(one.at), "by": one.by, "changes": one.changes} for one in job.edits],
+        "workdir": job.submitted.workdir,
+        "filename": job.submitted.filename,
+        "version": job.version,
+        "seq": job.seq,
+        "events": job.last_number,
         "output": output,
         "url": url,
     }
@@ -213,7 +213,7 @@ def outlined(document: JobDocument) -> JobDocument:
     }
 
 
-def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | None = None) -> InstanceRow:
+def instance_document(job: JobHistory, one: InstanceHistory, beat: Mapping[str, Any] | None = None) -> InstanceRow:
     """One instance; a beat of another epoch says nothing of it."""
     return {
         "instance": str(one.id),
@@ -226,7 +226,7 @@ def instance_document(story: JobStory, one: Instance, beat: Mapping[str, Any] | 
         "epoch": one.now.epoch,
         "standby": one.now.spare,
         "restarts": one.restarts,
-        "devices": _devices(story, one),
+        "devices": _devices(job, one),
         "restored": one.now.restored,
         "progress": _beat(beat) if beat is not None and beat["epoch"] == one.now.epoch else None,
         "error": None if one.error is None else loss_document(one.error_at, one.error),
@@ -246,8 +246,8 @@ def loss_document(at: float | None, loss: InstanceLost) -> LossFields:
     }
 
 
-def _devices(story: JobStory, one: Instance) -> list[int]:
-    bundle = story.bundle_of(one.id.role, one.id.rank)
+def _devices(job: JobHistory, one: InstanceHistory) -> list[int]:
+    bundle = job.bundle_of(one.id.role, one.id.rank)
     return list(bundle.devices) if bundle is not None else []
 
 
@@ -270,24 +270,24 @@ def _beat(beat: Mapping[str, Any]) -> Beat:
     }
 
 
-def _progress(story: JobStory) -> Progress | None:
-    if story.commit is None:
+def _progress(job: JobHistory) -> Progress | None:
+    if job.commit is None:
         return None
-    return {"commit": story.commit.n, "at": when(story.commit_at), "metrics": story.commit.metrics}
+    return {"commit": job.commit.n, "at": when(job.commit_at), "metrics": job.commit.metrics}
 
 
-def _run_s(story: JobStory, now: float) -> float:
-    return round(sum((one.ended_at or now) - one.running_at for one in story.attempts if one.running_at is not None), 3)
+def _run_s(job: JobHistory, now: float) -> float:
+    return round(sum((one.ended_at or now) - one.running_at for one in job.attempts if one.running_at is not None), 3)
 
 
-def _role(story: JobStory, name: str) -> RoleRow:
-    role = story.spec.role(name)
-    members = [one for one in story.instances.values() if one.id.role == name]
+def _role(job: JobHistory, name: str) -> RoleRow:
+    role = job.spec.role(name)
+    members = [one for one in job.instances.values() if one.id.role == name]
     return {
         "name": name,
         "workload": role.workload,
         "run": None if role.run is None else list(role.run),
-        "replicas": wanted_size(story.ctx, role),
+        "replicas": wanted_size(job.ctx, role),
         "ready": sum(one.state is InstanceState.READY for one in members),
         "restarts": sum(one.restarts for one in members),
         "resources": codec.to_json_value(role.res),
@@ -297,14 +297,14 @@ def _role(story: JobStory, name: str) -> RoleRow:
     }
 
 
-def _master(story: JobStory) -> MasterRow | None:
-    if story.master is None:
+def _master(job: JobHistory) -> MasterRow | None:
+    if job.master is None:
         return None
     return {
-        "pid": story.master.pid,
-        "epoch": story.master.master_epoch,
-        "node": story.master.node,
-        "since": when(story.master_at),
+        "pid": job.master.pid,
+        "epoch": job.master.master_epoch,
+        "node": job.master.node,
+        "since": when(job.master_at),
     }
 
 
@@ -322,9 +322,9 @@ def _attempt(one: Attempt) -> AttemptRow:
     }
 
 
-def end_document(story: JobStory) -> JobError | None:
+def end_document(job: JobHistory) -> JobError | None:
     """Why the job failed, and whose failure ended it; None for one that did not fail."""
-    ended = story.ended
+    ended = job.ended
     if ended is None or ended.state is not JobState.FAILED:
         return None
     return {
@@ -333,7 +333,7 @@ def end_document(story: JobStory) -> JobError | None:
         "text": ended.text or INFO[ended.reason].text,
         "role": ended.role,
         "rank": ended.rank,
-        "instance": "" if (culprit := culprit_of(story)) is None else culprit.instance,
+        "instance": "" if (culprit := culprit_of(job)) is None else culprit.instance,
         "traceback": ended.traceback,
     }
 
@@ -351,27 +351,27 @@ class JobFilter:
     labels: tuple[tuple[str, str], ...] = ()
     since: float = 0.0
 
-    def wants(self, story: JobStory) -> bool:
+    def wants(self, job: JobHistory) -> bool:
         """True when the job passes every field."""
-        if not self.all and not self.states and story.state.terminal:
+        if not self.all and not self.states and job.state.terminal:
             return False
-        queue = not self.queue or story.queue == self.queue or story.queue.startswith(f"{self.queue}/")
-        labels = dict(story.spec.labels)
+        queue = not self.queue or job.queue == self.queue or job.queue.startswith(f"{self.queue}/")
+        labels = dict(job.spec.labels)
         return (
-            (not self.states or story.state.value in self.states)
+            (not self.states or job.state.value in self.states)
             and queue
-            and (not self.user or story.submitted.user == self.user)
-            and (not self.name or story.spec.name == self.name)
-            and (not self.text or self.text in f"{story.id} {story.submitted.user}".lower())
+            and (not self.user or job.submitted.user == self.user)
+            and (not self.name or job.spec.name == self.name)
+            and (not self.text or self.text in f"{job.id} {job.submitted.user}".lower())
             and all(labels.get(key) == value for key, value in self.labels)
-            and (story.ended_at is None or story.ended_at >= self.since)
+            and (job.ended_at is None or job.ended_at >= self.since)
         )
 
 
 def job_list(
-    stories: Iterable[JobStory],
+    jobs: Iterable[JobHistory],
     wanted: JobFilter,
-    told: Told,
+    wait_of: WaitOf,
     *,
     now: float,
     sort: JobSort = "submitted",
@@ -384,22 +384,22 @@ def job_list(
         raise BadInput(f"unknown state {bad[0]!r}", hint=f"states: {', '.join(FILTER_STATES)}")
     limit = max(1, min(limit, LIMIT_MAX))
     after = _read_cursor(cursor, sort) if cursor else None
-    keyed = ((_key(one, sort), one) for one in stories if wanted.wants(one))
+    keyed = ((_key(one, sort), one) for one in jobs if wanted.wants(one))
     fits = sorted((one for one in keyed if after is None or one[0] > after), key=lambda one: one[0])
     page = fits[:limit]
     return {
         "api": API,
         "kind": "JobList",
-        "items": [job_summary(one, now, told) for _, one in page],
+        "items": [job_summary(one, now, wait_of) for _, one in page],
         "next": _write_cursor(page[-1][0], sort) if len(fits) > limit else None,
     }
 
 
-def edits(story: JobStory) -> list[EditRow]:
+def edits(job: JobHistory) -> list[EditRow]:
     """Every edit in order, with the spec before and after it."""
     return [
         {"at": when(one.at), "by": one.by, "before": one.before.to_json(), "after": one.after.to_json()}
-        for one in story.edits
+        for one in job.edits
     ]
 
 
@@ -407,10 +407,10 @@ Key = tuple[float, str, float, str]
 """The place of a job in a list: a number or a text of the order, the newest first, its uid."""
 
 
-def _key(story: JobStory, sort: JobSort) -> Key:
-    text = {"name": story.spec.name, "state": story.state.value, "queue": story.queue}.get(sort, "")
-    rank = -float(story.priority) if sort == "priority" else 0.0
-    return (rank, text, -story.submitted_at, story.submitted.uid or story.id)
+def _key(job: JobHistory, sort: JobSort) -> Key:
+    text = {"name": job.spec.name, "state": job.state.value, "queue": job.queue}.get(sort, "")
+    rank = -float(job.priority) if sort == "priority" else 0.0
+    return (rank, text, -job.submitted_at, job.submitted.uid or job.id)
 
 
 def _write_cursor(key: Key, sort: JobSort) -> str:
@@ -426,3 +426,25 @@ def _read_cursor(cursor: str, sort: JobSort) -> Key:
     if of != sort:
         raise BadInput(f"the cursor is of a list in the order {of!r}", hint=f"ask for sort={of}, or without a cursor")
     return key
+
+
+def stream_rows(commit: Committed | None) -> list[StreamRow]:
+    """One row a ledger: ``admitted = pending + leased + queued + trained + dropped`` holds in each.
+
+    ``leased`` are with their producers; ``again`` counts productions begun anew; ``age`` is in model versions.
+    """
+    cuts: Mapping[str, Mapping[str, Any]] = commit.cursor.get(CUT, {}).get("streams", {}) if commit else {}
+    return [
+        {
+            "name": name,
+            "admitted": cut["admitted"],
+            "pending": cut["pending"],
+            "leased": cut["running"],
+            "queued": cut["queued"],
+            "trained": cut["trained"],
+            "dropped": dict(cut["dropped"]),
+            "again": cut["again"],
+            "age": cut["age"],
+        }
+        for name, cut in cuts.items()
+    ]

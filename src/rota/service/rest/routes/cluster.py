@@ -1,8 +1,11 @@
-"""Routes of nodes, queues, reasons and the service itself."""
+"""Routes of nodes, queues, reasons, simulations and the service itself."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import shutil
+import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -14,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from rota.cluster.core.quota import broken_rules
 from rota.cluster.core.state import State
 from rota.cluster.live import queue_from_json
+from rota.cluster.policies import PROFILES, get_profile
+from rota.cluster.sim.forecast import outlook
 from rota.runtime.clock import iso
 from rota.service.accounts import Role
 from rota.service.control.changes import read_queues
@@ -26,6 +31,9 @@ from rota.service.models.cluster import (
     NodeDocument,
     NodeList,
     NodeRow,
+    Outlook,
+    ProfileList,
+    ProfileRow,
     QueueDiff,
     QueueDocument,
     QueueTree,
@@ -33,14 +41,16 @@ from rota.service.models.cluster import (
     ReasonRow,
     SettingList,
     StatusDocument,
+    TemplateList,
+    TemplateRow,
     UsageReport,
 )
-from rota.service.rest.deps import KEPT, AppState, Asker, Parts, append_live
-from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree
+from rota.service.rest.deps import STORABLE, AppState, Asker, Parts, append_live
+from rota.service.templates import about, template_files, template_names
+from rota.service.views.cluster import cluster_totals, heat_document, limits_passed, node_list, queue_tree, usage_report
 from rota.service.views.jobs import API
-from rota.service.views.usage import usage_report
 from rota.spec import codec
-from rota.spec.errors import BadInput, Conflict, EngineUnavailable, nearest, unknown
+from rota.spec.errors import BadInput, Conflict, EngineUnavailable, LimitExceeded, nearest, unknown
 from rota.spec.events import NodeMarked, PartReplaced, PreemptAsked, QueuesChanged
 from rota.spec.ids import NodeId
 from rota.spec.queue import Queue
@@ -49,6 +59,7 @@ from rota.spec.resources import Health
 from rota.spec.states import JobState
 
 NODES_MAX = 10_000
+OUTLOOK_JOBS_MAX = 3000
 QUEUE_FIELDS = [one.name for one in fields(Queue)]
 DISK_LOW_BYTES, DISK_FULL_BYTES = 256 * 2**20, 2 * 2**20
 """Free bytes on the disk of the event log below which the status warns, and below which writes may fail."""
@@ -59,6 +70,7 @@ RECENT_S = 600.0
 """A part that was replaced within this time is among the warnings."""
 
 router = APIRouter(prefix="/api/v1", tags=["cluster"])
+sim = APIRouter(prefix="/api/v1", tags=["sim"])
 
 _MARKS: dict[str, Health] = {
     "drain": Health.DRAINED,
@@ -83,7 +95,7 @@ class QueuesBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    queues: Annotated[list[dict[str, Any]], KEPT] = []
+    queues: Annotated[list[dict[str, Any]], STORABLE] = []
     source: str = ""
     filename: str = "queues.yaml"
     dry_run: bool = False
@@ -151,12 +163,12 @@ async def hold(app: Parts, caller: Asker, body: HoldBody | None = None) -> Sent[
     app.loop.hold(HOLD_S)
     live = tuple(app.loop.installation.live.values())
     asked = PreemptAsked(reason=Reason.SERVICE_DOWN, grace_s=(body or HoldBody()).grace_s)
-    for story in live:
-        if story.state.holds_devices and story.state not in (JobState.STOPPING, JobState.PREEMPTING):
-            grace_s = min(asked.grace_s, story.spec.grace_s)
+    for history in live:
+        if history.state.holds_devices and history.state not in (JobState.STOPPING, JobState.PREEMPTING):
+            grace_s = min(asked.grace_s, history.spec.grace_s)
             with suppress(Conflict):  # it ended meanwhile
-                await append_live(app, story, replace(asked, grace_s=grace_s))
-    counts = Counter(story.state.value for story in live if story.ended is None)
+                await append_live(app, history, replace(asked, grace_s=grace_s))
+    counts = Counter(history.state.value for history in live if history.ended is None)
     return {"api": API, "kind": "Hold", "jobs": dict(counts), "seconds": HOLD_S}
 
 
@@ -197,7 +209,7 @@ async def nodes(
     cursor: Annotated[str, Query(max_length=200)] = "",
 ) -> Sent[NodeList]:
     """Nodes with their devices and who holds them, by id; ``next`` is the cursor of the following page."""
-    found = app.veiled(caller, node_list(app.loop.installation))
+    found = app.redacted(caller, node_list(app.loop.installation))
     rest = sorted((one for one in found["items"] if one["id"] > cursor), key=lambda one: one["id"])
     return {**found, "items": rest[:limit], "next": rest[limit - 1]["id"] if len(rest) > limit else None}
 
@@ -211,14 +223,14 @@ async def cluster(app: Parts, caller: Asker) -> Sent[ClusterDocument]:
 @router.get("/cluster/heat")
 async def heat(app: Parts, caller: Asker) -> Sent[Heat]:
     """Who holds each device, as small as it can be said: nodes name jobs by their place in ``jobs``."""
-    return app.veiled(caller, heat_document(app.loop.installation))
+    return app.redacted(caller, heat_document(app.loop.installation))
 
 
 @router.get("/nodes/{node}")
 async def node(node: str, app: Parts, caller: Asker) -> Sent[NodeDocument]:
     """One node."""
     found: NodeDocument = {"api": API, "kind": "Node", **_one_node(app, node)}
-    return app.veiled(caller, found)
+    return app.redacted(caller, found)
 
 
 @router.post("/nodes/{node}:{action}", status_code=202)
@@ -297,7 +309,7 @@ async def apply_queues(body: QueuesBody, request: Request, app: Parts, caller: A
             caller.need(Role.QUEUE_ADMIN if parent else Role.ADMIN, parent)
     if body.dry_run:
         app.audit.add(request.state.request_id, dry_run=True)
-    used = sorted({story.queue for story in app.loop.installation.live.values()} - paths)
+    used = sorted({history.queue for history in app.loop.installation.live.values()} - paths)
     if used:
         raise BadInput(f"queue {used[0]!r} has jobs that have not ended", hint="keep it, or stop or move its jobs")
     if not body.dry_run:
@@ -348,8 +360,8 @@ async def report(
 ) -> Sent[UsageReport]:
     """Who used what in the last ``since_s`` seconds, by user, queue, job or gpu_type; of the jobs that one may see."""
     now, installation = app.clock.wall_s(), app.loop.installation
-    seen = (story for story in installation.jobs.values() if caller.sees(story))
-    nodes = (story.node for story in installation.nodes.values())
+    seen = (history for history in installation.jobs.values() if caller.sees(history))
+    nodes = (history.node for history in installation.nodes.values())
     return usage_report(seen, nodes, by=by, since=now - since_s, now=now)
 
 
@@ -368,3 +380,49 @@ async def reasons(caller: Asker) -> Sent[ReasonList]:
         for reason, info in INFO.items()
     ]
     return {"api": API, "kind": "ReasonList", "items": items, "next": None}
+
+
+class OutlookBody(BaseModel):
+    """The profiles to simulate; the others are compared with the first."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    profiles: Annotated[list[str], Field(min_length=1, max_length=4)]
+
+
+@sim.get("/sim/profiles")
+async def profiles(caller: Asker) -> Sent[ProfileList]:
+    """Every scheduling profile with the sentence of its policy."""
+    items: list[ProfileRow] = [{"name": name, "text": _sentence(name)} for name in PROFILES]
+    return {"api": API, "kind": "ProfileList", "items": items, "next": None}
+
+
+def _sentence(name: str) -> str:
+    make = PROFILES[name]
+    return inspect.getdoc(make) or inspect.getdoc(sys.modules[make.__module__]) or ""
+
+
+@sim.post("/sim/outlook")
+async def play(body: OutlookBody, app: Parts, caller: Asker) -> Sent[Outlook]:
+    """When the present jobs would start and end under each profile, in virtual time on copies of the state."""
+    for name in body.profiles:
+        get_profile(name)
+    state = app.loop.scheduler.state
+    if len(state.jobs) > OUTLOOK_JOBS_MAX:
+        raise LimitExceeded(
+            f"{len(state.jobs)} jobs wait or run; the limit of a simulation is {OUTLOOK_JOBS_MAX}",
+            hint="simulate a part of them from a trace: rota sim compare --trace FILE",
+        )
+    async with app.outlook_lock:
+        forks = {name: state.copy() for name in dict.fromkeys(body.profiles)}
+        found = await asyncio.to_thread(outlook, forks, app.clock.wall_s(), app.clock)
+    return app.redacted(caller, cast("Outlook", {"api": API, "kind": "Outlook", **found}))
+
+
+@sim.get("/templates")
+async def templates(caller: Asker) -> Sent[TemplateList]:
+    """The jobs to begin with: what each shows, and its files."""
+    items: list[TemplateRow] = [
+        {"name": name, "text": about(name), "files": template_files(name)} for name in template_names()
+    ]
+    return {"api": API, "kind": "TemplateList", "items": items, "next": None}

@@ -29,14 +29,11 @@ from rota.service.models.jobs import (
     TraceDocument,
 )
 from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument
-from rota.service.rest.deps import KEPT, AppState, Asker, Parts, append_live, check_attempt, member_of
-from rota.service.views.explain import estimate_document, explanation
-from rota.service.views.failures import failure_list
-from rota.service.views.graph import graph_document
-from rota.service.views.jobs import API, JobFilter, Told, edits, job_document, job_list, outlined
-from rota.service.views.story import JobStory
-from rota.service.views.trace import trace_document
-from rota.service.views.why import why_document
+from rota.service.rest.deps import STORABLE, AppState, Asker, Parts, append_live, check_attempt, member_of
+from rota.service.views.graph import graph_document, trace_document
+from rota.service.views.job_history import JobHistory
+from rota.service.views.jobs import API, JobFilter, WaitOf, edits, job_document, job_list, outlined
+from rota.service.views.reasons import estimate_document, explanation, failure_list, why_document
 from rota.spec import codec
 from rota.spec.errors import BadInput, Conflict, NotAllowed, VersionMismatch
 from rota.spec.events import JobChanged, JobQueued, PreemptAsked, ScaleAsked, StopAsked
@@ -64,10 +61,10 @@ class SubmitBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     source: Annotated[str, Field(max_length=SOURCE_BYTES_MAX)] = ""
-    filename: Annotated[str, Field(max_length=4096), KEPT] = "job.yaml"
+    filename: Annotated[str, Field(max_length=4096), STORABLE] = "job.yaml"
     sets: list[str] = []
-    workdir: Annotated[str, Field(max_length=4096), KEPT] = ""
-    spec: Annotated[dict[str, Any] | None, KEPT] = None
+    workdir: Annotated[str, Field(max_length=4096), STORABLE] = ""
+    spec: Annotated[dict[str, Any] | None, STORABLE] = None
     ignore_image: bool = False
 
     def submission(self) -> Submission:
@@ -110,7 +107,7 @@ class ChangeBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    changes: Annotated[dict[str, Any], KEPT]
+    changes: Annotated[dict[str, Any], STORABLE]
 
 
 @router.post("/jobs", status_code=201)
@@ -122,10 +119,10 @@ async def submit(
     idempotency_key: Annotated[str, Header(max_length=200)] = "",
 ) -> Sent[JobDocument]:
     """Submit a job; durable when this answers. The same ``Idempotency-Key`` with the same body gives the same job."""
-    story, new = await app.intake.submit(body.submission(), caller=caller, key=idempotency_key)
+    history, new = await app.intake.submit(body.submission(), caller=caller, key=idempotency_key)
     response.status_code = 201 if new else 200
-    response.headers["Location"] = f"/api/v1/jobs/{story.id}"
-    return show_document(app, caller, story)
+    response.headers["Location"] = f"/api/v1/jobs/{history.id}"
+    return show_document(app, caller, history)
 
 
 @router.post("/jobs:plan")
@@ -133,7 +130,7 @@ async def plan(body: SubmitBody, request: Request, app: Parts, caller: Asker) ->
     """Dry run: roles, gangs, placement on the cluster as it is, what losing each role would do. Keeps nothing."""
     app.audit.add(request.state.request_id, dry_run=True)
     document = await app.intake.plan(body.submission(), caller=caller)
-    return app.veiled(caller, cast("PlanReport", {"api": API, **document}))
+    return app.redacted(caller, cast("PlanReport", {"api": API, **document}))
 
 
 @router.get("/jobs")
@@ -168,7 +165,7 @@ async def list_jobs(
         since=0.0 if since_s is None else now - since_s,
     )
     jobs = (one for one in app.loop.installation.jobs.values() if caller.sees(one))
-    return app.veiled(caller, job_list(jobs, wanted, _told(app), now=now, sort=sort, limit=limit, cursor=cursor))
+    return app.redacted(caller, job_list(jobs, wanted, _wait_of(app), now=now, sort=sort, limit=limit, cursor=cursor))
 
 
 @router.get("/jobs/{job}")
@@ -177,10 +174,10 @@ async def show(job: str, app: Parts, caller: Asker, response: Response) -> Sent[
 
     ``ETag`` is the version of what can be edited; ``PATCH`` with it as ``If-Match`` refuses to undo another's edit.
     """
-    story = app.seen(caller, job)
-    response.headers["ETag"] = f'"{story.version}"'
-    beats = await app.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
-    return show_document(app, caller, story, beats)
+    history = app.seen(caller, job)
+    response.headers["ETag"] = f'"{history.version}"'
+    beats = await app.engine.beats(history.id) if history.state.holds_devices and history.master is not None else {}
+    return show_document(app, caller, history, beats)
 
 
 @router.patch("/jobs/{job}")
@@ -188,25 +185,25 @@ async def change(
     job: str, body: ChangeBody, app: Parts, caller: Asker, if_match: Annotated[str, Header(max_length=100)] = ""
 ) -> Sent[JobDocument]:
     """Change priority, queue, time limit or labels of a job that has not ended."""
-    story = app.steered(caller, job)
-    _check_version(story, if_match)
-    changes = checked_changes(body.changes, story.spec, app.loop.scheduler)
-    caller.need(Role.USER, str(changes.get("queue", story.queue)))
-    await append_live(app, story, JobChanged(changes=changes, by=caller.user))
-    return show_document(app, caller, story)
+    history = app.steered(caller, job)
+    _check_version(history, if_match)
+    changes = checked_changes(body.changes, history.spec, app.loop.scheduler)
+    caller.need(Role.USER, str(changes.get("queue", history.queue)))
+    await append_live(app, history, JobChanged(changes=changes, by=caller.user))
+    return show_document(app, caller, history)
 
 
 @router.post("/jobs/{job}:stop", status_code=202)
 async def stop(job: str, app: Parts, caller: Asker, body: StopBody | None = None) -> Sent[JobDocument]:
     """Ask a job to end. Asking again is harmless; a job that ended is a conflict."""
-    story = app.steered(caller, job)
+    history = app.steered(caller, job)
     asked = body or StopBody()
-    if story.ended is not None:
-        raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
-    if story.stop is None or asked.grace_s < story.stop.grace_s:
+    if history.ended is not None:
+        raise Conflict(f"{history.id} has ended: {history.state.value}", state=history.state.value)
+    if history.stop is None or asked.grace_s < history.stop.grace_s:
         event = StopAsked(reason=Reason.STOPPED_BY_USER, by=caller.user, grace_s=asked.grace_s)
-        await append_live(app, story, event)
-    return show_document(app, caller, story)
+        await append_live(app, history, event)
+    return show_document(app, caller, history)
 
 
 @router.post("/jobs/{job}:pause", status_code=202)
@@ -216,15 +213,15 @@ async def pause(job: str, app: Parts, caller: Asker, body: StopBody | None = Non
     What it committed stays. Asking again is harmless. One whose workloads are being inspected is waited for; after 20 s
     that is a conflict.
     """
-    story = app.steered(caller, job)
-    await _wait_while(app, story, JobState.SUBMITTED)
-    if story.state in (JobState.SUBMITTED, JobState.STOPPING):
-        raise Conflict(f"{story.id} is {story.state.value}: it cannot be paused now", state=story.state.value)
-    pausing = story.preempt is not None and story.preempt.reason is Reason.PAUSED
-    if story.state is not JobState.PAUSED and not pausing:
-        asked = body or StopBody(grace_s=story.spec.grace_s)
-        await append_live(app, story, PreemptAsked(reason=Reason.PAUSED, grace_s=asked.grace_s))
-    return show_document(app, caller, story)
+    history = app.steered(caller, job)
+    await _wait_while(app, history, JobState.SUBMITTED)
+    if history.state in (JobState.SUBMITTED, JobState.STOPPING):
+        raise Conflict(f"{history.id} is {history.state.value}: it cannot be paused now", state=history.state.value)
+    pausing = history.preempt is not None and history.preempt.reason is Reason.PAUSED
+    if history.state is not JobState.PAUSED and not pausing:
+        asked = body or StopBody(grace_s=history.spec.grace_s)
+        await append_live(app, history, PreemptAsked(reason=Reason.PAUSED, grace_s=asked.grace_s))
+    return show_document(app, caller, history)
 
 
 @router.post("/jobs/{job}:resume", status_code=202)
@@ -233,174 +230,174 @@ async def resume(job: str, app: Parts, caller: Asker) -> Sent[JobDocument]:
 
     One that still gives its devices back is waited for; after 20 s that is a conflict.
     """
-    story = app.steered(caller, job)
-    await _wait_while(app, story, JobState.PREEMPTING)
-    if story.ended is not None or story.state is JobState.PREEMPTING:
-        hint = "" if story.ended else "ask again when it is PAUSED"
-        raise Conflict(f"{story.id} is {story.state.value}", hint=hint, state=story.state.value)
-    if story.state is JobState.PAUSED:
-        await append_live(app, story, JobQueued())
-    return show_document(app, caller, story)
+    history = app.steered(caller, job)
+    await _wait_while(app, history, JobState.PREEMPTING)
+    if history.ended is not None or history.state is JobState.PREEMPTING:
+        hint = "" if history.ended else "ask again when it is PAUSED"
+        raise Conflict(f"{history.id} is {history.state.value}", hint=hint, state=history.state.value)
+    if history.state is JobState.PAUSED:
+        await append_live(app, history, JobQueued())
+    return show_document(app, caller, history)
 
 
 @router.post("/jobs/{job}:scale", status_code=202)
 async def scale(job: str, body: ScaleBody, app: Parts, caller: Asker) -> Sent[JobDocument]:
     """Another number of instances of a role, now and in later attempts. More of them start as devices become free."""
-    story = app.steered(caller, job)
-    if story.ended is not None:
-        raise Conflict(f"{story.id} has ended: {story.state.value}", state=story.state.value)
-    role = checked_size(story.spec, body.role, body.n)
-    await append_live(app, story, ScaleAsked(role=role.name, n=body.n, by=caller.user))
-    return show_document(app, caller, story)
+    history = app.steered(caller, job)
+    if history.ended is not None:
+        raise Conflict(f"{history.id} has ended: {history.state.value}", state=history.state.value)
+    role = checked_size(history.spec, body.role, body.n)
+    await append_live(app, history, ScaleAsked(role=role.name, n=body.n, by=caller.user))
+    return show_document(app, caller, history)
 
 
 @router.post("/jobs/{job}:exec")
 async def execute(job: str, body: ExecBody, request: Request, app: Parts, caller: Asker) -> Sent[ExecDocument]:
     """Run a command in the environment of a running instance, without input, to its end; the audit has the command."""
-    story = app.steered(caller, job)
-    if story.spec.secrets and story.submitted.user != caller.user and not caller.has(Role.ADMIN):
-        text = f"{story.id} has secrets of {story.submitted.user}, which a command could read"
-        raise NotAllowed(text, hint=f"ask {story.submitted.user}, or an admin")
-    role, rank = member_of(story, body.instance)
+    history = app.steered(caller, job)
+    if history.spec.secrets and history.submitted.user != caller.user and not caller.has(Role.ADMIN):
+        text = f"{history.id} has secrets of {history.submitted.user}, which a command could read"
+        raise NotAllowed(text, hint=f"ask {history.submitted.user}, or an admin")
+    role, rank = member_of(history, body.instance)
     found = InstanceId(RoleName(role), rank or 0)
     command = shlex.join(body.argv)[:EXEC_AUDITED_MAX]
     app.audit.add(request.state.request_id, instance=str(found), command=command)
-    with app.executing(caller.user):
-        done = await app.engine.execute(story.id, found.role, found.rank, body.argv, timeout_s=body.timeout_s)
+    with app.exec_slot(caller.user):
+        done = await app.engine.execute(history.id, found.role, found.rank, body.argv, timeout_s=body.timeout_s)
     if done is None:
-        raise Conflict(f"{found} of {story.id} does not run", hint=f"see: rota show {story.id}")
-    return cast("ExecDocument", {"api": API, "kind": "Exec", "job": story.id, "instance": str(found), **done})
+        raise Conflict(f"{found} of {history.id} does not run", hint=f"see: rota show {history.id}")
+    return cast("ExecDocument", {"api": API, "kind": "Exec", "job": history.id, "instance": str(found), **done})
 
 
 @router.get("/jobs/{job}/explain")
 async def explain(job: str, app: Parts, caller: Asker) -> Sent[Explanation]:
     """Why the job is where it is, and what would let it start now."""
-    story = app.seen(caller, job)
+    history = app.seen(caller, job)
     found, estimate = None, None
-    if story.state is JobState.QUEUED:
-        found = app.loop.scheduler.explain(story.id, app.clock.wall_s())
+    if history.state is JobState.QUEUED:
+        found = app.loop.scheduler.explain(history.id, app.clock.wall_s())
         if found is not None:
-            estimate = estimate_document(*await app.forecasts.of(story.id))
+            estimate = estimate_document(*await app.forecasts.of(history.id))
     code = Reason.SERVICE_DOWN if app.loop.held else Reason.ENGINE_STARTING
     undecided = Why(code=code, text=app.loop.undecided, fields={}) if app.loop.undecided else None
     known = app.loop.installation
-    return app.veiled(caller, explanation(story, known, found, estimate=estimate, undecided=undecided))
+    return app.redacted(caller, explanation(history, known, found, estimate=estimate, undecided=undecided))
 
 
 @router.get("/jobs/{job}/failures")
 async def failures(job: str, app: Parts, caller: Asker, attempt: int | None = None) -> Sent[FailureList]:
     """The failure timeline: cause, level, moves, seconds, what was lost."""
-    story = app.read(caller, job)
-    check_attempt(story, attempt)
-    return failure_list(story, attempt=attempt, replaced=app.loop.installation.replaced)
+    history = app.read(caller, job)
+    check_attempt(history, attempt)
+    return failure_list(history, attempt=attempt, replaced=app.loop.installation.replaced)
 
 
 @router.get("/jobs/{job}/graph")
 async def graph(job: str, app: Parts, caller: Asker) -> Sent[GraphDocument]:
     """Roles, edges and sub-graphs with the state of every instance, and beside them what really flowed."""
-    story = app.read(caller, job)
-    beats = await app.engine.beats(story.id) if story.state.holds_devices and story.master is not None else {}
-    return graph_document(story.spec, story, beats)
+    history = app.read(caller, job)
+    beats = await app.engine.beats(history.id) if history.state.holds_devices and history.master is not None else {}
+    return graph_document(history.spec, history, beats)
 
 
 @router.get("/jobs/{job}/placement")
 async def placement(job: str, app: Parts, caller: Asker) -> Sent[PlacementDocument]:
     """Which devices of which nodes each instance has, in the present or last attempt."""
-    story = app.seen(caller, job)
+    history = app.seen(caller, job)
     rows: list[PlacementRow] = []
-    for one in story.instances.values():
-        bundle = story.bundle_of(one.id.role, one.id.rank)
+    for one in history.instances.values():
+        bundle = history.bundle_of(one.id.role, one.id.rank)
         if bundle is not None:
             rows.append(cast("PlacementRow", {"instance": str(one.id), **codec.to_json_value(bundle)}))
     found: PlacementDocument = {
         "api": API,
         "kind": "Placement",
-        "job": story.id,
-        "attempt": len(story.attempts),
-        "why": story.attempts[-1].why if story.attempts else None,
+        "job": history.id,
+        "attempt": len(history.attempts),
+        "why": history.attempts[-1].why if history.attempts else None,
         "items": rows,
         "next": None,
     }
-    return app.veiled(caller, found)
+    return app.redacted(caller, found)
 
 
 @router.get("/jobs/{job}/spec")
 async def spec(job: str, app: Parts, caller: Asker) -> Sent[JobSpecDocument]:
     """The job as it was given and as it was understood."""
-    story = app.read(caller, job)
+    history = app.read(caller, job)
     return {
         "api": API,
         "kind": "JobSpec",
-        "job": story.id,
-        "source": story.submitted.source,
-        "filename": story.submitted.filename,
-        "digest": story.spec.digest,
-        "spec": story.spec.to_json(),
-        "edits": edits(story),
+        "job": history.id,
+        "source": history.submitted.source,
+        "filename": history.submitted.filename,
+        "digest": history.spec.digest,
+        "spec": history.spec.to_json(),
+        "edits": edits(history),
     }
 
 
 @router.get("/jobs/{job}/attempts")
 async def attempts(job: str, app: Parts, caller: Asker) -> Sent[AttemptList]:
     """Every attempt with its reason."""
-    story = app.seen(caller, job)
-    items = show_document(app, caller, story)["attempts"]
-    return {"api": API, "kind": "AttemptList", "job": story.id, "items": items, "next": None}
+    history = app.seen(caller, job)
+    items = show_document(app, caller, history)["attempts"]
+    return {"api": API, "kind": "AttemptList", "job": history.id, "items": items, "next": None}
 
 
 @router.get("/jobs/{job}/why")
 async def why(job: str, app: Parts, caller: Asker) -> Sent[WaitGraphDocument]:
     """Who waits for whom in a running job: the culprit with its stack, every wait, and the recovery that is open."""
-    story = app.read(caller, job)
-    live = await app.engine.why(story.id) if story.state.holds_devices and story.master is not None else {}
-    return why_document(story, live)
+    history = app.read(caller, job)
+    live = await app.engine.why(history.id) if history.state.holds_devices and history.master is not None else {}
+    return why_document(history, live)
 
 
 @router.get("/jobs/{job}/trace")
 async def trace(job: str, app: Parts, caller: Asker) -> Sent[TraceDocument]:
     """One trace for Perfetto: a lane per instance, calls as flows, commits, recoveries, and what bounds each step."""
-    story = app.read(caller, job)
-    folder = app.home.job(story.id).spans
+    history = app.read(caller, job)
+    folder = app.home.job(history.id).spans
 
     def made() -> TraceDocument:
-        records = app.loop.log.read(job=story.id, limit=TRACE_RECORDS_MAX)
-        return trace_document(story, records, read_spans(folder))
+        records = app.loop.log.read(job=history.id, limit=TRACE_RECORDS_MAX)
+        return trace_document(history, records, read_spans(folder))
 
     return await asyncio.to_thread(made)
 
 
 def show_document(
-    app: AppState, caller: Caller, story: JobStory, beats: dict[str, dict[str, Any]] | None = None
+    app: AppState, caller: Caller, history: JobHistory, beats: dict[str, dict[str, Any]] | None = None
 ) -> JobDocument:
     """The Job document with its page address; without commands and tracebacks for who may only see it."""
-    output = story.spec.output or str(app.home.job(story.id).output)
-    url = f"{app.settings.url}/jobs/{story.id}"
-    document = job_document(story, app.clock.wall_s(), _told(app), beats, output=output, url=url)
-    if not caller.reads(story):
+    output = history.spec.output or str(app.home.job(history.id).output)
+    url = f"{app.settings.url}/jobs/{history.id}"
+    document = job_document(history, app.clock.wall_s(), _wait_of(app), beats, output=output, url=url)
+    if not caller.reads(history):
         document = outlined(document)
-    return app.veiled(caller, document)
+    return app.redacted(caller, document)
 
 
-def _told(app: AppState) -> Told:
+def _wait_of(app: AppState) -> WaitOf:
     return lambda job: app.loop.scheduler.wait_of(job, app.clock.wall_s())
 
 
-async def _wait_while(app: AppState, story: JobStory, state: JobState) -> None:
+async def _wait_while(app: AppState, history: JobHistory, state: JobState) -> None:
     """Wait until the job has left a state that it leaves by itself; for ``RESUME_WAIT_S`` at most."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(RESUME_WAIT_S):
-            while story.state is state and not app.loop.stopping:
+            while history.state is state and not app.loop.stopping:
                 await app.loop.wait_for(app.loop.installation.number + 1)
 
 
-def _check_version(story: JobStory, if_match: str) -> None:
+def _check_version(history: JobHistory, if_match: str) -> None:
     """Raises VersionMismatch when the job was edited since the version that a caller names."""
     wanted = [one.strip().removeprefix("W/").strip('"') for one in if_match.split(",") if one.strip()]
-    if wanted and "*" not in wanted and str(story.version) not in wanted:
+    if wanted and "*" not in wanted and str(history.version) not in wanted:
         raise VersionMismatch(
-            f"{story.id} was edited: it has version {story.version}, not {' or '.join(wanted)}",
+            f"{history.id} was edited: it has version {history.version}, not {' or '.join(wanted)}",
             hint="look at it again, then repeat the change",
-            version=story.version,
+            version=history.version,
         )
 
 

@@ -18,7 +18,7 @@ from rota.service.accounts import Role
 from rota.service.models.accounts import Health, LoginDocument
 from rota.service.models.base import Sent
 from rota.service.rest.auth import COOKIE, SESSION_TTL_S
-from rota.service.rest.deps import AppState, Asker, Parts, asked_of, doors_of
+from rota.service.rest.deps import AppState, Asker, Parts, app_of, auth_request
 from rota.spec.errors import BadInput, NotReachable, UnknownName
 
 PAGES = ("queues", "jobs", "nodes", "submit", "compare", "admin")
@@ -36,7 +36,7 @@ _FOR_EVER = "public, max-age=31536000, immutable"
 
 async def known_host(request: Request) -> None:
     """Refuse a name that is not ours before anything is told, also where no token is asked for."""
-    (await doors_of(request)).auth.check_host(asked_of(request))
+    (await app_of(request)).auth.check_host(auth_request(request))
 
 
 router = APIRouter(tags=["page"])
@@ -106,7 +106,7 @@ class LoginBody(BaseModel):
 @_named.post("/login", status_code=204, response_class=Response)
 async def login_by_form(request: Request, body: LoginBody, app: Parts) -> Response:
     """Trade a code or a token for the session cookie of the page."""
-    asked, cookie = asked_of(request), ""
+    asked, cookie = auth_request(request), ""
     if body.token:
         given = {**asked.headers, "authorization": f"Bearer {body.token}"}
         cookie = app.auth.session_of(app.auth.check(replace(asked, headers=given)).token)

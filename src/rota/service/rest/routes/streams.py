@@ -1,35 +1,32 @@
-"""Routes of logs and events: pages as JSON or text, or as they happen by server-sent events."""
+"""Routes of logs and events: pages as JSON or text, or server-sent events that resume without a gap."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.sse import format_sse_event
 from starlette.types import Receive, Scope, Send
 
 from rota.runtime.clock import iso
-from rota.runtime.output import log_files
-from rota.service.accounts import Caller, Role, Veil
+from rota.runtime.output import LogLine, find_offset, follow_batch, log_files, merge, read_lines, tail_lines
+from rota.service.accounts import Caller, Redactor, Role
+from rota.service.control.loop import ServiceLoop
 from rota.service.models.base import Sent
 from rota.service.models.jobs import EventList, LogPage
 from rota.service.rest.deps import AppState, Asker, Document, Parts, check_attempt, member_of
-from rota.service.rest.follow import (
-    LogQuery,
-    follow_events,
-    follow_logs,
-    line_document,
-    read_cursor,
-    read_page,
-    record_document,
-    write_cursor,
-)
+from rota.service.views.job_history import JobHistory
 from rota.service.views.jobs import API
-from rota.spec.errors import BadInput, UnknownName, unknown
-from rota.spec.events import KINDS, AccountEvent, Record
+from rota.service.webhooks import without_password
+from rota.spec.errors import BadInput, NotAllowed, NoToken, UnknownName, unknown
+from rota.spec.events import KINDS, AccountEvent, JobEnded, Record, WebhookSet, event_to_json
 from rota.spec.ids import JobId
 
 EVENT_STREAM = "text/event-stream"
@@ -84,10 +81,10 @@ async def _events(
         raise unknown(f"no event is of the type {kind!r}", kind, sorted(KINDS), "types")
 
     def view() -> Callable[[Record], Document | None]:
-        now = app.auth.again(caller)
+        now = app.auth.renewed(caller)
         if job is not None:
             app.read(now, job)
-        return partial(_shown, app, now, app.veil(now))
+        return partial(_shown, app, now, app.redactor(now))
 
     if stream:
         return _stream(app, caller, follow_events(app.loop, view, job=job, after=after, kind=kind))
@@ -105,15 +102,15 @@ async def _events(
     return JSONResponse(document)
 
 
-def _shown(app: AppState, caller: Caller, veil: Veil, record: Record) -> Document | None:
+def _shown(app: AppState, caller: Caller, redactor: Redactor, record: Record) -> Document | None:
     """A record as the caller may see it: whole, only that something happened to a job, or not at all."""
     if record.job is None:
         private = isinstance(record.event, AccountEvent)
         return None if private and not caller.has(Role.ADMIN) else record_document(record)
-    story = app.loop.installation.jobs.get(record.job)
-    if caller.has(Role.QUEUE_ADMIN) or (story is not None and caller.reads(story)):
-        return veil.over(record_document(record))
-    if story is None or not caller.sees(story):
+    history = app.loop.installation.jobs.get(record.job)
+    if caller.has(Role.QUEUE_ADMIN) or (history is not None and caller.reads(history)):
+        return redactor.redact(record_document(record))
+    if history is None or not caller.sees(history):
         return None
     document = record_document(record)
     return {name: document[name] for name in ("number", "job", "seq", "at", "kind")}
@@ -137,9 +134,9 @@ async def logs(
     last_event_id: Annotated[str, Header()] = "",
 ) -> Response:
     """Output of all instances merged by time, or of one role or instance; ``since`` and ``until`` in Unix seconds."""
-    story = app.read(caller, job)
-    folder = app.home.job(story.id).logs
-    role, rank = member_of(story, instance, log_files(folder)) if instance else ("", None)
+    history = app.read(caller, job)
+    folder = app.home.job(history.id).logs
+    role, rank = member_of(history, instance, log_files(folder)) if instance else ("", None)
     query = LogQuery(
         role=role,
         rank=rank,
@@ -153,16 +150,16 @@ async def logs(
     )
     read_cursor(query.cursor)
     stream_it = follow or EVENT_STREAM in accept
-    check_attempt(story, attempt, may_come=stream_it and story.ended is None)
-    if story.ended is not None and not folder.is_dir():
+    check_attempt(history, attempt, may_come=stream_it and history.ended is None)
+    if history.ended is not None and not folder.is_dir():
         cause = "they were removed some days after its end (logs_kept_days), or a back-up was without them"
-        raise UnknownName(f"{story.id} has no logs any more", hint=cause)
+        raise UnknownName(f"{history.id} has no logs any more", hint=cause)
     if stream_it:
 
         def check() -> None:
-            app.read(app.auth.again(caller), story.id)
+            app.read(app.auth.renewed(caller), history.id)
 
-        return _stream(app, caller, follow_logs(app.loop, story, folder, query, check))
+        return _stream(app, caller, follow_logs(app.loop, history, folder, query, check))
     lines, offsets = await asyncio.to_thread(read_page, folder, query)
     if "text/plain" in accept:
         text = "".join(f"{iso(line.ts) if line.ts else '-'} {line.instance} {line.text}\n" for line in lines)
@@ -171,10 +168,10 @@ async def logs(
         {
             "api": API,
             "kind": "LogPage",
-            "job": story.id,
+            "job": history.id,
             "items": [line_document(line) for line in lines],
             "next": write_cursor(offsets),
-            "ended": story.ended is not None,
+            "ended": history.ended is not None,
         }
     )
 
@@ -204,3 +201,217 @@ def _number(last_event_id: str, after: int) -> int:
     if not last_event_id.isdecimal() or len(last_event_id) > len(str(NUMBER_MAX)):
         raise BadInput(f"Last-Event-ID {last_event_id[:40]!r} is not the number of an event")
     return min(int(last_event_id), NUMBER_MAX)
+
+
+REFUSALS = (NotAllowed, NoToken, UnknownName)
+"""What tells a stream under way that its reader may not go on."""
+KEEP_ALIVE_S = 15.0
+LOG_POLL_S = 0.15
+BEHIND_MAX = 10_000
+SETTLE_S = 1.0
+LINES_MAX = 10_000
+MARK_EVERY = 50
+OFFSET_DIGITS_MAX = 18
+
+
+def record_document(record: Record) -> dict[str, Any]:
+    """One event of the log; the address of a webhook without its password."""
+    event = record.event
+    if isinstance(event, WebhookSet):  # one of before, when it was kept whole
+        event = replace(event, url=without_password(event.url))
+    return {
+        "number": record.number,
+        "job": record.job,
+        "seq": record.seq,
+        "at": iso(record.at),
+        **event_to_json(event),
+    }
+
+
+def line_document(line: LogLine) -> dict[str, Any]:
+    """One line of output."""
+    return {
+        "kind": "LogLine",
+        "instance": line.instance,
+        "attempt": line.attempt,
+        "epoch": line.epoch,
+        "offset": line.offset,
+        "ts": iso(line.ts) if line.ts else None,
+        "stream": line.stream,
+        "text": line.text,
+    }
+
+
+def frame(data: Any, *, event: str | None = None, id: str | None = None) -> bytes:
+    """One server-sent event."""
+    return format_sse_event(data_str=json.dumps(data, ensure_ascii=False), event=event, id=id)
+
+
+async def follow_events(
+    loop: ServiceLoop,
+    view: Callable[[], Callable[[Record], dict[str, Any] | None]],
+    *,
+    job: JobId | None,
+    after: int,
+    kind: str = "",
+) -> AsyncIterator[bytes]:
+    """Every record after ``after``, then each new one, of all kinds or of one; of one job until it ended.
+
+    ``view`` is asked at each batch and each sign of life for what makes the document of a record, or None of one that
+    this reader may not see; when it raises NotAllowed, NoToken or UnknownName the stream ends, and a reader that comes
+    back is told why.
+
+    A reader that is more than ``BEHIND_MAX`` records behind gets ``reset`` with the newest number and goes on there.
+    """
+    cursor = after
+    if job is None and loop.installation.number - cursor > BEHIND_MAX:
+        cursor = loop.installation.number
+        yield frame({"number": cursor}, event="reset", id=str(cursor))
+    while not loop.stopping:
+        records = await asyncio.to_thread(loop.log.read, after=cursor, job=job, limit=1000)
+        try:
+            shown = view()
+        except REFUSALS:
+            return
+        for record in records:
+            cursor = record.number
+            document = shown(record)
+            if document is not None and (not kind or document["kind"] == kind):
+                yield frame(document, event="event", id=str(cursor))
+            if job is not None and isinstance(record.event, JobEnded):
+                yield frame({"state": record.event.state}, event="end")
+                return
+        if not records:
+            if job is not None and _is_over(loop, job):
+                yield frame({}, event="end")
+                return
+            try:
+                await asyncio.wait_for(loop.wait_for(loop.installation.number + 1), KEEP_ALIVE_S)
+            except TimeoutError:
+                yield format_sse_event(comment="alive")
+
+
+def _is_over(loop: ServiceLoop, job: JobId) -> bool:
+    return job not in loop.installation.live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogQuery:
+    """Which lines: of a role or instance, from a cursor, a time, or the last ``tail`` ones; ``grep`` is plain text."""
+
+    role: str = ""
+    rank: int | None = None
+    cursor: str = ""
+    since: float | None = None
+    until: float | None = None
+    tail: int | None = None
+    grep: str = ""
+    stream: str = ""
+    attempt: int | None = None
+
+    def wants(self, line: LogLine) -> bool:
+        """True when the line passes every filter."""
+        return (
+            (not self.grep or self.grep in line.text)
+            and (not self.stream or line.stream == self.stream)
+            and (self.attempt is None or line.attempt == self.attempt)
+            and (self.until is None or line.ts <= self.until)
+            and (self.since is None or line.ts >= self.since)
+        )
+
+
+def write_cursor(offsets: dict[str, int]) -> str:
+    """``role/rank:offset`` of every file: where to go on, exactly."""
+    return ",".join(f"{instance}:{offset}" for instance, offset in sorted(offsets.items()))
+
+
+def read_cursor(text: str) -> dict[str, int]:
+    """Inverse of ``write_cursor``. Raises BadInput."""
+    offsets: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        instance, _, offset = part.rpartition(":")
+        if not instance or not offset.isdecimal() or len(offset) > OFFSET_DIGITS_MAX:
+            raise BadInput(f"{text[:80]!r} is not a cursor of logs", hint="use 'next', or the id of the last event")
+        offsets[instance] = int(offset)
+    return offsets
+
+
+def read_page(folder: Path, query: LogQuery) -> tuple[list[LogLine], dict[str, int]]:
+    """Lines now, merged by time, and the offsets after them. At most about ``LINES_MAX``; blocks on the disk."""
+    files = log_files(folder, role=query.role, rank=query.rank)
+    offsets = read_cursor(query.cursor)
+    batches: list[list[LogLine]] = []
+    for instance, path in files.items():
+        if query.tail is not None and not query.cursor:
+            newest = tail_lines(path, max(query.tail, 1))
+            offsets[instance] = newest[-1].end if newest else 0
+            batches.append(newest[-query.tail :] if query.tail else [])
+            continue
+        start = offsets.get(instance, 0)
+        if not query.cursor and query.since is not None:
+            start = find_offset(path, query.since)
+        lines = read_lines(path, start)
+        offsets[instance] = lines[-1].end if lines else start
+        batches.append(lines)
+    merged = [line for line in merge(batches) if query.wants(line)]
+    if query.tail is not None and not query.cursor:
+        return merged[-query.tail :] if query.tail else [], offsets
+    if len(merged) > LINES_MAX:
+        merged = merged[:LINES_MAX]
+        offsets = _ends(merged, read_cursor(query.cursor))
+    return merged, offsets
+
+
+def _ends(lines: Sequence[LogLine], start: dict[str, int]) -> dict[str, int]:
+    ends = dict(start)
+    for line in lines:
+        ends[line.instance] = line.end
+    return ends
+
+
+async def follow_logs(
+    loop: ServiceLoop, history: JobHistory, folder: Path, query: LogQuery, check: Callable[[], None]
+) -> AsyncIterator[bytes]:
+    """The page of ``query``, then every new line until the job ended and its files are still.
+
+    The id of every ``MARK_EVERY``-th event names every offset: a reader that comes back with it misses nothing, and
+    drops the few lines it saw already by ``(instance, offset)``. ``check`` is as ``view`` of ``follow_events``.
+    """
+    lines, offsets = await asyncio.to_thread(read_page, folder, query)
+    for chunk in _frames(lines, offsets):
+        yield chunk
+    quiet_since = last_sent = loop.clock.monotonic_s()
+    while not loop.stopping:
+        over = history.ended is not None
+        files = await asyncio.to_thread(log_files, folder, role=query.role, rank=query.rank)
+        lines = await asyncio.to_thread(follow_batch, files, offsets)
+        try:
+            check()
+        except REFUSALS:
+            return
+        now = loop.clock.monotonic_s()
+        if lines:
+            quiet_since = last_sent = now
+            for chunk in _frames([line for line in lines if query.wants(line)], offsets):
+                yield chunk
+        elif over and now - quiet_since >= SETTLE_S:
+            state = history.ended.state if history.ended else history.state
+            yield frame({"state": state, "cursor": write_cursor(offsets)}, event="end")
+            return
+        elif now - last_sent > KEEP_ALIVE_S:
+            last_sent = now
+            yield format_sse_event(comment="alive")
+        if not lines:
+            await loop.clock.sleep(LOG_POLL_S)
+
+
+def _frames(lines: Sequence[LogLine], ends: dict[str, int]) -> Iterator[bytes]:
+    """Lines as events; every few of them carry the exact place to go on from, the last one ``ends``."""
+    here = dict(ends)
+    for line in reversed(lines):
+        here[line.instance] = line.offset
+    last = len(lines) - 1
+    for i, line in enumerate(lines):
+        here[line.instance] = line.end
+        marked = i == last or i % MARK_EVERY == MARK_EVERY - 1
+        yield frame(line_document(line), event="line", id=write_cursor(here) if marked else None)

@@ -1,8 +1,9 @@
-"""The story of one job: the context its master works from, and what people ask beyond it: when, where, what it cost."""
+"""JobHistory: the context of a job as its master has it, folded from the log, with times, nodes and attempts."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rota.job.core import context
@@ -11,7 +12,7 @@ from rota.job.core.machine import fold, initial
 from rota.job.core.placement import bindings
 from rota.job.core.shutdown import source_of
 from rota.spec import events as e
-from rota.spec.events import Record
+from rota.spec.events import InstanceLost, JobEnded, Record
 from rota.spec.gang import BundleGrant, Placement
 from rota.spec.ids import Epoch, GangId, InstanceId, JobId, RoleName
 from rota.spec.job import JobSpec
@@ -19,11 +20,11 @@ from rota.spec.reasons import Reason
 from rota.spec.states import InstanceState, JobState, Level
 
 Key = tuple[str, int]
-TURNS_KEPT_MAX = 200
+STATE_CHANGES_MAX = 200
 
 
 @dataclass(slots=True, kw_only=True)
-class Instance:
+class InstanceHistory:
     """One member of a role: what the context says of it, with its last process, its last error and their times."""
 
     id: InstanceId
@@ -72,7 +73,7 @@ class Attempt:
 
 
 @dataclass(slots=True, kw_only=True)
-class Failure:
+class Recovery:
     """One recovery: what was seen, what was decided, when it was over. ``ended_at`` is None while it is open.
 
     ``number`` is that of the failover inside an attempt, None for a restart of the whole job.
@@ -97,7 +98,7 @@ class Failure:
 
 
 @dataclass(slots=True, kw_only=True)
-class JobStory:
+class JobHistory:
     """Everything the log says of one job; changed by ``apply`` alone."""
 
     id: JobId
@@ -106,14 +107,14 @@ class JobStory:
     ctx: JobContext
     last_number: int = 0
     since: float = 0.0
-    turns: deque[tuple[float, JobState]] = field(default_factory=lambda: deque(maxlen=TURNS_KEPT_MAX))
+    state_changes: deque[tuple[float, JobState]] = field(default_factory=lambda: deque(maxlen=STATE_CHANGES_MAX))
     """The newest changes of its state."""
     queued_at: float | None = None
     waits: e.JobWaits | None = None
     waits_at: float = 0.0
     attempts: list[Attempt] = field(default_factory=list)
-    instances: dict[Key, Instance] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
+    instances: dict[Key, InstanceHistory] = field(default_factory=dict)
+    failures: list[Recovery] = field(default_factory=list)
     unclaimed: list[tuple[float, e.InstanceLost]] = field(default_factory=list)
     master: e.MasterStarted | None = None
     master_at: float = 0.0
@@ -201,7 +202,7 @@ class JobStory:
 
     def gives_all_back(self, at: float, event: e.PreemptAsked) -> bool:
         """True when it is asked for everything, or cannot go on without the gang that it was asked for at this time."""
-        return event.gang is None or (at, JobState.PREEMPTING) in self.turns
+        return event.gang is None or (at, JobState.PREEMPTING) in self.state_changes
 
     def apply(self, record: Record) -> None:
         """Take in one record of this job, in order. A record that was applied before changes nothing."""
@@ -213,7 +214,7 @@ class JobStory:
             return
         if self.ctx.state is not before.state:
             self.since = record.at
-            self.turns.append((record.at, self.ctx.state))
+            self.state_changes.append((record.at, self.ctx.state))
         self._note(record.at, record.event)
         if isinstance(record.event, e.JobChanged):
             self._follow_edits(record.at, before, record.event)
@@ -248,7 +249,7 @@ class JobStory:
             return
         for one in self.ctx.instances.values():
             key = (one.id.role, one.id.rank)
-            known = self.instances.setdefault(key, Instance(id=one.id, now=one, since=at))
+            known = self.instances.setdefault(key, InstanceHistory(id=one.id, now=one, since=at))
             old, known.now = known.now, one
             if one.state is not old.state:
                 known.since = at
@@ -299,7 +300,7 @@ class JobStory:
         blamed = (before.ending.role, before.ending.rank) if before.ending is not None else ()
         losses = [one for _, one in self.unclaimed]
         self._open(
-            Failure(
+            Recovery(
                 number=None,
                 attempt=event.attempt,
                 level=Level.JOB,
@@ -343,7 +344,7 @@ class JobStory:
         )
         scope = tuple((role, rank, one.now.epoch) for (role, rank), one in self.instances.items())
         self._open(
-            Failure(
+            Recovery(
                 number=None,
                 attempt=ended.attempt,
                 level=Level.JOB,
@@ -355,7 +356,7 @@ class JobStory:
             )
         )
 
-    def _open(self, failure: Failure) -> None:
+    def _open(self, failure: Recovery) -> None:
         for earlier in self.failures:
             if earlier.ended_at is None and earlier.joined_by is None:
                 earlier.joined_by = len(self.failures) + 1
@@ -365,7 +366,7 @@ class JobStory:
 
 def _failure(
     at: float, event: e.FailoverStarted, losses: list[tuple[float, e.InstanceLost]], *, attempt: int
-) -> Failure:
+) -> Recovery:
     cause = e.InstanceLost(
         role=event.role,
         rank=event.rank,
@@ -374,7 +375,7 @@ def _failure(
         text=event.text,
         traceback=event.traceback,
     )
-    return Failure(
+    return Recovery(
         number=event.failover,
         attempt=attempt,
         level=event.level,
@@ -403,12 +404,12 @@ def _as_event(loss: Loss, event: e.Event) -> e.InstanceLost:
     )
 
 
-def begin_story(record: Record) -> JobStory:
-    """The story that starts with a JobSubmitted record. Raises ValueError for another event."""
+def begin_history(record: Record) -> JobHistory:
+    """The job that starts with a JobSubmitted record. Raises ValueError for another event."""
     event = record.event
     if not isinstance(event, e.JobSubmitted) or record.job is None:
         raise ValueError(f"a job begins with JobSubmitted, not with {type(event).__name__}")
-    return JobStory(
+    return JobHistory(
         id=record.job,
         submitted=event,
         submitted_at=record.at,
@@ -416,3 +417,59 @@ def begin_story(record: Record) -> JobStory:
         last_number=record.number,
         since=record.at,
     )
+
+
+Losses = Sequence[tuple[float, InstanceLost]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """An instance (a role alone where no instance was started yet), and how and when it was lost."""
+
+    instance: str
+    at: float
+    loss: InstanceLost
+
+
+def culprit_of(job: JobHistory, *, attempt: int | None = None) -> Culprit | None:
+    """Who failed so that the others did: the root cause on which the master decided.
+
+    Of a failed job it is the one that its end names, and None where the end names none (a time limit). Of others it is
+    the cause of the first recovery, or of one ``attempt``; before one began, the first loss.
+    """
+    ended = job.ended
+    if ended is not None and ended.state is JobState.FAILED and attempt in (None, len(job.attempts)):
+        return _of_end(job, ended)
+    first = next((one for one in job.failures if attempt in (None, one.attempt)), None)
+    if first is not None:
+        return _found(first.losses, first.cause, first.seen_at)
+    return _found(job.unclaimed, job.unclaimed[0][1], job.unclaimed[0][0]) if job.unclaimed else None
+
+
+def culprit_of_recovery(failure: Recovery) -> Culprit:
+    """The same of one recovery."""
+    return _found(failure.losses, failure.cause, failure.seen_at)
+
+
+def _of_end(job: JobHistory, ended: JobEnded) -> Culprit | None:
+    if ended.role is None:
+        return None
+    losses = [one for failure in job.failures for one in failure.losses] + job.unclaimed
+    cause = InstanceLost(
+        role=ended.role,
+        rank=ended.rank or 0,
+        epoch=Epoch(0),
+        reason=ended.reason,
+        text=ended.text,
+        traceback=ended.traceback,
+    )
+    if ended.rank is None:
+        return Culprit(instance=ended.role, at=job.ended_at or 0.0, loss=cause)
+    return _found(losses[::-1], cause, job.ended_at or 0.0)
+
+
+def _found(losses: Losses, cause: InstanceLost, at: float) -> Culprit:
+    """The loss of that instance with all that was reported of it, else what the decision says."""
+    place = (cause.role, cause.rank)
+    when, loss = next(((at, one) for at, one in losses if (one.role, one.rank) == place), (at, cause))
+    return Culprit(instance=f"{loss.role}/{loss.rank}", at=when, loss=loss)

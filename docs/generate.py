@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import interfaces
 
+from rota.job.core import transitions
 from rota.spec import errors, events, reasons, states
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,19 +138,39 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def readme_with_tree(text: str) -> str:
-    """README.md with the table of packages between its marks."""
-    begin, end = "<!-- tree -->", "<!-- /tree -->"
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    return f"{head}{begin}\n{tree_of_packages()}\n{end}{tail}"
+def table_of_transitions(rows: Sequence[transitions.Transition[transitions.S]]) -> str:
+    """Every transition with the states that it leaves and enters."""
+    lines = ["| when | from | to |", "|---|---|---|"]
+    for row in rows:
+        leaves, enters = (", ".join(f"`{one}`" for one in ones) for ones in (row.leaves, row.enters))
+        lines.append(f"| {row.when} | {leaves} | {enters} |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"tree": tree_of_packages},
+    "docs/explanation/job-states.md": {
+        "job": lambda: table_of_transitions(transitions.JOB_TRANSITIONS),
+        "instance": lambda: table_of_transitions((*transitions.INSTANCE_TRANSITIONS, *transitions.AT_ONCE)),
+    },
+}
+"""Pages of which only what is between two marks is written by the code."""
+
+
+def page_with_parts(name: str) -> str:
+    """A page of ``PARTS`` with what belongs between its marks."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for mark, part in PARTS[name].items():
+        begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{part()}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def main() -> None:
     """Write the pages that are out of step."""
-    readme = ROOT / "README.md"
     wanted = {ROOT / name: page() for name, page in PAGES.items()}
-    wanted[readme] = readme_with_tree(readme.read_text(encoding="utf-8"))
+    wanted |= {ROOT / name: page_with_parts(name) for name in PARTS}
     for path, text in wanted.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

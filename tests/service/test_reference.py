@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from generate import PAGES, readme_with_tree
+from generate import PAGES, PARTS, page_with_parts
 from interfaces import EXITS, page_of_commands, page_of_exits, page_of_job_file
 
 from rota.service.calls import BY_CODE
@@ -44,6 +44,8 @@ def test_the_pages_in_the_tree_are_those_of_the_code(path: str) -> None:
     assert (ROOT / path).read_text() == PAGES[path](), "run 'make docs'"
 
 
-def test_the_readme_shows_the_packages_as_they_are() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert readme_with_tree(text) == text, "run 'make docs'"
+@pytest.mark.parametrize("name", PARTS)
+def test_tables_within_a_page_are_those_of_the_code(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert all(f"<!-- {mark} -->" in text for mark in PARTS[name])
+    assert page_with_parts(name) == text, "run 'make docs'"

@@ -49,14 +49,23 @@ T = TypeVar("T")
 
 
 def replace(value: T, /, **changes: Any) -> T:
-    """``dataclasses.replace`` for values that are changed with every record.
+    """``dataclasses.replace`` for values that are changed with every record; a state changes by ``transitions.moved``.
 
-    JobContext and Instance have no ``__slots__`` and no ``__post_init__``, so that their fields are copied as one
-    dictionary; running ``__init__`` over 54 fields took a sixth of the time of a replay. Raises TypeError for an
-    unknown field.
+    Raises TypeError for an unknown field.
     """
     if not isinstance(value, JobContext | Instance):
         return dataclass_replace(value, **changes)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+    if "state" in changes:
+        raise TypeError(f"the state of a {type(value).__name__} is changed by transitions.moved")
+    return changed(value, changes)
+
+
+def changed(value: T, changes: Mapping[str, object]) -> T:
+    """A JobContext or Instance with other fields. Raises TypeError for an unknown one.
+
+    They have no ``__slots__`` and no ``__post_init__``, so that their fields are copied as one dictionary; running
+    ``__init__`` over 54 fields took a sixth of the time of a replay.
+    """
     if unknown := changes.keys() - value.__dict__.keys():
         raise TypeError(f"{type(value).__name__} has no field {', '.join(sorted(unknown))}")
     copy = object.__new__(type(value))
@@ -126,11 +135,6 @@ class Instance:
     def active(self) -> bool:
         """One of those that the job works with, or waits for."""
         return not (self.retired or self.spare)
-
-    def let_go(self, state: InstanceState, epoch: Epoch) -> Instance:
-        """In ``state`` under ``epoch`` without a process; the one it had must be gone before the next one starts."""
-        doomed = (*self.doomed, self.process.epoch) if self.process else self.doomed
-        return replace(self, state=state, epoch=epoch, process=None, doomed=doomed, running=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

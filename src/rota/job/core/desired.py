@@ -27,6 +27,7 @@ from rota.job.core.context import (
 )
 from rota.job.core.failover import FailoverCoordinator, root_cause
 from rota.job.core.resize import PLANNED, sized, waits_for_answers
+from rota.job.core.transitions import moved
 from rota.spec.commands import (
     Assemble,
     CheckNode,
@@ -263,7 +264,7 @@ def _start(ctx: JobContext) -> JobContext:
         return True
 
     starting = [
-        replace(one, state=InstanceState.STARTING, process=Process(epoch=one.epoch))
+        moved(one, InstanceState.STARTING, process=Process(epoch=one.epoch))
         for one in ctx.instances.values()
         if may_start(one)
     ]
@@ -302,7 +303,7 @@ def _succeed(ctx: JobContext) -> JobContext:
     members = [one for one in ctx.instances.values() if one.id.role in needed and one.active]
     if not members or not all(one.ended for one in members):
         return ctx
-    return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
+    return moved(ctx, JobState.STOPPING, ending=Ending(reason=Reason.COMPLETED, grace_s=ctx.spec.grace_s))
 
 
 def _at_its_end(ctx: JobContext) -> JobContext:
@@ -323,13 +324,13 @@ def _with_state(ctx: JobContext) -> JobContext:
     if state is ctx.state:
         return ctx
     first = state is JobState.RUNNING and ctx.started_s is None
-    return replace(ctx, state=state, started_s=ctx.at_s if first else ctx.started_s)
+    return moved(ctx, state, started_s=ctx.at_s if first else ctx.started_s)
 
 
 def _on_the_way(ctx: JobContext) -> JobState:
-    """ADMITTED without a reservation, CHECKING until the first processes have found their nodes fit, then STARTING."""
+    """ADMITTED until it is reserved, CHECKING until the first processes found their nodes fit, then STARTING."""
     assert ctx.spec is not None
-    if not reserved(ctx):
+    if ctx.state is JobState.ADMITTED and not reserved(ctx):
         return JobState.ADMITTED
     first = ctx.state in (JobState.ADMITTED, JobState.CHECKING)
     roles = {role.name for role in ctx.spec.roles if role.fail.check != "none"} if first else set[RoleName]()
@@ -351,4 +352,4 @@ def _wind_down(ctx: JobContext) -> JobContext:
 def _doom(one: Instance) -> Instance:
     """Its processes must go; a start that is still under way is superseded by the stop."""
     doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
-    return replace(one, process=None, doomed=doomed, state=InstanceState.STOPPING if doomed else InstanceState.GONE)
+    return moved(one, InstanceState.STOPPING if doomed else InstanceState.GONE, process=None, doomed=doomed)

@@ -21,6 +21,7 @@ from rota.job.core.context import (
 )
 from rota.job.core.graph import recovery_scope, replaced
 from rota.job.core.resize import OF_THE_NODE, PLANNED, has_place, held, is_fit, is_world, leaving, unplaced, world_of
+from rota.job.core.transitions import moved, without_process
 from rota.spec.events import FailoverStarted
 from rota.spec.ids import Epoch, InstanceId, NodeId, RoleName
 from rota.spec.job import Restart, RoleSpec
@@ -600,7 +601,7 @@ def _replace(one: Instance, epoch: Epoch, *, lost: bool) -> Instance:
     """A new process under ``epoch``; one that was only asked for and did not fail is as good as new and stays."""
     if one.state is InstanceState.PLANNED or (not lost and one.state is InstanceState.STARTING):
         return replace(one, epoch=epoch)
-    new = one.let_go(InstanceState.PLANNED, epoch)
+    new = without_process(one, InstanceState.PLANNED, epoch)
     return replace(new, ended=False, retired=False, restarts=one.restarts + 1)
 
 
@@ -609,4 +610,4 @@ def _re_form(one: Instance, epoch: Epoch) -> Instance:
     state = InstanceState.STALE if one.alive else one.state
     if one.process is None:
         state = InstanceState.PLANNED
-    return replace(one, state=state, epoch=epoch, running=False, ended=False, retired=False)
+    return moved(one, state, epoch=epoch, running=False, ended=False, retired=False)

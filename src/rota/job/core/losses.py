@@ -21,6 +21,7 @@ from rota.job.core.context import (
 from rota.job.core.desired import timers
 from rota.job.core.failover import PLATFORM, job_level_ending
 from rota.job.core.resize import first, refused
+from rota.job.core.transitions import moved
 from rota.spec.events import (
     FailoverEnded,
     GangReserveFailed,
@@ -144,24 +145,24 @@ def reattach(ctx: JobContext, event: Reattached) -> JobContext:
         alive.setdefault(InstanceId(role, rank), set()).add(epoch)
     ctx = replace(ctx, attached=True, gangs=(*ctx.gangs, *_unknown_gangs(ctx, event.gangs)))
     ctx = ctx.with_instances(_with_unexpected(one, alive.get(one.id, set())) for one in ctx.instances.values())
+    absent = [one for one in ctx.instances.values() if _is_gone(one, alive)]
+    past = [one for one in absent if one.ended or one.state is InstanceState.LOST]
+    ctx = ctx.with_instances(replace(one, process=None) for one in past)
+    absent = [one for one in absent if one not in past]
     if ctx.ending is not None:
-        return shutdown.gone(ctx, [one for one in ctx.instances.values() if _is_gone(one, alive)])
+        return shutdown.gone(ctx, absent)
     if ctx.placement is None:
         return ctx
     missing = _missing_gang(ctx, event.gangs)
     if missing is not None and any(gang.state == "reserved" and gang != missing for gang in ctx.gangs):
         ctx = replace(ctx, gangs=tuple(gang for gang in ctx.gangs if gang != missing))
-    for one in ctx.instances.values():
-        gone = _is_gone(one, alive)
-        if gone and (one.ended or one.state is InstanceState.LOST):
-            ctx = ctx.with_instances([replace(one, process=None)])
-        elif gone:
-            # Known to be absent: the one case in which no stop is needed before the next start.
-            away = event.hosts and one.id in ctx.bound and ctx.bundle(one.id)[1].host not in event.hosts
-            unplaced = missing is not None and one.id in ctx.bound and ctx.bundle(one.id)[0] == missing.id
-            reason = Reason.NODE_LOST if away else Reason.ENGINE_LOST if unplaced else Reason.SIGNALLED
-            loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
-            ctx = _lost(ctx, [replace(one, process=None)], loss)
+    for one in absent:
+        # Known to be absent: the one case in which no stop is needed before the next start.
+        away = event.hosts and one.id in ctx.bound and ctx.bundle(one.id)[1].host not in event.hosts
+        unplaced = missing is not None and one.id in ctx.bound and ctx.bundle(one.id)[0] == missing.id
+        reason = Reason.NODE_LOST if away else Reason.ENGINE_LOST if unplaced else Reason.SIGNALLED
+        loss = Loss(instance=one.id, epoch=one.epoch, reason=reason, text=GONE_TEXT, at_s=ctx.at_s)
+        ctx = _lost(ctx, [replace(one, process=None)], loss)
     if missing is not None and not ctx.losses:
         return _without_reservation(ctx, missing)
     return ctx
@@ -174,8 +175,8 @@ def _is_gone(one: Instance, alive: Mapping[InstanceId, set[Epoch]]) -> bool:
 def _lost(ctx: JobContext, given_up: list[Instance], loss: Loss) -> JobContext:
     node = ctx.bundle(loss.instance)[1].node if loss.instance in ctx.bound else NO_NODE_ID
     loss = replace(loss, node=node)
-    lost = [replace(one, state=InstanceState.LOST, running=False, error=loss) for one in given_up]
-    return replace(ctx.with_instances(lost), state=JobState.RECOVERING, losses=(*ctx.losses, loss))
+    lost = [moved(one, InstanceState.LOST, running=False, error=loss) for one in given_up]
+    return moved(ctx.with_instances(lost), JobState.RECOVERING, losses=(*ctx.losses, loss))
 
 
 def _concerns(one: Instance, event: InstanceLost) -> bool:
@@ -252,7 +253,7 @@ CHANGEABLE = frozenset({"priority", "queue", "time_limit_s", "grace_s", "retry",
 
 def stop(ctx: JobContext, event: StopAsked) -> JobContext:
     """Somebody wants the job to end; the reason decides the final state."""
-    return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=event.reason, grace_s=event.grace_s))
+    return moved(ctx, JobState.STOPPING, ending=Ending(reason=event.reason, grace_s=event.grace_s))
 
 
 def reservation_failed(ctx: JobContext, event: GangReserveFailed) -> JobContext:
@@ -286,9 +287,9 @@ def requeue(ctx: JobContext, event: JobRequeued) -> JobContext:
     free = not event.counts and event.reason in PLATFORM
     if free:
         charges = (*charges, Charge(role=RoleName(""), level=Level.JOB, at_s=ctx.at_s, platform=True))
-    return replace(
+    return moved(
         ctx,
-        state=JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
+        JobState.PAUSED if event.reason is Reason.PAUSED else JobState.QUEUED,
         ending=None,
         placement=None,
         asks=(),

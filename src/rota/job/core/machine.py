@@ -17,6 +17,7 @@ from rota.job.core.desired import settle, wanted
 from rota.job.core.failover import open_failover
 from rota.job.core.graph import expand
 from rota.job.core.placement import requests_of
+from rota.job.core.transitions import InvalidTransition, moved
 from rota.spec.commands import Command
 from rota.spec.events import (
     CheckpointSaved,
@@ -80,7 +81,10 @@ def step(ctx: JobContext, record: Record) -> tuple[JobContext, tuple[Command, ..
 
 
 def fold(ctx: JobContext, record: Record) -> JobContext:
-    """The context after a record, for those who look on and command nothing. Raises ValueError as ``step`` does."""
+    """The context after a record, for those who look on and command nothing.
+
+    Raises ValueError as ``step`` does, and InvalidTransition.
+    """
     if record.job != ctx.job:
         raise ValueError(f"record {record.number} is of {record.job}, not of {ctx.job}")
     if record.seq <= ctx.seq:
@@ -88,7 +92,11 @@ def fold(ctx: JobContext, record: Record) -> JobContext:
     if record.seq != ctx.seq + 1:
         raise ValueError(f"{ctx.job}: record {record.seq} after {ctx.seq}, some are missing")
     now = replace(ctx, seq=record.seq, at_s=max(ctx.at_s, record.at))
-    return settle(apply(now, record.event))
+    try:
+        return settle(apply(now, record.event))
+    except InvalidTransition as error:
+        error.events = (f"{record.seq} {record.event}",)
+        raise
 
 
 def replay(job: JobId, records: tuple[Record, ...], snapshot: JobContext | None = None) -> JobContext:
@@ -115,19 +123,19 @@ def _apply_waiting(ctx: JobContext, event: Event) -> JobContext:
         case JobState.SUBMITTED, JobSubmitted(spec=spec, workdir=workdir, user=owner):
             return _with_spec(replace(ctx, workdir=spec.workdir or workdir, owner=owner), spec)
         case ((JobState.SUBMITTED | JobState.PAUSED), JobQueued(spec=spec)):
-            return replace(_with_spec(ctx, spec) if spec else ctx, state=JobState.QUEUED)
+            return moved(_with_spec(ctx, spec) if spec else ctx, JobState.QUEUED)
         case JobState.QUEUED, JobQueued(spec=JobSpec() as spec):
             return _with_spec(ctx, spec)
         case _, JobChanged(changes=changes) if ctx.spec is not None:
             return _with_spec(ctx, changed_spec(ctx.spec, changes))
         case JobState.QUEUED, PreemptAsked(reason=Reason.PAUSED):
-            return replace(ctx, state=JobState.PAUSED)
+            return moved(ctx, JobState.PAUSED)
         case _, ScaleAsked():
             return resize.scaled(ctx, event)
         case _, JobAdmitted():
             return _admit(ctx, event)
         case _, StopAsked(reason=reason, grace_s=grace_s):
-            return replace(ctx, state=JobState.STOPPING, ending=Ending(reason=reason, grace_s=grace_s))
+            return moved(ctx, JobState.STOPPING, ending=Ending(reason=reason, grace_s=grace_s))
         case _:
             return _apply_always(ctx, event)
 
@@ -233,7 +241,7 @@ def _apply_always(ctx: JobContext, event: Event) -> JobContext:
                 next_spec=changed_spec(ctx.next_spec or ctx.spec, changes),
             )
         case JobEnded(state=state, reason=reason):
-            return replace(ctx, state=state, end_reason=reason, open_failover=None, losses=())
+            return moved(ctx, state, end_reason=reason, open_failover=None, losses=())
         case _:
             return ctx
 
@@ -251,9 +259,9 @@ def _admit(ctx: JobContext, event: JobAdmitted) -> JobContext:
         return ctx
     epoch = Epoch(max(event.epoch, ctx.epoch_max + 1))
     spec, graph = ctx.spec, ctx.plan
-    ctx = replace(
+    ctx = moved(
         ctx,
-        state=JobState.ADMITTED,
+        JobState.ADMITTED,
         attempt=event.attempt,
         epoch_max=epoch,
         admitted_s=ctx.at_s,
@@ -291,7 +299,7 @@ def _started(one: Instance, event: InstanceStarted) -> Instance:
         if one.state is not InstanceState.STARTING:
             return one
         process = Process(epoch=event.epoch, node=event.node, pid=event.pid, start_time=event.start_time)
-        return replace(one, state=InstanceState.STALE, process=process)
+        return moved(one, InstanceState.STALE, process=process)
     if event.epoch in one.doomed:
         return one
     return replace(one, doomed=(*one.doomed, event.epoch))
@@ -300,14 +308,14 @@ def _started(one: Instance, event: InstanceStarted) -> Instance:
 def _ready(one: Instance, event: InstanceReady) -> Instance:
     if one.state is not InstanceState.STALE or event.epoch != one.epoch:
         return one
-    return replace(one, state=InstanceState.READY, restored=event.restored)
+    return moved(one, InstanceState.READY, restored=event.restored)
 
 
 def _ended(one: Instance, epoch: Epoch) -> Instance:
     """Returned with success; its process is stopped with the job, or used again when a recovery takes it in."""
     if one.state is not InstanceState.READY or not one.running or epoch != one.epoch:
         return one
-    return replace(one, state=InstanceState.GONE, ended=True, running=False)
+    return moved(one, InstanceState.GONE, ended=True, running=False)
 
 
 def _commit(ctx: JobContext, event: Committed) -> JobContext:

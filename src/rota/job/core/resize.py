@@ -12,6 +12,7 @@ from math import prod
 from rota.job.core.context import Ask, Gang, Instance, JobContext, Loss, replace
 from rota.job.core.graph import expand
 from rota.job.core.placement import nodes_apart, request_of
+from rota.job.core.transitions import moved, without_process
 from rota.spec.commands import Emit
 from rota.spec.events import (
     CheckpointSaved,
@@ -217,7 +218,7 @@ def _refused(ctx: JobContext, one: Instance, avoid: tuple[NodeId, ...]) -> Insta
     role = ctx.spec.role(one.id.role)
     others = len(ctx.active_of(role.name)) - 1
     if one.retired or one.spare or (is_world(role) and others and world_of(role, others) == others):
-        return replace(one, state=InstanceState.GONE, retired=True, spare=False)
+        return moved(one, InstanceState.GONE, retired=True, spare=False)
     return replace(one, barred=tuple(dict.fromkeys(avoid)))
 
 
@@ -272,13 +273,15 @@ def _filled(ctx: JobContext, role: RoleSpec) -> JobContext:
 
 def leaving(one: Instance, epoch: Epoch, *, barred: tuple[NodeId, ...] = ()) -> Instance:
     """The job goes on without it: its process is stopped and none is started."""
-    return replace(one.let_go(InstanceState.GONE, epoch), retired=True, spare=False, barred=barred or one.barred)
+    return replace(
+        without_process(one, InstanceState.GONE, epoch), retired=True, spare=False, barred=barred or one.barred
+    )
 
 
 def _coming(one: Instance, epoch: Epoch) -> Instance:
     if not one.retired:
         return replace(one, barred=())
-    return replace(one, state=InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=(), ended=False)
+    return moved(one, InstanceState.PLANNED, epoch=epoch, retired=False, spare=True, barred=(), ended=False)
 
 
 def without(ctx: JobContext, gang: GangId) -> JobContext | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from rota.job.core.context import FAILED_GRACE_S, Ending, Instance, JobContext, Phase, replace
 from rota.job.core.resize import unplaced
+from rota.job.core.transitions import moved
 from rota.spec.commands import SaveCommit, Saving, SetTimer
 from rota.spec.events import Committed, InstanceLost, InstanceStopped, PreemptAsked, ProgressStalled
 from rota.spec.ids import Epoch, InstanceId, NodeId
@@ -122,7 +123,7 @@ COMMIT_SHARE = 0.5
 
 def begin(ctx: JobContext, ending: Ending, state: JobState) -> JobContext:
     """End the attempt at a commit, ``ending.save_s`` at most from now."""
-    ctx = replace(ctx, state=state, ending=replace(ending, since_s=ctx.at_s))
+    ctx = moved(ctx, state, ending=replace(ending, since_s=ctx.at_s))
     if ending.save_s <= 0.0:
         return ctx
     return _in_phase(ctx, "commit") if _comes_to_a_commit(ctx, state) else saved_first(ctx)
@@ -135,7 +136,7 @@ def preempted(ctx: JobContext, event: PreemptAsked) -> JobContext:
     grace_s = event.grace_s + (0.0 if ending.phase == "stop" else ctx.at_s - ending.since_s)
     save_s = min(ending.save_s, grace_s)
     ending = replace(ending, reason=event.reason, counts=False, grace_s=grace_s, save_s=save_s)
-    return replace(ctx, state=JobState.PREEMPTING, ending=ending)
+    return moved(ctx, JobState.PREEMPTING, ending=ending)
 
 
 def preempted_again(ctx: JobContext, event: PreemptAsked) -> JobContext:
@@ -191,7 +192,7 @@ def gone(ctx: JobContext, those: list[Instance]) -> JobContext:
     """The same of processes that are known to be gone, or that failed."""
     if ctx.ending is None or ctx.ending.phase == "stop" or not those:
         return ctx
-    ctx = ctx.with_instances(replace(one, state=InstanceState.LOST, running=False) for one in those)
+    ctx = ctx.with_instances(moved(one, InstanceState.LOST, running=False) for one in those)
     return saved_first(ctx)
 
 

@@ -1,54 +1,124 @@
-"""Which state may follow which, for jobs and instances; what docs and tests hold the machine to."""
+"""Transitions of jobs and instances: the table in which each change of state is looked up, and what makes the change.
+
+``moved`` is the only way in which a state changes; ``replace`` refuses it. A change that no transition names is a bug
+of the machine: it raises ``InvalidTransition`` with the last events of the job.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from rota.job.core.context import Instance, JobContext, changed
+from rota.spec.ids import Epoch
 from rota.spec.states import InstanceState, JobState
 
 _J = JobState
 _I = InstanceState
-_ENDS = frozenset({_J.SUCCEEDED, _J.FAILED, _J.CANCELLED})
-_TURNS = frozenset({_J.RECOVERING, _J.PREEMPTING, _J.STOPPING}) | _ENDS
-"""From any live state: a failure, the scheduler, or a decided end; JobEnded may come from the service at any time."""
+S = TypeVar("S", JobState, InstanceState)
+Thing = TypeVar("Thing", JobContext, Instance)
 
-JOB: Mapping[JobState, frozenset[JobState]] = {
-    _J.SUBMITTED: frozenset({_J.QUEUED, _J.ADMITTED, _J.STOPPING}) | _ENDS,
-    _J.QUEUED: frozenset({_J.ADMITTED, _J.PAUSED, _J.STOPPING}) | _ENDS,
-    _J.PAUSED: frozenset({_J.QUEUED, _J.ADMITTED, _J.STOPPING}) | _ENDS,
-    _J.ADMITTED: frozenset({_J.CHECKING, _J.STARTING}) | _TURNS,
-    _J.CHECKING: frozenset({_J.STARTING}) | _TURNS,
-    _J.STARTING: frozenset({_J.RUNNING}) | _TURNS,
-    _J.RUNNING: frozenset({_J.RESIZING}) | _TURNS,
-    _J.RESIZING: frozenset({_J.RUNNING}) | _TURNS,
-    _J.RECOVERING: frozenset({_J.STARTING, _J.RUNNING, _J.PREEMPTING, _J.STOPPING, _J.QUEUED, _J.PAUSED}) | _ENDS,
-    _J.PREEMPTING: frozenset({_J.QUEUED, _J.PAUSED, _J.STOPPING}) | _ENDS,
-    _J.STOPPING: _ENDS,
-    **{end: frozenset[JobState]() for end in _ENDS},
-}
-"""A job stays in its state or goes to one of these. A restart of the whole job is RECOVERING until it is QUEUED."""
 
-_LEAVES = frozenset({_I.PLANNED, _I.STOPPING, _I.GONE})
-"""A recovery plans a new process; the end of the attempt stops what there is, or finds nothing to stop."""
+@dataclass(frozen=True, slots=True)
+class Transition(Generic[S]):
+    """Which states are left, which are entered, and when."""
 
-INSTANCE: Mapping[InstanceState, frozenset[InstanceState]] = {
-    _I.PLANNED: frozenset({_I.STARTING}) | _LEAVES,
-    _I.STARTING: frozenset({_I.STALE, _I.LOST}) | _LEAVES,
-    _I.STALE: frozenset({_I.READY, _I.LOST, _I.STARTING}) | _LEAVES,
-    _I.READY: frozenset({_I.STALE, _I.LOST, _I.STARTING}) | _LEAVES,
-    _I.SUSPECT: frozenset({_I.READY, _I.LOST}) | _LEAVES,
-    _I.LOST: frozenset({_I.STARTING}) | _LEAVES,
-    _I.STOPPING: frozenset({_I.GONE, _I.PLANNED}),
-    _I.GONE: frozenset({_I.STALE, _I.STARTING, _I.STOPPING, _I.PLANNED}),
-}
-"""GONE is left when a recovery takes an instance in that had returned, or when the next attempt plans it anew."""
+    leaves: tuple[S, ...]
+    enters: tuple[S, ...]
+    when: str
+
+
+_ENDS = (_J.SUCCEEDED, _J.FAILED, _J.CANCELLED)
+_LIVE = (_J.ADMITTED, _J.CHECKING, _J.STARTING, _J.RUNNING, _J.RESIZING)
+_WAITING = (_J.SUBMITTED, _J.QUEUED, _J.PAUSED)
+_GIVEN_BACK = (_J.RECOVERING, _J.PREEMPTING)
+
+JOB_TRANSITIONS: tuple[Transition[JobState], ...] = (
+    Transition((_J.SUBMITTED, _J.PAUSED), (_J.QUEUED,), "it is accepted, or resumed"),
+    Transition((_J.QUEUED,), (_J.PAUSED,), "it is paused before it was admitted"),
+    Transition(_WAITING, (_J.ADMITTED,), "the scheduler gives it a placement"),
+    Transition((_J.ADMITTED,), (_J.CHECKING,), "devices are reserved, and the first processes check their nodes"),
+    Transition((_J.ADMITTED, _J.CHECKING), (_J.STARTING,), "the first processes found their nodes fit"),
+    Transition((_J.STARTING, _J.RESIZING), (_J.RUNNING,), "every instance that is waited for is ready"),
+    Transition((_J.RUNNING,), (_J.RESIZING,), "a role changes its size, or leaves a node: a recovery without a loss"),
+    Transition(_LIVE, (_J.RECOVERING,), "an instance or a reservation is lost"),
+    Transition((_J.RECOVERING,), (_J.STARTING, _J.RUNNING), "the recovery is over"),
+    Transition((*_LIVE, _J.RECOVERING), (_J.PREEMPTING,), "it is asked to give its devices back"),
+    Transition(_GIVEN_BACK, (_J.QUEUED, _J.PAUSED), "everything is given back, and another attempt follows"),
+    Transition((*_WAITING, *_LIVE, *_GIVEN_BACK), (_J.STOPPING,), "its end is decided"),
+    Transition((*_WAITING, *_LIVE, *_GIVEN_BACK, _J.STOPPING), _ENDS, "`JobEnded` is in the log"),
+)
+
+_UP = (_I.STARTING, _I.STALE, _I.READY, _I.SUSPECT)
+"""A process was asked for, or exists."""
+
+INSTANCE_TRANSITIONS: tuple[Transition[InstanceState], ...] = (
+    Transition((_I.PLANNED,), (_I.STARTING,), "its gang exists, its old process is gone, what it waits for is ready"),
+    Transition((_I.STARTING,), (_I.STALE,), "its process exists"),
+    Transition((_I.STALE, _I.SUSPECT), (_I.READY,), "it is set up under its epoch"),
+    Transition(_UP, (_I.LOST,), "its process died, its code raised, or it made no progress"),
+    Transition((_I.READY, _I.GONE), (_I.STALE,), "a recovery takes it in with the process that lives"),
+    Transition((*_UP, _I.LOST, _I.STOPPING, _I.GONE), (_I.PLANNED,), "a recovery, resize or attempt plans a process"),
+    Transition((_I.PLANNED, *_UP, _I.LOST, _I.GONE), (_I.STOPPING,), "the attempt ends, and its process has to go"),
+    Transition((_I.PLANNED, *_UP, _I.LOST, _I.STOPPING), (_I.GONE,), "it returned, is stopped, or has left its role"),
+)
+
+AT_ONCE: tuple[Transition[InstanceState], ...] = (
+    Transition((_I.STALE, _I.READY, _I.LOST, _I.GONE), (_I.STARTING,), "one event plans it and lets it start"),
+)
+"""Two transitions that one event makes; the state between them is not seen."""
+
+
+def _table(rows: tuple[Transition[S], ...]) -> Mapping[S, frozenset[S]]:
+    """Each state with those that may follow it."""
+    states: tuple[S, ...] = tuple(type(rows[0].leaves[0]))
+    return {one: frozenset(after for row in rows if one in row.leaves for after in row.enters) for one in states}
+
+
+JOB: Mapping[JobState, frozenset[JobState]] = _table(JOB_TRANSITIONS)
+"""A job stays in its state or goes to one of these."""
+INSTANCE: Mapping[InstanceState, frozenset[InstanceState]] = _table((*INSTANCE_TRANSITIONS, *AT_ONCE))
+"""The same of an instance, from one event to the next."""
+_STEPS = _table(INSTANCE_TRANSITIONS)
+
+
+class InvalidTransition(Exception):
+    """A change of state that no transition names. ``events`` are the last of the job, in order."""
+
+    def __init__(self, what: str, before: JobState | InstanceState, after: JobState | InstanceState) -> None:
+        super().__init__(f"{what} cannot change from {before} to {after}: no transition is declared")
+        self.events: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n  ".join((f"{self.args[0]}; the last events of the job:", *self.events))
+
+
+def moved(thing: Thing, to: JobState | InstanceState, /, **changes: object) -> Thing:
+    """``thing`` in the state ``to``, with other fields changed as by ``replace``.
+
+    Raises InvalidTransition when the table has no such transition; a state that stays needs none.
+    """
+    if isinstance(thing, JobContext):
+        declared, name = JOB[thing.state], f"job {thing.job}"
+    else:
+        declared, name = _STEPS[thing.state], f"instance {thing.id}"
+    if to is not thing.state and to not in declared:
+        raise InvalidTransition(name, thing.state, to)
+    return changed(thing, {**changes, "state": to})
+
+
+def without_process(one: Instance, to: InstanceState, epoch: Epoch) -> Instance:
+    """``one`` in ``to`` under ``epoch``; the process that it had must be gone before the next one starts."""
+    doomed = (*one.doomed, one.process.epoch) if one.process else one.doomed
+    return moved(one, to, epoch=epoch, process=None, doomed=doomed, running=False)
 
 
 def allowed(before: JobState, after: JobState) -> bool:
-    """True when a job may go from one state to the other in one step."""
+    """True when a job may go from one state to the other by one event."""
     return before is after or after in JOB[before]
 
 
 def instance_allowed(before: InstanceState, after: InstanceState) -> bool:
-    """True when an instance may go from one state to the other in one step."""
+    """True when an instance may go from one state to the other by one event."""
     return before is after or after in INSTANCE[before]

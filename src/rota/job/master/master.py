@@ -26,6 +26,7 @@ from rota.job.core.context import JobContext, Process
 from rota.job.core.desired import next_emit, wanted
 from rota.job.core.machine import accepts_commit, fold, initial
 from rota.job.core.resize import saved_by_script
+from rota.job.core.transitions import InvalidTransition
 from rota.job.health.heartbeat import Heartbeat, HeartbeatAnswer
 from rota.job.health.stacks import of_the_job
 from rota.job.inspect import import_target
@@ -355,7 +356,11 @@ class JobMaster:
         for record in records:
             self._story.append(record)
             self._number = max(self._number, record.number)
-            self.ctx = fold(self.ctx, record)
+            try:
+                self.ctx = fold(self.ctx, record)
+            except InvalidTransition as error:
+                error.events = tuple(self.story())
+                raise
             if self._executor is not None:
                 commands = wanted(self.ctx)
                 self._begun &= {command.id for command in commands}

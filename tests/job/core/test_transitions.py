@@ -1,0 +1,70 @@
+"""Every state has its transitions, no other is made, and the error of an undeclared one shows what led to it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.makers import command, loop, spec
+
+from rota.job.core import losses
+from rota.job.core.context import JobContext, replace
+from rota.job.core.transitions import (
+    INSTANCE,
+    INSTANCE_TRANSITIONS,
+    JOB,
+    JOB_TRANSITIONS,
+    InvalidTransition,
+    allowed,
+    moved,
+)
+from rota.spec.events import Event, InstanceEnded, InstanceLost, PreemptAsked
+from rota.spec.ids import Epoch, InstanceId, RoleName
+from rota.spec.reasons import Reason
+from rota.spec.states import InstanceState, JobState
+
+
+def test_every_state_is_declared_and_ends_are_never_left():
+    assert set(JOB) == set(JobState)
+    assert set(INSTANCE) == set(InstanceState)
+    assert all(not JOB[state] for state in JobState if state.terminal)
+    assert allowed(JobState.RUNNING, JobState.RUNNING)
+    assert not allowed(JobState.QUEUED, JobState.RUNNING)
+
+
+def test_each_pair_of_states_is_declared_once():
+    for rows in (JOB_TRANSITIONS, INSTANCE_TRANSITIONS):
+        pairs = [(before, after) for row in rows for before in row.leaves for after in row.enters]
+        assert len(pairs) == len(set(pairs))
+
+
+def test_a_state_changes_by_a_declared_transition_alone(driven):
+    driven.run(spec(command("a"), loop()))
+    ctx, one = driven.ctx, driven.ctx.instances[InstanceId(RoleName("a"), 0)]
+    assert moved(ctx, JobState.PREEMPTING).state is JobState.PREEMPTING
+    with pytest.raises(TypeError, match=r"transitions\.moved"):
+        replace(ctx, state=JobState.PREEMPTING)
+    with pytest.raises(InvalidTransition, match="cannot change from RUNNING to QUEUED"):
+        moved(ctx, JobState.QUEUED)
+    with pytest.raises(InvalidTransition, match="instance a/0 cannot change from READY to STARTING"):
+        moved(one, InstanceState.STARTING)
+
+
+def test_the_error_of_an_undeclared_transition_carries_the_event_that_made_it(driven, monkeypatch):
+    def back_to_the_queue(ctx: JobContext, event: Event) -> JobContext:
+        return moved(ctx, JobState.QUEUED)
+
+    driven.run(spec(command("a"), loop()))
+    monkeypatch.setattr(losses, "lose", back_to_the_queue)
+    with pytest.raises(InvalidTransition) as found:
+        driven.feed(InstanceLost(role=RoleName("a"), rank=0, epoch=Epoch(1), reason=Reason.SIGNALLED))
+    assert "InstanceLost" in str(found.value)
+    assert found.value.events[-1].startswith(f"{len(driven.records)} ")
+
+
+def test_who_has_returned_is_not_lost_when_its_process_is_gone_while_the_loop_comes_to_its_commit(driven):
+    driven.run(spec(command("a"), loop()))
+    driven.feed(InstanceEnded(role=RoleName("a"), rank=0, epoch=Epoch(1)))
+    driven.feed(PreemptAsked(reason=Reason.PREEMPTED_PRIORITY, grace_s=30.0))
+    driven.master(2, dead=(("a", 0, 1),))
+    one = driven.ctx.instances[InstanceId(RoleName("a"), 0)]
+    assert (one.state, one.process) == (InstanceState.GONE, None)
+    assert driven.ctx.ending is not None and driven.ctx.ending.phase == "commit"

@@ -190,22 +190,23 @@ def test_aliases_and_merge_keys_work() -> None:
     assert [(role.run, role.replicas_min) for role in spec.roles] == [(("hi",), 3), (("hi",), 2), (("hi",), 3)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(9)), "more than 20000 values"),
         ("a: " + "[" * 20_000, "nested more than 32 deep"),
-        ("a: [" + "1, " * 30_000 + "]", "more than 20000 values"),
+        ("a: [" + ("[" + "1, " * 1_000 + "], ") * 30 + "]", "more than 20000 values"),
+        ("a:\n" + "- 1\n" * 30_000, "job.yaml:2:1: a: expected at most 1000 entries, got a list with more"),
+        ("a: {" + "".join(f"k{n}: 1, " for n in range(30_000)) + "}", "job.yaml:1:4: a: expected at most 1000 entries"),
         ("a: " + "x" * 300_000, "a text of more than 262144 characters"),
         ("k" * 300 + ": 1", "a key of more than 256 characters"),
-        ("a: &x 1\nb: [" + "*x, " * 1_001 + "]", "more than 1000 aliases"),
+        ("a: &x 1\nb: [" + "*x, " * 600 + "]\nc: [" + "*x, " * 600 + "]", "more than 1000 aliases"),
     ],
 )  # fmt: skip
 def test_a_hostile_text_is_refused_soon(text: str, words: str) -> None:
-    began = time.process_time()
+    began_s = time.process_time()
     assert words in problems(text)[0]
-    assert time.process_time() - began < 4.0  # unbounded, each takes minutes or all memory
+    assert time.process_time() - began_s < 2.0  # a tenth of that on a machine of today; unbounded, each takes minutes
 
 
 def test_json_is_read_with_places_tabs_and_escapes() -> None:

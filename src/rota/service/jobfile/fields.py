@@ -17,13 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from rota.service.jobfile.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from rota.service.jobfile.nodes import ENTRIES_MAX, MappingNode, Node, ScalarNode, SequenceNode
 from rota.service.jobfile.problems import ErrorCollector, Place
 from rota.spec.check import Path
 from rota.spec.errors import did_you_mean, nearest
 from rota.spec.resources import counted, parse_duration, parse_size
 
-ENTRIES_MAX = 1_000
 _YES_NO = {"yes": "true", "no": "false", "on": "true", "off": "false", "y": "true", "n": "false"}
 _SIZE_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -296,8 +295,6 @@ class Several:
     def read(self, node: Any, handler: Callable[[Any], Any]) -> Any:
         """The entries as a tuple."""
         if isinstance(node, SequenceNode):
-            if len(node) > ENTRIES_MAX:
-                raise unexpected(f"at most {ENTRIES_MAX} entries", node, code="OUT_OF_RANGE")
             return handler(node)
         if self.bars and isinstance(node, ScalarNode) and not node.is_null:
             return handler([ScalarNode(part.strip(), node.place, plain=False) for part in node.split("|")])

@@ -23,6 +23,7 @@ from ruamel.yaml.events import (
     ScalarEvent,
 )
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+from ruamel.yaml.scanner import Scanner
 
 from rota.service.jobfile.problems import LINE_BREAK, ErrorCollector, Place
 from rota.spec.check import Path
@@ -31,6 +32,8 @@ TEXT_BYTES_MAX = 2**20
 DEPTH_MAX = 32
 NODES_MAX = 20_000
 ALIASES_MAX = 1_000
+ENTRIES_MAX = 1_000
+"""Entries of one list or mapping; a file with more is not read to its end."""
 SCALAR_CHARS_MAX = 256 * 2**10
 KEY_CHARS_MAX = 256
 LINES_MAX = 50_000
@@ -216,12 +219,22 @@ def _fail_syntax(exc: MarkedYAMLError, errors: ErrorCollector) -> NoReturn:
     errors.fail(line, col, message, hint=hint)
 
 
+class _Scanner(Scanner):
+    """A scanner that looks for no keys below the greatest depth: it looks at all of them again with each token."""
+
+    def save_possible_simple_key(self) -> None:
+        if len(self.flow_context) <= DEPTH_MAX:
+            super().save_possible_simple_key()
+
+
 class _Composer:
     """Makes nodes of the events of one document and counts what they cost."""
 
     def __init__(self, text: str, errors: ErrorCollector) -> None:
         self._errors = errors
-        self._events: Iterator[Any] = iter(YAML(typ="safe", pure=True).parse(text))
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Scanner = _Scanner
+        self._events: Iterator[Any] = iter(yaml.parse(text))
         self._anchors: dict[str, Node | None] = {}
         """The node of each anchor; None as long as it is open."""
         self._aliases = 0
@@ -308,6 +321,7 @@ class _Composer:
     def _list(self, place: Place, path: Path) -> SequenceNode:
         node = SequenceNode([], place)
         for event in self._inside():
+            self._check_entries(node, path)
             node.append(self._node(event, (*path, len(node))))
         return node
 
@@ -315,6 +329,7 @@ class _Composer:
         node = MappingNode({}, place)
         merged: list[Node] = []
         for event in self._inside():
+            self._check_entries(node, path)
             key = self._key(self._node(event, (*path, "")))
             merges = key == "<<" and key.plain
             first = node.key(key) if key in node and not merges else None
@@ -332,6 +347,13 @@ class _Composer:
             for source in value if isinstance(value, SequenceNode) else [value]:
                 self._merge(node, source)
         return node
+
+    def _check_entries(self, node: MappingNode | SequenceNode, path: Path) -> None:
+        if len(node) >= ENTRIES_MAX:
+            kind = "a list" if isinstance(node, SequenceNode) else "a mapping"
+            message = f"expected at most {ENTRIES_MAX} entries, got {kind} with more"
+            self._errors.add(node.place, path, message, code="OUT_OF_RANGE")
+            raise self._errors.error()
 
     def _key(self, node: Node) -> ScalarNode:
         line, col = node.place.line, node.place.col

@@ -42,8 +42,8 @@ def test_flags_that_were_not_given_do_not_count(tmp_path: Path) -> None:
         ("", {"ROTA_PORT": "70000"}, "between 0 and 65535"),
         ("", {"ROTA_PRETEND": "3by4"}, "3by4"),
         ("", {"ROTA_RAY_ADDRESS": "ray://x"}, r"ray_address=ray://x \(from ROTA_RAY_ADDRESS\) is not HOST:PORT"),
-        ("", {"ROTA_RAY_ADDRESS": "x:65536"}, r"ray_address=x:65536 .*: its port is not between 1 and 65535"),
-        ("pretend = '1x2x4'", {"ROTA_RAY_ADDRESS": "head:6379"}, "its machines are real, those of pretend=1x2x4"),
+        ("", {"ROTA_RAY_ADDRESS": "x:65536"}, r"ray_address=x:65536 .* has a port that is not between 1 and 65535"),
+        ("pretend = '1x2x4'", {"ROTA_RAY_ADDRESS": "head:6379"}, "has real machines; those of pretend=1x2x4 are not"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_origin(
@@ -52,3 +52,24 @@ def test_a_wrong_setting_is_named_with_its_value_and_origin(
     (tmp_path / "config.toml").write_text(file)
     with pytest.raises(BadInput, match=said):
         load_settings({}, {"ROTA_HOME": str(tmp_path), **environ})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("port = 'many'", "port='many' (from {file}) is not a number"),
+        ("port = 7.5", "port=7.5 (from {file}) is not a whole number"),
+        ("spares = true", "spares=True (from {file}) is not a whole number"),
+        ("poll_s = -1", "poll_s=-1 (from {file}) is below 0"),
+        ("host = 5", "host=5 (from {file}) is not a text"),
+        ("log_level = 'LOUD'", "log_level=LOUD (from {file}) is not a level of logging"),
+        ("pretend = '3by4'", "pretend=3by4 (from {file}) is not a cluster"),
+    ],
+)
+def test_a_wrong_value_in_the_file_names_file_key_and_remedy(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(line)
+    with pytest.raises(BadInput) as caught:
+        load_settings({}, {"ROTA_HOME": str(tmp_path)})
+    assert said.format(file=file) in str(caught.value)
+    assert caught.value.hint.startswith(("change or remove", "write "))

@@ -19,7 +19,7 @@ from standing import Standing, with_service
 
 from rota.runtime import environ, process
 from rota.runtime.environ import Home
-from rota.runtime.ray.client import RECORD, GatewayClient, command_of
+from rota.runtime.ray.client import RECORD, GatewayClient, command_of, namespace_of, settings_mark
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.cli import app
 from rota.service.config import Settings, load_settings
@@ -249,6 +249,45 @@ def test_a_second_down_still_says_what_is_left(
     there.remove("kept-1")
     assert (daemon.down(settings, force=True)["state"], stubborn.wait(30), gateway.wait(30)) == ("down", -9, -9)
     assert daemon.down(settings, force=True)["ended"] == []
+
+
+def test_down_from_a_shell_without_the_stores_of_the_service_keeps_its_gateway(
+    given: tuple[Settings, set[str]], monkeypatch: pytest.MonkeyPatch, ending: contextlib.ExitStack
+) -> None:
+    settings, there = given
+    home, engine = Home.of(settings.home), EngineSettings(address="head:6379")
+    monkeypatch.setenv(environ.DB_URL, "postgresql://ann@db/rota")
+    asked, mark = list[str](), settings_mark(engine, namespace_of(home.root, engine))
+    what = process.Spawn(command=(sys.executable, "-c", "import time; time.sleep(99)"), env={})
+    gateway = process.spawn(what, name=RECORD)
+    ending.callback(gateway.wait)
+    ending.callback(gateway.kill)
+    which = process.identify(gateway.pid)
+    assert which is not None
+    process.RunFolder(home.run).write(RECORD, which, command_of(home.root, engine))
+    monkeypatch.delenv(environ.DB_URL)
+
+    async def list_jobs(self: GatewayClient, **_: object) -> tuple[JobId, ...]:
+        asked.append(self._mark)
+        return ()
+
+    monkeypatch.setattr(GatewayClient, "list_jobs", list_jobs)
+    there.clear()
+    assert daemon.down(settings, force=True)["state"] == "down"
+    assert asked == [mark], "a gateway of another mark would be replaced"
+    assert not environ.get(environ.DB_URL)
+
+
+def test_a_standby_that_is_left_over_is_not_called_a_service(tmp_path: Path, ending: contextlib.ExitStack) -> None:
+    settings = load_settings({"home": str(tmp_path)}, environ={})
+    command = (sys.executable, "-c", "import time; time.sleep(99)", daemon.SERVE_MODULE, "{}", daemon.PRESTARTED)
+    standby = process.spawn(process.Spawn(command=command, env={environ.SERVICE: settings.home}), name="service")
+    ending.callback(standby.wait)
+    ending.callback(standby.kill)
+    while not process.marked(f"{environ.SERVICE}={settings.home}"):
+        time.sleep(0.01)
+    assert daemon.status(settings)["still_running"] == [f"standby (process {standby.pid})"]
+    assert daemon.down(settings, force=True)["ended"] == ["standby"]
 
 
 def test_what_was_left_and_ended_by_itself_leaves_no_record(given: tuple[Settings, set[str]]) -> None:

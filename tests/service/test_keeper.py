@@ -145,6 +145,16 @@ def test_a_standby_ends_with_its_keeper(settings: Settings) -> None:
     assert record is not None and record["pid"] != standby, "the service runs, and not in the standby"
 
 
+def test_a_service_whose_home_is_removed_ends_with_its_keeper(settings: Settings) -> None:
+    home = Home.of(settings.home)
+    daemon.up(settings)
+    record, keeper = daemon.find_service(home), keeper_of(home)
+    assert record is not None
+    shutil.rmtree(home.root)
+    until(lambda: not process.is_alive(daemon.identity_of(record)) or None, "the end of the service")
+    until(lambda: not process.is_alive(keeper) or None, "the end of the keeper")
+
+
 def test_waits_between_failed_starts_are_limited_and_forgotten_once_a_service_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

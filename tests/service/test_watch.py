@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from standing import Standing, with_service
 
 from rota.runtime import process
+from rota.runtime.clock import SystemClock
 from rota.runtime.environ import Home
 from rota.runtime.probe import master_part, note_replaced, noted
 from rota.runtime.ray.engine import EngineSettings
 from rota.service.config import Settings, load_settings
 from rota.service.control.engine import GatewayEngine
 from rota.service.process import keeper
-from rota.service.process.tasks import watch_parts
+from rota.service.process.tasks import wait_removed, watch_parts
 from rota.service.webhooks import notice_of
 from rota.spec.errors import NotReachable, RotaError
 from rota.spec.events import PartReplaced
@@ -111,6 +113,50 @@ def test_a_service_is_replaced_once_and_leaves_its_address_only_when_that_is_tak
     keeper.Keeper(load_settings({"home": str(tmp_path), "port": 0}, environ={})).run()
     assert ports == [7, 7, 0, *[7] * 9], "it does not give up"
     assert [(one.part, one.why) for one in noted(home.run).values()] == [("service", "ended")]
+
+
+def test_a_standby_that_ends_by_itself_is_tried_five_times_ever_later_and_status_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(service: Standing) -> None:
+        home, now_s, starts = service.app.home, [0.0], list[float]()
+
+        class Child:
+            returncode = 1
+
+            def poll(self) -> int:
+                return 1
+
+        def start_standby(settings: Settings, home: Home) -> Child:
+            starts.append(now_s[0])
+            return Child()
+
+        monkeypatch.setattr(keeper, "start_standby", start_standby)
+        kept = keeper.Keeper(load_settings({"home": str(home.root)}, environ={}))
+        monkeypatch.setattr(kept._clock, "monotonic_s", lambda: now_s[0])
+        kept._since_s = 0.0
+        for now_s[0] in map(float, range(3600)):
+            kept._keep_standby()
+        assert starts == [10.0, 20.0, 40.0, 80.0, 160.0]
+        (text,) = [one for one in (await service.get("/status"))["warnings"] if "standby" in one]
+        assert text.startswith(
+            "the standby ended with status 1 (5 times): a restart of the service takes longer; see /"
+        )
+
+    with_service(tmp_path, test)
+
+
+def test_a_service_notices_that_its_home_was_removed(tmp_path: Path) -> None:
+    async def test() -> None:
+        home = Home.of(tmp_path / "home").make()
+        home.service_lock.touch()
+        waiting = asyncio.create_task(wait_removed(home, SystemClock()))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        shutil.rmtree(home.root)
+        await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(test())
 
 
 def test_a_note_that_a_killed_service_had_put_into_the_log_is_not_logged_twice(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,25 @@ def export(name: str, value: str) -> None:
     """Set a variable for this process and the children it starts from now on; an empty value leaves it alone."""
     if value:
         os.environ[name] = value
+
+
+@contextlib.contextmanager
+def exported(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables of this process and of the children it starts meanwhile; None takes one away."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def snapshot() -> dict[str, str]:
@@ -148,6 +168,11 @@ class Home:
     def service_pulse(self) -> Path:
         """Touched once a second by the loop of the service, so that its keeper sees that it turns."""
         return self.run / "service.pulse"
+
+    @property
+    def standby_fault(self) -> Path:
+        """Why the service has no standby; there only while none starts."""
+        return self.run / "standby.fault"
 
     @property
     def restoring(self) -> Path:

@@ -295,6 +295,14 @@ def marked(mark: str) -> tuple[ProcessId, ...]:
     return tuple(found)
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process of this user was started with; empty for one that is gone."""
+    try:
+        return psutil.Process(pid).environ()
+    except psutil.Error:
+        return {}
+
+
 def locking(path: Path) -> tuple[ProcessId, ...]:
     """Every running process of this user that has this file locked, also when it was removed meanwhile.
 

@@ -80,6 +80,8 @@ def _without_password(name: str, value: Any) -> Any:
 
 _NAMES = tuple(one.name for one in fields(Settings) if one.name != "origins")
 _NUMBERS = {"port": int, "spares": int, "cool_down_s": float, "poll_s": float, "logs_kept_days": float}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+FILE = "config.toml"
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -88,8 +90,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     given = {name: value for name, value in (flags or {}).items() if value not in (None, "")}
     home = str(given.get("home") or env.get("ROTA_HOME") or platformdirs.user_state_path("rota"))
     home = str(Path(home).expanduser().absolute())
-    file = _read_file(Path(home) / "config.toml")
-    values: dict[str, Any] = {"home": home}
+    file = _read_file(Path(home) / FILE)
+    values: dict[str, object] = {"home": home}
     origins: dict[str, str] = {}
     for name in _NAMES:
         variable = f"ROTA_{name.upper()}"
@@ -98,55 +100,76 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
         elif env.get(variable):
             values[name], origins[name] = env[variable], variable
         elif name in file:
-            values[name], origins[name] = file[name], "config.toml"
+            values[name], origins[name] = file[name], FILE
         else:
             origins[name] = "default"
-    values["home"] = home
-    for name, kind in _NUMBERS.items():
-        if name in values:
-            values[name] = _number(name, values[name], kind, origins[name])
-    return _checked(Settings(**values, origins=origins))
+    found = _Given({**values, "home": home}, origins)
+    return _checked(Settings(**{name: found.typed(name) for name in values}, origins=origins), found)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The values as they were given, with their origins; what is wrong with one names all three and the remedy."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+
+    def typed(self, name: str) -> Any:
+        """The value as text or number. Raises BadInput for one that is neither."""
+        value, kind = self.values[name], _NUMBERS.get(name, str)
+        if kind is str:
+            if not isinstance(value, str):
+                raise self.wrong(name, "is not a text", f'write {name} = "{value}"')
+            return value
+        try:
+            number = kind(value)
+        except (TypeError, ValueError, OverflowError):
+            raise self.wrong(name, "is not a number") from None
+        if isinstance(value, bool) or (isinstance(value, float) and number != value):
+            raise self.wrong(name, "is not a whole number" if kind is int else "is not a number")
+        return number
+
+    def wrong(self, name: str, problem: str, hint: str = "") -> BadInput:
+        """The error for a value."""
+        origin, value = self.origins[name], self.values[name]
+        shown = repr(value) if name in _NUMBERS and isinstance(value, str) else value
+        remedy = {"flag": "", FILE: f"change or remove {name} there"}.get(origin, f"set {origin} to another value")
+        where = str(Path(self.values["home"]) / FILE) if origin == FILE else origin
+        return BadInput(f"{name}={shown} (from {where}) {problem}", hint=hint or remedy)
+
+
+def _read_file(path: Path) -> dict[str, object]:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: {error}", hint="mend the file or remove it") from error
+        raise BadInput(f"{path}: {error}", hint="repair the file or remove it") from error
     for name in found:
         if name not in _NAMES:
             raise BadInput(f"{path}: unknown setting {name!r}", hint=f"settings: {', '.join(_NAMES)}")
     return found
 
 
-def _number(name: str, value: Any, kind: type, origin: str) -> Any:
-    try:
-        return kind(value)
-    except (TypeError, ValueError):
-        raise BadInput(f"{name}={value!r} (from {origin}) is not a number") from None
-
-
-def _checked(settings: Settings) -> Settings:
+def _checked(settings: Settings, given: _Given) -> Settings:
     if not 0 <= settings.port <= 65535:
-        raise BadInput(f"port={settings.port} (from {settings.origins['port']}) is not between 0 and 65535")
+        raise given.wrong("port", "is not between 0 and 65535")
     if settings.server and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", settings.server):
-        given = f"server={settings.server} (from {settings.origins['server']})"
-        raise BadInput(f"{given} is no address", hint="write http://HOST:PORT")
-    for name in ("spares", "cool_down_s", "logs_kept_days"):
+        raise given.wrong("server", "is not an address", "write http://HOST:PORT")
+    for name in ("spares", "cool_down_s", "poll_s", "logs_kept_days"):
         if not getattr(settings, name) >= 0:
-            raise BadInput(f"{name}={getattr(settings, name)} (from {settings.origins[name]}) is below 0")
-    given = f"ray_address={settings.ray_address} (from {settings.origins['ray_address']})"
+            raise given.wrong(name, "is below 0")
+    if settings.log_level.upper() not in _LEVELS:
+        raise given.wrong("log_level", "is not a level of logging", f"write one of {', '.join(_LEVELS)}")
     if settings.ray_address and not re.fullmatch(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+", settings.ray_address):
-        raise BadInput(f"{given} is not HOST:PORT", hint="the address that 'ray start --head' prints")
+        raise given.wrong("ray_address", "is not HOST:PORT", "the address that 'ray start --head' prints")
     if settings.ray_address and not 0 < int(settings.ray_address.rpartition(":")[2]) <= 65535:
-        raise BadInput(f"{given}: its port is not between 1 and 65535")
+        raise given.wrong("ray_address", "has a port that is not between 1 and 65535")
     if settings.ray_address and settings.pretend:
-        raise BadInput(f"{given}: its machines are real, those of pretend={settings.pretend} are not")
+        raise given.wrong("ray_address", f"has real machines; those of pretend={settings.pretend} are not")
     if settings.pretend:
         try:
             pretend_nodes(settings.pretend, host="local")
         except ValueError as error:
-            raise BadInput(f"pretend: {error}") from error
+            raise given.wrong("pretend", f"is not a cluster: {error}") from error
     return settings

@@ -123,7 +123,8 @@ def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> dic
         home.service_record.unlink(missing_ok=True)
         grace_s = 0.0 if force else STOP_GRACE_S
         address = _given_engine(home)
-        text = _sweep(home, address, grace_s=grace_s) if address else ""
+        with environ.exported(_stores_of_gateway(home, settings)):
+            text = _sweep(home, address, grace_s=grace_s) if address else ""
         kept = RunFolder(home.run).read(RECORD) if text else None
         left += _end_rest(home, ended, grace_s=grace_s)
         more, still = _end_unrecorded(home, grace_s=grace_s)
@@ -139,7 +140,7 @@ def status(settings: Settings) -> dict[str, Any]:
     record = find_service(home)
     if record is None:
         rest = [one.name for one in RunFolder(home.run).alive()] if home.run.is_dir() else []
-        rest = rest or [f"{_kind(one)} (process {one.pid})" for one in _unrecorded(home)]
+        rest = rest or [f"{_kind(home, one)} (process {one.pid})" for one in _unrecorded(home)]
         return {"api": "rota/v1", "kind": "Status", "state": "down", "home": str(home.root), "still_running": rest}
     return ask(home, "GET", "/api/v1/status") | {"login": f"{record['url']}/login"}
 
@@ -381,6 +382,15 @@ def _given_engine(home: Home) -> str:
     return str(json.loads(record.command[record.command.index("--engine") + 1]).get("address", ""))
 
 
+def _stores_of_gateway(home: Home, settings: Settings) -> dict[str, str | None]:
+    """The variables that name the stores as the gateway has them: one that has others is replaced by who asks it."""
+    gateway = RunFolder(home.run).find_alive(RECORD)
+    if gateway is None:
+        return {environ.DB_URL: settings.db_url or None, environ.REDIS_URL: settings.redis_url or None}
+    given = process.environment_of(gateway.pid)
+    return {name: given.get(name) for name in (environ.DB_URL, environ.REDIS_URL)}
+
+
 def _sweep(home: Home, address: str, *, grace_s: float) -> str:
     """End what jobs have on an engine that goes on without us; what is left there, in words, empty when nothing is."""
     from rota.runtime.ray.client import GatewayClient
@@ -440,15 +450,18 @@ def _unrecorded(home: Home) -> list[ProcessId]:
 def _end_unrecorded(home: Home, *, grace_s: float) -> tuple[list[str], list[ProcessId]]:
     """End what no record names, as the home or its records were removed; what it was, and what could not be ended."""
     found = _unrecorded(home)
-    names = sorted({_kind(one) for one in found})
+    names = sorted({_kind(home, one) for one in found})
     for one in found if grace_s else ():
         process.send_signal(one, signal.SIGTERM)
     process.wait_gone(found, grace_s)
     return names, list(process.kill_all(lambda: _unrecorded(home))) if found else []
 
 
-def _kind(one: ProcessId) -> str:
+def _kind(home: Home, one: ProcessId) -> str:
+    """What a process of the installation is; a standby that became the service has its lock."""
     command = process.command_line(one.pid)
+    if command.rstrip().endswith(PRESTARTED) and one not in process.locking(home.service_lock):
+        return "standby"
     return next((name for part, name in PARTS.items() if part in command), f"process {one.pid}")
 
 

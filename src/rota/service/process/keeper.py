@@ -23,6 +23,7 @@ from rota.runtime.process import KEEPER, ProcessId, RunFolder
 from rota.service.config import Settings, load_settings
 from rota.service.process.daemon import POLL_S, flags_of, identity_of, last_service, start_service, start_standby
 from rota.spec.errors import NotReachable, RotaError, StoreCorrupt
+from rota.spec.resources import counted
 
 PULSE_MAX_S = 3 * LOOK_S
 """A service whose loop has not touched its pulse for this time gives no answer."""
@@ -30,6 +31,8 @@ GRACE_S, DOUBLINGS_MAX = 0.5, 7
 """A service that died is started again after this time, doubled with each failure, unless ``rota up`` was faster."""
 STANDBY_AFTER_S = 10.0
 """A service has run for this time before a standby is started: a start, or a short life, is not slowed down by it."""
+STANDBY_FAILURES_MAX = 5
+"""Standbys of one service that ended by themselves, each after twice the wait of the one before, until none follows."""
 END_S = 5.0
 
 _log = logging.getLogger("rota.service")
@@ -48,6 +51,7 @@ class Keeper:
         self._since_s = self._clock.monotonic_s()
         """When the service that runs was first seen, or the last standby was started."""
         self._standby: process.Child | None = None
+        self._standby_failures = 0
         self._taken = False
         """The last start failed as another process has its port."""
 
@@ -69,13 +73,26 @@ class Keeper:
             blocking_sleep(LOOK_S if self._failures else POLL_S)
 
     def _keep_standby(self) -> None:
-        """Have a standby, once the service has run for a while; one that died is replaced, no more often than that."""
-        if self._clock.monotonic_s() - self._since_s < STANDBY_AFTER_S:
+        """Have a standby, once the service has run for a while; one that ends by itself is replaced, ever later."""
+        if self._clock.monotonic_s() - self._since_s < STANDBY_AFTER_S * 2**self._standby_failures:
             return
-        if self._standby is None or self._standby.poll() is not None:
-            self._since_s = self._clock.monotonic_s()
-            with contextlib.suppress(OSError):  # no room or process number for it now
+        with contextlib.suppress(OSError):  # no room or process number for it now
+            if self._standby is not None and self._standby.poll() is None:
+                self._standby_failures = 0
+                self._home.standby_fault.unlink(missing_ok=True)
+                return
+            if self._standby is not None:
+                self._note_standby(self._standby.returncode)
+            if self._standby_failures < STANDBY_FAILURES_MAX:
+                self._since_s = self._clock.monotonic_s()
                 self._standby = start_standby(self._settings, self._home)
+
+    def _note_standby(self, exit_status: int) -> None:
+        """Let ``rota status`` say that the standby ended by itself."""
+        self._standby, self._standby_failures = None, self._standby_failures + 1
+        text = f"the standby ended with status {exit_status} ({counted(self._standby_failures, 'time')})"
+        _log.error("%s", text)
+        process.write_private(self._home.standby_fault, text)
 
     def _take_standby(self) -> process.Child | None:
         """The standby if it can take over; one that is stopped by a signal is ended."""
@@ -92,6 +109,7 @@ class Keeper:
     def _look(self, which: ProcessId) -> None:
         if self._looks is None or self._looks.which != which:
             self._looks, self._since_s = HangWatch(which), self._clock.monotonic_s()
+            self._standby_failures = 0
         if why := self._looks.look(answers=self._pulse_age_s() < PULSE_MAX_S):
             _log.error("the service, process %s, %s: it is started again", which.pid, why)
             end_hung(which, self._home.run, "service", why)

@@ -101,7 +101,14 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
     from rota.service.process.assembly import assemble, node_changes, open_store, wanted_nodes
-    from rota.service.process.tasks import keep_logs, keep_nodes, not_known, show_life, watch_parts
+    from rota.service.process.tasks import (
+        keep_logs,
+        keep_nodes,
+        not_known,
+        show_life,
+        wait_removed,
+        watch_parts,
+    )
     from rota.service.rest.app import make_app
     from rota.service.rest.connections import server_config, watch_accepts
 
@@ -134,24 +141,29 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
     gc.enable()
     watching = [asyncio.create_task(work, name="parts") for work in (show_life(app), watch_parts(app))]
     _log.info("serving %s from %s as install epoch %s", app.home.root, settings.url, app.loop.writer.epoch)
-    # 4. until told, or until a part fails
+    # 4. until a signal, the removal of the home, or the failure of a part
     waiting = asyncio.create_task(stopping.wait(), name="signal")
+    removed = asyncio.create_task(wait_removed(app.home, app.clock), name="home")
     try:
-        await asyncio.wait({turning, answering, waiting, *looking}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({turning, answering, waiting, removed, *looking}, return_when=asyncio.FIRST_COMPLETED)
+        if removed.done():
+            _log.error("%s was removed: the service ends", app.home.root)
     # 5. the forecast under way, then the app, then the loop, then the store
     finally:
+        is_mine = not removed.done()  # else another service may have made the folder again
         app.forecasts.close()
         app.ready = False
         server.should_exit = True
         await app.loop.stop()
         waiting.cancel()
-        for task in (telling, keeping, *watching, *looking):
+        for task in (telling, keeping, removed, *watching, *looking):
             task.cancel()
-        await asyncio.gather(telling, keeping, *watching, return_exceptions=True)
+        await asyncio.gather(telling, keeping, removed, *watching, return_exceptions=True)
         ends = await asyncio.gather(turning, answering, *looking, return_exceptions=True)
         await app.engine.close(stop_engine=False)
         log.close()
-        app.home.service_record.unlink(missing_ok=True)
+        if is_mine:
+            app.home.service_record.unlink(missing_ok=True)
     for end in ends:
         if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
             raise end
@@ -183,6 +195,7 @@ def _record(app: AppState) -> None:
         pretend=app.settings.pretend,
     )
     write_private(app.home.service_record, json.dumps(asdict(record)))
+    app.home.standby_fault.unlink(missing_ok=True)
 
 
 def run(settings: Settings) -> None:

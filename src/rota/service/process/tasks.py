@@ -40,6 +40,20 @@ async def show_life(app: AppState) -> None:
         await app.clock.sleep(LOOK_S)
 
 
+async def wait_removed(home: Home, clock: Clock) -> None:
+    """Return once the lock that this service holds is not that of its home any more: the folder was removed."""
+    mine = home.service_lock.stat().st_ino
+    while True:
+        await clock.sleep(LOOK_S)
+        try:
+            if home.service_lock.stat().st_ino != mine:
+                return
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError:  # the disk does not answer
+            continue
+
+
 async def watch_parts(app: AppState) -> None:
     """Until cancelled: keep the keeper, and put into the log what the watchers noted."""
     looks: HangWatch | None = None

@@ -181,6 +181,9 @@ def _warnings(app: AppState) -> list[str]:
         found.append("engine state is not durable: if Ray's GCS dies, running jobs restart from their last checkpoint")
     if app.settings.host not in ("127.0.0.1", "localhost", "::1"):
         found.append("the service listens beyond this machine; who submits a job runs code as this user")
+    with suppress(OSError):
+        fault = app.home.standby_fault.read_text(encoding="utf-8")
+        found.append(f"{fault}: a restart of the service takes longer; see {app.home.service_log}")
     if app.settings.ray_address and not app.settings.db_url:
         found.append("the event log is a file here: masters on other machines need ROTA_DB_URL=postgresql://...")
     return found + _disk_warnings(app)

@@ -205,7 +205,7 @@ def test_down_ends_what_jobs_have_on_a_given_engine(given: tuple[Settings, set[s
     assert (daemon.down(settings, force=True)["state"], there) == ("down", set())
 
 
-@pytest.mark.parametrize(("job", "said"), [("kept-1", "is left of: kept-1"), ("away", "does not tell what runs there")])
+@pytest.mark.parametrize(("job", "said"), [("kept-1", "is left of: kept-1"), ("away", "does not report what runs")])
 def test_down_says_what_is_left_on_a_given_engine(given: tuple[Settings, set[str]], job: str, said: str) -> None:
     settings, there = given
     there.add(job)

@@ -19,7 +19,7 @@ REDACTED = "(another tenant's)"
 
 
 class Role(IntEnum):
-    """What somebody may do on a queue and all below it; each may also do what those before it may."""
+    """Rights of a user on a queue and all below it; each role includes those before it."""
 
     VIEWER = 1
     """Sees jobs, why they wait, who holds what."""
@@ -98,7 +98,7 @@ class Token:
 
 @dataclass(slots=True)
 class Accounts:
-    """Users and tokens as the log tells of them; changed by ``apply`` alone."""
+    """Users and tokens, folded from the log; changed by ``apply`` alone."""
 
     users: dict[str, dict[str, Role]] = field(default_factory=dict)
     tokens: dict[str, Token] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the service asks of the engine: through the gateway, or of nobody where Ray is not installed."""
+"""Engine as the service sees it: Ray behind the gateway, or a stand-in where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Engine(Protocol):
         ...
 
     async def beats(self, job: JobId) -> dict[str, dict[str, Any]]:
-        """The last beat of each instance ``role/rank`` as its master heard it; empty while nobody can tell."""
+        """The last heartbeat of each instance ``role/rank`` at its master; empty while no master answers."""
         ...
 
     async def why(self, job: JobId) -> dict[str, Any]:
-        """Who waits for whom in a job, as its master sees it now; empty while nobody can tell."""
+        """Wait graph of a job, as its master sees it now; empty while no master answers."""
         ...
 
     async def execute(
@@ -60,7 +60,7 @@ class Engine(Protocol):
         ...
 
     async def nodes(self) -> tuple[tuple[Node, ...], frozenset[str]]:
-        """The machines of an engine that somebody else runs, and the names of all that live, heard yet or not."""
+        """Machines of a given engine, and the names of all that live, whether they reported yet or not."""
         ...
 
     async def close(self, *, stop_engine: bool) -> None:

@@ -1,4 +1,4 @@
-"""When the waiting jobs would start: one play of the live jobs answers for all, and is made anew beside the service."""
+"""Forecasts of starts: one simulation of the live jobs answers for all, repeated in a thread of the service."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FRESH_S = 10.0
 SOON_S = 1.0
 """How long after a change the next play begins by itself; what changes until then is in it too."""
 REST_FACTOR = 9.0
-"""For so many times as long as a play took none begins where an answer is known: they have a tenth of a core."""
+"""Pause after a play, as a multiple of its duration, where an answer is known: plays take a tenth of a core."""
 PATIENCE_S = 0.1
 """How long a newer answer is waited for when there is an older one to give."""
 NEW_S = 1.0
 """How long the first answer for a job is waited for."""
 PLAY_MAX_S = 4.0
-"""How long each of the two plays of a forecast may take, which nobody waits for."""
+"""Time limit of each of the two plays of a forecast; no request waits for it."""
 PLAYS_MAX = 2
 """The play under way may have begun before the job came; the next one knows it."""
 
@@ -32,14 +32,14 @@ _log = logging.getLogger("rota.service")
 
 
 class _Closed(Exception):
-    """Ends a play that nobody waits for any more."""
+    """Ends a play when the service stops."""
 
 
 class Forecasts:
-    """Estimates of the live jobs. At most one play is under way, in a thread that stands aside for the scheduler.
+    """Estimates of the live jobs. At most one play is under way, in a thread that yields to the scheduler.
 
-    Nobody waits for a play that takes longer than people do: the answer is then of the last one, and says how old it
-    is. ``changed`` is told of every record, and has a newer one played where jobs wait, from ``begin`` to ``close``.
+    No request waits for a slow play: its answer is then that of the last one, with its age. ``changed`` listens to
+    every record and starts a newer play where jobs wait, from ``begin`` to ``close``.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
@@ -134,6 +134,6 @@ class Forecasts:
 
 
 def _seen(play: asyncio.Task[None]) -> None:
-    """Whoever asked may have left before the play failed, and of one that was due nobody asked."""
+    """Log the failure of a play: the request that started it may be over, and one that was due had none."""
     if not play.cancelled() and (error := play.exception()) is not None:
         _log.error("the forecast failed", exc_info=error)

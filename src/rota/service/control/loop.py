@@ -1,4 +1,4 @@
-"""The loop of the service: read the log, tell everybody, decide, append, act; every restart is a replay."""
+"""Control loop of the service: read the log, call the listeners, decide, append, act; every restart is a replay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SWEEP_PERIOD_S = 30.0
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 INSPECTIONS_MAX = 2
 FAILED_PAUSE_S = 1.0
-"""Work that failed in a way nobody foresaw is begun again no sooner than this."""
+"""Pause before work that failed with an unexpected error is begun again."""
 
 _log = logging.getLogger("rota.service")
 
@@ -56,7 +56,7 @@ class ServiceLoop:
         self.turned_s = clock.monotonic_s()
         """When the last round was over; it grows old when the loop is stuck."""
         self.timed: Callable[[str, float], None] = lambda what, seconds: None
-        """Told how long each ``read`` and ``append`` of the log and each ``decide`` took."""
+        """Called with the duration in seconds of each ``read`` and ``append`` of the log and each ``decide``."""
         self.broken: tuple[str, ...] = ()
         """Bugs of the scheduler that its last round met."""
         self._listeners: list[Listener] = []
@@ -139,7 +139,7 @@ class ServiceLoop:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def replay(self) -> None:
-        """Take in the whole log, before any door opens."""
+        """Take in the whole log, before the first request."""
         while await self._read():
             pass
 
@@ -208,7 +208,7 @@ class ServiceLoop:
         return wrote
 
     def _decide(self, now: float) -> Outcome:
-        """Ask the scheduler. A bug in it is told, and costs what it touches; what runs goes on in any case."""
+        """Ask the scheduler. A bug in it is logged and costs what it touches; jobs that run continue in any case."""
         began_s = self.clock.monotonic_s()
         try:
             outcome = self.scheduler.decide(now)

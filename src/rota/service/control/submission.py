@@ -26,7 +26,7 @@ from rota.spec.reasons import Reason
 INSPECT_TIMEOUT_S = 120.0
 OUTPUT_BYTES_MAX = 4 * 2**20
 STDERR_SHOWN = 4000
-IMPORT_HINT = "the module is imported to read what it declares: mend it, and leave work to its functions and methods"
+IMPORT_HINT = "the module is imported to read what it declares: repair it, and leave work to its functions and methods"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Submission:
 
     @property
     def digest(self) -> str:
-        """What tells two submissions apart under one idempotency key."""
+        """Hash that distinguishes two submissions under one idempotency key."""
         parts = [
             self.source,
             self.filename,
@@ -59,7 +59,7 @@ class Submission:
 
 
 def workdir_of(spec: JobSpec, given: Submission) -> str:
-    """The folder that the job starts in and imports from; empty where nobody said one that is absolute."""
+    """The folder that the job starts in and imports from; empty where no absolute one was given."""
     base = Path(given.workdir) if given.workdir else Path(given.filename).parent
     if not base.is_absolute():
         return spec.workdir if spec.workdir and Path(spec.workdir).is_absolute() else ""

@@ -45,7 +45,7 @@ _CLOCK = re.compile(r"^(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """One option of a script's head: its name, its value, and where it stands."""
+    """One option of a script's head: its name, its value and its place."""
 
     name: str
     value: str

@@ -116,7 +116,7 @@ def _stale_s(app: AppState) -> float:
 
 
 def _names(settings: Settings) -> frozenset[str]:
-    """Under which names the service may be asked: those it listens on, and no other that somebody points at it."""
+    """Host names under which the service answers: those that it listens on, against DNS rebinding."""
     everywhere = settings.host in ("0.0.0.0", "::")
     return frozenset({*LOOPBACK, settings.host.lower(), *(own_names() if everywhere else ())})
 

@@ -131,7 +131,7 @@ def _files(home: Home, jobs: bool) -> Iterator[Path]:
 
 
 def _cursors(home: Home) -> dict[str, str]:
-    """How far each webhook has been told, by its name in the archive."""
+    """Cursor of each webhook in the log, by its name in the archive."""
     files = home.webhooks.iterdir() if home.webhooks.is_dir() else ()
     return {f"home/{path.relative_to(home.root)}": path.read_text(encoding="utf-8") for path in files}
 

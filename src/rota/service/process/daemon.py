@@ -54,13 +54,13 @@ PARTS = {
     "redis": "registry",
     "ray": "engine",
 }
-"""What a part of the installation is recognised by in its command, the most telling first."""
+"""Text in the command of a process by which its part of the installation is recognised, the most specific first."""
 
 
 def up(settings: Settings, *, timeout_s: float = UP_TIMEOUT_S) -> dict[str, Any]:
     """Start the service, or find the one that runs; the Status document, with ``login`` for the page.
 
-    After a kill of the service this adopts everything that went on without it. Raises NotReachable (port taken, cause
+    After a kill of the service this adopts everything that continued without it. Raises NotReachable (port taken, cause
     from its log), Conflict, SchemaTooNew, StoreCorrupt, TimedOut.
     """
     home = Home.of(settings.home).make()
@@ -93,7 +93,7 @@ def ensure_up(settings: Settings) -> bool:
 def down(settings: Settings, *, jobs: str = "leave", force: bool = False) -> dict[str, Any]:
     """End the service with its gateway, engine and registry: the recorded processes, and no others.
 
-    On an engine of somebody else it ends what the jobs of this home have there, ``text`` tells what could not be.
+    On a given engine it ends what the jobs of this home have there; ``text`` names what could not be ended.
     ``jobs``: with ``leave`` those that run save and are queued again, and all continue at the next ``up``; with
     ``cancel`` they are stopped first, those that wait too. ``force`` asks no job and waits for nothing: they continue
     from their last commit. Returns what was ended, the jobs that are left by state, and what could not be ended.
@@ -375,7 +375,7 @@ def live_by_user(settings: Settings) -> dict[str, int]:
 
 
 def _given_engine(home: Home) -> str:
-    """Address of the engine of somebody else that the gateway was started for, alive or not; empty if there is none."""
+    """Address of the given engine that the gateway was started for, alive or not; empty if there is none."""
     record = RunFolder(home.run).read(RECORD)
     if record is None or "--engine" not in record.command:
         return ""
@@ -392,7 +392,7 @@ def _stores_of_gateway(home: Home, settings: Settings) -> dict[str, str | None]:
 
 
 def _sweep(home: Home, address: str, *, grace_s: float) -> str:
-    """End what jobs have on an engine that goes on without us; what is left there, in words, empty when nothing is."""
+    """End what jobs have on a given engine; what is left there, in words, empty when nothing is."""
     from rota.runtime.ray.client import GatewayClient
     from rota.runtime.ray.engine import EngineSettings
 
@@ -411,7 +411,7 @@ def _sweep(home: Home, address: str, *, grace_s: float) -> str:
     try:
         left = asyncio.run(sweep())
     except RotaError as error:
-        return f"the engine at {address} does not tell what runs there: {error.message}"
+        return f"the engine at {address} does not report what runs there: {error.message}"
     return f"on the engine at {address} there is left of: {', '.join(left)}" if left else ""
 
 
@@ -468,7 +468,7 @@ def _kind(home: Home, one: ProcessId) -> str:
 def _note_left(home: Home, left: Sequence[ProcessId], gateway: ProcessRecord | None) -> None:
     """Record what could not be ended, for the next ``down`` must not say that all is; else tidy up after the killed.
 
-    ``gateway`` is the record that names the engine of somebody else on which something is left.
+    ``gateway`` is the record that names the given engine on which something is left.
     """
     run = RunFolder(home.run)
     for old in home.run.glob("left-*.json"):  # of an earlier one: what still runs of it is in ``left`` again

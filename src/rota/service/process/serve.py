@@ -98,7 +98,7 @@ def _patiently(take: Callable[[], None]) -> None:
 
 
 async def serve(settings: Settings, listener: socket.socket) -> None:
-    """Run until SIGTERM or SIGINT. Jobs, engine and gateway go on without it."""
+    """Run until SIGTERM or SIGINT. Jobs, engine and gateway continue without it."""
     # here, so that ``main`` can hold up the collector first; what a standby is to have imported is in _import_all
     from rota.service.process.assembly import assemble, node_changes, open_store, wanted_nodes
     from rota.service.process.tasks import (
@@ -199,7 +199,7 @@ def _record(app: AppState) -> None:
 
 
 def run(settings: Settings) -> None:
-    """Serve in this process until told to stop. Raises Conflict, NotReachable, SchemaTooNew, StoreCorrupt."""
+    """Serve in this process until SIGTERM or SIGINT. Raises Conflict, NotReachable, SchemaTooNew, StoreCorrupt."""
     level = logging.getLevelNamesMapping().get(settings.log_level.upper(), logging.INFO)
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("alembic").setLevel(logging.WARNING)

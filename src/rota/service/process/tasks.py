@@ -117,7 +117,7 @@ async def keep_nodes(app: AppState) -> None:
 
 
 def old_jobs(jobs: Mapping[JobId, JobHistory], *, now: float, kept_days: float) -> list[JobId]:
-    """Jobs that ended more than so many days before ``now``; none for 0 days, which keeps logs for ever."""
+    """Jobs that ended more than ``kept_days`` days before ``now``; none for 0 days, which keeps logs for ever."""
     if not kept_days:
         return []
     since = now - kept_days * DAY_S
@@ -125,7 +125,7 @@ def old_jobs(jobs: Mapping[JobId, JobHistory], *, now: float, kept_days: float) 
 
 
 def remove_logs(home: Home, jobs: Iterable[JobId]) -> int:
-    """How many jobs lost their logs now. What cannot be removed is told, and tried again the next time; blocks."""
+    """Remove the logs of jobs; the number of jobs that had some. A failure is logged and tried again; blocks."""
     removed = 0
     for job in jobs:
         dirs = home.job(job)

@@ -352,7 +352,7 @@ def test_a_job_from_run_to_its_failure_as_people_and_programs_see_it(tmp_path: P
 def test_waiting_gives_up_with_5_and_a_failed_job_with_1(tmp_path: Path) -> None:
     async def test(service: Standing, ask: Callable[..., Any]) -> None:
         done = await ask("run", "-w", "--timeout", "300ms", "-n", "slow", "--", "sleep", "9")
-        assert (done.status, "it goes on" in done.err) == (5, True)
+        assert (done.status, "it keeps running" in done.err) == (5, True)
         waiting = asyncio.create_task(ask("run", "-w", "-n", "bad", "--", "false"))
         await reached_when_there(service, "bad-1")
         failed = JobEnded(

@@ -15,9 +15,9 @@ import pytest
 from standing import HELLO, Standing, listening
 from standing import with_service as with_parts
 
-from rota.service import calls, http
+from rota.service import http
+from rota.service.api import body_of, source_of
 from rota.service.client import AsyncClient, Client
-from rota.service.http import body_of, source_of
 from rota.spec import errors
 from rota.spec.errors import (
     BadInput,
@@ -130,7 +130,7 @@ def test_events_follow_to_the_end_and_an_async_client_sees_the_same(tmp_path: Pa
         (lambda c: c.run("name: t\nqueue: q\nroles: {a: {run: x}}\n"), UnknownName, "there is no queue 'q'"),
         (lambda c: c.run(HELLO, set=["roles.main.resources.gpus=99"]), Infeasible, "asks 99 gpus"),
         (lambda c: [c.submit(source_of(t), key="k") for t in (HELLO, HELLO + "#\n")], IdempotencyConflict, "key 'k'"),
-        (lambda c: (c.run(HELLO), c.wait("hello-1", timeout_s=0.1)), TimedOut, "it goes on"),
+        (lambda c: (c.run(HELLO), c.wait("hello-1", timeout_s=0.1)), TimedOut, "it keeps running"),
         (lambda c: c.change("nope", {"priority": 1}), UnknownName, "no job"),
     ],
 )  # fmt: skip
@@ -293,9 +293,9 @@ def test_safe_requests_are_sent_again_and_others_are_not() -> None:
 
 
 def test_every_error_of_the_tree_comes_back_as_itself() -> None:
-    for code, cls in calls.BY_CODE.items():
+    for code, cls in http.BY_CODE.items():
         text = httpx.Response(cls.http, json={"code": code, "detail": "d", "hint": "h", "fields": {"n": 1}}).text
-        found = calls.error_of(cls.http, text, url="u")
+        found = http.error_of(cls.http, text, url="u")
         assert (type(found), found.message, found.hint, found.fields["n"]) == (cls, "d", "h", 1)
 
 
@@ -310,7 +310,7 @@ def test_every_error_of_the_tree_comes_back_as_itself() -> None:
     ],
 )
 def test_an_answer_of_something_else_still_has_a_kind(status: int, text: str, cls: type[RotaError]) -> None:
-    assert type(calls.error_of(status, text, url="u")) is cls
+    assert type(http.error_of(status, text, url="u")) is cls
 
 
 def test_a_body_is_made_of_a_path_a_text_and_a_spec(tmp_path: Path) -> None:
@@ -367,5 +367,5 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_errors_of_spec_are_all_known_to_the_client() -> None:
-    assert calls.BY_CODE["INVALID"] is errors.BadInput
-    assert calls.BY_CODE["INFEASIBLE"] is errors.Infeasible
+    assert http.BY_CODE["INVALID"] is errors.BadInput
+    assert http.BY_CODE["INFEASIBLE"] is errors.Infeasible

@@ -23,7 +23,7 @@ from rota.runtime.environ import Home
 from rota.runtime.event_log.interface import Writer
 from rota.runtime.event_log.sql import SqlLog
 from rota.runtime.process import write_private
-from rota.service import connect
+from rota.service import http
 from rota.service.config import load_settings
 from rota.service.process import daemon
 from rota.spec.errors import StoreCorrupt
@@ -107,7 +107,7 @@ def test_garbage_in_the_record_of_the_service_is_named_and_down_and_up_go_past_i
         daemon.status(settings)
     assert "rota down" in raised.value.hint
     with pytest.raises(StoreCorrupt, match=r"service\.json is not the record of a service"):
-        connect._recorded_url(settings)
+        http._recorded_url(settings)
     assert daemon.down(settings)["state"] == "down"
     assert daemon.status(settings)["state"] == "down"
 

@@ -11,7 +11,7 @@ from standing import Standing, with_service
 from test_cli import own_home, with_cli
 
 import rota
-from rota.service.http import body_of
+from rota.service.api import body_of
 from rota.spec.errors import JobFileError
 
 assert own_home  # the fixture of every test here, too

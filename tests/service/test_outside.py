@@ -19,10 +19,10 @@ from test_demo import kill, outcome
 
 from rota.runtime.output import format_line, log_name
 from rota.service import demo
+from rota.service.api import body_of
 from rota.service.cli.verbs import run
 from rota.service.client import Client
 from rota.service.demo import STROKES
-from rota.service.http import body_of
 from rota.service.jobfile.reader import read_job
 from rota.spec.errors import BadInput, UnknownName
 from rota.spec.ids import JobId

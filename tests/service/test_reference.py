@@ -8,9 +8,9 @@ import pytest
 from generate import PAGES, PARTS, page_with_parts
 from interfaces import EXITS, page_of_commands, page_of_exits, page_of_job_file
 
-from rota.service.calls import BY_CODE
 from rota.service.cli.app import VERBS, verb_function
 from rota.service.cli.completion import flags_of
+from rota.service.http import BY_CODE
 from rota.service.jobfile.models import FailPart, JobPart, ResourcesPart, RolePart
 
 ROOT = Path(__file__).resolve().parents[2]

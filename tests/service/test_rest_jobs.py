@@ -11,9 +11,9 @@ import pytest
 from standing import HELLO, Standing, standing, with_service
 
 from rota.job.core.resize import ask_emits
-from rota.service.calls import error_of
 from rota.service.control import intake, submission
 from rota.service.control import loop as service_loop
+from rota.service.http import error_of
 from rota.service.rest.routes import jobs
 from rota.spec.errors import Fenced, JobFileError
 from rota.spec.events import GangReleased, JobEnded, JobRequeued, MasterStarted, Reattached

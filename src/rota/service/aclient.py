@@ -1,118 +1,167 @@
-"""AsyncClient: the questions of Client, awaited; what both clients do is written here, over a way to the service."""
+"""AsyncClient: the requests of the API, awaited; what both clients do is written here, over an ``Io``."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 from time import monotonic  # noqa: TID251 - runs in the user's process, where Rota has no clock
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack, cast
 
 import httpx
 
-from rota.service import calls
-from rota.service.account_calls import AccountCalls
-from rota.service.calls import Ask, Sse, SseReader
+from rota.service.api import (
+    AccountApi,
+    ApiRequest,
+    Built,
+    CommandResources,
+    EventFilters,
+    JobApi,
+    JobFilters,
+    LogFilters,
+    Overrides,
+    body_of,
+    events_path,
+    get,
+    job_path,
+)
 from rota.service.http import (
-    PAGE_MAX,
     RETRIES_MAX,
     STREAM_SILENCE_S,
     TIMEOUT_S,
-    Document,
-    Wire,
-    body_of,
+    HttpBase,
+    HttpOptions,
+    Sse,
+    SseReader,
     refused,
     timed_out,
 )
-from rota.service.questions import Questions
 from rota.spec.states import JobState
 
+if TYPE_CHECKING:
+    from rota.service.models.jobs import EventList, EventRecord, JobDocument, JobRow, LogLine, LogPage
+    from rota.spec.job import JobSpec
+
+D = TypeVar("D")
 T = TypeVar("T")
+PAGE_MAX = 200
 
 
-class AsyncWay:
-    """What a client waits for: the network, time, and work that takes long. Here the event loop waits."""
+class AsyncIo:
+    """The network, time, and work that takes long, for a client in an event loop."""
 
-    def __init__(self, options: dict[str, Any], transport: Any) -> None:
-        self._http = httpx.AsyncClient(**options, transport=transport)
+    def __init__(self, options: HttpOptions, transport: httpx.AsyncBaseTransport | None) -> None:
+        self.http = httpx.AsyncClient(**options, transport=transport)
 
-    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return await self._http.request(method, path, **options)
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """The answer, read."""
+        return await self.http.send(request)
 
-    async def lines(self, path: str, **options: Any) -> AsyncGenerator[str]:
-        async with self._http.stream("GET", path, **options) as answer:
+    async def lines(self, request: httpx.Request) -> AsyncGenerator[str]:
+        """Lines of an answer as they come. Raises the exception of a refusal."""
+        answer = await self.http.send(request, stream=True)
+        try:
             if answer.status_code >= 400:
                 await answer.aread()
                 raise refused(answer)
             async for line in answer.aiter_lines():
                 yield line
+        finally:
+            await answer.aclose()
 
     async def sleep(self, pause_s: float) -> None:
+        """Wait."""
         await asyncio.sleep(pause_s)
 
     async def do(self, work: Callable[[], T]) -> T:
+        """The result of work that may take long."""
         return await asyncio.to_thread(work)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        """Give the connections back."""
+        await self.http.aclose()
 
 
-class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
-    """The same questions as ``Client``, awaited."""
+class AsyncAccounts(AccountApi):
+    """``AsyncClient.accounts``: users, tokens, secrets, webhooks, the audit log."""
 
-    _way_of = AsyncWay
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def ask(self, request: ApiRequest[D]) -> D:
+        """As that of the client."""
+        return await self._client.ask(request)
+
+
+class AsyncClient(HttpBase, JobApi):
+    """The methods of ``Client``, awaited."""
 
     def __init__(
-        self, server: str = "", token: str = "", *, timeout_s: float = TIMEOUT_S, transport: Any = None
+        self,
+        server: str = "",
+        token: str = "",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.AsyncBaseTransport | None = None,
+        io: Callable[[HttpOptions], AsyncIo] | None = None,
     ) -> None:
         super().__init__(server, token, timeout_s)
-        self._way = self._way_of(self.http_options, transport)
-        self.accounts = AccountCalls(self.ask)
-        """Users, tokens, secrets, the audit."""
+        self._io = io(self.http_options) if io else AsyncIo(self.http_options, transport)
+        self.accounts = AsyncAccounts(self)
+        """Users, tokens, secrets, webhooks, the audit log."""
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._way.close()
+        await self._io.close()
 
-    async def ask(self, ask: Ask) -> Document:
+    async def ask(self, request: ApiRequest[D]) -> D:
         """Send one request; ``safe`` ones again when the connection broke."""
         for attempt in range(RETRIES_MAX + 1):
             try:
-                answer = await self._way.request(
-                    ask.method,
-                    ask.path,
-                    params=dict(ask.params),
-                    json=ask.body,
-                    headers=dict(ask.headers),
-                    timeout=self.timeout_of(ask),
-                )
+                answer = await self._io.send(self._built(request))
             except httpx.TransportError as exc:
-                if not self.may_retry(ask, exc, attempt):
+                if not self.may_retry(request, exc, attempt):
                     raise self.unreachable(exc) from exc
-                await self._way.sleep(self.wait_s(attempt))
+                await self._io.sleep(self.wait_s(attempt))
             else:
-                return self.read(answer)
+                return cast("D", self.read(answer))
         raise AssertionError("the last attempt returns or raises")
+
+    def _built(
+        self, request: ApiRequest[D], headers: dict[str, str] | None = None, timeout: httpx.Timeout | None = None
+    ) -> httpx.Request:
+        return self._io.http.build_request(
+            request.method,
+            request.path,
+            params=cast("dict[str, str]", request.params),
+            json=request.body,
+            headers={**request.headers, **(headers or {})},
+            timeout=timeout or self.timeout_of(request),
+        )
 
     async def run(
         self,
-        job: Any = None,
+        job: str | Path | JobSpec | Built | None = None,
         *,
-        set: Mapping[str, Any] | Sequence[str] = (),
+        set: Overrides = (),
         command: Sequence[str] | None = None,
         workdir: str = "",
         key: str = "",
         ignore_image: bool = False,
-        **resources: Any,
-    ) -> Document:
+        **resources: Unpack[CommandResources],
+    ) -> JobDocument:
         """See ``Client.run``; gives the ``Job`` document."""
         made = partial(body_of, job, sets=set, command=command, workdir=workdir, res=resources)
-        return await self.submit(await self._way.do(made) | ({"ignore_image": True} if ignore_image else {}), key=key)
+        body = await self._io.do(made)
+        if ignore_image:
+            body["ignore_image"] = True
+        return await self.submit(body, key=key)
 
-    async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
+    async def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> JobDocument:
         """See ``Client.wait``."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         while True:
@@ -121,20 +170,19 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                 return document
             if deadline is not None and monotonic() + poll_s > deadline:
                 raise timed_out(document, timeout_s or 0.0)
-            await self._way.sleep(poll_s)
+            await self._io.sleep(poll_s)
 
-    async def all_jobs(self, **filters: Any) -> AsyncIterator[Document]:
+    async def all_jobs(self, **filters: Unpack[JobFilters]) -> AsyncIterator[JobRow]:
         """See ``Client.all_jobs``."""
-        cursor = ""
+        page = await self.jobs(**{**filters, "cursor": "", "limit": PAGE_MAX})
         while True:
-            page = await self.jobs(**{**filters, "cursor": cursor, "limit": PAGE_MAX})
             for one in page["items"]:
                 yield one
-            cursor = page.get("next") or ""
-            if not cursor:
+            if not page["next"]:
                 return
+            page = await self.jobs(**{**filters, "cursor": page["next"], "limit": PAGE_MAX})
 
-    async def log_pages(self, job: str, **filters: Any) -> AsyncIterator[Document]:
+    async def log_pages(self, job: str, **filters: Unpack[LogFilters]) -> AsyncIterator[LogPage]:
         """See ``Client.log_pages``."""
         page = await self.log_page(job, **filters)
         yield page
@@ -143,7 +191,7 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
             page = await self.log_page(job, **filters)
             yield page
 
-    async def logs(self, job: str, *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
+    async def logs(self, job: str, *, follow: bool = False, **filters: Unpack[LogFilters]) -> AsyncIterator[LogLine]:
         """See ``Client.logs``."""
         if not follow:
             async for page in self.log_pages(job, **filters):
@@ -151,15 +199,17 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                     yield line
             return
         seen: dict[str, int] = {}
-        async with aclosing(self._stream(calls.job_path(job, "logs"), {**filters, "follow": True})) as events:
+        async with aclosing(self._stream(job_path(job, "logs"), {**filters, "follow": True})) as events:
             async for event in events:
-                line = event.document()
+                if event.event != "line":
+                    continue
+                line = cast("LogLine", event.document())
                 # after a lost connection the service repeats the batch that was under way
-                if event.event == "line" and line["offset"] > seen.get(line["instance"], -1):
+                if line["offset"] > seen.get(line["instance"], -1):
                     seen[line["instance"]] = line["offset"]
                     yield line
 
-    async def event_pages(self, job: str = "", **filters: Any) -> AsyncIterator[Document]:
+    async def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> AsyncIterator[EventList]:
         """See ``Client.event_pages``."""
         page = await self.event_page(job, **filters)
         yield page
@@ -167,23 +217,25 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
             page = await self.event_page(job, **{**filters, "after": page["next"]})
             yield page
 
-    async def events(self, job: str = "", *, follow: bool = False, **filters: Any) -> AsyncIterator[Document]:
+    async def events(
+        self, job: str = "", *, follow: bool = False, **filters: Unpack[EventFilters]
+    ) -> AsyncIterator[EventRecord]:
         """See ``Client.events``."""
         if not follow:
             async for page in self.event_pages(job, **filters):
                 for event in page["items"]:
                     yield event
             return
-        async with aclosing(self._stream(calls.events_path(job), {**filters, "follow": True})) as events:
+        async with aclosing(self._stream(events_path(job), {**filters, "follow": True})) as events:
             async for event in events:
                 if event.event == "event":
-                    yield event.document()
+                    yield cast("EventRecord", event.document())
 
-    async def _stream(self, path: str, params: Mapping[str, Any]) -> AsyncGenerator[Sse]:
-        ask, last, broken = calls.get(path, **params), "", 0
+    async def _stream(self, path: str, params: Mapping[str, object]) -> AsyncGenerator[Sse]:
+        request, last, broken = get(path, params), "", 0
         while True:
             try:
-                async with aclosing(self._stream_once(ask, last)) as events:
+                async with aclosing(self._stream_once(request, last)) as events:
                     async for event in events:
                         last, broken = event.id or last, 0
                         yield event
@@ -193,14 +245,13 @@ class AsyncClient(Wire, Questions[Coroutine[Any, Any, Document]]):
                 broken += 1
                 if not self.may_reconnect(exc, broken, last):
                     raise self.unreachable(exc) from exc
-                await self._way.sleep(self.wait_s(broken))
+                await self._io.sleep(self.wait_s(broken))
             else:
                 return  # the service closed the stream in order
 
-    async def _stream_once(self, ask: Ask, last: str) -> AsyncGenerator[Sse]:
-        timeout = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S)
-        headers, reader = self.stream_headers(last), SseReader()
-        lines = self._way.lines(ask.path, params=dict(ask.params), headers=headers, timeout=timeout)
+    async def _stream_once(self, request: ApiRequest[object], last: str) -> AsyncGenerator[Sse]:
+        timeout, reader = httpx.Timeout(self.timeout_s, read=STREAM_SILENCE_S), SseReader()
+        lines = self._io.lines(self._built(request, self.stream_headers(last), timeout))
         async with aclosing(lines):  # a connection is given back with the last iterator, and not at some time
             async for line in lines:
                 if (event := reader.line(line)) is not None:

@@ -1,42 +1,69 @@
-"""Client: everything the REST interface answers, as documents; errors as the tree of spec/errors.py."""
+"""Client: the requests of the API, answered with their documents; errors as the tree of spec/errors.py."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from time import sleep  # noqa: TID251 - runs in the user's process, where Rota has no clock
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import httpx
 
-from rota.service.account_calls import AccountCalls
 from rota.service.aclient import AsyncClient as AsyncClient
-from rota.service.aclient import AsyncWay
-from rota.service.calls import Ask
-from rota.service.http import TIMEOUT_S, Document, refused
-from rota.service.questions import Questions
+from rota.service.aclient import AsyncIo
+from rota.service.api import (
+    AccountApi,
+    ApiRequest,
+    Built,
+    CommandResources,
+    EventFilters,
+    JobApi,
+    JobFilters,
+    LineFilters,
+    LogFilters,
+    Overrides,
+)
+from rota.service.http import TIMEOUT_S, HttpOptions, refused
 from rota.spec.states import JobState
 
+if TYPE_CHECKING:
+    from rota.service.models.jobs import (
+        EventList,
+        EventRecord,
+        JobDocument,
+        JobRow,
+        LogLine,
+        LogPage,
+        TraceDocument,
+    )
+    from rota.service.models.reasons import Explanation, FailureList, WaitGraphDocument
+    from rota.spec.job import JobSpec
+
+D = TypeVar("D")
 T = TypeVar("T")
 
 
-class _BlockingWay(AsyncWay):
+class _BlockingIo(AsyncIo):
     """Waits where it is called: no coroutine over it is ever suspended, so that ``_now`` and ``_each`` need no loop."""
 
-    def __init__(self, options: dict[str, Any], transport: Any) -> None:
-        self._http = httpx.Client(**options, transport=transport)
+    def __init__(self, options: HttpOptions, transport: httpx.BaseTransport | None) -> None:
+        self.http = httpx.Client(**options, transport=transport)
 
-    async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return self._http.request(method, path, **options)
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        return self.http.send(request)
 
-    async def lines(self, path: str, **options: Any) -> AsyncGenerator[str]:
-        with self._http.stream("GET", path, **options) as answer:
+    async def lines(self, request: httpx.Request) -> AsyncGenerator[str]:
+        answer = self.http.send(request, stream=True)
+        try:
             if answer.status_code >= 400:
                 answer.read()
                 raise refused(answer)
             for line in answer.iter_lines():
                 yield line
+        finally:
+            answer.close()
 
     async def sleep(self, pause_s: float) -> None:
         sleep(pause_s)
@@ -45,11 +72,7 @@ class _BlockingWay(AsyncWay):
         return work()
 
     async def close(self) -> None:
-        self._http.close()
-
-
-class _Blocking(AsyncClient):
-    _way_of = _BlockingWay
+        self.http.close()
 
 
 def _now(work: Coroutine[Any, Any, T]) -> T:
@@ -58,11 +81,11 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
         work.send(None)
     except StopIteration as done:
         return done.value
-    raise AssertionError("a way that blocks does not suspend")
+    raise AssertionError("blocking input and output never suspends")
 
 
 def _each(items: AsyncIterator[T]) -> Iterator[T]:
-    """What an asynchronous generator that is never suspended gives."""
+    """The items of an asynchronous generator that is never suspended."""
     assert isinstance(items, AsyncGenerator)
     try:
         while True:
@@ -73,21 +96,38 @@ def _each(items: AsyncIterator[T]) -> Iterator[T]:
         _now(items.aclose())
 
 
-class Client(Questions[Document]):
-    """The REST interface in Python.
+class Accounts(AccountApi):
+    """``Client.accounts``: users, tokens, secrets, webhooks, the audit log."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def ask(self, request: ApiRequest[D]) -> D:
+        """As that of the client."""
+        return self._client.ask(request)
+
+
+class Client(JobApi):
+    """The REST API in Python.
 
     ``server`` and ``token`` default to ROTA_SERVER and ROTA_TOKEN, then to the service of this machine. Every method
-    gives the JSON document of the interface as a dict and raises the exceptions of ``rota.spec.errors``: NotReachable
-    when nobody answers, UnknownName for a job that does not exist, JobFileError with every problem of a job file.
+    returns the JSON document of the API as a dict and raises the exceptions of ``rota.spec.errors``: NotReachable
+    when no service answers, UnknownName for a job that does not exist, JobFileError with every problem of a job file.
     """
 
     def __init__(
-        self, server: str = "", token: str = "", *, timeout_s: float = TIMEOUT_S, transport: Any = None
+        self,
+        server: str = "",
+        token: str = "",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._talk = _Blocking(server, token, timeout_s=timeout_s, transport=transport)
-        self.url = self._talk.url
-        self.accounts = AccountCalls(self.ask)
-        """Users, tokens, secrets, the audit."""
+        io = partial(_BlockingIo, transport=transport)
+        self._async = AsyncClient(server, token, timeout_s=timeout_s, io=io)
+        self.url = self._async.url
+        self.accounts = Accounts(self)
+        """Users, tokens, secrets, webhooks, the audit log."""
 
     def __enter__(self) -> Self:
         return self
@@ -97,71 +137,71 @@ class Client(Questions[Document]):
 
     def close(self) -> None:
         """Give the connections back."""
-        _now(self._talk.__aexit__())
+        _now(self._async.__aexit__())
 
-    def ask(self, ask: Ask) -> Document:
+    def ask(self, request: ApiRequest[D]) -> D:
         """Send one request; ``safe`` ones again when the connection broke."""
-        return _now(self._talk.ask(ask))
+        return _now(self._async.ask(request))
 
     def run(
         self,
-        job: Any = None,
+        job: str | Path | JobSpec | Built | None = None,
         *,
-        set: Mapping[str, Any] | Sequence[str] = (),
+        set: Overrides = (),
         command: Sequence[str] | None = None,
         workdir: str = "",
         key: str = "",
         ignore_image: bool = False,
-        **resources: Any,
+        **resources: Unpack[CommandResources],
     ) -> JobHandle:
         """Submit a job (path, text, JobSpec or ``rota.Job``), or a ``command`` (words, or a text for a shell)
         with cpus, gpus, memory. One that names an image is refused without ``ignore_image``.
 
         Durable when this returns. Raises JobFileError, Infeasible, UnknownName, LimitExceeded.
         """
-        given: dict[str, Any] = {"command": command, "workdir": workdir, "key": key, "ignore_image": ignore_image}
-        made = self._talk.run(job, set=set, **given, **resources)
+        made = self._async.run(
+            job, set=set, command=command, workdir=workdir, key=key, ignore_image=ignore_image, **resources
+        )
         return JobHandle(self, _now(made))
 
     def attach(self, job: str) -> JobHandle:
         """The handle of a job that exists."""
         return JobHandle(self, self.job(job))
 
-    def all_jobs(self, **filters: Any) -> Iterator[Document]:
+    def all_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobRow]:
         """Every job of the list, page by page."""
-        return _each(self._talk.all_jobs(**filters))
+        return _each(self._async.all_jobs(**filters))
 
-    def log_pages(self, job: str, **filters: Any) -> Iterator[Document]:
+    def log_pages(self, job: str, **filters: Unpack[LogFilters]) -> Iterator[LogPage]:
         """``LogPage``, page after page until there is nothing more; one page of the last lines with ``tail``."""
-        return _each(self._talk.log_pages(job, **filters))
+        return _each(self._async.log_pages(job, **filters))
 
-    def logs(self, job: str, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+    def logs(self, job: str, *, follow: bool = False, **filters: Unpack[LogFilters]) -> Iterator[LogLine]:
         """Log lines in the order of time; with ``follow`` until the job has ended.
 
-        ``filters``: ``instance`` (``role/rank`` or a role), ``attempt``, ``since``, ``until`` (seconds since 1970),
-        ``grep``, ``stream``, ``tail``. Raises BadInput for any other.
+        Raises BadInput for an unknown filter.
         """
-        return _each(self._talk.logs(job, follow=follow, **filters))
+        return _each(self._async.logs(job, follow=follow, **filters))
 
-    def events(self, job: str = "", *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+    def events(self, job: str = "", *, follow: bool = False, **filters: Unpack[EventFilters]) -> Iterator[EventRecord]:
         """Events in order, of a job or of everything; with ``follow`` without gap over lost connections, until the job
         has ended.
         """
-        return _each(self._talk.events(job, follow=follow, **filters))
+        return _each(self._async.events(job, follow=follow, **filters))
 
-    def event_pages(self, job: str = "", **filters: Any) -> Iterator[Document]:
+    def event_pages(self, job: str = "", **filters: Unpack[EventFilters]) -> Iterator[EventList]:
         """``EventList``, page after page until there is no next one."""
-        return _each(self._talk.event_pages(job, **filters))
+        return _each(self._async.event_pages(job, **filters))
 
-    def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> Document:
-        """The ``Job`` document once the job has ended. Raises TimedOut; the job goes on then."""
-        return _now(self._talk.wait(job, timeout_s=timeout_s, poll_s=poll_s))
+    def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 0.2) -> JobDocument:
+        """The ``Job`` document once the job has ended. Raises TimedOut; the job keeps running then."""
+        return _now(self._async.wait(job, timeout_s=timeout_s, poll_s=poll_s))
 
 
 class JobHandle:
     """One job of a client. ``state``, ``reason`` and ``document`` are those of the last answer."""
 
-    def __init__(self, client: Client, document: Document) -> None:
+    def __init__(self, client: Client, document: JobDocument) -> None:
         self._client = client
         self.document = document
 
@@ -179,7 +219,7 @@ class JobHandle:
 
     @property
     def output_dir(self) -> Path:
-        """The folder of what it leaves."""
+        """The folder of its results."""
         return Path(self.document["output"])
 
     def __repr__(self) -> str:
@@ -195,34 +235,36 @@ class JobHandle:
         self.document = self._client.wait(self.id, timeout_s=timeout_s)
         return self
 
-    def logs(self, instance: str = "", *, role: str = "", follow: bool = False, **filters: Any) -> Iterator[Document]:
+    def logs(
+        self, instance: str = "", *, role: str = "", follow: bool = False, **filters: Unpack[LineFilters]
+    ) -> Iterator[LogLine]:
         """Log lines of ``role/rank``, of a role, or of all."""
         return self._client.logs(self.id, follow=follow, instance=instance or role, **filters)
 
-    def events(self, *, follow: bool = False, **filters: Any) -> Iterator[Document]:
+    def events(self, *, follow: bool = False, **filters: Unpack[EventFilters]) -> Iterator[EventRecord]:
         """Events."""
         return self._client.events(self.id, follow=follow, **filters)
 
-    def explain(self) -> Document:
-        """Why it is where it is."""
+    def explain(self) -> Explanation:
+        """Why it waits, or where it runs."""
         return self._client.explain(self.id)
 
-    def why(self) -> Document:
-        """Who waits for whom in it."""
+    def why(self) -> WaitGraphDocument:
+        """Which instance waits for which."""
         return self._client.why(self.id)
 
-    def trace(self, path: str | Path = "") -> Document:
+    def trace(self, path: str | Path = "") -> TraceDocument:
         """What every instance ran and waited for; written to ``path``, if given, for Perfetto."""
         found = self._client.trace(self.id)
         if path:
             Path(path).write_text(json.dumps(found), encoding="utf-8")
         return found
 
-    def failures(self) -> Document:
+    def failures(self) -> FailureList:
         """What failed, and what was done."""
         return self._client.failures(self.id)
 
-    def set(self, **changes: Any) -> Self:
+    def set(self, **changes: object) -> Self:
         """Change priority, queue, time_limit_s or labels."""
         self.document = self._client.change(self.id, changes)
         return self

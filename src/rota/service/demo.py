@@ -7,10 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rota
 from rota.runtime import process
@@ -25,6 +25,9 @@ from rota.spec.ids import JobId
 from rota.spec.resources import counted
 from rota.spec.states import JobState
 
+if TYPE_CHECKING:
+    from rota.service.models.jobs import JobDocument
+
 PRETEND = "3x4x8"
 REWARD_RISE_MIN = 0.25
 PLAY_MAX_S = 460.0
@@ -35,7 +38,7 @@ COMMITS_AFTER_KILL = 2
 """A kill counts as healed when this many further commits are in the log."""
 
 Say = Callable[[str], None]
-Document = dict[str, Any]
+Documents = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +78,9 @@ class Outcome:
     commits: list[int]
     figures: dict[str, float]
     kills: list[Kill]
-    waiting: list[Document]
-    failures: list[Document]
-    events: list[Document]
+    waiting: Documents
+    failures: Documents
+    events: Documents
     problems: list[str]
 
 
@@ -150,7 +153,7 @@ def _scenario(client: Client, example: Path, say: Say, began_s: float) -> Outcom
     state = watch.until_end()
     for other in [*(one["job"] for one in waiting), holder]:
         client.stop(other, grace_s=0.0)
-    events = list(client.events(job, follow=True))
+    events: Documents = list(client.events(job, follow=True))
     failures = client.failures(job)["items"]
     commits = [event["n"] for event in events if event["kind"] == "Committed"]
     outcome = Outcome(
@@ -170,10 +173,10 @@ def _scenario(client: Client, example: Path, say: Say, began_s: float) -> Outcom
     return outcome
 
 
-def _fill_queue(client: Client, say: Say) -> tuple[str, list[Document]]:
+def _fill_queue(client: Client, say: Say) -> tuple[str, Documents]:
     """A job that holds one node, and two that cannot start beside it, with the reason of each."""
     holder: str = client.run(_sleeper("holder", 1, 8)).id
-    waiting: list[Document] = []
+    waiting: list[dict[str, str]] = []
     for name, instances, gpus in (("pretrain", 12, 8), ("sweep", 89, 1)):
         other: str = client.run(_sleeper(name, instances, gpus)).id
         found = _explained(client, other)
@@ -225,7 +228,7 @@ class _Watch:
         """The state in which the job ends."""
         return self._until(lambda doc: JobState(doc["state"]).terminal, "the end of the job")["state"]
 
-    def _until(self, holds: Callable[[Document], bool], what: str) -> Document:
+    def _until(self, holds: Callable[[JobDocument], bool], what: str) -> JobDocument:
         while True:
             document = self._client.job(self._job)
             self._progress(document)
@@ -241,7 +244,7 @@ class _Watch:
                 )
             blocking_sleep(POLL_S)
 
-    def _progress(self, document: Document) -> None:
+    def _progress(self, document: JobDocument) -> None:
         commit = _commit(document)
         if commit and commit // 30 > self._told // 30:
             metrics = document["progress"]["metrics"] if document["progress"] else {}
@@ -253,28 +256,28 @@ class _Watch:
         self._told = max(self._told, commit)
 
 
-def _standing(document: Document) -> str:
+def _standing(document: JobDocument) -> str:
     return f"{document['state']}, {document.get('phase') or document.get('reason') or ''}"
 
 
-def _commit(document: Mapping[str, Any]) -> int:
+def _commit(document: JobDocument) -> int:
     return document["progress"]["commit"] if document["progress"] else 0
 
 
-def _pid(document: Mapping[str, Any], victim: str) -> int | None:
+def _pid(document: JobDocument, victim: str) -> int | None:
     if victim == "master":
         return document["master"]["pid"] if document["master"] else None
     return next((one["pid"] for one in document["instances"] if one["instance"] == victim), None)
 
 
-def _healed(document: Mapping[str, Any], kill: Kill) -> bool:
+def _healed(document: JobDocument, kill: Kill) -> bool:
     """Another process is in the place of the killed one, every instance is ready, and commits continue."""
     renewed = _pid(document, kill.victim) not in (None, kill.pid)
     ready = all(one["state"] == "READY" for one in document["instances"])
     return renewed and ready and _commit(document) >= kill.at + COMMITS_AFTER_KILL
 
 
-def _figures(events: list[Document]) -> dict[str, float]:
+def _figures(events: Documents) -> dict[str, float]:
     """Mean sampled reward over the first and the last ten reinforcement commits, from the log alone."""
     rewards = [
         event["metrics"]["reward"] for event in events if event["kind"] == "Committed" and "reward" in event["metrics"]
@@ -317,6 +320,6 @@ def _tell(outcome: Outcome, say: Say) -> None:
     say(f"commits 1..{len(outcome.commits)}: {'each once' if not outcome.problems else 'see the problems below'}")
 
 
-def document(outcome: Outcome) -> Document:
+def document(outcome: Outcome) -> dict[str, Any]:
     """The outcome as one JSON document."""
     return {"api": "rota/v1", "kind": "Demo", **asdict(outcome)}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rota.cluster.live import Scheduler
+    from rota.service.api import JobBody
     from rota.service.control.submission import Submission
     from rota.service.jobfile.problems import Problem
     from rota.spec.events import Record
@@ -25,7 +26,7 @@ class _NoLoop:
     scheduler: Scheduler
 
 
-def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
+def plan_job(body: JobBody, *, pretend: str = "") -> dict[str, Any]:
     """The ``PlanReport`` of a submission on this machine alone, or on a pretend cluster ``RACKSxNODESxDEVICES``.
 
     Starts nothing but the child process that looks at the workloads. Raises what submitting would raise.
@@ -40,7 +41,7 @@ def plan_job(body: Mapping[str, Any], *, pretend: str = "") -> dict[str, Any]:
     return {"api": "rota/v1", **asyncio.run(intake.plan(_submission(body), caller=None))}
 
 
-def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | None = None) -> None:
+def check_job(spec: JobSpec, body: JobBody, queues: Collection[str] | None = None) -> None:
     """Look at the queue of a job that was read, where the ``queues`` that take jobs are known, and in a child process
     at its workloads. Raises JobFileError with every mistake.
     """
@@ -65,7 +66,7 @@ def check_job(spec: JobSpec, body: Mapping[str, Any], queues: Collection[str] | 
         raise JobFileError(wrong)
 
 
-def _submission(body: Mapping[str, Any]) -> Submission:
+def _submission(body: JobBody) -> Submission:
     from rota.service.control.submission import Submission
 
     return Submission(**{**body, "sets": tuple(body.get("sets", ()))})
@@ -73,8 +74,8 @@ def _submission(body: Mapping[str, Any]) -> Submission:
 
 def graph_of_file(path: Path) -> dict[str, Any]:
     """The ``Graph`` document of a job file; of workloads that cannot be imported it has the ``problem``."""
+    from rota.service.api import read_file
     from rota.service.control.submission import Refused, inspect_workloads
-    from rota.service.http import read_file
     from rota.service.jobfile.reader import read_job
     from rota.service.views.graph import graph_document
 

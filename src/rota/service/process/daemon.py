@@ -28,7 +28,7 @@ from rota.runtime.environ import Home
 from rota.runtime.process import KEEPER, ProcessId, ProcessRecord, RunFolder, Spawn
 from rota.runtime.ray.client import RECORD, GatewayFiles
 from rota.service.config import Settings
-from rota.service.connect import RECORD_REMEDY
+from rota.service.http import RECORD_REMEDY
 from rota.service.jobfile.problems import cannot_use
 from rota.spec.errors import Conflict, NotReachable, RotaError, StoreCorrupt, TimedOut
 from rota.spec.states import JobState

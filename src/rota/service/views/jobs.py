@@ -13,7 +13,7 @@ from rota.cluster.core.jobs import Wait
 from rota.job.core.resize import wanted_size
 from rota.job.rpc.peers import CUT
 from rota.runtime.clock import iso
-from rota.service.calls import JobSort
+from rota.service.api import JobSort
 from rota.service.models.base import Moment
 from rota.service.models.jobs import (
     AttemptRow,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -84,7 +84,7 @@ def token(
     with flags.client() as client:
         if action == "create":
             made = client.accounts.make_token(user=user, name=name, role=role, queue=queue, ttl_s=ago_s(ttl))
-            terminal.show(made, lambda term: term.line(made["token"]))
+            terminal.show(made, lambda term: term.line(made.get("token", "")))
             terminal.note(f"token {made['id']} of {made['user']}; it is not shown again")
             return 0
         done = client.accounts.tokens() if action == "ls" else client.accounts.revoke_token(id_)
@@ -93,7 +93,7 @@ def token(
 
 
 def _in_use(flags: Flags) -> dict[str, Any]:
-    from rota.service.connect import find_service
+    from rota.service.http import find_service
 
     address = find_service(flags.server, flags.token)
     if not address.token:
@@ -101,7 +101,7 @@ def _in_use(flags: Flags) -> dict[str, Any]:
     return {"kind": "Token", "token": address.token, "url": address.url}
 
 
-def _token_table(term: Terminal, items: list[dict[str, Any]]) -> None:
+def _token_table(term: Terminal, items: Sequence[Mapping[str, Any]]) -> None:
     rows = [
         (
             one["id"],
@@ -170,12 +170,12 @@ def login(
     rota login http://10.0.0.5:7700 < token.txt
     """
     from rota.service.client import Client
-    from rota.service.connect import keep_login
+    from rota.service.http import save_login
 
     given = flags.token or _asked("token").strip()
     with Client(url, given) as client:
         me = client.accounts.whoami()
-    path = keep_login(url, given)
+    path = save_login(url, given)
     document = {"kind": "Login", "url": url, "user": me["name"], "grants": me["grants"], "file": str(path)}
     terminal = flags.terminal()
     terminal.show(document, lambda term: _user_table(term, me))
@@ -225,7 +225,7 @@ def logout(*, flags: Flags = DEFAULT_FLAGS) -> int:
     --------
     rota logout
     """
-    from rota.service.connect import forget_login
+    from rota.service.http import forget_login
 
     def show(term: Terminal, document: Mapping[str, Any]) -> None:
         term.line(f"logged out of {document['url']}" if document["url"] else "no login")
@@ -255,7 +255,7 @@ def webhook(
     with flags.client() as client:
         if action == "add":
             made = client.accounts.make_webhook(what, on=on or (), queue=queue)
-            terminal.show(made, lambda term: term.pairs([("id", made["id"]), ("secret", made["secret"])]))
+            terminal.show(made, lambda term: term.pairs([("id", made["id"]), ("secret", made.get("secret"))]))
             terminal.note("notices are signed with this secret; it is not shown again")
             return 0
         done = client.accounts.webhooks() if action == "ls" else client.accounts.remove_webhook(what)

@@ -114,7 +114,7 @@ def queues(
         raise BadInput(f"rota queues {action}".rstrip() + ": not understood", hint="rota queues apply FILE")
     if not action:
         return flags.answer(lambda client: client.queues(), _queue_table)
-    from rota.service.http import read_file
+    from rota.service.api import read_file
 
     text = read_file(Path(file))
     return flags.answer(lambda client: client.apply_queues(text, filename=file, dry_run=dry_run), _diff_table)
@@ -168,10 +168,8 @@ def report(
     --------
     rota report --by queue --since 7d --csv > usage.csv
     """
-    from rota.service.calls import get
-
     with flags.client() as client:
-        document = client.ask(get("/report", by=by, since_s=ago_s(since)))
+        document = client.report(by=by, since_s=ago_s(since))
     columns = f"{by},jobs,succeeded,failed,cancelled,gpu_hours,cpu_hours,wait_s p50,wait_s p95,restarts".split(",")
     rows = [
         (*(one[name] for name in columns[:7]), one["wait_s"]["p50"], one["wait_s"]["p95"], one["restarts"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -15,8 +15,8 @@ from rota.spec.errors import BadInput
 if TYPE_CHECKING:
     from rota.service.client import Client
     from rota.service.config import Settings
-    from rota.service.http import Document
 
+D = TypeVar("D", bound=Mapping[str, Any])
 JOB = Annotated[str, Parameter(help="Id or a unique beginning of one.")]
 COMMON = Group("Every verb", sort_key=99)
 
@@ -46,10 +46,10 @@ class Flags:
 
         return Client(self.server, self.token)
 
-    def answer(self, ask: Callable[[Client], Document], show: Callable[[Terminal, Document], None]) -> int:
+    def answer(self, ask: Callable[[Client], D], show: Callable[[Terminal, D], None]) -> int:
         """Print the document that the service gives; the exit status. ``show`` draws it for people."""
 
-        def asked() -> Document:
+        def asked() -> D:
             with self.client() as client:
                 return ask(client)
 
@@ -57,9 +57,9 @@ class Flags:
 
     def tell(
         self,
-        make: Callable[[], Document],
-        show: Callable[[Terminal, Document], None],
-        failed: Callable[[Document], object] = lambda _: False,
+        make: Callable[[], D],
+        show: Callable[[Terminal, D], None],
+        failed: Callable[[D], object] = lambda _: False,
     ) -> int:
         """Print the document that ``make`` gives, drawn by ``show`` for people; exit status 1 if it ``failed``."""
         terminal = self.terminal()

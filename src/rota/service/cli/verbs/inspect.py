@@ -228,6 +228,7 @@ def graph(
     if format_ not in ("text", "dot", "json"):
         raise BadInput(f"--format {format_}: text, dot or json")
     terminal = flags.terminal()
+    document: Mapping[str, Any]
     path = Path(job).expanduser()
     if path.suffix in (".yaml", ".yml", ".json") or path.is_file():
         from rota.service.offline import graph_of_file
@@ -242,8 +243,8 @@ def graph(
     if format_ == "json":
         terminal = Flags(json=True).terminal()
     terminal.show(document, lambda term: _graph(term, document))
-    if document.get("problem"):
-        terminal.note(f"not all of it: {document['problem']}")
+    if problem := document.get("problem"):
+        terminal.note(f"incomplete: {problem}")
     return 0
 
 

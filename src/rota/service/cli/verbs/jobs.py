@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 from cyclopts import Parameter
 
-from rota.service.calls import JobSort
+from rota.service.api import JobFilters, JobSort
 from rota.service.cli.output import Terminal
 from rota.service.cli.verbs.flags import DEFAULT_FLAGS, JOB, Flags
 from rota.service.cli.verbs.formatting import age, ago_s, amount, clock_time, labels, lasting, resources, shortened
@@ -48,7 +48,7 @@ def ps(
         raise BadInput("--mine and --user: one of them")
     terminal = flags.terminal()
     shown = _columns(columns, wide=terminal.wide)
-    filters = {
+    filters: JobFilters = {
         "sort": sort,
         "all": all_ or bool(since),
         "state": state,
@@ -60,9 +60,9 @@ def ps(
     with flags.client() as client:
         if mine:
             filters["user"] = client.accounts.whoami()["name"]
-        page = client.jobs(**filters, limit=min(limit, 200))
-        while len(page["items"]) < limit and page.get("next"):
-            more = client.jobs(**filters, limit=min(limit - len(page["items"]), 200), cursor=page["next"])
+        page = client.jobs(**{**filters, "limit": min(limit, 200)})
+        while len(page["items"]) < limit and (cursor := page["next"]):
+            more = client.jobs(**{**filters, "limit": min(limit - len(page["items"]), 200), "cursor": cursor})
             page = {**more, "items": page["items"] + more["items"]}
     empty = "no jobs; 'rota run job.yaml' starts one, 'rota ps -a' shows those that ended"
     rows = [[COLUMNS[name](job) for name in shown] for job in page["items"]]

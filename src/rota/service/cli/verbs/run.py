@@ -22,6 +22,7 @@ from rota.spec.resources import counted
 from rota.spec.states import JobState
 
 if TYPE_CHECKING:
+    from rota.service.api import JobText
     from rota.service.client import Client
     from rota.spec.job import JobSpec
 
@@ -113,16 +114,14 @@ def _changes(
     return made | {text: f"--set #{number}" for number, text in enumerate(sets or (), 1)}
 
 
-def _body(
-    file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str
-) -> dict[str, Any]:
+def _body(file: str, argv: list[str] | None, changes: list[str], res: Mapping[str, str], workdir: str) -> JobText:
     if argv and file:
         raise BadInput("give a job file or a command after '--', not both")
     if not argv and not file:
         raise BadInput("missing job file or command", hint="rota run job.yaml, or rota run -- python train.py")
     folder = str(Path(workdir).expanduser().absolute()) if workdir else ""
     if argv:
-        from rota.service.http import command_of
+        from rota.service.api import command_of
 
         if len(argv) == 1 and set(argv[0].strip()) & set(" |;&<>") and shutil.which(argv[0]) is None:
             hint = f"rota run -- sh -c {shlex.quote(argv[0])}"
@@ -132,7 +131,7 @@ def _body(
         source, name, base = sys.stdin.read(), "stdin", Path.cwd()
     else:
         path = Path(file).expanduser()
-        from rota.service.http import read_file
+        from rota.service.api import read_file
 
         if path.suffix == ".py" or path.suffix == ".ipynb":
             raise BadInput(f"{file} is not a job file", hint=f"rota run -- python {file}")
@@ -141,7 +140,7 @@ def _body(
             from rota.service.jobfile.scripts import script_body
 
             made = script_body(source, filename=file, workdir=folder or str(base))
-            return {**made, "sets": made["sets"] + changes + _for_main(res)}
+            return {**made, "sets": [*made["sets"], *changes, *_for_main(res)]}
     given = [f"roles.{_only_role(source, name)}.resources.{key}={value}" for key, value in res.items() if value]
     return {"source": source, "filename": name, "sets": changes + given, "workdir": folder or str(base)}
 
@@ -150,7 +149,7 @@ def _headers(file: str) -> dict[str, Problem]:
     """Where each ``--set`` that the head of a script means is in the script, as a problem without words."""
     if Path(file).suffix not in SCRIPTS:
         return {}
-    from rota.service.http import read_file
+    from rota.service.api import read_file
     from rota.service.jobfile.scripts import header_places
 
     text = read_file(Path(file).expanduser())
@@ -177,7 +176,7 @@ def _only_role(source: str, name: str) -> str:
     return roles[0].name
 
 
-def _read(body: Mapping[str, Any]) -> JobSpec:
+def _read(body: JobText) -> JobSpec:
     from rota.service.jobfile.reader import read_job
 
     return read_job(body["source"], filename=body["filename"], sets=body["sets"])
@@ -209,7 +208,7 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
         client.status()
     except NotReachable:
         client.close()
-        from rota.service.connect import find_service
+        from rota.service.http import find_service
         from rota.service.process.daemon import ensure_up
 
         settings = flags.settings()
@@ -222,7 +221,7 @@ def _client(flags: Flags, terminal: Terminal) -> Client:
     return client
 
 
-def _check(flags: Flags, terminal: Terminal, body: Mapping[str, Any], spec: JobSpec) -> int:
+def _check(flags: Flags, terminal: Terminal, body: JobText, spec: JobSpec) -> int:
     from rota.service.offline import check_job
 
     check_job(spec, body, _leaves(flags))
@@ -248,7 +247,7 @@ def _leaves(flags: Flags) -> set[str] | None:
     return {one["path"] for one in items} - {one["parent"] for one in items}
 
 
-def _plan(flags: Flags, terminal: Terminal, body: Mapping[str, Any], pretend: str) -> dict[str, Any]:
+def _plan(flags: Flags, terminal: Terminal, body: JobText, pretend: str) -> Mapping[str, Any]:
     if not pretend:
         try:
             with flags.client() as client:
@@ -268,10 +267,12 @@ class PlanReport(dict[str, Any]):
     @staticmethod
     def of(job: Any, *, ignore_image: bool = False) -> PlanReport:
         """What ``job`` would become. Raises what submitting would raise."""
-        from rota.service.http import source_of
+        from rota.service.api import source_of
         from rota.service.offline import plan_job
 
-        return PlanReport(plan_job({**source_of(job), "ignore_image": ignore_image}))
+        body = source_of(job)
+        body["ignore_image"] = ignore_image
+        return PlanReport(plan_job(body))
 
     def show(self) -> None:
         """Print it as ``rota run --dry-run`` does."""

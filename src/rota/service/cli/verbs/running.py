@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -12,6 +12,9 @@ from rota.service.cli.verbs.formatting import ago_s, shortened
 from rota.service.client import Client
 from rota.spec.errors import BadInput, RotaError, UnknownName
 from rota.spec.resources import counted
+
+if TYPE_CHECKING:
+    from rota.service.models.jobs import JobDocument
 
 EXEC_FAILED = 125
 """As of other tools that run a command for somebody: it is theirs, not of the command."""
@@ -76,7 +79,7 @@ def resume(*job: JOBS, flags: Flags = DEFAULT_FLAGS) -> int:
 
 
 def _each(
-    action: str, ids: Sequence[str], ask: Callable[[Client, str], dict[str, Any]], flags: Flags, *, also: str = ""
+    action: str, ids: Sequence[str], ask: Callable[[Client, str], JobDocument], flags: Flags, *, also: str = ""
 ) -> int:
     """Ask one thing of every job, a row each; when one refuses, the others are still asked. The worst exit status."""
     if not ids:
@@ -167,4 +170,4 @@ def exec_(
         terminal.note("its output was longer; send it into a file, or through tail")
     if done["timed_out"]:
         terminal.note(f"it was killed after {timeout}")
-    return EXEC_FAILED if done["timed_out"] else done["exit_status"]
+    return EXEC_FAILED if done["exit_status"] is None else done["exit_status"]

@@ -61,10 +61,8 @@ def up(
 
 def _refuse_other(flags: Flags, settings: Settings) -> None:
     """Raise Conflict for a flag that the service which runs was not started with: it would be dropped in silence."""
-    from rota.service.calls import get
-
     with flags.client() as client:
-        runs = {one["name"]: one["value"] for one in client.ask(get("/settings"))["items"]}
+        runs = {one["name"]: one["value"] for one in client.settings()["items"]}
     for one in settings.document()["items"]:
         name, value = one["name"], one["value"]
         if one["origin"] == "flag" and name not in ("server", "token", "pretend") and value != runs.get(name):
@@ -139,7 +137,7 @@ def status(
         document = _settings(flags, terminal)
         terminal.show(document, lambda term: _settings_table(term, document))
         return 0
-    from rota.service.connect import find_service
+    from rota.service.http import find_service
 
     if not find_service(flags.server, flags.token).local:
         with flags.client() as client:
@@ -155,13 +153,11 @@ def status(
     return 0
 
 
-def _settings(flags: Flags, terminal: Terminal) -> dict[str, Any]:
+def _settings(flags: Flags, terminal: Terminal) -> Mapping[str, Any]:
     """Those of the service that runs, else those that one would start with."""
-    from rota.service.calls import get
-
     with flags.client() as client:
         try:
-            return client.ask(get("/settings"))
+            return client.settings()
         except NotReachable:
             terminal.note("no service answers; it would start with these")
     return flags.settings().document()

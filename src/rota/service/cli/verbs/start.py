@@ -110,7 +110,8 @@ def _live(flags: Flags, what: str) -> list[str]:
         with Client(flags.server, flags.token, timeout_s=ANSWER_S) as client:
             if what == "jobs":
                 return [job["id"] for job in client.jobs(all=True)["items"]]
-            page = client.nodes() if what == "nodes" else client.queues()
-            return [one["id" if what == "nodes" else "path"] for one in page["items"]]
+            if what == "nodes":
+                return [node["id"] for node in client.nodes()["items"]]
+            return [queue["path"] for queue in client.queues()["items"]]
     except RotaError:
         return []

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rota.job.rpc.tracing import read_spans
 from rota.service.accounts import Caller, Role
-from rota.service.calls import JobSort
+from rota.service.api import JobSort
 from rota.service.control.changes import checked_changes, checked_size
 from rota.service.control.submission import Submission
 from rota.service.models.base import Sent, Why

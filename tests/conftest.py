@@ -28,6 +28,7 @@ if threading.current_thread() is threading.main_thread():
 
 UNIT = tuple(Path(__file__).parent / one for one in ("spec", "cluster", "job/core", "tensors/core", "train/plan"))
 """Folders of tests that work with values alone."""
+assert all(folder.is_dir() for folder in UNIT), f"a folder of unit tests was moved: {UNIT}"
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,10 @@
-"""Small makers of nodes, asks and states: one line an object."""
+"""Small makers of nodes, asks and states, one line an object; the states that a test makes, checked at its end."""
 
 from __future__ import annotations
 
+from collections import deque
+
+from rota.cluster.core.guarded import violations
 from rota.cluster.core.jobs import JobAsk, Shape, Slot
 from rota.cluster.core.state import State
 from rota.spec.ids import JobId, NodeId
@@ -43,3 +46,27 @@ def ask(name: str, *slots: Slot, queue: str = "default", priority: int = 50, at:
 
 def state(*nodes: Node, queues: tuple[Queue, ...] = ()) -> State:
     return State(nodes, queues)
+
+
+KEPT_MAX = 50
+"""States of one test that are kept to its end; of more than these (properties) the oldest is checked and let go."""
+
+
+class StatesMade:
+    """The states that a test makes, each checked once: at the end, since a state is only whole between two steps."""
+
+    def __init__(self) -> None:
+        self._kept: deque[State] = deque()
+        self.broken: list[str] = []
+
+    def add(self, state: State) -> None:
+        """A new state; nothing else would hold those of local variables until the end of the test."""
+        self._kept.append(state)
+        if len(self._kept) > KEPT_MAX:
+            self.broken += violations(self._kept.popleft())
+
+    def check(self) -> list[str]:
+        """Every broken rule of every state."""
+        while self._kept:
+            self.broken += violations(self._kept.popleft())
+        return self.broken

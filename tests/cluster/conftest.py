@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 
 import pytest
+from cluster_makers import StatesMade
 
-from rota.cluster.core.guarded import violations
 from rota.cluster.core.state import State
 
 
 @pytest.fixture(autouse=True)
-def invariants(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def invariants(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatesMade]:
     """Fail a test that leaves a broken state; the mark ``breaks_state`` is for tests that break one on purpose."""
-    made: weakref.WeakSet[State] = weakref.WeakSet()
+    made = StatesMade()
     initialise = State.__init__
 
     def registered(self: State, *args: object, **kwargs: object) -> None:
@@ -22,7 +21,6 @@ def invariants(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         made.add(self)
 
     monkeypatch.setattr(State, "__init__", registered)
-    yield
+    yield made
     if request.node.get_closest_marker("breaks_state") is None:
-        broken = [text for state in list(made) for text in violations(state)]
-        assert broken == [], "the test left a state that breaks an invariant of the scheduler"
+        assert made.check() == [], "the test left a state that breaks an invariant of the scheduler"

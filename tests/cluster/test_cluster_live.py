@@ -692,6 +692,7 @@ def test_a_policy_that_fails_at_every_job_is_given_up_after_so_many_passes() -> 
         log.scheduler.decide(1000.0)
 
 
+@pytest.mark.breaks_state
 def test_counts_that_are_not_those_of_the_jobs_are_told_and_counted_anew() -> None:
     log = with_nodes()
     log.submit("runs", 1, 3, at=1.0)
@@ -704,6 +705,7 @@ def test_counts_that_are_not_those_of_the_jobs_are_told_and_counted_anew() -> No
     assert log.scheduler.decide(2.0).broken == ()
 
 
+@pytest.mark.breaks_state
 @pytest.mark.parametrize("cpus", [16.0, 1.0])
 def test_a_node_of_which_a_device_was_given_twice_gets_nothing_more_and_the_others_do(cpus: float) -> None:
     log = with_nodes()

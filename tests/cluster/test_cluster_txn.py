@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cluster_makers import ask, node, state
+from cluster_makers import KEPT_MAX, StatesMade, ask, node, state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +88,7 @@ def test_jobs_that_come_and_go_on_trial_leave_the_digest_of_the_state(moves: lis
     assert s.digest() == before
 
 
+@pytest.mark.breaks_state
 def test_use_by_user_and_the_parts_of_jobs_are_in_the_digest_and_are_checked() -> None:
     s = state(node("a"), queues=(Queue(path="default", user_limit=Res(cpus=0, gpus=4)),))
     for row, job in enumerate((ask("whole", user="ann"), ask("part", user="ann", part_of=JobId("whole")))):
@@ -103,3 +104,13 @@ def test_use_by_user_and_the_parts_of_jobs_are_in_the_digest_and_are_checked() -
     s.used_by[0, "ann"] = used
     del s.parts[JobId("whole")]
     assert violations(s) == ["the parts of a job are not those that say they belong to it"] and s.digest() != before
+
+
+@pytest.mark.breaks_state
+def test_a_state_that_a_test_broke_and_let_go_is_found_at_its_end(invariants: StatesMade) -> None:
+    for _ in range(KEPT_MAX + 1):  # more than are kept: the oldest was checked, and it was whole
+        state(node("a"))
+    s = state(node("a"))
+    s.dev_milli[0] -= 1000
+    del s
+    assert [text for text in invariants.check() if "device 0" in text] == ["device 0: 0 free, by its holders 1000"]

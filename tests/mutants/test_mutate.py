@@ -7,7 +7,7 @@ import ast
 import pytest
 
 from tests.mutants.__main__ import MEANT, Mutant, equivalent, report, sampled, share
-from tests.mutants.areas import AREAS, ROOT
+from tests.mutants.areas import AREAS, ROOT, Area
 from tests.mutants.mutate import mutations
 from tests.mutants.runner import ENDLESS, FOUND, SURVIVED, in_child, replace_code
 
@@ -97,3 +97,9 @@ def test_what_is_listed_as_equivalent_names_a_change_that_exists() -> None:
     sources = {name: (ROOT / name).read_bytes() for name in {row.partition(" | ")[0] for row in equivalent()}}
     exists = {f"{name} | {one.shown(source)}" for name, source in sources.items() for one in mutations(source)}
     assert set(equivalent()) - exists == set()
+
+
+@pytest.mark.parametrize("area", AREAS, ids=lambda area: area.name)
+def test_every_area_names_sources_and_tests_that_exist(area: Area) -> None:
+    assert [pattern for pattern in area.sources if not [*(ROOT / "src" / "rota").glob(pattern)]] == []
+    assert [path for path in area.tests if not (ROOT / path).exists()] == []

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rota.job.checkpoint import SHADOWS_KEPT
 from rota.job.health.heartbeat import SETTING_UP, ProgressMarks
@@ -43,6 +43,13 @@ class Script:
     """Commits from one durable checkpoint to the next; 0 for none but those that are asked for."""
     always_fails: bool = False
     calm_after_s: float = 100.0
+
+
+class Made(NamedTuple):
+    """An item as ``generate`` gives it: with the model version that it was made with."""
+
+    item: Any
+    version: int
 
 
 @dataclass(slots=True)
@@ -206,7 +213,12 @@ class SimInstance:
                 if self._fails(self._script.run_fails_p):
                     return self._failed(epoch, "the loop raised")
                 n += 1
-                told, taken = {"uids": batch.uids, "ages": batch.ages}, streams.leased()
+                told = {
+                    "uids": batch.uids,
+                    "ages": batch.ages,
+                    "made": [streams.version - one.version for one in batch],
+                }
+                taken = streams.leased()
                 if not await self._commit(n, epoch, metrics=told, cut={"streams": streams.cut()}):
                     return {"answer": "stale"}
                 self._store.acknowledged.append((self._job, n, epoch))
@@ -219,13 +231,15 @@ class SimInstance:
         return {"answer": "done"}
 
     async def call(self, head: list[Any], *args: Any) -> Any:
-        _, _, epoch, loop_epoch, _, _ = head
+        _, op, epoch, loop_epoch, weights, _ = head
         if epoch != self._ready or self._ready != self.epoch or loop_epoch < self._loop_epoch_max:
             return Refusal(kind="stale", text=f"{self.id} is at epoch {self.epoch}")
         self._loop_epoch_max = loop_epoch
         await self._work(self._script.step_s)
         if self._fails(self._script.run_fails_p):
             return Refusal(kind="failed", text="ValueError: bad item", traceback="Traceback: bad item")
+        if self._spec.streams and op == "generate":
+            return Made(args[0], max((n for _, n in weights.values()), default=0))
         return args[0]
 
     async def _commit(self, n: int, epoch: int, **more: Any) -> bool:

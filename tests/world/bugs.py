@@ -1,4 +1,8 @@
-"""Planted bugs: each breaks one line of the system; the world must find every one of them."""
+"""Planted bugs: each breaks one line of the system; the world must find every one of them.
+
+Not among them: a ledger that counts what a former producer gives. The pump cancels the work on an item when it takes
+the item from its producer, so that no answer is left to count; the tests of the ledger alone show that line.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,8 @@ PREEMPTS = replace(SHORT, preempt_job_s=8.0, jobs=3)
 LIMITED = replace(SHORT, jobs=5, limited=True)
 RESTARTS = replace(SHORT, restart_service_s=5.0, second_master_s=4.0, kill_master_s=6.0)
 SLOW_CALLS = SimFaults(call_s=0.5)
+STREAMS = replace(SHORT, shape="streams", engine=SimFaults(late_p=0.3, late_s=1.0))
+SLOW_SENDS = SimFaults(send_s=3.0)
 LATE = SimFaults(call_s=0.5, late_p=0.3, seen_after_s=3.0)
 
 
@@ -442,6 +448,34 @@ def victims_places_given_too_early(patch: Patch) -> None:
     _with_events(patch, change)
 
 
+def stop_beside_a_start(patch: Patch) -> None:
+    """A process is stopped while the request to start it is still on its way, and comes to be afterwards."""
+    patch.setattr(executor, "_superseded", lambda command: "")
+
+
+def missing_not_lost(patch: Patch) -> None:
+    """A new master takes a process that is gone for alive."""
+    patch.setattr(losses, "_is_gone", lambda one, alive: False)
+
+
+def unexpected_left_alone(patch: Patch) -> None:
+    """A new master leaves processes alone that its log does not know."""
+    patch.setattr(losses, "_with_unexpected", lambda one, alive: one)
+
+
+def age_of_the_last_stage(patch: Patch) -> None:
+    """An item counts as made with the model of its last stage, not with the oldest one."""
+    real = ledger.Ledger.start
+
+    def start(self: Any, uid: Any, holder: Any, epoch: Any, version: int) -> bool:
+        began = real(self, uid, holder, epoch, version)
+        if began:
+            self._move(replace(self.find(uid), version=version), ledger.Place.RUNNING)
+        return began
+
+    patch.setattr(ledger.Ledger, "start", start)
+
+
 BUGS = (
     Bug("no_epoch_check", no_epoch_check, replace(KILLS, kill_instance_s=1.5, store_s=0.3)),
     Bug("lost_wake_up", lost_wake_up, MASTERS),
@@ -485,4 +519,8 @@ BUGS = (
     Bug("requeued_before_released", requeued_before_released, PREEMPTS),
     Bug("commit_taken_twice", commit_taken_twice, replace(SHORT, store_error_p=0.2)),
     Bug("victims_places_given_too_early", victims_places_given_too_early, replace(LIMITED, preempt_job_s=6.0)),
+    Bug("stop_beside_a_start", stop_beside_a_start, replace(PREEMPTS, stop_grace_s=(0.0,), engine=SLOW_SENDS)),
+    Bug("age_of_the_last_stage", age_of_the_last_stage, STREAMS),
+    Bug("missing_not_lost", missing_not_lost, BOTH),
+    Bug("unexpected_left_alone", unexpected_left_alone, replace(MASTERS, stray_s=5.0)),
 )

@@ -30,6 +30,7 @@ from rota.spec.events import (
     NodeMarked,
     PreemptAsked,
     ProgressStalled,
+    Reattached,
     Record,
     RolledBack,
     StopAsked,
@@ -98,6 +99,7 @@ class Checkers:
         after = fold(before, record)
         self.shadows[job] = after
         self._leaves_by_itself(job, record, before, after)
+        self._compared(record, after)
         self._readiness(record, before, after)
         self._old_reports(record, before, after)
         if snapshot:
@@ -206,6 +208,20 @@ class Checkers:
         if isinstance(record.event, TimerFired) and before.ending is None and after.ending is not None:
             self._grace(job, record.at + after.ending.grace_s, before)
 
+    def _compared(self, record: Record, after: JobContext) -> None:
+        """After a new master has looked, the missing are not taken for alive, and the unexpected are to go."""
+        if not isinstance(record.event, Reattached) or after.state.terminal:
+            return
+        found = {(InstanceId(role, rank), epoch) for role, rank, epoch in record.event.alive}
+        for one in after.instances.values():
+            works = one.state in (InstanceState.STALE, InstanceState.READY) and not one.ended
+            if works and one.process is not None and (one.id, one.process.epoch) not in found:
+                raise Violation(f"{after.job}: {one.id} is {one.state}, and no process of it was found")
+        known = {(one.id, epoch) for one in after.instances.values() for epoch in one.doomed}
+        known |= {(one.id, one.process.epoch) for one in after.instances.values() if one.process is not None}
+        if found - known:
+            raise Violation(f"{after.job}: {sorted(map(str, found - known))} were found, and are left alone")
+
     def _grace(self, job: JobId, until_s: float, before: JobContext) -> None:
         ready = {
             (one.id, one.process.epoch)
@@ -305,6 +321,8 @@ class Checkers:
                     raise Violation(f"{job}: items lost or doubled at commit {n}: {sorted(trained)} trained, {cut}")
                 if cut["trained"] != len(trained) or cut["admitted"] != cut["cursor"]:
                     raise Violation(f"{job}: the ledger at commit {n} counts {cut}, the log {len(trained)} trained")
+                if metrics["made"] != metrics["ages"]:
+                    raise Violation(f"{job}: ages {metrics['ages']} at commit {n}, by what was made {metrics['made']}")
                 bound = before.spec.streams[1].stale
                 if bound is not None and max(metrics["ages"], default=0) > bound.versions:
                     raise Violation(f"{job}: ages {metrics['ages']} at commit {n}, the bound is {bound.versions}")

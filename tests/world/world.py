@@ -18,7 +18,7 @@ from rota.cluster.core.preemption import _place_without as place_without
 from rota.cluster.live import Outcome, Scheduler
 from rota.cluster.policies.basic import fifo
 from rota.cluster.policies.default import default
-from rota.job.core.context import JobContext
+from rota.job.core.context import NO_EPOCH, JobContext
 from rota.job.core.machine import fold, initial
 from rota.job.core.placement import requests_of
 from rota.job.core.resize import is_world
@@ -28,7 +28,7 @@ from rota.job.master.master import JobMaster
 from rota.job.rpc.peers import JobPlace, master_handle
 from rota.runtime.event_log.interface import INSTALL_SCOPE, EventLog, KeptContext, Writer
 from rota.runtime.event_log.sql import SqlLog
-from rota.runtime.launcher import Handle, InstanceSpec, Reservation
+from rota.runtime.launcher import Handle, InstanceSpec, Reservation, instance_name
 from rota.spec.codec import to_json_value
 from rota.spec.errors import Fenced, SeqConflict, StoreUnavailable
 from rota.spec.events import (
@@ -96,6 +96,8 @@ class Swarm:
     """Then every node is a host of its own, and comes back after a while."""
     drain_node_s: float | None = None
     """It is used again after a while."""
+    stray_s: float | None = None
+    """A process of a job is there that its log does not know, as after a restore of an older log."""
     apart: bool = False
     """Every node is a host of its own, with a memory of its own."""
     stop_grace_s: tuple[float, ...] = (2.0,)
@@ -166,6 +168,13 @@ class WatchedEngine(SimEngine):
     """The simulated engine; the checkers see what is asked of it."""
 
     checkers: Checkers
+    strays: frozenset[str] = frozenset()
+    """Names of processes that no log knows: whoever starts beside one before a master has looked does no wrong."""
+
+    def _check_alone(self, new: SimProcess) -> None:
+        hidden = {name: self.processes.pop(name) for name in sorted(self.strays & self.processes.keys())}
+        super()._check_alone(new)
+        self.processes |= hidden
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         until_s = self.clock.wall_s() + grace_s
@@ -619,6 +628,7 @@ class World:
             (self._scale_a_role, swarm.scale_role_s),
             (self._lose_a_node, swarm.lose_node_s),
             (self._drain_a_node, swarm.drain_node_s),
+            (self._add_a_stray, swarm.stray_s),
         ]
         return [(kind, mean_s) for kind, mean_s in kinds if mean_s is not None]
 
@@ -707,6 +717,15 @@ class World:
             node, notice_s = self.rng.choice(alive), self.rng.choice((0.0, 5.0, 60.0))
             self._mark(NodeMarked(node=node, health=Health.DRAINED, by="admin", notice_s=notice_s))
             self.own(self._look_at(node))
+
+    def _add_a_stray(self) -> None:
+        running = [name for name, one in self.engine.processes.items() if one.handle.epoch]
+        if running:
+            handle = self.engine.processes[self.rng.choice(sorted(running))].handle
+            name = instance_name(handle.job, handle.instance, NO_EPOCH)
+            stray = SimProcess(handle=replace(handle, name=name, epoch=NO_EPOCH, pid=1), reservation="", bundle=0)
+            self.engine.processes.setdefault(name, stray)
+            self.engine.strays |= {name}
 
     async def _return(self, node: NodeId) -> None:
         """It comes back empty, and somebody says that it is fit."""

@@ -37,10 +37,12 @@ class SimFaults:
     """How unreliable the engine is. Probabilities are per attempt, times in seconds (mean of an exponential).
 
     ``hang_p``: a process stops answering for ever right after a call began. ``late_p``: an answer comes ``late_s``
-    later.
+    later. ``send_s``: a request to start is on its way to the engine so long, and overtaken by others; a caller that
+    gives up before takes it back.
     """
 
     start_s: float = 0.5
+    send_s: float = 0.0
     call_s: float = 0.002
     start_fails_p: float = 0.0
     reserve_fails_p: float = 0.0
@@ -169,6 +171,8 @@ class SimEngine:
 
     async def start(self, spec: InstanceSpec, *, timeout_s: float) -> Handle:
         """Start a process or find the one of that name; the start continues when the caller gives up."""
+        if self.faults.send_s > 0:
+            await self._pause(self.faults.send_s)
         if spec.name in self.processes:
             return self.processes[spec.name].handle
         if spec.name not in self._starting:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from tests.makers import admitted, at, command, fail, ids, loop, mesh, rl, service, spec
 
+from rota.job.core import machine
 from rota.job.core.context import JobContext
 from rota.job.core.desired import next_emit, wanted
 from rota.job.core.machine import accepts_commit, replay
@@ -313,3 +314,20 @@ def test_a_new_size_takes_effect_with_the_next_attempt(driven):
     driven.settle()
     assert driven.ctx.state is JobState.RUNNING
     assert driven.ctx.instances[at("reward/2")].state is InstanceState.READY
+
+
+BROKEN = {
+    "a transition that is not declared": lambda ctx, event: replace(ctx, state=JobState.PAUSED),
+    "a conclusion that is not drawn": lambda ctx, event: replace(
+        ctx, instances={one: replace(each, state=InstanceState.PLANNED) for one, each in ctx.instances.items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_step_that_breaks_a_rule_of_the_machine_fails_whatever_the_test_looks_at(driven, monkeypatch, what: str):
+    driven.run(rl())
+    monkeypatch.setattr(machine, "apply", BROKEN[what])
+    monkeypatch.setattr(machine, "settle", lambda ctx: ctx)
+    with pytest.raises(AssertionError):
+        driven.feed(MasterStarted(master_epoch=Epoch(9), pid=1))

@@ -9,6 +9,7 @@ from rota.job.core.context import JobContext
 from rota.job.core.graph import expand
 from rota.job.core.machine import initial, step
 from rota.job.core.placement import gang_requests
+from rota.runtime.clock import iso
 from rota.spec.commands import Command
 from rota.spec.dispatch import OpSpec
 from rota.spec.events import Event, JobAdmitted, JobQueued, JobSubmitted, Record
@@ -114,3 +115,8 @@ class Log:
 def ids(commands: Iterable[Command]) -> list[str]:
     """The identifiers of commands, timers left out."""
     return [one.id for one in commands if not one.id.startswith("timer/")]
+
+
+def format_line(wall_s: float, attempt: int, epoch: int, stream: str, text: str) -> str:
+    """One stamped line with its line feed."""
+    return f"{iso(wall_s)} {attempt}/{epoch} {stream} {text}\n"

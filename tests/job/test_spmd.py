@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.makers import format_line
 
 from rota.job.health.heartbeat import Heartbeat, ProgressMarks
 from rota.job.instance import spmd
@@ -35,7 +36,6 @@ from rota.job.instance.spmd import (
 from rota.job.rpc.tracing import Collectives
 from rota.runtime import process
 from rota.runtime.clock import SystemClock
-from rota.runtime.output import format_line
 from rota.runtime.probe import requested_stacks
 from rota.spec.check import check
 from rota.spec.errors import BadInput

@@ -12,7 +12,8 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tests.real.jobs import WORKLOADS, Run, run_job
@@ -21,8 +22,9 @@ from rota.cluster.live import Scheduler
 from rota.cluster.policies.basic import fifo
 from rota.job.core.placement import requests_of
 from rota.runtime import process
-from rota.runtime.ray.engine import EngineSettings, EngineState, add_node, stop_node
-from rota.spec.errors import SeqConflict
+from rota.runtime.process import ProcessId
+from rota.runtime.ray.engine import EngineFiles, EngineSettings, EngineState, end_node, find_engine, start_node
+from rota.spec.errors import EngineUnavailable, SeqConflict
 from rota.spec.events import Event, InstanceStarted, JobAdmitted, JobQueued, JobSubmitted, NodeJoined, NodeMarked
 from rota.spec.ids import JobId, NodeId
 from rota.spec.job import JobSpec
@@ -30,6 +32,25 @@ from rota.spec.resources import Health, Node
 
 LOOK_S = 0.05
 """How often the scheduler looks into the log."""
+
+
+def add_node(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -> EngineState:
+    """One more raylet on this machine under another ``host`` label. Raises EngineUnavailable."""
+    files = EngineFiles(home)
+    head = find_engine(home)
+    if head is None:
+        raise EngineUnavailable("there is no engine to join", hint="start one first")
+    settings = replace(settings, storage=head.storage)
+    config = {"head": False, "address": head.address, "folder": head.folder}
+    with process.locked(files.lock):
+        return start_node(files, settings, head.engine, config, timeout_s)
+
+
+def stop_node(home: Path, host: str) -> tuple[ProcessId, ...]:
+    """End one joined node with all its workers. Returns what could not be ended."""
+    files = EngineFiles(home)
+    states = [state for state in files.states() if state.host == host]
+    return tuple(left for state in states for left in end_node(files, state))
 
 
 @dataclass

@@ -307,6 +307,6 @@ def test_no_engine_no_gateway_and_asking_starts_nothing(engine_home: Path) -> No
     with pytest.raises(FileNotFoundError):
         ask_once(engine_home, "ping", {})
     with pytest.raises(EngineUnavailable):
-        from rota.runtime.ray.engine import add_node
+        from tests.real.nodes import add_node
 
         add_node(engine_home, replace(SETTINGS, host="other"))

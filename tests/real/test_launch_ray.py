@@ -249,7 +249,9 @@ def engine_of(handle: Handle) -> str:
 
 
 def test_bundles_run_on_the_host_they_are_granted_on_and_the_death_of_a_node_is_reported(rig) -> None:
-    from rota.runtime.ray.engine import EngineSettings, add_node, stop_node
+    from tests.real.nodes import add_node, stop_node
+
+    from rota.runtime.ray.engine import EngineSettings
 
     second = add_node(rig.engine.home, EngineSettings(host="second", cpus=8))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.makers import format_line
 
 from rota.runtime.clock import SystemClock
 from rota.runtime.output import (
     BLOCK_BYTES,
     find_offset,
     follow_batch,
-    format_line,
     log_files,
     log_name,
     merge,

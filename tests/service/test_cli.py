@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 from standing import HELLO, Standing, listening, with_service
+from tests.makers import format_line
 
 from rota.job.inspect import import_target
 from rota.runtime.clock import iso
-from rota.runtime.output import format_line, log_name
 from rota.service.accounts import Caller
 from rota.service.cli import app, completion
 from rota.service.cli.completion import flags_of
@@ -507,7 +507,7 @@ def test_times_are_local_with_their_zone_for_people_and_iso_with_zone_for_progra
         await service.submit()
         folder = service.app.home.job("hello-1").logs
         folder.mkdir(exist_ok=True)
-        (folder / log_name("main", 0)).write_text(format_line(at_s, 1, 1, "out", "said"))
+        (folder / "main-0.log").write_text(format_line(at_s, 1, 1, "out", "said"))
         assert (await ask("logs", "hello-1", "--timestamps")).out == f"{local} main/0 | said\n"
         for words in (["show", "hello-1"], ["explain", "hello-1"], ["events", "hello-1"]):
             assert re.search(r"\b\d\d:\d\d:\d\d \+09\b", (await ask(*words)).out), words

@@ -16,8 +16,9 @@ import pytest
 from standing import HELLO, Standing, listening, with_service
 from test_cli import NO_SERVICE, Done, own_home, rota, with_cli
 from test_demo import kill, outcome
+from tests.makers import format_line
 
-from rota.runtime.output import format_line, log_name
+from rota.runtime.output import log_name
 from rota.service import demo
 from rota.service.api import body_of
 from rota.service.cli.verbs import run

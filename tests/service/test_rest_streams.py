@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 from standing import HELLO, Standing, listening, stream, with_service
+from tests.makers import format_line
 
 from rota.job.health.heartbeat import Heartbeat
-from rota.runtime.output import format_line, log_name
+from rota.runtime.output import log_name
 from rota.service.client import Client
 from rota.service.process.tasks import keep_logs, old_jobs
 from rota.spec.events import (

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.makers import format_line
 from tests.service.standing import Standing, listening, standing
 
-from rota.runtime.output import format_line, log_name
+from rota.runtime.output import log_name
 from rota.spec.events import (
     Committed,
     FailoverEnded,

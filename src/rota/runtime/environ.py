@@ -77,10 +77,6 @@ class JobDirs:
     root: Path
 
     @property
-    def spec(self) -> Path:
-        return self.root / "spec.json"
-
-    @property
     def logs(self) -> Path:
         """One file an instance: ``<role>-<rank>.log``."""
         return self.root / "logs"

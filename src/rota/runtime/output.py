@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rota.runtime.clock import iso
-
 BLOCK_BYTES = 64 * 1024
 LINE_BYTES_MAX = 64 * 1024
 _STREAM_NAMES = {"stdout": "out", "stderr": "err"}
@@ -38,11 +36,6 @@ class LogLine:
 def log_name(role: str, rank: int) -> str:
     """File name of the output of an instance."""
     return f"{role}-{rank}.log"
-
-
-def format_line(wall_s: float, attempt: int, epoch: int, stream: str, text: str) -> str:
-    """One stamped line with its line feed."""
-    return f"{iso(wall_s)} {attempt}/{epoch} {stream} {text}\n"
 
 
 def instance_of(path: Path) -> str:

@@ -59,7 +59,7 @@ def check(spec: JobSpec) -> tuple[Finding, ...]:
     """
     return (
         *_check_names(spec),
-        *(finding for role in spec.roles for finding in _check_role(spec, role)),
+        *(finding for role in spec.roles for finding in _check_role(role)),
         *_check_order(spec),
         *_check_near(spec),
         *_check_streams(spec),
@@ -140,7 +140,7 @@ def _check_env(path: Path, env: Sequence[tuple[str, str]]) -> Iterator[Finding]:
             yield Finding(path=(*path, name), message=f"{name!r} cannot name a variable", hint=hint, code="BAD_NAME")
 
 
-def _check_role(spec: JobSpec, role: RoleSpec) -> Iterator[Finding]:
+def _check_role(role: RoleSpec) -> Iterator[Finding]:
     at: Path = ("roles", role.name)
     yield from _check_workload(at, role)
     yield from _check_env((*at, "env"), role.env)

@@ -460,8 +460,6 @@ class PartReplaced(ClusterEvent):
 class AccountEvent(ClusterEvent):
     """A fact about users, their tokens and secrets, or webhooks; shown to admins alone."""
 
-    by: str = "local"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserChanged(AccountEvent):
@@ -470,6 +468,7 @@ class UserChanged(AccountEvent):
     name: str
     grants: tuple[tuple[str, str], ...]
     """Pairs of queue path and role: viewer, user, queue-admin, admin."""
+    by: str = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,6 +482,7 @@ class TokenMade(AccountEvent):
     role: str = "admin"
     queue: str = ""
     expires_at: float | None = None
+    by: str = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,6 +490,7 @@ class TokenRevoked(AccountEvent):
     """A token is invalid from now on."""
 
     id: str
+    by: str = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -499,6 +500,7 @@ class SecretChanged(AccountEvent):
     owner: str
     name: str
     removed: bool = False
+    by: str = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -509,6 +511,7 @@ class WebhookSet(AccountEvent):
     url: str
     on: tuple[str, ...] = ()
     queue: str = ""
+    by: str = "local"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -516,17 +519,19 @@ class WebhookRemoved(AccountEvent):
     """A webhook was deleted."""
 
     id: str
+    by: str = "local"
 
 
 Event = JobEvent | ClusterEvent
 
 
-def _leaves(root: type) -> dict[str, type]:
-    below = root.__subclasses__()
-    return {name: cls for sub in below for name, cls in _leaves(sub).items()} if below else {root.__name__: root}
-
-
-KINDS: dict[str, type] = {**_leaves(JobEvent), **_leaves(ClusterEvent)}
+_ROOTS = (JobEvent, ClusterEvent, AccountEvent)
+KINDS: dict[str, type] = {
+    name: cls
+    for name, cls in globals().items()
+    if isinstance(cls, type) and issubclass(cls, _ROOTS) and cls not in _ROOTS
+}
+"""Every event by its kind."""
 
 
 def event_to_json(event: Event) -> dict[str, Any]:

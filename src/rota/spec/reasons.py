@@ -7,106 +7,11 @@ a title, a sentence, who is at fault, and the final state if it can end a job.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import StrEnum, auto
+from functools import partial
+from typing import cast
 
 from rota.spec.states import JobState
-
-
-class Reason(StrEnum):
-    """Why something was decided or ended; families: waiting, moving, failure, failover, end, refusal."""
-
-    # waiting, in the order in which they are tried (the first that binds is named)
-    QUOTA_LIMIT = "QUOTA_LIMIT"
-    USER_LIMIT = "USER_LIMIT"
-    GUARANTEE_FULL_NO_BORROW = "GUARANTEE_FULL_NO_BORROW"
-    TOO_LARGE = "TOO_LARGE"
-    NO_FREE_DEVICES = "NO_FREE_DEVICES"
-    FRAGMENTED = "FRAGMENTED"
-    WRONG_TYPE = "WRONG_TYPE"
-    DEVICE_MEMORY = "DEVICE_MEMORY"
-    CPU_OR_MEMORY = "CPU_OR_MEMORY"
-    TOPOLOGY = "TOPOLOGY"
-    PINNED_BUSY = "PINNED_BUSY"
-    BAD_CELLS = "BAD_CELLS"
-    AWAITING_PREEMPTION = "AWAITING_PREEMPTION"
-    RESERVED_FOR_OTHER = "RESERVED_FOR_OTHER"
-    BEHIND_IN_ORDER = "BEHIND_IN_ORDER"
-    NOT_BEFORE = "NOT_BEFORE"
-    PAUSED = "PAUSED"
-    QUEUE_CLOSED = "QUEUE_CLOSED"
-    COOL_DOWN = "COOL_DOWN"
-    NON_PREEMPTIBLE_OVER_QUOTA = "NON_PREEMPTIBLE_OVER_QUOTA"
-    DEPENDENCY = "DEPENDENCY"
-    ISOLATION = "ISOLATION"
-    BACKOFF = "BACKOFF"
-    ENGINE_STARTING = "ENGINE_STARTING"
-    ENV_STARTING = "ENV_STARTING"
-    INFEASIBLE_NOW = "INFEASIBLE_NOW"
-    # moving
-    PREEMPTED_RECLAIM = "PREEMPTED_RECLAIM"
-    PREEMPTED_PRIORITY = "PREEMPTED_PRIORITY"
-    MIGRATED_AFFINITY = "MIGRATED_AFFINITY"
-    MIGRATED_DRAIN = "MIGRATED_DRAIN"
-    RESIZED_AUTOSCALE = "RESIZED_AUTOSCALE"
-    RESIZED_DEGRADED = "RESIZED_DEGRADED"
-    RESIZED = "RESIZED"
-    TIME_SLICE = "TIME_SLICE"
-    SERVICE_DOWN = "SERVICE_DOWN"
-    # failure
-    EXIT_NONZERO = "EXIT_NONZERO"
-    SIGNALLED = "SIGNALLED"
-    SELF_ENDED = "SELF_ENDED"
-    OOM_KILLED = "OOM_KILLED"
-    GPU_OOM = "GPU_OOM"
-    GPU_LOST = "GPU_LOST"
-    GPU_ECC = "GPU_ECC"
-    NODE_LOST = "NODE_LOST"
-    HANG = "HANG"
-    COLLECTIVE_TIMEOUT = "COLLECTIVE_TIMEOUT"
-    COLLECTIVE_WRONG = "COLLECTIVE_WRONG"
-    NO_PROGRESS = "NO_PROGRESS"
-    START_TIMEOUT = "START_TIMEOUT"
-    PORT_BUSY = "PORT_BUSY"
-    ENV_SETUP_FAILED = "ENV_SETUP_FAILED"
-    IMAGE_PULL_FAILED = "IMAGE_PULL_FAILED"
-    IMPORT_ERROR = "IMPORT_ERROR"
-    DATA_UNREACHABLE = "DATA_UNREACHABLE"
-    DATA_ERROR = "DATA_ERROR"
-    OUTPUT_FULL = "OUTPUT_FULL"
-    CHECKPOINT_BAD = "CHECKPOINT_BAD"
-    NAN_LOSS = "NAN_LOSS"
-    TENSOR_LOST = "TENSOR_LOST"
-    MASTER_LOST = "MASTER_LOST"
-    ENGINE_LOST = "ENGINE_LOST"
-    GANG_TIMEOUT = "GANG_TIMEOUT"
-    STATE_LOST = "STATE_LOST"
-    USER_ERROR = "USER_ERROR"
-    # moves between levels of recovery
-    BUDGET_PROCESS = "BUDGET_PROCESS"
-    BUDGET_NODE = "BUDGET_NODE"
-    NODE_SUSPECT = "NODE_SUSPECT"
-    SCOPE_NARROW = "SCOPE_NARROW"
-    NO_NODE = "NO_NODE"
-    NODE_HEALTHY = "NODE_HEALTHY"
-    # end
-    COMPLETED = "COMPLETED"
-    STOPPED_BY_USER = "STOPPED_BY_USER"
-    STOPPED_BY_ADMIN = "STOPPED_BY_ADMIN"
-    TIME_LIMIT = "TIME_LIMIT"
-    IDLE = "IDLE"
-    RETRIES_EXHAUSTED = "RETRIES_EXHAUSTED"
-    INTERNAL = "INTERNAL"
-    # refusal
-    INVALID = "INVALID"
-    INFEASIBLE = "INFEASIBLE"
-    UNKNOWN_QUEUE = "UNKNOWN_QUEUE"
-    NOT_ALLOWED = "NOT_ALLOWED"
-    CONFLICT = "CONFLICT"
-    IDEMPOTENCY_CONFLICT = "IDEMPOTENCY_CONFLICT"
-    VERSION_MISMATCH = "VERSION_MISMATCH"
-    SCHEMA_TOO_NEW = "SCHEMA_TOO_NEW"
-    LIMIT_EXCEEDED = "LIMIT_EXCEEDED"
-
 
 FENCED_EXIT_STATUS, STUCK_EXIT_STATUS = 70, 71
 ENDED_ITSELF = {
@@ -126,142 +31,116 @@ class ReasonInfo:
     ends_in: JobState | None = None
 
 
-def _rows(family: str, fault: str, ends_in: JobState | None, **texts: str) -> dict[Reason, ReasonInfo]:
-    return {Reason(name): ReasonInfo(family, fault, text, ends_in) for name, text in texts.items()}
+def _info(family: str, fault: str, text: str, ends_in: JobState | None = None) -> tuple[str, ReasonInfo]:
+    return cast("str", auto()), ReasonInfo(family, fault, text, ends_in)  # the enum puts the member's name there
 
 
-INFO: dict[Reason, ReasonInfo] = {
-    **_rows(
-        "waiting",
-        "policy",
-        None,
-        QUOTA_LIMIT="The queue, or one above it, is at its limit.",
-        USER_LIMIT="The user is at the limit of this queue.",
-        GUARANTEE_FULL_NO_BORROW="The guarantee of the queue is used up and nothing may be borrowed.",
-        TOO_LARGE="The request is larger than anything the cluster can free.",
-        NO_FREE_DEVICES="Not enough devices are free for the whole gang.",
-        FRAGMENTED="Enough devices are free, but not together where the gang needs them.",
-        WRONG_TYPE="No node has the asked type of device.",
-        DEVICE_MEMORY="No free device has the asked memory.",
-        CPU_OR_MEMORY="Devices are free, but CPU cores or memory beside them are not.",
-        TOPOLOGY="Free devices are not close enough, or not far enough apart, for what the roles ask.",
-        PINNED_BUSY="The pinned cell is in use.",
-        BAD_CELLS="Devices of this tenant are out of order.",
-        AWAITING_PREEMPTION="Devices are being given back by preempted jobs.",
-        RESERVED_FOR_OTHER="Free devices are reserved for a job ahead.",
-        BEHIND_IN_ORDER="A job ahead in the order of the queue must start first.",
-        NOT_BEFORE="The job asked not to begin before a later time.",
-        PAUSED="The job is paused; rota resume JOB puts it back into the queue.",
-        QUEUE_CLOSED="The queue is closed for new starts.",
-        COOL_DOWN="A cool-down after a preemption has not passed.",
-        NON_PREEMPTIBLE_OVER_QUOTA="Work that may not be preempted must fit into the guarantee.",
-        DEPENDENCY="A job that this one comes after has not ended.",
-        ISOLATION="No node offers the isolation that the queue demands.",
-        BACKOFF="The job waits before its next attempt.",
-        ENGINE_STARTING="The engine is starting.",
-        ENV_STARTING="The environment of the job is being made.",
-        INFEASIBLE_NOW="Nodes left the cluster; what remains can never hold the request.",
-    ),
-    **_rows(
-        "moving",
-        "policy",
-        None,
-        PREEMPTED_RECLAIM="A queue took back what it had lent.",
-        PREEMPTED_PRIORITY="A job of higher priority needed the devices.",
-        MIGRATED_AFFINITY="Moved to devices that are closer together.",
-        MIGRATED_DRAIN="Moved off a node that is being drained.",
-        RESIZED_AUTOSCALE="A role changed size by its autoscaling rule.",
-        RESIZED_DEGRADED="A role goes on with fewer instances until a replacement is found.",
-        RESIZED="A role changed its size: it was asked to, or devices for more of it became free.",
-        TIME_SLICE="Another job has its turn on the devices.",
-        SERVICE_DOWN="The service was taken down; the job continues from its last commit when it runs again.",
-    ),
-    **_rows(
-        "failure",
-        "user",
-        JobState.FAILED,
-        EXIT_NONZERO="A process ended with a non-zero exit status.",
-        GPU_OOM="A device ran out of memory.",
-        IMPORT_ERROR="The workload could not be imported.",
-        ENV_SETUP_FAILED="The environment could not be made.",
-        USER_ERROR="The workload raised an exception.",
-        NAN_LOSS="The reported loss is not finite.",
-        NO_PROGRESS="No progress was marked within the limit.",
-        HANG="Processes wait for each other without progress.",
-        COLLECTIVE_TIMEOUT="A collective did not complete in time.",
-        OOM_KILLED="A process used more memory than it may.",
-    ),
-    **_rows(
-        "failure",
-        "data",
-        JobState.FAILED,
-        DATA_UNREACHABLE="The data could not be reached.",
-        DATA_ERROR="Items of the data failed on different instances.",
-        CHECKPOINT_BAD="No complete checkpoint could be read.",
-    ),
-    **_rows(
-        "failure",
-        "infra",
-        JobState.FAILED,
-        SIGNALLED="A process was ended by a signal.",
-        GPU_LOST="A device disappeared.",
-        GPU_ECC="A device reported uncorrectable memory errors.",
-        NODE_LOST="A node stopped answering.",
-        NODE_SUSPECT="Several instances of one node died together, or a full check found it unfit.",
-        COLLECTIVE_WRONG="A sum over the members of a mesh is wrong; which node spoils it is not known.",
-        SELF_ENDED="A process ended itself so that another takes its place: see the exit statuses 70 and 71.",
-        START_TIMEOUT="Nobody came further in a start for five minutes, or it took an hour.",
-        PORT_BUSY="A port was taken.",
-        IMAGE_PULL_FAILED="The image could not be fetched.",
-        OUTPUT_FULL="The output directory is full or gone.",
-        TENSOR_LOST="A tensor that was needed is gone.",
-        MASTER_LOST="The master of the job is gone and could not be started again.",
-        ENGINE_LOST="The engine was lost; the job goes on from its last commit.",
-        GANG_TIMEOUT="The gang was not complete within the limit.",
-        STATE_LOST="The state of a role survives only in an older checkpoint.",
-    ),
-    **_rows(
-        "failover",
-        "policy",
-        None,
-        BUDGET_PROCESS="The limit of process restarts in the window is used up.",
-        BUDGET_NODE="The limit of node replacements in the window is used up.",
-        SCOPE_NARROW="Only a part of the graph was touched.",
-        NO_NODE="No other node is to be had.",
-        NODE_HEALTHY="The node passed its check; only processes died.",
-    ),
-    **_rows("end", "user", JobState.SUCCEEDED, COMPLETED="Every role that had to end returned."),
-    **_rows(
-        "end",
-        "user",
-        JobState.CANCELLED,
-        STOPPED_BY_USER="Stopped by its user.",
-        STOPPED_BY_ADMIN="Stopped by an admin.",
-    ),
-    **_rows(
-        "end",
-        "policy",
-        JobState.FAILED,
-        TIME_LIMIT="The time limit was reached.",
-        IDLE="Its devices were idle for too long.",
-        RETRIES_EXHAUSTED="Every allowed retry was used.",
-    ),
-    **_rows("end", "rota", JobState.FAILED, INTERNAL="A bug in Rota; the log has the story."),
-    **_rows("refusal", "user", JobState.FAILED, INVALID="The request is not valid."),
-    **_rows(
-        "refusal",
-        "user",
-        None,
-        INFEASIBLE="No set of nodes could ever hold the request.",
-        UNKNOWN_QUEUE="There is no such queue.",
-        NOT_ALLOWED="The token may not do this.",
-        CONFLICT="The object is in another state.",
-        IDEMPOTENCY_CONFLICT="The same key came with another body.",
-        VERSION_MISMATCH="Client and service have different versions.",
-        SCHEMA_TOO_NEW="The database was written by a newer version.",
-        LIMIT_EXCEEDED="A limit is reached.",
-    ),
-}
+_waits = partial(_info, "waiting", "policy")
+_moves = partial(_info, "moving", "policy")
+_widens = partial(_info, "failover", "policy")
+_refuses = partial(_info, "refusal", "user")
+
+
+def _fails(fault: str, text: str) -> tuple[str, ReasonInfo]:
+    return _info("failure", fault, text, JobState.FAILED)
+
+
+class Reason(StrEnum):
+    """Why something was decided or ended; families: waiting, moving, failure, failover, end, refusal."""
+
+    info: ReasonInfo
+
+    @staticmethod
+    def _generate_next_value_(name: str, start: int, count: int, last_values: list[str]) -> str:
+        del start, count, last_values
+        return name
+
+    def __new__(cls, name: str, info: ReasonInfo) -> Reason:
+        reason = str.__new__(cls, name)
+        reason._value_, reason.info = name, info
+        return reason
+
+    # waiting, in the order in which they are tried (the first that binds is named)
+    QUOTA_LIMIT = _waits("The queue, or one above it, is at its limit.")
+    USER_LIMIT = _waits("The user is at the limit of this queue.")
+    GUARANTEE_FULL_NO_BORROW = _waits("The guarantee of the queue is used up and nothing may be borrowed.")
+    TOO_LARGE = _waits("The request is larger than anything the cluster can free.")
+    NO_FREE_DEVICES = _waits("Not enough devices are free for the whole gang.")
+    FRAGMENTED = _waits("Enough devices are free, but not together where the gang needs them.")
+    WRONG_TYPE = _waits("No node has the asked type of device.")
+    CPU_OR_MEMORY = _waits("Devices are free, but CPU cores or memory beside them are not.")
+    TOPOLOGY = _waits("Free devices are not close enough, or not far enough apart, for what the roles ask.")
+    BAD_CELLS = _waits("Devices of this tenant are out of order.")
+    AWAITING_PREEMPTION = _waits("Devices are being given back by preempted jobs.")
+    RESERVED_FOR_OTHER = _waits("Free devices are reserved for a job ahead.")
+    BEHIND_IN_ORDER = _waits("A job ahead in the order of the queue must start first.")
+    NOT_BEFORE = _waits("The job asked not to begin before a later time.")
+    PAUSED = _waits("The job is paused; rota resume JOB puts it back into the queue.")
+    QUEUE_CLOSED = _waits("The queue is closed for new starts.")
+    COOL_DOWN = _waits("A cool-down after a preemption has not passed.")
+    NON_PREEMPTIBLE_OVER_QUOTA = _waits("Work that may not be preempted must fit into the guarantee.")
+    ENGINE_STARTING = _waits("The engine is starting.")
+    INFEASIBLE_NOW = _waits("Nodes left the cluster; what remains can never hold the request.")
+    # moving
+    PREEMPTED_RECLAIM = _moves("A queue took back what it had lent.")
+    PREEMPTED_PRIORITY = _moves("A job of higher priority needed the devices.")
+    MIGRATED_AFFINITY = _moves("Moved to devices that are closer together.")
+    MIGRATED_DRAIN = _moves("Moved off a node that is being drained.")
+    RESIZED_DEGRADED = _moves("A role continues with fewer instances until a replacement is found.")
+    RESIZED = _moves("A role changed its size: it was asked to, or devices for more of it became free.")
+    TIME_SLICE = _moves("Another job has its turn on the devices.")
+    SERVICE_DOWN = _moves("The service was taken down; the job continues from its last commit when it runs again.")
+    # failure
+    EXIT_NONZERO = _fails("user", "A process ended with a non-zero exit status.")
+    SIGNALLED = _fails("infra", "A process was ended by a signal.")
+    SELF_ENDED = _fails("infra", "A process ended itself so that another takes its place; see exit statuses 70 and 71.")
+    OOM_KILLED = _fails("user", "A process used more memory than it may.")
+    GPU_LOST = _fails("infra", "A device disappeared.")
+    GPU_ECC = _fails("infra", "A device reported uncorrectable memory errors.")
+    NODE_LOST = _fails("infra", "A node stopped answering.")
+    HANG = _fails("user", "Processes wait for each other without progress.")
+    COLLECTIVE_TIMEOUT = _fails("user", "A collective did not complete in time.")
+    COLLECTIVE_WRONG = _fails("infra", "A sum over the members of a mesh is wrong; the faulty node is unknown.")
+    NO_PROGRESS = _fails("user", "No progress was marked within the limit.")
+    START_TIMEOUT = _fails("infra", "Startup made no progress for 5 minutes or exceeded 1 hour.")
+    ENV_SETUP_FAILED = _fails("user", "The environment could not be made.")
+    IMPORT_ERROR = _fails("user", "The workload could not be imported.")
+    DATA_UNREACHABLE = _fails("data", "The data could not be reached.")
+    DATA_ERROR = _fails("data", "Items of the data failed on different instances.")
+    OUTPUT_FULL = _fails("infra", "The output directory is full or gone.")
+    NAN_LOSS = _fails("user", "The reported loss is not finite.")
+    TENSOR_LOST = _fails("infra", "A tensor that was needed is gone.")
+    ENGINE_LOST = _fails("infra", "The engine was lost; the job continues from its last commit.")
+    GANG_TIMEOUT = _fails("infra", "The gang was not complete within the limit.")
+    STATE_LOST = _fails("infra", "The state of a role survives only in an older checkpoint.")
+    USER_ERROR = _fails("user", "The workload raised an exception.")
+    # moves between levels of recovery
+    BUDGET_PROCESS = _widens("The limit of process restarts in the window is used up.")
+    BUDGET_NODE = _widens("The limit of node replacements in the window is used up.")
+    # failure
+    NODE_SUSPECT = _fails("infra", "Several instances of one node died together, or a full check found it unfit.")
+    # moves between levels of recovery
+    SCOPE_NARROW = _widens("Only a part of the graph was touched.")
+    NO_NODE = _widens("No other node is available.")
+    NODE_HEALTHY = _widens("The node passed its check; only processes died.")
+    # end
+    COMPLETED = _info("end", "user", "Every role that had to end returned.", JobState.SUCCEEDED)
+    STOPPED_BY_USER = _info("end", "user", "Stopped by its user.", JobState.CANCELLED)
+    TIME_LIMIT = _info("end", "policy", "The time limit was reached.", JobState.FAILED)
+    INTERNAL = _info("end", "rota", "Internal error in Rota; see the service log.", JobState.FAILED)
+    # refusal
+    INVALID = _info("refusal", "user", "The request is not valid.", JobState.FAILED)
+    INFEASIBLE = _refuses("No set of nodes could ever hold the request.")
+    UNKNOWN_QUEUE = _refuses("The queue does not exist.")
+    NOT_ALLOWED = _refuses("The token may not do this.")
+    CONFLICT = _refuses("The object is in another state.")
+    IDEMPOTENCY_CONFLICT = _refuses("The same key came with another body.")
+    VERSION_MISMATCH = _refuses("Client and service have different versions.")
+    SCHEMA_TOO_NEW = _refuses("The database was written by a newer version.")
+    LIMIT_EXCEEDED = _refuses("A limit is reached.")
+
+
+INFO: dict[Reason, ReasonInfo] = {reason: reason.info for reason in Reason}
 
 
 def final_state(reason: Reason) -> JobState:

@@ -12,14 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
-from tests.makers import loop, mesh, op, service
+from tests.makers import format_line, loop, mesh, op, service
 from tests.service.described import check
 from tests.service.standing import PlayedEngine, Standing, empty_database
 
 from rota.job.core.progress import Span
 from rota.job.rpc.peers import CUT
 from rota.runtime.event_log.sql import SqlLog
-from rota.runtime.output import format_line, log_name
+from rota.runtime.output import log_name
 from rota.runtime.random import SeededChance
 from rota.service.config import load_settings
 from rota.service.control import forecasts

@@ -11,6 +11,7 @@ from rota.job.core.context import Instance, JobContext
 from rota.job.core.shutdown import CUT, WEIGHTS
 from rota.runtime.environ import Home
 from rota.runtime.launcher import Handle, instance_name, master_name
+from rota.runtime.output import log_name
 from rota.spec import codec
 from rota.spec.ids import Epoch, InstanceId, JobId, NodeId, RoleName
 from rota.spec.job import JobSpec
@@ -44,7 +45,7 @@ class JobPlace:
 
     def log_path(self, instance: InstanceId) -> str:
         """The log of one instance."""
-        return str(Home.of(self.home).job(self.job).logs / f"{instance.role}-{instance.rank}.log")
+        return str(Home.of(self.home).job(self.job).logs / log_name(instance.role, instance.rank))
 
 
 def checkpoint_dir(spec: JobSpec, place: JobPlace) -> str:

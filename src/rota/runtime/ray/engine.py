@@ -244,23 +244,11 @@ def start_engine(home: Path, settings: EngineSettings, *, timeout_s: float = 90.
         for storage in order:
             config = {"head": True, "address": f"127.0.0.1:{free_port()}", "folder": str(folder)}
             try:
-                return _start_node(files, replace(settings, storage=storage), engine, config, timeout_s)
+                return start_node(files, replace(settings, storage=storage), engine, config, timeout_s)
             except EngineUnavailable as failure:
                 reasons.append(f"{storage}: {failure}")
                 _set_aside(files.storage)
         raise EngineUnavailable("the engine did not start: " + "; ".join(reasons), hint=f"see {files.log}")
-
-
-def add_node(home: Path, settings: EngineSettings, *, timeout_s: float = 60.0) -> EngineState:
-    """One more raylet on this machine under another ``host`` label. Raises EngineUnavailable."""
-    files = EngineFiles(home)
-    head = find_engine(home)
-    if head is None:
-        raise EngineUnavailable("there is no engine to join", hint="start one first")
-    settings = replace(settings, storage=head.storage)
-    config = {"head": False, "address": head.address, "folder": head.folder}
-    with process.locked(files.lock):
-        return _start_node(files, settings, head.engine, config, timeout_s)
 
 
 def stop_engine(home: Path) -> tuple[ProcessId, ...]:
@@ -270,16 +258,9 @@ def stop_engine(home: Path) -> tuple[ProcessId, ...]:
         return _clear(files)
 
 
-def stop_node(home: Path, host: str) -> tuple[ProcessId, ...]:
-    """End one joined node with all its workers. Returns what could not be ended."""
-    files = EngineFiles(home)
-    states = [state for state in files.states() if state.host == host]
-    return tuple(left for state in states for left in _end_node(files, state))
-
-
 def _clear(files: EngineFiles) -> tuple[ProcessId, ...]:
     states = files.states()
-    left = tuple(process for state in reversed(states) for process in _end_node(files, state))
+    left = tuple(process for state in reversed(states) for process in end_node(files, state))
     left += tuple(process for starter in _unfinished(files) for process in _end_unfinished(files, starter))
     for folder in {Path(state.folder).parent for state in states}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -303,7 +284,8 @@ def _end_unfinished(files: EngineFiles, starter: ProcessRecord) -> tuple[Process
     return left
 
 
-def _end_node(files: EngineFiles, state: EngineState) -> tuple[ProcessId, ...]:
+def end_node(files: EngineFiles, state: EngineState) -> tuple[ProcessId, ...]:
+    """End one node with all its workers, and forget it; returns what could not be ended."""
     name = files.record_name(state.host)
     watcher = files.run.find_alive(name)
     if watcher is not None:
@@ -316,9 +298,10 @@ def _end_node(files: EngineFiles, state: EngineState) -> tuple[ProcessId, ...]:
     return left
 
 
-def _start_node(
+def start_node(
     files: EngineFiles, settings: EngineSettings, engine: str, config: Mapping[str, object], timeout_s: float
 ) -> EngineState:
+    """Start the processes of one node and wait until its state is written. Raises EngineUnavailable."""
     folder = str(config["folder"])
     environment = {
         **client_environment(files.token, folder),

@@ -10,7 +10,6 @@ from rota.job.core.graph import blast_radius, expand
 from rota.job.core.placement import requests_of
 from rota.runtime.clock import Clock
 from rota.runtime.environ import Home
-from rota.runtime.process import write_private
 from rota.runtime.random import Chance, ulid
 from rota.runtime.secrets import Vault
 from rota.service.accounts import Caller, Role
@@ -76,8 +75,7 @@ class Intake:
                 idempotency_key=f"{key}#{given.digest}" if key else "",
                 uid=ulid(self._clock.wall_s(), self._chance),
             )
-            dirs = self._home.job(job).make()
-            write_private(dirs.spec, codec.dumps(spec))
+            self._home.job(job).make()
             await self._loop.append([event], job=job, expected_seq=0)
         return self._loop.installation.jobs[job], True
 

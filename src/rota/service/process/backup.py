@@ -24,7 +24,7 @@ KEPT = ("token", "config.toml", "secret.key", *_AUDIT)
 """Files of the home that go with the log; ``secret.key`` and ``token`` make the file as precious as the home."""
 OWN = "config.toml"
 """What a restore leaves alone where it is: it may name the store to fill."""
-KEPT_OF_JOBS = ("spec.json", "logs", "output")
+KEPT_OF_JOBS = ("logs", "output")
 
 
 def back_up(settings: Settings, out: Path, *, jobs: bool = True) -> dict[str, Any]:

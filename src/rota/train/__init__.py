@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rota.train.apply import parallelize as parallelize
@@ -29,7 +29,7 @@ _RENAMED = {
 """Import paths of earlier releases that pages showed, and the modules that have their names now."""
 
 
-def __getattr__(name: str) -> Any:  # planning needs no torch, so nothing here loads it before it is asked for
+def __getattr__(name: str) -> object:  # planning needs no torch, so nothing here loads it before it is asked for
     if name not in _HOMES:
         raise AttributeError(f"module 'rota.train' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
@@ -38,7 +38,9 @@ def __getattr__(name: str) -> Any:  # planning needs no torch, so nothing here l
 class _RenamedModules(MetaPathFinder, Loader):
     """Finder of the renamed modules: the old path gives the same classes and functions."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname in _RENAMED else None
 
     def exec_module(self, module: ModuleType) -> None:

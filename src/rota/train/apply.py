@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import cast, overload
 from weakref import WeakSet
 
 import torch
@@ -236,7 +236,7 @@ class Parallel:
     def share(self, batch: torch.Tensor) -> torch.Tensor: ...
 
     @overload
-    def share(self, batch: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    def share(self, batch: Mapping[str, object]) -> Mapping[str, object]: ...
 
     def share(self, batch: Inputs) -> Inputs:
         """The rows of a global batch, or of each tensor of a mapping, that this rank trains.
@@ -391,7 +391,7 @@ class Parallel:
                 loss.backward()
                 self._loss_sum += loss.detach() / self._factor
 
-    def _autocast(self) -> Any:
+    def _autocast(self) -> AbstractContextManager[object]:
         """Mixed precision for replicas whose wrapper does not cast."""
         if only_data(self.plan) and mixed(self.plan):
             return torch.autocast(self.device.type, dtype=DTYPES[self.plan.dtype.param])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,28 +14,29 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rota.spec.errors import BadInput
 from rota.train.parallel.mesh import local
+from rota.train.parallel.model_parts import Loss
 
 LABELS = "labels"
 """The field of a mapping that holds the targets."""
 
-Inputs = torch.Tensor | Mapping[str, Any]
+Inputs = torch.Tensor | Mapping[str, object]
 """What the model is called with: one tensor, or keywords. Values without rows are for every micro-batch."""
 
 
-def in_two(given: Inputs | Sequence[Any], targets: torch.Tensor | None) -> tuple[Inputs, torch.Tensor]:
+def in_two(given: Inputs | Sequence[Inputs], targets: torch.Tensor | None) -> tuple[Inputs, torch.Tensor]:
     """(inputs, targets) of two values, a pair, or a mapping with ``labels``. Raises BadInput without targets."""
     if targets is not None:
         return cast("Inputs", given), targets
     if isinstance(given, Mapping):
-        fields = dict(cast("Mapping[str, Any]", given))
+        fields = dict(cast("Mapping[str, object]", given))
         if LABELS not in fields:
             raise BadInput(
                 f"batch: a mapping of {', '.join(fields)} has no {LABELS!r}, which are its targets",
                 hint="give step(inputs, targets)",
             )
-        return fields, fields.pop(LABELS)
+        return fields, cast("torch.Tensor", fields.pop(LABELS))
     inputs, wanted = given
-    return inputs, wanted
+    return inputs, cast("torch.Tensor", wanted)
 
 
 def each(inputs: Inputs, change: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
@@ -75,7 +76,7 @@ def micro_batches(inputs: Inputs, count: int) -> list[Inputs]:
     return [{**inputs, **{name: rows[index] for name, rows in parts.items()}} for index in range(count)]
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
+def call(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     """The output of a model for a batch."""
     return model(inputs) if isinstance(inputs, torch.Tensor) else model(**inputs)
 
@@ -95,7 +96,7 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def known_as_sum(loss: Callable[[Any, torch.Tensor], torch.Tensor], output: Any, targets: torch.Tensor) -> bool:
+def known_as_sum(loss: Loss, output: torch.Tensor, targets: torch.Tensor) -> bool:
     """Compare the loss of one sequence with that of two copies of it; False when these data do not show what it is.
 
     Raises BadInput for a mean: it does not change, where a sum doubles.

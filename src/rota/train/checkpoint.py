@@ -19,18 +19,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rota.spec.errors import BadInput, TensorError
 from rota.tensors.api.store import Plane
 from rota.train.parallel.mesh import local
+from rota.train.plan.hardware import Json
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 20
@@ -45,13 +47,30 @@ Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
 
 
+class FileSum(TypedDict):
+    """Size and SHA-256 of one file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    """What ``manifest.json`` says, beside its own SHA-256."""
+
+    api: str
+    kind: str
+    step: int
+    files: dict[str, FileSum]
+    extra: Json
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
     """The newest good checkpoint: its step, what the caller had added, and why newer ones were refused."""
 
     path: Path
     step: int
-    extra: dict[str, Any]
+    extra: Json
     refused: tuple[str, ...] = ()
 
 
@@ -79,7 +98,7 @@ class Checkpoints:
             for draft in folder.glob(f"{_DRAFT}*"):
                 shutil.rmtree(draft, ignore_errors=True)
 
-    def save(self, tensors: Tensors, *, step: int, extra: Mapping[str, Any], wait: bool = False) -> None:
+    def save(self, tensors: Tensors, *, step: int, extra: Json, wait: bool = False) -> None:
         """Copy ``tensors`` (the only part that blocks), then write and commit them in the background.
 
         ``extra`` is JSON. Raises what an earlier save failed with, once: the older checkpoints are still there.
@@ -176,8 +195,8 @@ class Checkpoints:
     def find_bytes(self, found: SavedCheckpoint, name: str) -> torch.Tensor | None:
         """The flat tensor of bytes that was saved as ``name``, of any length; None without one. Not collective."""
         reader = FileSystemReader(found.path)
-        kept: Any = reader.read_metadata().state_dict_metadata.get(name)
-        if kept is None:
+        kept = reader.read_metadata().state_dict_metadata.get(name)
+        if not isinstance(kept, TensorStorageMetadata):
             return None
         wanted = torch.empty(kept.size, dtype=torch.uint8)
         with _as_os_error(f"checkpoint {found.path.name}"):
@@ -197,7 +216,7 @@ class Checkpoints:
         for name, tensor in tensors.items():
             local(self._staged[name]).copy_(local(tensor.detach()))
 
-    def _write(self, step: int, extra: dict[str, Any]) -> None:
+    def _write(self, step: int, extra: Json) -> None:
         draft = self.folder / f"{_DRAFT}{step}"
         self._agree(lambda: _fresh(draft))
         with _as_os_error(f"step {step}"):
@@ -214,7 +233,7 @@ class Checkpoints:
 
     def _agree(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides, on all ranks; its OSError too."""
-        box: list[Any] = [None, None]
+        box: list[T | OSError | None] = [None, None]
         if self._rank == 0:
             try:
                 box[0] = decide()
@@ -222,9 +241,9 @@ class Checkpoints:
                 box[1] = error
         if self._group is not None:
             dist.broadcast_object_list(box, group=self._group, group_src=0)
-        if box[1] is not None:
+        if isinstance(box[1], OSError):
             raise box[1]
-        return box[0]
+        return cast("T", box[0])
 
     def _gather(self, compute: Callable[[], T]) -> list[T]:
         """What each rank computes, on all ranks; the first OSError of any."""
@@ -233,16 +252,16 @@ class Checkpoints:
             mine = compute(), None
         except OSError as error:
             mine = None, error
-        parts: list[Any] = [mine] * self._size
+        parts = [mine] * self._size
         if self._group is not None:
             dist.all_gather_object(parts, mine, group=self._group)
         for _, error in parts:
             if error is not None:
                 raise error
-        return [value for value, _ in parts]
+        return [cast("T", value) for value, _ in parts]
 
 
-def _unlike(saved: Mapping[str, Any], tensors: Tensors) -> list[str]:
+def _unlike(saved: Mapping[str, object], tensors: Tensors) -> list[str]:
     """Tensors that are not in a checkpoint, or there with another shape."""
     faults: list[str] = []
     for name, tensor in tensors.items():
@@ -271,7 +290,7 @@ def candidates(folder: Path) -> list[Path]:
 def verify(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     """Faults of a checkpoint; each rank reads its share of the files."""
     try:
-        files: dict[str, dict[str, Any]] = _manifest(path)["files"]
+        files = _manifest(path)["files"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read: {error}"]
     faults: list[str] = []
@@ -289,7 +308,7 @@ def verify(path: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     return faults
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> Manifest:
     """Raises ValueError for one that is not as it was written, and what json and its shape do."""
     kept = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if kept.pop("sha256") != _text_sum(kept):
@@ -297,13 +316,11 @@ def _manifest(path: Path) -> dict[str, Any]:
     return kept
 
 
-def _text_sum(kept: Mapping[str, Any]) -> str:
+def _text_sum(kept: Json) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def commit(
-    folder: Path, draft: Path, *, step: int, files: Mapping[str, Any], extra: Mapping[str, Any], keep: int
-) -> Path:
+def commit(folder: Path, draft: Path, *, step: int, files: Mapping[str, FileSum], extra: Json, keep: int) -> Path:
     """Write the manifest of a complete draft, rename it, and remove all but the ``keep`` newest."""
     kept = {"api": "rota/v1", "kind": "TrainCheckpoint", "step": step, "files": files, "extra": extra}
     kept = json.loads(json.dumps(kept))
@@ -349,7 +366,7 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _sum(path: Path) -> dict[str, Any]:
+def _sum(path: Path) -> FileSum:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
@@ -366,7 +383,7 @@ class MemoryCheckpoint:
     """The newest step of which every rank's part is in memory."""
 
     step: int
-    extra: dict[str, Any]
+    extra: Json
 
 
 class MemoryCheckpoints:
@@ -381,7 +398,7 @@ class MemoryCheckpoints:
         self._plane, self._group, self._plan = plane, f"ckpt/{run}", plan
         self._rank, self._part = rank, part
 
-    def save(self, tensors: Tensors, *, step: int, extra: Mapping[str, Any]) -> None:
+    def save(self, tensors: Tensors, *, step: int, extra: Json) -> None:
         """Copy this rank's tensors; blocks for the copy alone. Raises TensorError when memory is full."""
         self._plane.publish_group(
             self._group,

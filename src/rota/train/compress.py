@@ -15,7 +15,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,18 @@ c10d: Any = _distributed_c10d  # its stub lacks half of what it has
 Kind = Literal["none", "fp16", "bf16", "int8", "topk", "powersgd"]
 BLOCK: Final = 256
 """Values that share one int8 scale."""
-Bucket = Any
+Bucket: TypeAlias = Any
+"""A bucket of DDP, whose class torch's stubs lack."""
+Future: TypeAlias = "torch.futures.Future[torch.Tensor]"
 Gradients = Sequence[torch.Tensor]
 Named = Mapping[str, torch.Tensor]
-Future = Any
+
+
+class Residues(TypedDict):
+    """What a checkpoint keeps of a compressor: residues and warm factors by parameter."""
+
+    errors: dict[str, torch.Tensor]
+    warm: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +59,7 @@ class Compressor:
     """State of the hook of one rank. ``ddp.register_comm_hook(c, hook)``; ``wire_bytes`` counts what this rank gave."""
 
     how: Compression
-    group: Any
+    group: dist.ProcessGroup
     names: dict[int, str] = field(default_factory=dict[int, str])
     """Parameter id -> name: DDP regroups its buckets after the first step, so state belongs to parameters."""
     errors: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -63,11 +71,11 @@ class Compressor:
         """Ranks of the group."""
         return dist.get_world_size(self.group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Residues:
         """Residues and warm factors: part of a checkpoint."""
         return {"errors": dict(self.errors), "warm": dict(self.warm)}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
+    def load_state_dict(self, kept: Residues) -> None:
         """Inverse of ``state_dict``."""
         self.errors = {name: value.clone() for name, value in kept["errors"].items()}
         self.warm = {name: value.clone() for name, value in kept["warm"].items()}
@@ -81,7 +89,9 @@ class Compressor:
 
 def make_compressor(how: Compression, model: torch.nn.Module) -> Compressor:
     """A compressor for a model, with a new process group over all ranks; every rank calls it."""
-    return Compressor(how, dist.new_group(), {id(param): name for name, param in model.named_parameters()})
+    return Compressor(
+        how, cast("dist.ProcessGroup", dist.new_group()), {id(param): name for name, param in model.named_parameters()}
+    )
 
 
 def hook(state: Compressor, bucket: Bucket) -> Future:

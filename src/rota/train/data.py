@@ -12,16 +12,28 @@ import importlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Final, Literal, TypedDict
 
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
+from rota.train.plan.hardware import Json
 
 LOOK_S: Final = 0.05
+
+
+class Cursor(TypedDict):
+    """What a checkpoint keeps of a ``ShardTable``: counted samples stay counted, leased ones are given out again."""
+
+    epoch: int
+    fresh: int
+    counted: int
+    next_number: int
+    returned: list[list[int]]
+    worker_epochs: dict[str, int]
 
 
 class StaticOrder:
@@ -107,20 +119,20 @@ class ShardJournal:
         """The samples at positions ``[begin, end)`` of a lease."""
         return [sample_at(at, self._spec.samples, self._spec.seed, lease.epoch) for at in range(begin, end)]
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Cursor:
         """The cursor of all workers, for a checkpoint."""
         with self._locked():
             return self._table.snapshot()
 
-    def restore(self, kept: dict[str, Any]) -> None:
+    def restore(self, kept: Cursor) -> None:
         """Roll all workers back to a snapshot, with the model: leases end, samples after it are trained again."""
         self._do({"do": "restore", "kept": kept})
 
-    def _do(self, record: dict[str, Any]) -> Any:
+    def _do(self, record: Json) -> object:
         with self._locked() as fd:
             return self._append(fd, {**record, "at": self._clock.wall_s()})
 
-    def _append(self, fd: int, record: dict[str, Any]) -> Any:
+    def _append(self, fd: int, record: Json) -> object:
         """Write the record, then act on it; a record that changes nothing is not kept."""
         before = self._table.snapshot(), dict(self._table.leases)
         found = self._apply(record)
@@ -161,7 +173,7 @@ class ShardJournal:
                 self._apply(json.loads(line))
                 self._read_to += len(line)
 
-    def _apply(self, record: dict[str, Any]) -> Any:
+    def _apply(self, record: Json) -> object:
         table = self._table
         match record:
             case {"spec": given}:
@@ -285,8 +297,8 @@ class ShardTable:
             del self.leases[lease.number]
             self.returned.append((lease.offset, lease.end))
 
-    def snapshot(self) -> dict[str, Any]:
-        """The cursor, for a checkpoint: what is counted stays counted, what is leased will be given out again."""
+    def snapshot(self) -> Cursor:
+        """The cursor, for a checkpoint."""
         rests = sorted([*self.returned, *((one.offset, one.end) for one in self.leases.values())])
         return {
             "epoch": self.epoch, "fresh": self.fresh, "counted": self.counted, "next_number": self.next_number,
@@ -294,7 +306,7 @@ class ShardTable:
             "worker_epochs": {str(worker): epoch for worker, epoch in self.worker_epochs.items()},
         }  # fmt: skip
 
-    def restore(self, kept: dict[str, Any]) -> None:
+    def restore(self, kept: Cursor) -> None:
         """Roll back to a snapshot: every lease ends. Numbers and worker epochs never go back: old leases stay dead."""
         self.epoch, self.fresh, self.counted = kept["epoch"], kept["fresh"], kept["counted"]
         self.next_number = max(self.next_number, kept["next_number"])
@@ -363,7 +375,7 @@ class DataCache:
         wanted = self._folder / f"{source}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
         with self._locked(source):
             if not wanted.exists():
-                self._download(files, path, wanted, size)
+                self._download(lambda: files.open(path, "rb"), wanted, size)
             os.utime(wanted)
         self._evict(keep=wanted)
         return wanted
@@ -375,14 +387,14 @@ class DataCache:
             raise NotReachable(f"{uri}: {error}, and this node has no copy") from error
         return copies[-1]
 
-    def _download(self, files: Any, path: str, wanted: Path, size: int) -> None:
+    def _download(self, opened: Callable[[], IO[bytes]], wanted: Path, size: int) -> None:
         part = wanted.with_suffix(_PART)  # of a dead process, if it exists: written anew
-        with files.open(path, "rb") as source, part.open("wb") as target:
+        with opened() as source, part.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
             os.fsync(target.fileno())
         if size and part.stat().st_size != size:
-            raise NotReachable(f"{path}: {part.stat().st_size} of {size} bytes came", hint="fetch it again")
+            raise NotReachable(f"{wanted.name}: {part.stat().st_size} of {size} bytes came", hint="fetch it again")
         part.replace(wanted)
 
     def _contents(self) -> list[Path]:

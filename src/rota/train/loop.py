@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,16 @@ from rota.train.local_hardware import plan_for_world
 from rota.train.optim import MakeOptimizer, restore_settings, settings
 from rota.train.parallel.mesh import local
 from rota.train.parallel.model_parts import Loss, Parts
+from rota.train.plan.hardware import Json
 from rota.train.plan.model import ParallelPlan
+from rota.train.sync import SyncState
 
 log = logging.getLogger(__name__)
 
 SKIPPED_MAX = 10
 """Steps in a row without finite loss and gradients that end the training."""
 
-Data = Callable[[int, slice], tuple[Inputs, torch.Tensor] | Mapping[str, Any]]
+Data = Callable[[int, slice], tuple[Inputs, torch.Tensor] | Mapping[str, object]]
 """(step, rows of the global batch) to (inputs, targets) of those rows, or to one mapping with ``labels``: the same for
 any world that steps."""
 
@@ -153,7 +155,7 @@ def kept_tensors(trained: Parallel) -> dict[str, torch.Tensor]:
     return {**trained.state_dict(), **own_state(trained)}
 
 
-def extra_of(trained: Parallel) -> dict[str, Any]:
+def extra_of(trained: Parallel) -> Json:
     """What a checkpoint holds beside tensors."""
     return {"plan": trained.plan.to_json(), "optimizer": settings(trained.optimizer)}
 
@@ -238,7 +240,7 @@ def terminated() -> Iterator[Callable[[], bool]]:
         return
     heard: list[int] = []
 
-    def note(number: int, _: Any) -> None:
+    def note(number: int, _: object) -> None:
         heard.append(number)
 
     before = signal.signal(signal.SIGTERM, note)
@@ -270,6 +272,14 @@ def world(plan: ParallelPlan | None = None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+class _Own(TypedDict):
+    """What a rank alone has, of how many: the state of its synchroniser, and its weights where replicas differ."""
+
+    world: int
+    state: SyncState
+    tensors: dict[str, torch.Tensor]
+
+
 def own_name() -> str:
     """The name of this rank's part in a checkpoint."""
     return f"sync.{dist.get_rank()}"
@@ -296,7 +306,7 @@ def restore_own(trained: Parallel, found: torch.Tensor | None) -> None:
     """
     if trained.agree is None or (trained.agree.reduces and not trained.agree.state_dict()):
         return
-    kept: dict[str, Any] | None = None
+    kept: _Own | None = None
     if found is not None:
         kept = torch.load(io.BytesIO(found.numpy().tobytes()), weights_only=False)  # our own file, sums checked
     if kept is None or kept["world"] != dist.get_world_size():

@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from rota.train.parallel.mesh import PlanMesh, local
 from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import Layer, Offload, ParallelPlan
 
+State: TypeAlias = "dict[torch.Tensor, dict[str, Any]]"
+"""What torch's optimizers keep for each parameter, by key: tensors and numbers."""
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 FILE_BUDGET_BYTES = 64 << 20
 """State that may be resident at once: of the group that steps, the one before it and the one after."""
@@ -116,15 +118,15 @@ class ComposedOptimizer(torch.optim.Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
+    def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
         """The state of all parts."""
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter
-    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
+    def state(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
         """The base class sets an empty one."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure: losses are not computed again
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: losses are not computed again
         """Step every part."""
         assert closure is None
         for part in self.parts:
@@ -173,7 +175,7 @@ class ZeroOneOptimizer(ComposedOptimizer):
         self.all = list(parameters)
         super().__init__([make(self.shares[group.rank()] or [placeholder()])])
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:
         """Step the own share, then send it to the others and receive theirs."""
         super().step(closure)
         with torch.no_grad():
@@ -208,15 +210,15 @@ class HostOptimizer(ComposedOptimizer):
         super().__init__([make(list(self.device_of))])
 
     @property
-    def state(self) -> dict[torch.Tensor, Any]:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
+    def state(self) -> State:  # pyright: ignore[reportIncompatibleVariableOverride] - a view of the parts
         """The state by the parameter of the model."""
         return {self.device_of[host]: kept for host, kept in self.parts[0].state.items()}  # type: ignore[index]
 
     @state.setter
-    def state(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
+    def state(self, value: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - as above
         """The base class sets an empty one."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:
         """Gradients to the host, step there, weights back. Weights that another hand changed are fetched first."""
         with torch.no_grad():
             for (host, one), version in zip(self.device_of.items(), self.versions, strict=True):
@@ -249,7 +251,7 @@ class FileOptimizer(ComposedOptimizer):
         folder.mkdir(parents=True, exist_ok=True)
         self.maps = [_to_file(part, folder) for part in self.parts]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:
         """Step the groups in order."""
         assert closure is None
         for index, part in enumerate(self.parts):
@@ -358,7 +360,7 @@ def optimizer_tensors(
     }
 
 
-def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """The numbers of each parameter group (rate, decay, ...), as JSON."""
     return [
         {key: value for key, value in group.items() if key != "params" and _is_json(value)}
@@ -366,7 +368,7 @@ def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, object]]) -> None:
     """Inverse of ``settings``; ``foreach`` and ``fused`` stay as this plan needs them.
 
     Groups that were all alike are those of any number of groups. Raises BadInput for another number of different ones.
@@ -378,12 +380,10 @@ def restore_settings(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str
     for group, given in zip(optimizer.param_groups, groups, strict=True):
         for key, value in given.items():
             if key not in ("foreach", "fused"):
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                group[key] = tuple(cast("list[float]", value)) if isinstance(group.get(key), tuple) else value
 
 
-def _is_json(value: Any) -> bool:
-    return (
-        value is None
-        or isinstance(value, int | float | str | bool)
-        or (isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value))
-    )
+def _is_json(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(item, int | float) for item in cast("list[object]", value))
+    return value is None or isinstance(value, int | float | str | bool)

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,13 @@ SPINS: Final = 2_000
 NAP_S: Final = 0.0001
 
 
+Tensors = Sequence[torch.Tensor]
+Put = Callable[[int, torch.Tensor], object]
+"""Writes round i to the slot of this rank."""
+Take = Callable[[int, list[torch.Tensor]], object]
+"""Reads round i from the slots of all ranks."""
+
+
 class PeerLost(RotaError):
     """A rank of the group died or did not come in time; fields: rank, operation, sequence. The group is of no use."""
 
@@ -67,8 +74,9 @@ class Arena:
     def __init__(self, memory: torch.Tensor, rank: int, size: int, *, timeout_s: float, clock: Clock) -> None:
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
         self._clock, self._memory = clock, memory
-        words: Any = memory[: size * LINE].numpy()
-        self._words = memoryview(words).cast("B").cast("Q")
+        words = memory[: size * LINE].numpy()
+        view = memoryview(words)  # pyright: ignore[reportArgumentType]  # numpy arrays are buffers, the stub forgets
+        self._words = view.cast("B").cast("Q")
         data = memory[size * LINE :].view(size, DEPTH, CHUNK_BYTES)
         self._slots = [[data[peer, depth] for peer in range(size)] for depth in range(DEPTH)]
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -99,8 +107,8 @@ class Arena:
         like: torch.Tensor,
         total: int,
         rounds: int,
-        put: Callable[[int, torch.Tensor], object] | None,
-        take: Callable[[int, list[torch.Tensor]], object] | None,
+        put: Put | None,
+        take: Take | None,
     ) -> None:
         """``rounds`` rounds of a collective: ``put(i, slot)`` writes round i, ``take(i, slots)`` reads it.
 
@@ -204,7 +212,7 @@ def pieces(total: int, most: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + most, total)) for at in range(0, total, most))
 
 
-def reduce_into(out: torch.Tensor, parts: list[Any], op: str) -> None:
+def reduce_into(out: torch.Tensor, parts: Sequence[torch.Tensor], op: str) -> None:
     """Combine ``parts`` in the order given, so that all ranks and all runs get the same bits."""
     combine = _COMBINE[op]
     combine(parts[0], parts[1], out=out) if len(parts) > 1 else out.copy_(parts[0])
@@ -212,12 +220,14 @@ def reduce_into(out: torch.Tensor, parts: list[Any], op: str) -> None:
         combine(out, part, out=out)
 
 
-_COMBINE: Final[dict[str, Callable[..., Any]]] = {
+_COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul,
 }  # fmt: skip
 
 
-c10d: Any = _distributed_c10d  # its stub lacks half of what it has
+C10d: TypeAlias = Any
+"""An object of torch's c10d (a store, a group, options) whose class or methods its stubs lack."""
+c10d: C10d = _distributed_c10d
 NAME: Final = "rota_shm"
 _OPS: Final = {
     dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min",
@@ -233,7 +243,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, make_group, devices=["cpu"])
 
 
-def make_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def make_group(store: C10d, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """The group of this rank: a ShmGroup, or a Gloo group (with a warning) when shared memory cannot serve all ranks.
 
     Every rank takes part; ``timeout`` bounds the meeting and later each wait.
@@ -248,7 +258,7 @@ def make_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Pro
     return ShmGroup(rank, size, gloo, arena)
 
 
-def _share(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[str, torch.Tensor | None]:
+def _share(store: C10d, rank: int, size: int, timeout: timedelta) -> tuple[str, torch.Tensor | None]:
     """The shared memory of the group, or why there is none; the same answer on all ranks."""
     store.set_timeout(timeout)
     store.set(f"machine/{rank}", _machine())
@@ -284,10 +294,10 @@ def _machine() -> str:
     return f"{process.boot_id()} {Path('/proc/self/ns/pid').readlink()}"
 
 
-def _by_gloo(name: str) -> Callable[..., Any]:
+def _by_gloo(name: str) -> Callable[..., dist.Work]:
     """A method that has Gloo do it."""
 
-    def forward(self: ShmGroup, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: ShmGroup, *args: object, **kwargs: object) -> dist.Work:
         return getattr(self._gloo, name)(*args, **kwargs)
 
     return forward
@@ -296,7 +306,7 @@ def _by_gloo(name: str) -> Callable[..., Any]:
 class ShmGroup(dist.ProcessGroup):
     """The collectives of one rank. Raises PeerLost when a rank died or is late, CollectiveMismatch, BadInput."""
 
-    def __init__(self, rank: int, size: int, gloo: Any, arena: Arena | None) -> None:
+    def __init__(self, rank: int, size: int, gloo: C10d, arena: Arena | None) -> None:
         c10d.ProcessGroup.__init__(self, rank, size)
         self._rank, self._size, self._gloo, self._arena = rank, size, gloo, arena
         self._lock, self._name = threading.Lock(), ""
@@ -322,96 +332,92 @@ class ShmGroup(dist.ProcessGroup):
         """False when the group fell back to Gloo."""
         return self._arena is not None
 
-    def allreduce(self, tensor_list: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce(self, tensor_list: Sequence[torch.Tensor], opts: C10d = None) -> dist.Work:
         """Combine over all ranks in rank order: the same bits on all ranks."""
         opts = opts or c10d.AllreduceOptions()
         op = self._op(opts.reduceOp, tensor_list)
         if op is None:
             return self._gloo.allreduce(list(tensor_list), opts)
-        return self._each(tensor_list, lambda tensor: self._all_reduce(tensor, op))
+        return self._on(tensor_list, lambda flats: [self._all_reduce(flat, op) for flat in flats])
 
-    def allreduce_coalesced(self, tensor_list: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensor_list: Sequence[torch.Tensor], opts: C10d = None) -> dist.Work:
         """``allreduce`` of each."""
         plain = c10d.AllreduceOptions()
         if opts is not None:
             plain.reduceOp = opts.reduceOp
         return self.allreduce(tensor_list, plain)
 
-    def broadcast(self, tensor_list: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def broadcast(self, tensor_list: Sequence[torch.Tensor], opts: C10d = None) -> dist.Work:
         """Copy from ``opts.rootRank`` to all."""
         opts = opts or c10d.BroadcastOptions()
         if not self._carried(tensor_list):
             return self._gloo.broadcast(list(tensor_list), opts)
-        return self._each(tensor_list, lambda tensor: self._broadcast(tensor, opts.rootRank))
+        return self._on(tensor_list, lambda flats: [self._broadcast(flat, opts.rootRank) for flat in flats])
 
-    def allgather(self, output_tensors: Sequence[Any], input_tensor: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def allgather(
+        self, output_tensors: Sequence[Tensors], input_tensor: Sequence[torch.Tensor], opts: C10d = None
+    ) -> dist.Work:
         """Every rank's tensor to every rank, as lists; equal shapes go through shared memory."""
         (outputs,), (given,) = output_tensors, input_tensor
         if not self._carried((given, *outputs)) or any(each.shape != given.shape for each in outputs):
             return self._gloo.allgather(output_tensors, input_tensor, opts or c10d.AllgatherOptions())
-        flats = [_flat(each) for each in outputs]
-        self._do(lambda: self._all_gather(flats, _flat(given)))
-        _restore(outputs, flats)
-        return _done([outputs])
+        return self._on(outputs, lambda flats: self._all_gather(flats, _flat(given)), [outputs])
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: C10d = None) -> dist.Work:
         """Every rank's tensor to every rank, joined along dim 0."""
         if not self._carried((output, input)):
             return self._gloo._allgather_base(output, input, opts or c10d.AllgatherOptions())
-        flat = _flat(output)
-        self._do(lambda: self._all_gather(list(_rows(flat, self._size)), _flat(input)))
-        _restore([output], [flat])
-        return _done([output])
+        return self._on([output], lambda flats: self._all_gather(self._parts(flats[0]), _flat(input)))
 
-    def reduce_scatter(self, output_tensors: Sequence[torch.Tensor], input_tensors: Any, opts: Any = None) -> Any:
+    def reduce_scatter(
+        self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[Tensors], opts: C10d = None
+    ) -> dist.Work:
         """Combine lists over all ranks and give each rank its entry; equal shapes go through shared memory."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (given,) = output_tensors, input_tensors
         op = self._op(opts.reduceOp, (output, *given))
         if op is None or any(each.shape != output.shape for each in given):
             return self._gloo.reduce_scatter(output_tensors, input_tensors, opts)
-        flat = _flat(output)
-        self._do(lambda: self._reduce_scatter(flat, [_flat(each) for each in given], op))
-        _restore([output], [flat])
-        return _done([output])
+        return self._on([output], lambda flats: self._reduce_scatter(flats[0], [_flat(each) for each in given], op))
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: C10d = None) -> dist.Work:
         """Combine over all ranks and give each rank its part along dim 0."""
         opts = opts or c10d.ReduceScatterOptions()
         op = self._op(opts.reduceOp, (output, input))
         if op is None:
             return self._gloo._reduce_scatter_base(output, input, opts)
-        flat = _flat(output)
-        self._do(lambda: self._reduce_scatter(flat, list(_rows(_flat(input), self._size)), op))
-        _restore([output], [flat])
-        return _done([output])
+        return self._on([output], lambda flats: self._reduce_scatter(flats[0], self._parts(_flat(input)), op))
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: C10d = None) -> dist.Work:
         """``all_gather_single`` of each."""
         for output, given in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, given).wait()
         return _done(list(outputs))
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: C10d = None) -> dist.Work:
         """``reduce_scatter_single`` of each."""
         for output, given in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, given, opts).wait()
         return _done(list(outputs))
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
-    ) -> Any:
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: C10d = None,
+    ) -> dist.Work:
         """Part j of rank i goes to part i of rank j, along dim 0; even parts go through shared memory."""
         uneven = len(set(output_splits)) > 1 or len(set(input_splits)) > 1 or output.shape != input.shape
         # each rank sees its own splits alone, so that only a call without any is known to be even everywhere
         if output_splits or input_splits or uneven or not self._carried((output, input)):
             opts = opts or c10d.AllToAllOptions()
             return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)
-        flat = _flat(output)
-        parts = list(_rows(flat, self._size))
-        self._do(lambda: self._all_to_all(parts, list(_rows(_flat(input), self._size))))
-        _restore([output], [flat])
-        return _done([output])
+        return self._on(
+            [output],
+            lambda flats: self._all_to_all(self._parts(flats[0]), self._parts(_flat(input))),
+        )
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -419,13 +425,12 @@ class ShmGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None) -> Any:
+    def barrier(self, opts: C10d = None) -> dist.Work:
         """Wait for all ranks."""
-        if self._arena is None:
-            return self._gloo.barrier(opts or c10d.BarrierOptions())
         arena = self._arena
-        self._do(lambda: arena.run("barrier", _NOTHING, 0, 1, None, None))
-        return _done([])
+        if arena is None:
+            return self._gloo.barrier(opts or c10d.BarrierOptions())
+        return self._on([], lambda flats: arena.run("barrier", _NOTHING, 0, 1, None, None))
 
     alltoall, gather, scatter, reduce, send, recv, recv_anysource = map(
         _by_gloo, ("alltoall", "gather", "scatter", "reduce", "send", "recv", "recv_anysource")
@@ -435,35 +440,26 @@ class ShmGroup(dist.ProcessGroup):
 
     def _all_reduce(self, flat: torch.Tensor, op: str) -> None:
         if self._size > 2 and flat.nbytes > _DIRECT_MAX and flat.numel() % self._size == 0:
-            parts = list(_rows(flat, self._size))
+            parts = self._parts(flat)
             self._reduce_scatter(parts[self._rank], parts, op)
             self._all_gather(parts, parts[self._rank])
             return
         spans = list(pieces(flat.numel(), CHUNK_BYTES // flat.element_size()))
 
-        def put(i: int, slot: torch.Tensor) -> None:
-            begin, end = spans[i]
-            slot[: end - begin].copy_(flat[begin:end])
-
-        def take(i: int, slots: list[torch.Tensor]) -> None:
+        def take(i: int, slots: Tensors) -> None:
             begin, end = spans[i]
             part = flat[begin:end]
             reduce_into(part, [slot[: end - begin] for slot in slots], op)
             if op == "avg":
                 part.div_(self._size)
 
-        self._run("all_reduce", flat, len(spans), put, take)
+        self._run("all_reduce", flat, len(spans), _whole(flat, spans), take)
 
-    def _reduce_scatter(self, output: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:
+    def _reduce_scatter(self, output: torch.Tensor, parts: Tensors, op: str) -> None:
         room = CHUNK_BYTES // output.element_size() // self._size
-        spans, me, others = list(pieces(output.numel(), room)), self._rank, self._others
+        spans, me = list(pieces(output.numel(), room)), self._rank
 
-        def put(i: int, slot: torch.Tensor) -> None:
-            begin, end = spans[i]
-            for peer in others:
-                slot[peer * room : peer * room + end - begin].copy_(parts[peer][begin:end])
-
-        def take(i: int, slots: list[torch.Tensor]) -> None:
+        def take(i: int, slots: Tensors) -> None:
             begin, end = spans[i]
             mine = slice(me * room, me * room + end - begin)
             given = [parts[me][begin:end] if rank == me else slot[mine] for rank, slot in enumerate(slots)]
@@ -473,55 +469,42 @@ class ShmGroup(dist.ProcessGroup):
             if op == "avg":
                 output[begin:end].div_(self._size)
 
-        self._run("reduce_scatter", output, len(spans), put, take)
+        self._run("reduce_scatter", output, len(spans), _dealt(parts, spans, self._others, room), take)
 
-    def _all_gather(self, outputs: list[torch.Tensor], given: torch.Tensor) -> None:
-        spans, me, others = list(pieces(given.numel(), CHUNK_BYTES // given.element_size())), self._rank, self._others
-        own = outputs[me]
+    def _all_gather(self, outputs: Tensors, given: torch.Tensor) -> None:
+        spans, others = list(pieces(given.numel(), CHUNK_BYTES // given.element_size())), self._others
+        own = outputs[self._rank]
         if own.data_ptr() != given.data_ptr():
             own.copy_(given)
 
-        def put(i: int, slot: torch.Tensor) -> None:
-            begin, end = spans[i]
-            slot[: end - begin].copy_(given[begin:end])
-
-        def take(i: int, slots: list[torch.Tensor]) -> None:
+        def take(i: int, slots: Tensors) -> None:
             begin, end = spans[i]
             for peer in others:
                 outputs[peer][begin:end].copy_(slots[peer][: end - begin])
 
-        self._run("all_gather", given, len(spans), put, take)
+        self._run("all_gather", given, len(spans), _whole(given, spans), take)
 
     def _broadcast(self, flat: torch.Tensor, root: int) -> None:
         spans = list(pieces(flat.numel(), CHUNK_BYTES // flat.element_size()))
 
-        def put(i: int, slot: torch.Tensor) -> None:
-            begin, end = spans[i]
-            slot[: end - begin].copy_(flat[begin:end])
-
-        def take(i: int, slots: list[torch.Tensor]) -> None:
+        def take(i: int, slots: Tensors) -> None:
             begin, end = spans[i]
             flat[begin:end].copy_(slots[root][: end - begin])
 
         is_root = self._rank == root
-        self._run("broadcast", flat, len(spans), put if is_root else None, None if is_root else take)
+        self._run("broadcast", flat, len(spans), _whole(flat, spans) if is_root else None, None if is_root else take)
 
-    def _all_to_all(self, outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    def _all_to_all(self, outputs: Tensors, parts: Tensors) -> None:
         room = CHUNK_BYTES // parts[0].element_size() // self._size
         spans, me, others = list(pieces(parts[0].numel(), room)), self._rank, self._others
         outputs[me].copy_(parts[me])
 
-        def put(i: int, slot: torch.Tensor) -> None:
-            begin, end = spans[i]
-            for peer in others:
-                slot[peer * room : peer * room + end - begin].copy_(parts[peer][begin:end])
-
-        def take(i: int, slots: list[torch.Tensor]) -> None:
+        def take(i: int, slots: Tensors) -> None:
             begin, end = spans[i]
             for peer in others:
                 outputs[peer][begin:end].copy_(slots[peer][me * room : me * room + end - begin])
 
-        self._run("all_to_all", parts[0], len(spans), put, take)
+        self._run("all_to_all", parts[0], len(spans), _dealt(parts, spans, others, room), take)
 
     # -- around them --------------------------------------------------------------------------------------------------
 
@@ -529,33 +512,57 @@ class ShmGroup(dist.ProcessGroup):
     def _others(self) -> list[int]:
         return [peer for peer in range(self._size) if peer != self._rank]
 
-    def _run(self, operation: str, flat: torch.Tensor, rounds: int, put: Any, take: Any) -> None:
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return list(_rows(flat, self._size))
+
+    def _run(self, operation: str, flat: torch.Tensor, rounds: int, put: Put | None, take: Take | None) -> None:
         assert self._arena is not None
         self._arena.run(operation, flat, flat.numel(), rounds, put, take)
 
     def _carried(self, given: Sequence[torch.Tensor]) -> bool:
         return self._arena is not None and all(carries(tensor) for tensor in given)
 
-    def _op(self, reduce_op: Any, given: Sequence[torch.Tensor]) -> str | None:
+    def _op(self, reduce_op: C10d, given: Sequence[torch.Tensor]) -> str | None:
         """The name of the operation, or None when Gloo has to do it."""
         op = next((name for known, name in _OPS.items() if reduce_op == known), None)
         fits = self._carried(given) and all(each.dtype is not torch.bool for each in given)
         return op if fits and (op != "avg" or all(each.is_floating_point() for each in given)) else None
 
-    def _each(self, given: Sequence[torch.Tensor], act: Callable[[torch.Tensor], None]) -> Any:
-        flats = [_flat(tensor) for tensor in given]
-        self._do(lambda: [act(flat) for flat in flats])
-        _restore(given, flats)
-        return _done(list(given))
-
-    def _do(self, act: Callable[[], object]) -> None:
+    def _on(self, outputs: Tensors, act: Callable[[list[torch.Tensor]], object], result: object = None) -> dist.Work:
+        """Act on flat forms of ``outputs``; a future of ``result``, or of the outputs, which is done."""
+        flats = [_flat(tensor) for tensor in outputs]
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("two threads are in one rota_shm group: give each its own group")
         try:
             with torch.no_grad():
-                act()
+                act(flats)
         finally:
             self._lock.release()
+        for tensor, flat in zip(outputs, flats, strict=True):
+            if not tensor.is_contiguous():  # its flat form is a copy
+                tensor.detach().copy_(flat.view(tensor.shape))
+        return _done(list(outputs) if result is None else result)
+
+
+def _whole(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Put:
+    """Write piece i of ``flat`` to the slot."""
+
+    def put(i: int, slot: torch.Tensor) -> None:
+        begin, end = spans[i]
+        slot[: end - begin].copy_(flat[begin:end])
+
+    return put
+
+
+def _dealt(parts: Tensors, spans: Sequence[tuple[int, int]], peers: Sequence[int], room: int) -> Put:
+    """Write piece i of each peer's part to that peer's place in the slot, ``room`` elements apart."""
+
+    def put(i: int, slot: torch.Tensor) -> None:
+        begin, end = spans[i]
+        for peer in peers:
+            slot[peer * room : peer * room + end - begin].copy_(parts[peer][begin:end])
+
+    return put
 
 
 _NOTHING: Final = torch.empty(0)
@@ -570,14 +577,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _restore(tensors_: Sequence[torch.Tensor], flats: Sequence[torch.Tensor]) -> None:
-    """Write copies that ``_flat`` had to make back."""
-    for tensor, flat in zip(tensors_, flats, strict=True):
-        if not tensor.is_contiguous():
-            tensor.detach().copy_(flat.view(tensor.shape))
-
-
-def _done(result: Any) -> Any:
-    future: Any = torch.futures.Future()
+def _done(result: object) -> dist.Work:
+    future: torch.futures.Future[object] = torch.futures.Future()
     future.set_result(result)
     return c10d._create_work_from_future(future)

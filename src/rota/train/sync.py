@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
 
 from rota.runtime import environ
 from rota.runtime.process import boot_id
@@ -27,7 +28,8 @@ from rota.train.ps.clocks import Rule
 from rota.train.ps.server import PsServer, ServerSpec
 from rota.train.ps.table import Floats, RowOptimizer
 
-c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
+SyncState: TypeAlias = "dict[str, Any]"
+"""What a checkpoint keeps of a synchroniser: tensors, arrays and numbers by name."""
 TURN_S: Final = 600.0
 CLOSE_S: Final = 10.0
 
@@ -43,18 +45,18 @@ class Synchroniser(ABC):
     reduces: ClassVar[bool]
 
     @abstractmethod
-    def attach(self, model: Any) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Called once, before the first step."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """In place of ``optimizer.step()``, with all gradients of this step in ``.grad``."""
         optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SyncState:
         """What a checkpoint must keep: tensors and numbers, by name."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have no state
+    def load_state_dict(self, state: SyncState) -> None:  # noqa: B027 - most have no state
         """Inverse of ``state_dict``."""
 
     def close(self) -> None:  # noqa: B027 - most have started nothing
@@ -86,19 +88,20 @@ class Compressed(Synchroniser):
         self._how = how
         self.compressor: compress.Compressor | None = None
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Set the hook of a DistributedDataParallel."""
+        assert isinstance(model, DistributedDataParallel)
         self.compressor = compress.make_compressor(self._how, model.module)
         model.register_comm_hook(self.compressor, compress.hook)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SyncState:
         """Residues of this rank."""
-        return {} if self.compressor is None else self.compressor.state_dict()
+        return {} if self.compressor is None else dict(self.compressor.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SyncState) -> None:
         """Residues of this rank."""
         if self.compressor is not None:
-            self.compressor.load_state_dict(state)
+            self.compressor.load_state_dict(cast("compress.Residues", state))
 
 
 class Hierarchical(Synchroniser):
@@ -109,19 +112,22 @@ class Hierarchical(Synchroniser):
     def __init__(self, ranks_per_node: int) -> None:
         self._levels = make_levels(ranks_per_node)
 
-    def attach(self, model: Any) -> None:
+    def attach(self, model: nn.Module) -> None:
         """Set the hook of a DistributedDataParallel."""
+        assert isinstance(model, DistributedDataParallel)
         model.register_comm_hook(self._levels, _hierarchical_hook)
 
 
-def _hierarchical_hook(levels: Levels, bucket: Any) -> Any:
-    future: Any = torch.futures.Future()
+def _hierarchical_hook(levels: Levels, bucket: compress.Bucket) -> compress.Future:
+    future: compress.Future = torch.futures.Future()
     future.set_result(hierarchical_all_reduce(bucket.buffer(), levels).div_(dist.get_world_size()))
     return future
 
 
 # DDP compares annotations with these classes, and postponed ones are texts.
-_hierarchical_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+_hierarchical_hook.__annotations__.update(
+    {"bucket": compress.c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+)
 
 
 class LocalSgd(Synchroniser):
@@ -155,11 +161,11 @@ class LocalSgd(Synchroniser):
         with torch.no_grad():
             compress.write(self._weights, mean)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SyncState:
         """Steps that were taken, so that a round continues where it was."""
         return {"steps": self._steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SyncState) -> None:
         """Inverse of ``state_dict``."""
         self._steps = int(state["steps"])
 
@@ -174,11 +180,11 @@ class PsSync(Synchroniser):
 
     reduces = False
 
-    def __init__(self, rule: Rule, servers: int, group: Any) -> None:
+    def __init__(self, rule: Rule, servers: int, group: dist.ProcessGroup) -> None:
         self._rule, self._servers, self._group = rule, servers, group
         self._weights: list[nn.Parameter] = []
         self._server: PsServer | None = None
-        self._kept: dict[str, Any] = {}
+        self._kept: SyncState = {}
         self._lr = 0.0
         self.client: PsClient | None = None
 
@@ -206,7 +212,7 @@ class PsSync(Synchroniser):
         if not 1 <= self._servers <= size:
             raise BadInput(f"sync.servers: {self._servers}, hosted by the {size} replicas", hint=f"use 1 to {size}")
         chosen = row_optimizer(optimizer)
-        tokens: list[Any] = [None] * size
+        tokens = [""] * size
         dist.all_gather_object(tokens, SystemChance().fresh(), group=self._group)
         address = ""
         if rank < self._servers:
@@ -214,7 +220,7 @@ class PsSync(Synchroniser):
             if self._kept:
                 self._server.restore(self._kept)
             address = self._server.serve()
-        places: list[Any] = [None] * size
+        places = [("", "")] * size
         dist.all_gather_object(places, (address, boot_id()), group=self._group)
         if (machines := len({boot for _, boot in places})) > 1:
             self._end_server()
@@ -227,11 +233,11 @@ class PsSync(Synchroniser):
         client.wait_turn(TURN_S, dense=True)
         return client
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SyncState:
         """The shard that this rank hosts; empty on the others and before the first update."""
         return {} if self._server is None else {"shard": self._server.snapshot()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SyncState) -> None:
         """Inverse of ``state_dict``; before the first update."""
         assert self.client is None, "load_state_dict() comes before the first update"
         self._kept = state.get("shard", {})
@@ -276,8 +282,8 @@ def _grad(weight: nn.Parameter) -> torch.Tensor:
 class Levels:
     """Two groups of one rank: ``inner`` is its node, ``outer`` the ranks of its place on every node."""
 
-    inner: Any
-    outer: Any
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup
 
 
 def make_levels(ranks_per_node: int) -> Levels:
@@ -290,7 +296,7 @@ def make_levels(ranks_per_node: int) -> Levels:
     lists = [list(range(place, size, ranks_per_node)) for place in range(ranks_per_node)]
     outer, _ = dist.new_subgroups_by_enumeration(lists)
     assert rank in lists[rank % ranks_per_node]
-    return Levels(inner=inner, outer=outer)
+    return Levels(inner=cast("dist.ProcessGroup", inner), outer=cast("dist.ProcessGroup", outer))
 
 
 def hierarchical_all_reduce(flat: torch.Tensor, levels: Levels) -> torch.Tensor:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from rota.spec.errors import BadInput
-from rota.train.parallel.mesh import PlanMesh, all_to_all
+from rota.train.parallel.mesh import Context, PlanMesh, all_to_all
 from rota.train.parallel.model_parts import Parts
 from rota.train.plan.model import ModelShape, ParallelPlan
 
@@ -50,8 +50,12 @@ class ReplacedAttention(TorchFunctionMode):
         self._attend = attend
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         return (self._attend if func is F.scaled_dot_product_attention else func)(*args, **(kwargs or {}))
 
 
@@ -123,7 +127,7 @@ def _unlike(name: str, what: str) -> BadInput:
     )
 
 
-def check_alone(name: str, rest: Sequence[Any], named: Mapping[str, Any]) -> None:
+def check_alone(name: str, rest: Sequence[object], named: Mapping[str, object]) -> None:
     """Raises BadInput for a core that is called with more than q, k and v: a mask is not split over ranks."""
     if any(one is not None for one in (*rest, *named.values())):
         raise BadInput(
@@ -132,7 +136,7 @@ def check_alone(name: str, rest: Sequence[Any], named: Mapping[str, Any]) -> Non
         )
 
 
-def token_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def token_by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     """In place of attention: of the shape of its output, and without any other token."""
     k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
     return v * (q.sum(-1, keepdim=True) + 2 * k.sum(-1, keepdim=True)) / q.shape[-1]
@@ -152,10 +156,10 @@ def position_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def set_positions(holders: Iterable[nn.Module], places: Any) -> None:
+def set_positions(holders: Iterable[nn.Module], places: torch.Tensor | None) -> None:
     """Name the place of each column of what comes next: a tensor ``[T]``, or None."""
     for one in holders:
-        one.positions = places
+        one.positions = cast("torch.Tensor", places)
 
 
 @contextmanager
@@ -177,7 +181,7 @@ def replaced_forward(cores: Sequence[nn.Module], attend: Attend) -> Iterator[Non
 def evaluated(model: nn.Module) -> Iterator[None]:
     """While open, without dropout and gradients, and places may be set; afterwards all is as before."""
     training = [(one, one.training) for one in model.modules()]
-    places = [(one, one.positions) for one in position_modules(model)]
+    places = [(one, getattr(one, "positions", None)) for one in position_modules(model)]
     try:
         with torch.no_grad():
             model.eval()
@@ -324,7 +328,9 @@ class Ulysses:
     def __init__(self, name: str, core: Attend, group: dist.ProcessGroup) -> None:
         self.name, self.inner, self.group = name, core, group
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object, **named: object
+    ) -> torch.Tensor:
         """Attention of this rank's part of the sequence, all heads. Raises BadInput for further tensors."""
         check_alone(self.name, rest, named)
         ranks = self.group.size()
@@ -351,7 +357,9 @@ class Ring:
         self.name, self.inner, self.group = name, core, group
         self._how: AttentionCall | None = None
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object, **named: object
+    ) -> torch.Tensor:
         """Attention of this rank's part of the sequence. Raises BadInput for one that a ring cannot compute."""
         check_alone(self.name, rest, named)
         if self._how is None:
@@ -368,7 +376,7 @@ class Ring:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, how: AttentionCall
+        ctx: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, how: AttentionCall
     ) -> torch.Tensor:
         scale = 1.0 / math.sqrt(q.shape[-1]) if how.scale is None else how.scale
         queries = [part.float() for part in q.chunk(2, dim=2)]
@@ -393,7 +401,7 @@ class _Ring(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         """With the sum of all blocks known, each block's share of the softmax is exact: p = exp(score - sum)."""
         q, k, v, out, sums = ctx.saved_tensors
         group, scale, heads = ctx.group, ctx.scale, q.shape[1]

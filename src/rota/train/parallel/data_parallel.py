@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,11 +78,11 @@ def _wrap(module: nn.Module, kind: Layer, plan: ParallelPlan, axes: DeviceMesh) 
         param_dtype=param if param != master else None, reduce_dtype=DTYPES[plan.dtype.reduce], cast_forward_inputs=True
     )
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if kind.offload == "all_cpu" else OffloadPolicy()
-    given: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     if kind.zero < 2:
-        replicate(module, mesh=axes, **given)
+        replicate(module, mesh=axes, mp_policy=policy, offload_policy=offload)
     else:
-        fully_shard(module, mesh=axes, reshard_after_forward=kind.zero == 3, **given)
+        after = kind.zero == 3
+        fully_shard(module, mesh=axes, reshard_after_forward=after, mp_policy=policy, offload_policy=offload)
 
 
 def sync_gradients(model: nn.Module, parts: Parts, plan: ParallelPlan, *, last: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,18 +9,18 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from rota.spec.errors import BadInput
-from rota.train.parallel.mesh import PlanMesh, all_to_all
+from rota.train.parallel.mesh import Context, PlanMesh, all_to_all
 from rota.train.parallel.model_parts import Parts
 
 
 class _ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(ctx: Context, value: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grads[0] * ctx.factor, None
 
 

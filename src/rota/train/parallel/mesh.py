@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -92,16 +92,20 @@ def expert_shards(degrees: Mesh) -> int:
     return inner
 
 
+Context: TypeAlias = Any
+"""What autograd hands to ``forward`` and ``backward``, to keep values on."""
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+        ctx: Context, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 

@@ -6,7 +6,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -115,8 +115,8 @@ def schedule(
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
     """The schedule of this rank over its pieces of the model. ``loss`` is already scaled: gradients are summed."""
     # Loads more than a second of torch, which plans without stages do not need.
-    pipelining: Any = importlib.import_module("torch.distributed.pipelining")
-    schedules: Any = importlib.import_module("torch.distributed.pipelining.schedules")
+    pipelining = importlib.import_module("torch.distributed.pipelining")
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
     indices = stages_of(plan, mesh.index("pp"))
     stages = [
         pipelining.PipelineStage(piece, index, len(plan.stages), device, group=mesh.group("pp"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Literal, TypedDict
 
 from rota.spec.errors import BadInput
 from rota.spec.resources import counted
@@ -28,7 +28,50 @@ def parse_degrees(text: str) -> dict[str, int]:
     return pins
 
 
-def explain(plan: ParallelPlan, question: SearchRequest, *, found: SearchResult | None = None) -> dict[str, Any]:
+class StageRow(TypedDict):
+    """A pipeline rank: its layers ``[first, last)`` by chunk, and its memory."""
+
+    rank: int
+    layers: list[list[int]]
+    memory_gib: float
+    memory_gib_by_class: dict[str, float]
+
+
+class SlowerPlan(TypedDict):
+    """A runner-up and the parts of its step that cost more."""
+
+    plan_id: str
+    iteration_s: float
+    slower_pct: float
+    because: list[str]
+
+
+class Explanation(TypedDict):
+    """The document of ``plan explain``."""
+
+    api: str
+    kind: str
+    plan_id: str
+    summary: list[str]
+    binds: str
+    breakdown_s: dict[str, float]
+    memory_gib_by_class: dict[str, float]
+    stages: list[StageRow]
+    certificate: dict[str, object] | None
+    runner_ups: list[SlowerPlan]
+
+
+class Verdict(TypedDict):
+    """What other degrees would give: seconds and GiB of their best plan, None where there is none."""
+
+    plan: ParallelPlan | None
+    iteration_s: float | None
+    memory_gib: float | None
+    verdict: Literal["slower", "faster", "does_not_fit", "illegal"]
+    because: list[str]
+
+
+def explain(plan: ParallelPlan, question: SearchRequest, *, found: SearchResult | None = None) -> Explanation:
     """The document of ``plan explain`` for one plan, without ``why_not``."""
     scored = score(plan, question)
     parts = predicted(scored, question)
@@ -37,7 +80,7 @@ def explain(plan: ParallelPlan, question: SearchRequest, *, found: SearchResult 
         "kind": "PlanExplanation",
         "plan_id": plan.id,
         "summary": summary(scored, question),
-        "binds": binds(scored, question),
+        "binds": binds(scored),
         "breakdown_s": parts["breakdown_s"],
         "memory_gib_by_class": parts["memory_gib_by_class"],
         "stages": stages(plan, question),
@@ -69,23 +112,20 @@ def _axes(plan: ParallelPlan) -> list[tuple[str, int]]:
     return [("pp", mesh.pp), ("dp", mesh.dp), ("cp", mesh.cp), ("tp", mesh.tp), ("ep", mesh.ep)]
 
 
-def stages(plan: ParallelPlan, question: SearchRequest) -> list[dict[str, Any]]:
+def stages(plan: ParallelPlan, question: SearchRequest) -> list[StageRow]:
     """One row a pipeline rank: its layers, its work for one micro-batch, its memory."""
-    rows: list[dict[str, Any]] = []
-    for rank, need in enumerate(memory(plan, question.model)):
-        chunks = plan.stages[rank :: plan.mesh.pp]
-        rows.append(
-            {
-                "rank": rank,
-                "layers": [list(chunk.layers) for chunk in chunks],
-                "memory_gib": need.total / GIB,
-                "memory_gib_by_class": need.by_class_gib(),
-            }
-        )
-    return rows
+    return [
+        {
+            "rank": rank,
+            "layers": [list(chunk.layers) for chunk in plan.stages[rank :: plan.mesh.pp]],
+            "memory_gib": need.total / GIB,
+            "memory_gib_by_class": need.by_class_gib(),
+        }
+        for rank, need in enumerate(memory(plan, question.model))
+    ]
 
 
-def _runner_up(other: Scored, best: Scored) -> dict[str, Any]:
+def _runner_up(other: Scored, best: Scored) -> SlowerPlan:
     return {
         "plan_id": other.plan.id,
         "iteration_s": other.step.total_s,
@@ -94,7 +134,7 @@ def _runner_up(other: Scored, best: Scored) -> dict[str, Any]:
     }
 
 
-def why_not(pins: Mapping[str, int], best: Scored, question: SearchRequest) -> dict[str, Any]:
+def why_not(pins: Mapping[str, int], best: Scored, question: SearchRequest) -> Verdict:
     """What the named degrees would give when everything else is chosen best for them.
 
     ``verdict``: ``slower``, ``does_not_fit`` (it would with more memory; the need is given), ``illegal`` (no plan of
@@ -136,7 +176,7 @@ def least_memory(question: SearchRequest) -> Scored:
     return best
 
 
-def _verdict(other: Scored, verdict: str, reasons: list[str]) -> dict[str, Any]:
+def _verdict(other: Scored, verdict: Literal["slower", "faster", "does_not_fit"], reasons: list[str]) -> Verdict:
     return {
         "plan": other.plan,
         "iteration_s": other.step.total_s,

@@ -18,6 +18,9 @@ from rota.spec import codec
 from rota.spec.check import nearest
 from rota.spec.errors import BadInput
 
+Json = Mapping[str, Any]
+"""An object of a file, whose values are not checked yet."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
@@ -138,18 +141,18 @@ class Hardware:
 _NESTED: dict[str, type] = {"device": DeviceSpec, "overlap": Overlap, "host": HostSpec, "nvme": NvmeSpec}
 
 
-def refuse_unknown(cls: type, raw: Any, where: str) -> dict[str, Any]:
+def refuse_unknown(cls: type, raw: object, where: str) -> Json:
     """The fields of an object of a file. Raises BadInput when it is none, or has one that ``cls`` does not."""
     if not isinstance(raw, Mapping):
         raise BadInput(f"{where}: expected an object, got {type(raw).__name__}")
-    pairs, known = dict(cast("Mapping[str, Any]", raw)), [field.name for field in fields(cls)]
+    pairs, known = dict(cast("Json", raw)), [field.name for field in fields(cls)]
     for key in pairs:
         if key not in known:
             raise BadInput(f"{where}.{key}: unknown field", hint=nearest(key, known))
     return pairs
 
 
-def hardware_from_json(raw: Mapping[str, Any]) -> Hardware:
+def hardware_from_json(raw: Json) -> Hardware:
     """Read a hardware file. Raises BadInput that names the missing, unknown or malformed field."""
     refuse_unknown(Hardware, raw, "hardware")
     for key, cls in _NESTED.items():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from rota.spec import codec
 from rota.spec.errors import BadInput
@@ -14,6 +14,7 @@ from rota.train.plan.hardware import (
     A100_80G_DGX,
     DeviceSpec,
     Hardware,
+    Json,
     LevelSpec,
     Overlap,
     hardware_from_json,
@@ -55,14 +56,14 @@ CALCULON_VOCAB = 51200
 GATED_ACTIVATIONS = ("silu", "swiglu", "geglu")
 
 
-def model_from_json(raw: Any) -> tuple[ModelShape, tuple[str, ...]]:
+def model_from_json(raw: object) -> tuple[ModelShape, tuple[str, ...]]:
     """A model and the warnings about what had to be assumed.
 
     Raises BadInput that names the field for a form that is not known, a missing or malformed value.
     """
     if not isinstance(raw, Mapping):
         raise BadInput(f"model: expected an object, got {type(raw).__name__}")
-    fields: dict[str, Any] = {str(key): value for key, value in raw.items()}  # type: ignore[misc]
+    fields = {str(key): value for key, value in cast("Json", raw).items()}
     if "num_blocks" in fields or "attn_heads" in fields:
         return _native(*_model_of_calculon(fields))
     if "hidden_size" in fields or "n_embd" in fields:
@@ -70,13 +71,13 @@ def model_from_json(raw: Any) -> tuple[ModelShape, tuple[str, ...]]:
     return _native(fields, ())
 
 
-def _model_of_calculon(fields: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _model_of_calculon(fields: Json) -> tuple[Json, tuple[str, ...]]:
     made = {CALCULON[key]: value for key, value in fields.items() if key in CALCULON}
     warning = f"vocab: Calculon files have none; {CALCULON_VOCAB} is assumed"
     return {**made, "vocab": CALCULON_VOCAB, "attention": "plain"}, (warning,)
 
 
-def _model_of_hugging_face(fields: dict[str, Any]) -> dict[str, Any]:
+def _model_of_hugging_face(fields: Json) -> Json:
     made = {HUGGING_FACE[key]: value for key, value in fields.items() if key in HUGGING_FACE and value is not None}
     activation = fields.get("hidden_act", fields.get("activation_function", ""))
     return {
@@ -87,7 +88,7 @@ def _model_of_hugging_face(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _native(fields: dict[str, Any], warnings: tuple[str, ...]) -> tuple[ModelShape, tuple[str, ...]]:
+def _native(fields: Json, warnings: tuple[str, ...]) -> tuple[ModelShape, tuple[str, ...]]:
     refuse_unknown(ModelShape, fields, "model")
     for key in REQUIRED:
         if key not in fields:
@@ -110,14 +111,13 @@ def _native(fields: dict[str, Any], warnings: tuple[str, ...]) -> tuple[ModelSha
     return model, warnings
 
 
-Json = Mapping[str, Any]
 _LAYER = re.compile(r"^layertype_0_bsz(\d+)_seq(\d+)$")
 _RING = re.compile(r"^allreduce_size_(\d+)_consec_1$")
 FREE_GB_S = 1e6
 """Measured layers hold their element-wise kernels already, so these cost nothing more."""
 
 
-def hardware_from_any(raw: Any) -> Hardware:
+def hardware_from_any(raw: object) -> Hardware:
     """A hardware file of this project, or a Calculon system file. Raises BadInput that names the field."""
     if not isinstance(raw, Mapping):
         raise BadInput(f"hardware: expected an object, got {type(raw).__name__}")
@@ -151,7 +151,7 @@ def _hardware_of_calculon(raw: Json) -> Hardware:
     )
 
 
-def _levels_of_calculon(networks: Any) -> tuple[LevelSpec, ...]:
+def _levels_of_calculon(networks: Sequence[Json]) -> tuple[LevelSpec, ...]:
     levels: list[LevelSpec] = []
     held = 1
     for index, network in enumerate(networks):
@@ -211,7 +211,7 @@ def from_galvatron(files: Mapping[str, Json], model: ModelShape) -> tuple[Hardwa
 def _kept_mib(files: Mapping[str, Json], seq: int) -> float:
     """MiB that a layer keeps for one sequence on one rank, 0 when the profile does not say."""
     for name in sorted(files):
-        kept: Any = files[name].get("layertype_0_sp", {}) if name.startswith("memory_profiling_bf16") else {}
+        kept: Json = files[name].get("layertype_0_sp", {}) if name.startswith("memory_profiling_bf16") else {}
         found = kept.get(str(seq), {}).get("tp_activation_per_bsz_dict", {}).get("1")
         if isinstance(found, int | float):
             return float(found)

@@ -232,7 +232,7 @@ class ParallelPlan:
     def from_json(text: str) -> ParallelPlan:
         """Inverse of ``to_json``. Raises BadInput that names the field for malformed or unknown content."""
         try:
-            raw: Any = json.loads(text)
+            raw = json.loads(text)
         except json.JSONDecodeError as error:
             raise BadInput(f"plan: line {error.lineno}, column {error.colno}: {error.msg}") from error
         _refuse_unknown_below(raw)
@@ -271,7 +271,7 @@ _NESTED: dict[str, type] = {
 }
 
 
-def _refuse_unknown_below(raw: Any) -> None:
+def _refuse_unknown_below(raw: object) -> None:
     for key, value in refuse_unknown(ParallelPlan, raw, "plan").items():
         if (inner := _NESTED.get(key)) is None:
             continue
@@ -280,7 +280,7 @@ def _refuse_unknown_below(raw: Any) -> None:
         elif not isinstance(value, list):
             raise BadInput(f"plan.{key}: expected a list, got {type(value).__name__}")
         else:
-            for index, item in enumerate(cast("list[Any]", value)):
+            for index, item in enumerate(cast("list[object]", value)):
                 refuse_unknown(inner, item, f"plan.{key}[{index}]")
 
 

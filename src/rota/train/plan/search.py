@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from rota.spec.errors import BadInput
 from rota.train.plan.cost import StepTime, step_time
@@ -286,25 +286,62 @@ class _CutBounds:
         return bound_s + self._table.state_s(setting, self._table.held(setting, counts), max(counts))
 
 
-def found_to_json(found: SearchResult, question: SearchRequest) -> dict[str, Any]:
+class Predicted(TypedDict):
+    """Seconds, rates, share of peak and GiB of a plan; the parts of ``breakdown_s`` add up to ``iteration_s``."""
+
+    iteration_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    mfu_pct: float
+    memory_gib: float
+    breakdown_s: dict[str, float]
+    memory_gib_by_class: dict[str, float]
+    bytes_by_collective: dict[str, int] | None
+
+
+class RunnerUp(TypedDict):
+    """Another plan, how much slower it is, and why."""
+
+    plan: ParallelPlan
+    iteration_s: float
+    slower_pct: float
+    why: str
+
+
+class SearchDocument(TypedDict):
+    """The document of ``plan search``: a plan and what is said of it, or the ``reason`` why there is none."""
+
+    api: str
+    kind: str
+    plan: ParallelPlan | None
+    certificate: dict[str, object]
+    reason: NotRequired[str]
+    predicted: NotRequired[Predicted]
+    binds: NotRequired[str]
+    notes: NotRequired[list[str]]
+    runner_ups: NotRequired[list[RunnerUp]]
+
+
+def found_to_json(found: SearchResult, question: SearchRequest) -> SearchDocument:
     """The document of ``plan search`` without its time; see the command line reference."""
-    document: dict[str, Any] = {"api": "rota/v1", "kind": "PlanSearch"}
-    certificate = asdict(found.certificate)
+    certificate: dict[str, object] = asdict(found.certificate)
     if not found.best:
         why = "out_of_memory" if found.certificate.enumerated else "no_setting"
         return {
-            **document,
+            "api": "rota/v1",
+            "kind": "PlanSearch",
             "plan": None,
             "reason": why if found.certificate.complete else "timed_out",
             "certificate": {**certificate, "lower_bound_s": None},
         }
     first = found.best[0]
     return {
-        **document,
+        "api": "rota/v1",
+        "kind": "PlanSearch",
         "plan": first.plan,
         "predicted": predicted(first, question),
         "certificate": certificate,
-        "binds": binds(first, question),
+        "binds": binds(first),
         "notes": notes(first.plan, question),
         "runner_ups": [
             {
@@ -318,7 +355,7 @@ def found_to_json(found: SearchResult, question: SearchRequest) -> dict[str, Any
     }
 
 
-def predicted(scored: Scored, question: SearchRequest) -> dict[str, Any]:
+def predicted(scored: Scored, question: SearchRequest) -> Predicted:
     """Time, throughput, share of peak and memory of a plan, with the parts that add up."""
     model, total_s = question.model, scored.step.total_s
     tokens = question.batch * model.seq
@@ -344,7 +381,7 @@ def notes(plan: ParallelPlan, question: SearchRequest) -> list[str]:
     return [f"nothing fits without offload, so this plan has offload {plan.layers[0].offload}"]
 
 
-def binds(scored: Scored, question: SearchRequest) -> str:
+def binds(scored: Scored) -> str:
     """What keeps the plan from being faster: memory when recompute is paid for it, else the largest part."""
     if scored.step.breakdown_s["recompute"] > 0:
         return "memory"

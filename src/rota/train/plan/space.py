@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from rota.train.plan.cost import LayerTime, StatePlacement, head_s, layer_time, state_time, transfers_s
 from rota.train.plan.hardware import Hardware
@@ -258,13 +258,12 @@ class CostTable:
 
     def __init__(self, question: SearchRequest) -> None:
         self._model, self._hardware, self._dtype = question.model, question.hardware, question.dtype
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, object] = {}
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = make()
-        return found
+        if key not in self._known:
+            self._known[key] = make()
+        return cast("T", self._known[key])
 
     def layer(self, setting: Setting) -> LayerTime:
         """Times of a layer; they are those of every kind of recompute."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final, cast
 
 import numpy as np
 
 from rota.runtime.clock import SystemClock, blocking_sleep
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
-from rota.train.ps.server import Answer, receive, send
+from rota.train.plan.hardware import Json
+from rota.train.ps.server import Answer, Arrays, ShardStats, receive, send
 from rota.train.ps.table import Floats, Ids, TableFull, dense_range, owners
 
 AGAIN_S: Final = 0.05
@@ -54,7 +55,7 @@ class PsClient:
             joined = self._ask_all([({"op": "join"}, {})] * len(self._links))
             self._clocks = [int(head["clock"]) for head, _ in joined]
         self._dense: list[Floats] = []
-        self._pending: list[dict[str, list[Any]]] = [{} for _ in self._links]
+        self._pending: list[dict[str, list[Floats | Ids]]] = [{} for _ in self._links]
 
     @property
     def clock(self) -> int:
@@ -119,9 +120,9 @@ class PsClient:
         answers = self._ask_all([({"op": "export", "table": table}, {})] * len(self._links))
         return tuple(np.concatenate([arrays[name] for _, arrays in answers]) for name in ("ids", "rows"))  # type: ignore[return-value]  # two
 
-    def stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[ShardStats]:
         """``PsServer.stats`` of each shard."""
-        return [head for head, _ in self._ask_all([({"op": "stats"}, {})] * len(self._links))]
+        return [cast("ShardStats", head) for head, _ in self._ask_all([({"op": "stats"}, {})] * len(self._links))]
 
     def close(self, *, leave: bool = True) -> None:
         """Hang up; with ``leave`` others stop waiting for this worker."""
@@ -136,7 +137,7 @@ class PsClient:
         spans = [dense_range(len(flat), count, server) for server in range(count)]
         return [flat[begin:end] for begin, end in spans]
 
-    def _ask_all(self, requests: Sequence[tuple[Mapping[str, Any], Any]], timeout_s: float = 0.0) -> list[Answer]:
+    def _ask_all(self, requests: Sequence[Answer], timeout_s: float = 0.0) -> list[Answer]:
         """Ask every server at once; their answers in order."""
         try:
             for link, (head, arrays) in zip(self._links, requests, strict=True):
@@ -159,9 +160,9 @@ class _Link:
         self._address, self._retry_s, self._clock = address, retry_s, SystemClock()
         self._hello = {"token": token, "worker": worker}
         self._line: socket.socket | None = None
-        self._request: tuple[Mapping[str, Any], Any, float] = ({}, {}, 0.0)
+        self._request: tuple[Json, Arrays, float] = ({}, {}, 0.0)
 
-    def begin(self, head: Mapping[str, Any], arrays: Any, timeout_s: float) -> None:
+    def begin(self, head: Json, arrays: Arrays, timeout_s: float) -> None:
         self._request = (head, arrays, timeout_s)
         if self._line is not None:
             with contextlib.suppress(OSError):  # finish() sends it again

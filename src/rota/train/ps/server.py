@@ -11,12 +11,14 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypedDict, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rota.runtime.clock import Clock, SystemClock
 from rota.spec.errors import BadInput, Fenced, RotaError, TimedOut
+from rota.train.plan.hardware import Json
 from rota.train.ps.clocks import (
     Admit,
     Apply,
@@ -32,13 +34,33 @@ from rota.train.ps.clocks import (
     Refuse,
     Rule,
 )
-from rota.train.ps.table import SGD, Dense, Floats, Ids, RowOptimizer, Table, TableSpec
+from rota.train.ps.table import SGD, Dense, Floats, Ids, RowOptimizer, State, Table, TableSpec
 
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
 HELLO_S: Final = 10.0
 """How long a new connection may be silent before it has shown the token."""
-Answer = tuple[dict[str, Any], dict[str, Any]]
+Arrays: TypeAlias = "Mapping[str, np.ndarray[Any, Any]]"
+"""Arrays by name; the dtypes are those that were sent."""
+Answer = tuple[Json, Arrays]
+"""Head and arrays of a message."""
+
+
+class TableSize(TypedDict):
+    """Live rows of a table on one shard, and their bytes."""
+
+    rows: int
+    bytes: int
+
+
+class ShardStats(TypedDict):
+    """Clocks of live workers, largest lead there was, updates applied, pushes dropped, and tables of one shard."""
+
+    clocks: dict[str, int]
+    lead_max: int
+    version: int
+    dropped: int
+    tables: dict[str, TableSize]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +83,7 @@ class PsServer:
         self._dense: Dense | None = None
         self._tables = {table.name: Table(table) for table in spec.tables}
         self._changed = threading.Condition()
-        self._payloads: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._payloads: dict[tuple[int, int], Arrays] = {}
         self._granted: dict[int, int] = {}
         self._asked: dict[int, int] = {}  # a worker that asks again on a new connection replaces its older wait
         self._links: dict[int, int] = {}
@@ -121,7 +143,7 @@ class PsServer:
         with self._changed:
             return self._table(table).pull(ids)
 
-    def push(self, worker: int, epoch: int, clock: int, payload: Mapping[str, Any]) -> int:
+    def push(self, worker: int, epoch: int, clock: int, payload: Arrays) -> int:
         """Gradients of iteration ``clock``: ``dense``, ``ids:<table>`` with ``grads:<table>``; the clock that is next.
 
         A repeated push changes nothing. Raises Fenced, BadInput.
@@ -141,18 +163,21 @@ class PsServer:
                 raise
             return self._core.clocks[worker]
 
-    def stats(self) -> dict[str, Any]:
-        """Clocks of live workers, largest lead there was, updates applied, pushes dropped, rows and bytes of tables."""
+    def stats(self) -> ShardStats:
+        """What the shard counts."""
         with self._changed:
             core = self._core
-            tables = {name: {"rows": len(table), "bytes": table.bytes} for name, table in self._tables.items()}
-            clocks = {str(worker): clock for worker, clock in sorted(core.clocks.items())}
-            lead = {"clocks": clocks, "lead_max": self._lead_max}
-            return {**lead, "version": core.version, "dropped": core.dropped, "tables": tables}
+            return ShardStats(
+                clocks={str(worker): clock for worker, clock in sorted(core.clocks.items())},
+                lead_max=self._lead_max,
+                version=core.version,
+                dropped=core.dropped,
+                tables={name: TableSize(rows=len(each), bytes=each.bytes) for name, each in self._tables.items()},
+            )
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """All that a shard needs to continue from here: nested dicts of arrays and numbers."""
         with self._changed:
             core = self._core
@@ -163,7 +188,7 @@ class PsServer:
                 "tables": {name: table.snapshot() for name, table in self._tables.items()},
             }  # fmt: skip
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def restore(self, kept: State) -> None:
         """Continue from a snapshot; workers join again and start at its clock."""
         with self._changed:
             epochs = {int(worker): int(epoch) for worker, epoch in kept["epochs"].items()}
@@ -196,7 +221,7 @@ class PsServer:
         self._changed.notify_all()
         return effects
 
-    def _apply(self, payloads: list[Mapping[str, Any]], weight: float) -> None:
+    def _apply(self, payloads: list[Arrays], weight: float) -> None:
         """One update with the sum of the payloads, in their order."""
         dense = [one["dense"] for one in payloads if "dense" in one]
         if dense and self._dense is not None:
@@ -256,7 +281,7 @@ class PsServer:
             self._tcp.server_close()
             self._tcp = None
 
-    def answer(self, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+    def answer(self, head: Json, arrays: Arrays) -> Answer:
         """One request as it came over the wire."""
         act = _ASKED.get(str(head.get("op")))
         if act is None:
@@ -264,38 +289,38 @@ class PsServer:
         return act(self, head, arrays)
 
 
-def _push(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+def _push(server: PsServer, head: Json, arrays: Arrays) -> Answer:
     return {"clock": server.push(head["worker"], head["epoch"], head["clock"], arrays)}, {}
 
 
-def _turn(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+def _turn(server: PsServer, head: Json, arrays: Arrays) -> Answer:
     clock = server.turn(head["worker"], head["epoch"], head["clock"], head["timeout_s"])
     return {"clock": clock}, {"dense": server.pull_dense()} if head["dense"] else {}
 
 
-def _offer(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+def _offer(server: PsServer, head: Json, arrays: Arrays) -> Answer:
     server.offer_dense(arrays["dense"])
     return {}, {}
 
 
-def _leave(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+def _leave(server: PsServer, head: Json, arrays: Arrays) -> Answer:
     server.leave(head["worker"], head["epoch"])
     return {}, {}
 
 
-def _export(server: PsServer, head: Mapping[str, Any], arrays: Mapping[str, Any]) -> Answer:
+def _export(server: PsServer, head: Json, arrays: Arrays) -> Answer:
     kept = server.snapshot()["tables"][head["table"]]
     return {}, {"ids": kept["ids"], "rows": kept["w"]}
 
 
-_ASKED: Final[dict[str, Callable[[PsServer, Mapping[str, Any], Mapping[str, Any]], Answer]]] = {
+_ASKED: Final[dict[str, Callable[[PsServer, Json, Arrays], Answer]]] = {
     "join": lambda server, head, arrays: ({"clock": server.join(head["worker"], head["epoch"])}, {}),
     "leave": _leave,
     "turn": _turn,
     "offer": _offer,
     "pull": lambda server, head, arrays: ({}, {"rows": server.pull(head["table"], arrays["ids"])}),
     "push": _push,
-    "stats": lambda server, head, arrays: (server.stats(), {}),
+    "stats": lambda server, head, arrays: (cast("Json", server.stats()), {}),
     "export": _export,
 }
 
@@ -329,10 +354,7 @@ class _Connection(socketserver.BaseRequestHandler):
                     try:
                         answer = server.answer(head, arrays)
                     except RotaError as error:
-                        answer = (
-                            dict[str, Any](error=error.code, message=error.message, hint=error.hint),
-                            dict[str, Any](),
-                        )
+                        answer = {"error": error.code, "message": error.message, "hint": error.hint}, {}
                     send(self.request, *answer)
             finally:
                 if worker is not None:
@@ -342,10 +364,9 @@ class _Connection(socketserver.BaseRequestHandler):
 _SIZES: Final = struct.Struct("<IQ")
 HEAD_BYTES_MAX: Final = 1 << 20
 BODY_BYTES_MAX: Final = 1 << 33
-Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-def send(link: socket.socket, head: Mapping[str, Any], arrays: Arrays) -> int:
+def send(link: socket.socket, head: Json, arrays: Arrays) -> int:
     """Write one message; its bytes."""
     packed = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     shapes = [(name, array.dtype.str, array.shape) for name, array in packed.items()]
@@ -358,9 +379,7 @@ def send(link: socket.socket, head: Mapping[str, Any], arrays: Arrays) -> int:
     return _SIZES.size + len(text) + body
 
 
-def receive(
-    link: socket.socket, *, body_max: int = BODY_BYTES_MAX
-) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
+def receive(link: socket.socket, *, body_max: int = BODY_BYTES_MAX) -> Answer:
     """Read one message with at most ``body_max`` bytes of arrays.
 
     Raises ConnectionError at its end, BadInput for a message that cannot be one.
@@ -370,7 +389,7 @@ def receive(
         raise BadInput(f"message of {head_bytes} + {body_bytes} bytes: the limit is {HEAD_BYTES_MAX} + {body_max}")
     head = json.loads(bytes(_exactly(link, head_bytes)))
     body = _exactly(link, body_bytes)
-    arrays, at = dict[str, Any](), 0
+    arrays, at = dict[str, NDArray[Any]](), 0
     for name, dtype, shape in head.pop("arrays"):
         kind = np.dtype(dtype)
         size = kind.itemsize * int(np.prod(shape, dtype=np.int64))

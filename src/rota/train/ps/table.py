@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from rota.spec.errors import BadInput, RotaError
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
+State: TypeAlias = "dict[str, Any]"
+"""A snapshot: numbers, arrays by name, and snapshots in it."""
 _GROW: Final = 1024
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -45,7 +47,7 @@ class RowOptimizer:
         """Names of the state arrays, each of the shape of the weights."""
         return {"sgd": (), "adagrad": ("sum",), "adam": ("mean", "square"), "ftrl": ("z", "n")}[self.kind]
 
-    def update(self, weights: Floats, state: Mapping[str, Floats], grads: Floats, steps: Any) -> None:
+    def update(self, weights: Floats, state: Mapping[str, Floats], grads: Floats, steps: int | Ids) -> None:
         """Change weights and state in place; ``steps`` counts updates from 1, per row or for all."""
         match self.kind:
             case "sgd":
@@ -58,7 +60,7 @@ class RowOptimizer:
             case "ftrl":
                 self._ftrl(weights, state["z"], state["n"], grads)
 
-    def _adam(self, weights: Floats, mean: Floats, square: Floats, grads: Floats, steps: Any) -> None:
+    def _adam(self, weights: Floats, mean: Floats, square: Floats, grads: Floats, steps: int | Ids) -> None:
         first, second = self.betas
         mean += (1 - first) * (grads - mean)
         square *= second
@@ -91,11 +93,11 @@ class Dense:
         self.steps += 1
         self._optimizer.update(self.weights, self._state, grads, self.steps)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Copies of all arrays."""
         return {"weights": self.weights.copy(), "steps": self.steps, **{k: v.copy() for k, v in self._state.items()}}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def restore(self, kept: State) -> None:
         """Inverse of ``snapshot``."""
         self.weights, self.steps = np.array(kept["weights"], np.float32), int(kept["steps"])
         self._state = {name: np.array(kept[name], np.float32) for name in self._optimizer.states}
@@ -207,7 +209,7 @@ class Table:
         old = [one for one, at in self._rows.items() if self.clock - self._used[at] >= self.spec.ttl_steps]
         self._free.extend(self._rows.pop(one) for one in old)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
         """Live rows in order of their ids; also what ``export`` writes."""
         ids = np.array(sorted(self._rows), np.int64)
         at = np.fromiter((self._rows[one] for one in ids.tolist()), np.int64, len(ids))
@@ -217,7 +219,7 @@ class Table:
             **arrays,
         }  # fmt: skip
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
+    def restore(self, kept: State) -> None:
         """Inverse of ``snapshot``."""
         self.__init__(self.spec)
         ids = np.asarray(kept["ids"], np.int64)

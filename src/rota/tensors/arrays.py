@@ -13,16 +13,23 @@ import sys
 import warnings
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from rota.spec.errors import BadInput, MissingExtra
 from rota.tensors import errors
-from rota.tensors.core import ITEM_BYTES
+from rota.tensors.core import ITEM_BYTES, Tensor
 
 if TYPE_CHECKING:
+    import ctypes
+
     import torch
+
+Holder: TypeAlias = "mmap.mmap | ctypes.Array[ctypes.c_ubyte]"
+"""What keeps the memory of a block: every view of it refers to its holder."""
+Bytes: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class Source:
 
     dtype: str
     shape: tuple[int, ...]
-    data: Any
+    data: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class Layout:
 
 
 @cache
-def load_torch() -> Any:
+def load_torch() -> ModuleType:
     """The torch module. Raises MissingExtra when it is not installed."""
     try:
         return importlib.import_module("torch")
@@ -60,7 +67,7 @@ def is_torch(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def source_of(value: Any, *, device: bool = False) -> Source:
+def source_of(value: Tensor, *, device: bool = False) -> Source:
     """Bytes of a dense tensor or array, contiguous and on the CPU; for a ``device`` as a tensor where it is.
 
     Raises UnsupportedTensor for any other.
@@ -81,7 +88,7 @@ def source_of(value: Any, *, device: bool = False) -> Source:
     return Source(name, array.shape, _as_bytes(np.ascontiguousarray(array)))
 
 
-def view_of(layout: Layout, holder: Any, base: int, as_: str) -> Any:
+def view_of(layout: Layout, holder: Holder, base: int, as_: str) -> Tensor:
     """A tensor (``torch``) or array (``numpy``) over the holder's bytes, keeping the holder alive."""
     if as_ == "torch":
         return _torch_view(layout, holder, base)
@@ -92,23 +99,24 @@ def view_of(layout: Layout, holder: Any, base: int, as_: str) -> Any:
         raise errors.UnsupportedTensor(text, hint="read it as_='torch'", dtype=layout.dtype, layout="numpy")
     if layout.bytes == 0:
         return np.empty(layout.shape, layout.dtype)
-    flat = np.frombuffer(holder, np.uint8, layout.bytes, base + layout.offset)
+    start = base + layout.offset
+    flat = np.frombuffer(holder, np.uint8, layout.bytes, start)  # pyright: ignore[reportCallIssue, reportArgumentType]  # ctypes arrays are buffers
     return flat.view(layout.dtype).reshape(layout.shape)
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: object) -> str:
     """The name of a torch or numpy dtype, or of a text. Raises UnsupportedTensor for one that cannot be shared."""
     name = dtype if isinstance(dtype, str) else str(dtype)
     name = name.removeprefix("torch.")
     if name not in ITEM_BYTES and dtype is not None:  # which numpy takes for float64
         with contextlib.suppress(TypeError):
-            name = np.dtype(dtype).name
+            name = np.dtype(dtype).name  # pyright: ignore[reportArgumentType, reportCallIssue]  # what numpy takes, or TypeError
     if name not in ITEM_BYTES:
         raise errors.UnsupportedTensor(f"dtype {dtype!r} is none of {', '.join(ITEM_BYTES)}", dtype=str(dtype))
     return name
 
 
-def address_of(value: Any) -> int:
+def address_of(value: Tensor) -> int:
     """Where the bytes of a tensor or array begin in this process. Raises UnsupportedTensor for what is neither."""
     if is_torch(value):
         return value.data_ptr()
@@ -118,22 +126,22 @@ def address_of(value: Any) -> int:
 
 
 @lru_cache(64)
-def _numpy_name(dtype: np.dtype[Any]) -> str:
+def _numpy_name(dtype: np.dtype[np.generic]) -> str:
     """The name of a dtype, which numpy puts together anew at each look."""
     return dtype.name
 
 
-def _as_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _as_bytes(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
-def _torch_source(value: Any, *, device: bool = False) -> Source:
+def _torch_source(value: Tensor, *, device: bool = False) -> Source:
     torch = load_torch()
     dtype = str(value.dtype).removeprefix("torch.")
     layout = str(value.layout).removeprefix("torch.")
     if layout != "strided" or dtype not in ITEM_BYTES or value.is_quantized or value.is_meta or value.is_nested:
         raise errors.UnsupportedTensor(f"a {layout} tensor of {dtype} cannot be shared", dtype=dtype, layout=layout)
-    plain: Any = value.detach()
+    plain = value.detach()
     if type(plain) is not torch.Tensor and hasattr(plain, "to_local"):  # a DTensor: this rank's shard
         plain = plain.to_local()
     plain = (plain if device else plain.cpu()).contiguous()
@@ -152,11 +160,11 @@ def view_in(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 @cache
-def _torch_dtype(name: str) -> Any:
+def _torch_dtype(name: str) -> torch.dtype:
     return getattr(load_torch(), name)
 
 
-def _torch_view(layout: Layout, holder: Any, base: int) -> torch.Tensor:
+def _torch_view(layout: Layout, holder: Holder, base: int) -> torch.Tensor:
     torch = load_torch()
     if layout.bytes == 0:
         return torch.empty(layout.shape, dtype=_torch_dtype(layout.dtype))

@@ -11,7 +11,7 @@ import json
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,7 +21,7 @@ from rota.spec.errors import BadInput, LimitExceeded, RegistryUnavailable, RotaE
 from rota.tensors import errors
 from rota.tensors.api.store import DEFAULT_NAMESPACE, Plane
 from rota.tensors.arrays import dtype_name, load_torch
-from rota.tensors.core import long_dtype, short_dtype
+from rota.tensors.core import Fields, Json, Tensor, long_dtype, short_dtype
 
 WAITING_MAX: Final = 10_000
 _COMMAND_BYTES_MAX: Final = 1 << 16
@@ -52,15 +52,17 @@ class Command(BaseModel):
     ttl_s: float = Field(default=60.0, gt=0, le=86_400)
 
 
+_Draft: TypeAlias = tuple[AbstractContextManager[Tensor], Tensor]
+"""A version that is being written: what ends it, and its memory."""
+
+
 @dataclass(slots=True)
 class _Client:
     """What one client of the bridge has: leased views by version, tensors being written by name."""
 
     until_s: float
-    views: dict[int, tuple[str, Any]] = field(default_factory=dict[int, tuple[str, Any]])
-    drafts: dict[str, tuple[AbstractContextManager[Any], Any]] = field(
-        default_factory=dict[str, tuple[AbstractContextManager[Any], Any]]
-    )
+    views: dict[int, tuple[str, Tensor]] = field(default_factory=dict[int, tuple[str, Tensor]])
+    drafts: dict[str, _Draft] = field(default_factory=dict[str, "_Draft"])
 
     def check_room(self) -> None:
         """Raise LimitExceeded when this client has as much as one may have."""
@@ -131,7 +133,7 @@ class Bridge:
             self._end(client)
         self._redis.close()
 
-    def _answer(self, raw: bytes, waiting: int) -> tuple[str, dict[str, Any]]:
+    def _answer(self, raw: bytes, waiting: int) -> tuple[str, Fields]:
         """The reply to one command, and where it goes. Whatever was sent, the bridge continues."""
         reply_id = ""
         try:
@@ -151,7 +153,7 @@ class Bridge:
         self.refused += 1
         return reply_id, {"ok": False, "error": refusal.code, "message": str(refusal)}
 
-    def _do(self, command: Command) -> dict[str, Any]:
+    def _do(self, command: Command) -> Fields:
         client = self._client(command)
         match command.op:
             case "create":
@@ -176,7 +178,7 @@ class Bridge:
                 pass
         return {"name": command.name}
 
-    def _create(self, client: _Client, command: Command) -> dict[str, Any]:
+    def _create(self, client: _Client, command: Command) -> Fields:
         """Memory for a new version: pending, or with ``commit`` published at once, zero-filled and mutable."""
         name, dtype = command.name, long_dtype(command.dtype)
         client.abort(name)
@@ -189,19 +191,19 @@ class Bridge:
             return self._commit(client, name)
         return {"state": "pending", **self._describe(name, view)}
 
-    def _commit(self, client: _Client, name: str) -> dict[str, Any]:
+    def _commit(self, client: _Client, name: str) -> Fields:
         if name not in client.drafts:
             raise errors.NotFound(f"this client writes no tensor {name!r}", hint="create it first", name=name)
         draft, view = client.drafts.pop(name)
         draft.__exit__(None, None, None)
         return self._held(client, name, view)
 
-    def _held(self, client: _Client, name: str, view: Any) -> dict[str, Any]:
+    def _held(self, client: _Client, name: str, view: Tensor) -> Fields:
         described = self._describe(name, view)
         client.views[described["version"]] = name, view
         return {"state": "ready", **described}
 
-    def _describe(self, name: str, view: Any) -> dict[str, Any]:
+    def _describe(self, name: str, view: Tensor) -> Fields:
         """A tensor and where its bytes lie; an empty one lies nowhere."""
         found, place = self._plane.version_of(view), self._plane.find_place(view)
         return {
@@ -215,7 +217,7 @@ class Bridge:
             "offset": place[1] if place else 0,
         }
 
-    def _stat(self, name: str) -> dict[str, Any]:
+    def _stat(self, name: str) -> Fields:
         row = self._plane.info(name)
         facts = {"version": row.version, "state": row.state, "step": row.step, "bytes": row.payload}
         return {"name": name, **facts, "leases": row.refs, "device": -1, **json.loads(row.desc or "{}")}
@@ -242,7 +244,7 @@ class Bridge:
             client.abort(draft)
 
 
-def _reply_id(given: Any) -> str:
+def _reply_id(given: Json) -> str:
     """Where the sender waits: a number is refused as an ``id`` too, and the error goes to that number as JSON."""
     text = (
         ""
@@ -254,7 +256,7 @@ def _reply_id(given: Any) -> str:
     return text.encode(errors="replace").decode()  # JSON may hold half a character, a Redis key may not
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes) -> Fields:
     if len(raw) > _COMMAND_BYTES_MAX:
         raise BadInput(f"a command of {len(raw)} bytes, the limit is {_COMMAND_BYTES_MAX}")
     try:

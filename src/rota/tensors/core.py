@@ -13,10 +13,16 @@ import re
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from rota.spec.errors import BadInput
 
+Tensor: TypeAlias = Any
+"""A torch tensor or a numpy array: ``as_`` says which one is read; torch is not loaded for its type."""
+Json: TypeAlias = Any
+"""A JSON value."""
+Fields: TypeAlias = "dict[str, Json]"
+"""A JSON object: of a message, a manifest or a client file."""
 NAME_BYTES_MAX: Final = 240
 NAMESPACE: Final = re.compile(r"(?!\.)[a-z0-9._-]{1,64}")
 PAYLOAD_BYTES_MAX: Final = 1 << 46
@@ -68,7 +74,7 @@ def short_dtype(dtype: str) -> str:
     return dtype
 
 
-def describe(tensors: Sequence[Sequence[Any]], device: str) -> dict[str, Any]:
+def describe(tensors: Sequence[Sequence[Json]], device: str) -> Fields:
     """What the registry keeps of the shape of tensors (name, dtype, shape, ...): all of one, the number of several."""
     where = {"device": device} if device else {}
     if len(tensors) != 1:

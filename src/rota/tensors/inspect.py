@@ -7,17 +7,17 @@ import os
 import resource
 import stat
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal, TypedDict
 
 from rota.tensors import errors
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.devices.client import PLACE_BYTES, Place
 from rota.tensors.locks import clients_in, is_alive, read_file
 from rota.tensors.recovery import blocks_of
-from rota.tensors.registry import STATES, Row
+from rota.tensors.registry import STATES, Dump, Row
 from rota.tensors.segments import Header
 from rota.tensors.session import Session, remove_vanished, shm_base
 from rota.tensors.space import Space
@@ -51,7 +51,130 @@ class Location:
     device: str = ""
 
 
-def row_document(row: Row, now_s: float) -> dict[str, Any]:
+class TensorRow(TypedDict):
+    """One item of ``TensorList``; ``dtype`` and ``shape`` of a single tensor, ``age_s`` since its last publish."""
+
+    name: str
+    version: int
+    step: int
+    epoch: int
+    kind: Literal["group", "tensor"]
+    dtype: str | None
+    shape: list[int] | None
+    tensors: int
+    device: str
+    bytes: int
+    leases: int
+    owner: str
+    label: str
+    state: str
+    age_s: float
+
+
+class HolderRow(TypedDict):
+    """Who leases a version, and for how long it has been a client."""
+
+    client: str
+    pid: int | None
+    label: str
+    age_s: float | None
+
+
+class VersionRow(TypedDict):
+    """One version of a name: where its bytes lie, and who holds it."""
+
+    version: int
+    step: int
+    epoch: int
+    leases: int
+    state: str
+    bytes: int
+    segment: str
+    offset: int
+    part: int
+    world: int
+    tier: str
+    holders: list[HolderRow]
+
+
+class TensorDocument(TensorRow):
+    """The document of ``rota tensors stat``."""
+
+    versions: list[VersionRow]
+
+
+class TensorList(TypedDict):
+    """The document of ``rota tensors ls``."""
+
+    items: list[TensorRow]
+
+
+class TopRow(TypedDict):
+    """Bytes of all versions of a name; ``doomed_bytes`` are kept by old leases alone."""
+
+    name: str
+    bytes: int
+    doomed_bytes: int
+    leases: int
+    versions: int
+
+
+class TopDocument(TypedDict):
+    """The document of ``rota tensors top``."""
+
+    items: list[TopRow]
+
+
+class Stats(TypedDict):
+    """``bytes`` of versions, ``free_bytes`` warm, ``file_bytes`` on the file system, and counts."""
+
+    namespace: str
+    names: int
+    versions: dict[str, int]
+    leases: int
+    clients: int
+    bytes: int
+    free_bytes: int
+    file_bytes: int
+    spilled_bytes: int
+    segments: int
+    registry_epoch: int
+    process: dict[str, int]
+
+
+class FsckDocument(TypedDict):
+    """The document of ``rota tensors fsck``; each violation as a ``Violation``."""
+
+    checked: int
+    violations: list[dict[str, object]]
+    registry_bytes: int
+    disk_bytes: int
+
+
+class Dropped(TypedDict):
+    """What a collection removed, and why."""
+
+    what: str
+    why: str
+    bytes: int
+
+
+class GcDocument(TypedDict):
+    """The document of ``rota tensors gc``."""
+
+    swept: int
+    trimmed_bytes: int
+    dropped: list[Dropped]
+    dry_run: bool
+
+
+class DoctorDocument(TypedDict):
+    """The document of ``rota tensors doctor``; each check as a ``Finding``."""
+
+    checks: list[dict[str, object]]
+
+
+def row_document(row: Row, now_s: float) -> TensorRow:
     """One item of ``TensorList``."""
     shape = json.loads(row.desc) if row.desc else {}
     return {
@@ -63,16 +186,16 @@ def row_document(row: Row, now_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tensor_list(space: Space, prefix: str = "") -> dict[str, Any]:
+def tensor_list(space: Space, prefix: str = "") -> TensorList:
     """The document of ``rota tensors ls``."""
     now_s = space.clock.wall_s()
     return {"items": [row_document(row, now_s) for row in space.registry.ls_all(prefix) if row.version]}
 
 
-def tensor(space: Space, row: Row) -> dict[str, Any]:
+def tensor(space: Space, row: Row) -> TensorDocument:
     """The document of ``rota tensors stat``: the row, its versions, their holders, its latest events."""
     dump, now_s = space.registry.dump(), space.clock.wall_s()
-    versions = [
+    versions: list[VersionRow] = [
         {
             "version": int(key[2:]), "step": int(v["s"]), "epoch": int(v["e"]), "leases": int(v["refs"]),
             "state": STATES[v["st"]], "bytes": int(v["len"]),
@@ -113,7 +236,7 @@ def _tier(path: Path, device: str) -> str:
     return "device" if device else "file" if path.is_symlink() else "memory"
 
 
-def _header(space: Space, fields: dict[str, Any]) -> Header | None:
+def _header(space: Space, fields: Mapping[str, str]) -> Header | None:
     """The header of a version's block; None when its file is gone."""
     try:
         raw = space.segments.read(fields["seg"], int(fields["off"]), HEADER_BYTES)
@@ -122,23 +245,24 @@ def _header(space: Space, fields: dict[str, Any]) -> Header | None:
     return Header.unpack(raw, fields["seg"], settled=False)
 
 
-def top(space: Space, n_max: int = 20) -> dict[str, Any]:
-    """The document of ``rota tensors top``: names by bytes, with those that only old leases keep."""
+def top(space: Space, n_max: int = 20) -> TopDocument:
+    """Names by bytes, with those that only old leases keep."""
     dump = space.registry.dump()
-    names: dict[str, dict[str, int]] = defaultdict(lambda: {"bytes": 0, "doomed_bytes": 0, "leases": 0, "versions": 0})
+    names: dict[str, TopRow] = {}
     for key, fields in dump.items():
         if key.startswith("v:"):
-            item = names[fields["name"]]
+            none = TopRow(name=fields["name"], bytes=0, doomed_bytes=0, leases=0, versions=0)
+            item = names.setdefault(fields["name"], none)
             item["bytes"] += int(fields["blk"])
             item["doomed_bytes"] += int(fields["blk"]) if fields["st"] == "d" else 0
             item["leases"] += int(fields["refs"])
             item["versions"] += 1
-    items = sorted(names.items(), key=lambda item: (-item[1]["bytes"], item[0]))
-    return {"items": [{"name": name, **facts} for name, facts in items[:n_max]]}
+    items = sorted(names.values(), key=lambda item: (-item["bytes"], item["name"]))
+    return {"items": items[:n_max]}
 
 
-def stats(space: Space) -> dict[str, Any]:
-    """Bytes and counts: ``bytes`` of versions, ``free_bytes`` warm, ``file_bytes`` on the file system."""
+def stats(space: Space) -> Stats:
+    """Bytes, leases and counts of a namespace and of this process."""
     dump = space.registry.dump()
     sizes = dump.get("bytes", {})
     files, used = int(sizes.get("files", 0)), int(sizes.get("used", 0))
@@ -156,7 +280,7 @@ def stats(space: Space) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def fsck(session: Session, *, repair: bool = False) -> dict[str, Any]:
+def fsck(session: Session, *, repair: bool = False) -> FsckDocument:
     """Check I1 to I7 as of one moment."""
     space = session.space
     dump = space.retry(space.registry.dump)
@@ -173,7 +297,7 @@ def fsck(session: Session, *, repair: bool = False) -> dict[str, Any]:
     }
 
 
-def check(dump: dict[str, Any]) -> list[Violation]:
+def check(dump: dict[str, Dump]) -> list[Violation]:
     """The invariants that the registry's content alone shows (I1, I2, I4, I6 and the counters)."""
     versions = {key[2:]: value for key, value in dump.items() if key.startswith("v:")}
     found: list[Violation] = []
@@ -199,7 +323,7 @@ def check(dump: dict[str, Any]) -> list[Violation]:
     return found
 
 
-def _check_blocks(dump: dict[str, Any], versions: dict[str, Any]) -> list[Violation]:
+def _check_blocks(dump: dict[str, Dump], versions: dict[str, dict[str, str]]) -> list[Violation]:
     found: list[Violation] = []
     holders: dict[tuple[str, int], list[str]] = defaultdict(list)
     for v, fields in versions.items():
@@ -226,7 +350,7 @@ def _check_blocks(dump: dict[str, Any], versions: dict[str, Any]) -> list[Violat
     return found
 
 
-def _check_names(dump: dict[str, Any], versions: dict[str, Any]) -> list[Violation]:
+def _check_names(dump: dict[str, Dump], versions: dict[str, dict[str, str]]) -> list[Violation]:
     found: list[Violation] = []
     reachable: set[str] = set()
     pending: dict[str, int] = defaultdict(int)
@@ -256,7 +380,7 @@ def _check_names(dump: dict[str, Any], versions: dict[str, Any]) -> list[Violati
     return found
 
 
-def _check_files(space: Space, dump: dict[str, Any]) -> list[Violation]:
+def _check_files(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     found: list[Violation] = []
     files = dict(space.segments.files())
     known: set[str] = dump.get("segs", set())
@@ -278,7 +402,7 @@ def _check_files(space: Space, dump: dict[str, Any]) -> list[Violation]:
     ]
 
 
-def _check_table(space: Space, dump: dict[str, Any]) -> list[Violation]:
+def _check_table(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     found: list[Violation] = []
     for key, fields in dump.items():
         if key.startswith("n:") and fields["v"] != "0":
@@ -290,7 +414,7 @@ def _check_table(space: Space, dump: dict[str, Any]) -> list[Violation]:
     return found
 
 
-def _on_devices(space: Space, dump: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, str]]:
+def _on_devices(space: Space, dump: dict[str, Dump]) -> Iterator[tuple[str, dict[str, str], str, str]]:
     """Complete versions on devices: (id, fields, UUID of the device, keeper)."""
     for key, fields in dump.items():
         device = json.loads(fields["desc"] or "{}").get("device") if key.startswith("v:") else None
@@ -301,7 +425,7 @@ def _on_devices(space: Space, dump: dict[str, Any]) -> Iterator[tuple[str, dict[
                 yield key[2:], fields, device, Place.unpack(raw).keeper
 
 
-def _check_devices(space: Space, dump: dict[str, Any]) -> list[Violation]:
+def _check_devices(space: Space, dump: dict[str, Dump]) -> list[Violation]:
     """Every range that a keeper gave belongs to a version, every version of a living keeper has its range.
 
     Others release versions between one answer and the next; what is gone by then is asked for again.
@@ -328,7 +452,7 @@ def _given(space: Space, uuid: str) -> set[int]:
     return {int(version) for version, *_ in reply.get("blocks", ())}
 
 
-def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
+def gc(session: Session, *, dry_run: bool = False) -> GcDocument:
     """Sweep, then give free files back; ``dropped`` lists what went and why."""
     space = session.space
     before = space.retry(lambda: stats(space))
@@ -338,14 +462,14 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     session.release_ended()
     swept = session.sweep()
     trimmed = session.writer.free_room()
-    dropped = [{"what": client, "why": "its process is dead", "bytes": 0} for client in swept]
+    dropped: list[Dropped] = [{"what": client, "why": "its process is dead", "bytes": 0} for client in swept]
     for v, fields, uuid, keeper in _on_devices(space, space.registry.dump()):
         if not is_alive(space.clients, keeper) and space.delete(fields["name"], expected=int(v)):
             dropped.append({"what": fields["name"], "why": f"the keeper of device {uuid} died", "bytes": 0})
     why = "its home was removed"
-    dropped += [{"what": str(other), "why": why, "bytes": 0} for other in remove_vanished(session.root)]
+    dropped += [Dropped(what=str(other), why=why, bytes=0) for other in remove_vanished(session.root)]
     strays = space.segments.spill.sweep() if space.segments.spill is not None else ()
-    dropped += [{"what": stray, "why": "spilled by a process that died", "bytes": size} for stray, size in strays]
+    dropped += [Dropped(what=stray, why="spilled by a process that died", bytes=size) for stray, size in strays]
     files = list(space.segments.files())  # before the question: a file is recorded before it is made
     known = space.retry(lambda: space.registry.members("segs"))
     for seg, size in files:
@@ -356,9 +480,9 @@ def gc(session: Session, *, dry_run: bool = False) -> dict[str, Any]:
     return {"swept": len(swept), "trimmed_bytes": trimmed, "dropped": dropped, "dry_run": False}
 
 
-def holders(space: Space, dump: dict[str, Any], version: str, now_s: float) -> list[dict[str, Any]]:
-    """Who leases a version: client, pid, label, and for how long it has been a client."""
-    out: list[dict[str, Any]] = []
+def holders(space: Space, dump: dict[str, Dump], version: str, now_s: float) -> list[HolderRow]:
+    """Who leases a version, in order of the clients."""
+    out: list[HolderRow] = []
     for client in sorted(dump.get("clients", ())):
         if version in dump.get(f"c:{client}:l", {}):
             facts = read_file(space.clients, client)[0]
@@ -453,7 +577,7 @@ def _old_leases(session: Session) -> Finding:
     return Finding(name="old leases", level="ok", value=f"none over {_LEASE_OLD_S:.0f} s")
 
 
-def doctor(session: Session | None) -> dict[str, Any]:
+def doctor(session: Session | None) -> DoctorDocument:
     """The document of ``rota tensors doctor``, of the machine alone where no registry runs.
 
     None of the remedies is needed to work at all.

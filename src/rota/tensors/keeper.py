@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rota.runtime import environ
 from rota.runtime.clock import blocking_sleep
@@ -25,7 +25,14 @@ from rota.runtime.process import write_private
 from rota.spec.errors import RegistryUnavailable, RotaError
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
-from rota.tensors.core import PAYLOAD_BYTES_MAX, Range, Slabs, count_of, slab_bytes
+from rota.tensors.core import (
+    PAYLOAD_BYTES_MAX,
+    Fields,
+    Range,
+    Slabs,
+    count_of,
+    slab_bytes,
+)
 from rota.tensors.devices.client import load, socket_folder
 from rota.tensors.locks import take_if_dead
 from rota.tensors.registry import Refused
@@ -55,7 +62,7 @@ class Keeper:
         self.slabs = Slabs()
         self.blocks: dict[int, Range] = {}
 
-    def answer(self, words: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, words: Fields) -> Fields:
         """One command; a refusal is an answer too."""
         try:
             match words.get("op"):
@@ -78,7 +85,7 @@ class Keeper:
         except (RotaError, KeyError, ValueError, TypeError) as error:
             return {"error": str(error)}
 
-    def take(self, version: int, size: int) -> dict[str, Any]:
+    def take(self, version: int, size: int) -> Fields:
         """A range for a version; the same one when it is asked for again. Raises OutOfMemory."""
         found = self.blocks.get(version)
         if found is None:

@@ -17,10 +17,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from rota.tensors.arrays import Holder
 from rota.tensors.core import HEADER_BYTES
 from rota.tensors.locks import ClientFile
 from rota.tensors.registry import Block
@@ -33,11 +34,11 @@ _PAGE: Final = mmap.ALLOCATIONGRANULARITY
 class Held:
     """One block in this process: the object to build views on, and where the block begins in it."""
 
-    holder: Any
+    holder: Holder
     base: int
 
 
-class _Watch(weakref.ref[Any]):
+class _Watch(weakref.ref[Holder]):
     """Reports the end of a holder by a call of the deque itself: no handler of a signal can come between."""
 
     __slots__ = ("lease",)
@@ -64,7 +65,7 @@ class Leases:
         self._mirror = mirror
         self._lock = threading.RLock()  # a signal's handler may use the store in the middle of a call
         self._table: dict[int, _Lease] = {}
-        self._ended: deque[Any] = deque()
+        self._ended: deque[_Watch] = deque()
         self._seq = 0
         self._getting: set[int] = set()
         self._idle: list[_Lease] = []
@@ -104,9 +105,9 @@ class Leases:
             try:
                 lease.seq = max(lease.seq, seq)
                 if not sealed and lease.open:
-                    held = [Held(ref(), base) for ref, base in lease.open]
-                    if all(each.holder is not None for each in held):
-                        return held
+                    alive = [Held(holder, base) for ref, base in lease.open if (holder := ref()) is not None]
+                    if len(alive) == len(lease.open):
+                        return alive
                 held = [self._map(block, sealed) for block in blocks]
                 refs = [self._watch(lease, each) for each in held]
                 if not sealed:
@@ -123,7 +124,7 @@ class Leases:
         out: list[tuple[int, int, int]] = []
         with self._lock:
             while self._ended:
-                ref: _Watch = self._ended.popleft()
+                ref = self._ended.popleft()
                 lease = ref.lease
                 lease.refs.pop(id(ref), None)
                 lease.bases.pop(id(ref), None)
@@ -153,7 +154,7 @@ class Leases:
                     holder = ref()
                     if holder is None:
                         continue
-                    raw = np.frombuffer(holder, np.uint8)
+                    raw = np.frombuffer(holder, np.uint8)  # pyright: ignore[reportCallIssue, reportArgumentType]  # as view_of
                     start = raw.__array_interface__["data"][0]
                     if start <= address < start + raw.nbytes:
                         base = lease.bases.get(id(ref), 0)

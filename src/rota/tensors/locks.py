@@ -18,9 +18,10 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from rota.runtime import environ
+from rota.tensors.core import Fields
 from rota.tensors.errors import making_files
 
 _Key = tuple[int, int, int]
@@ -148,7 +149,7 @@ _own: dict[tuple[int, Path], ClientFile] = {}
 class ClientFile:
     """The file of this process in ``folder``: created, locked, then made visible under the client's name."""
 
-    def __init__(self, folder: Path, client: str, identity: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, client: str, identity: Fields) -> None:
         self.path = folder / client
         self.identity = identity
         partial = folder / f".{client}"
@@ -250,7 +251,7 @@ def is_alive(folder: Path, client: str) -> bool:
     return (folder / client).exists()
 
 
-def read_file(folder: Path, client: str) -> tuple[dict[str, Any], list[int]]:
+def read_file(folder: Path, client: str) -> tuple[Fields, list[int]]:
     """Identity and noted versions of a client; those of this process come from memory, not through its file."""
     own = _own.get((os.getpid(), folder / client))
     if own is not None:

@@ -7,23 +7,23 @@ After ``register()`` an actor with ``enable_tensor_transport=True`` returns tens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rota.runtime.ray import tensors as ray_tensors
 from rota.tensors.api.store import Plane, connect
 from rota.tensors.arrays import load_torch
+from rota.tensors.core import Tensor
 
 
 class RayTransport(ray_tensors.PlaneTransport):
     """One copy into shared memory where an object is made, none where it is read. Its name goes with its maker."""
 
-    def publish(self, obj_id: str, tensors: Sequence[Any]) -> tuple[str, ...]:
+    def publish(self, obj_id: str, tensors: Sequence[Tensor]) -> tuple[str, ...]:
         """A group of the object's tensors, dropped when this process dies."""
         plane, name = connect(), f"ray/{obj_id}"
         plane.publish_group(name, {str(index): tensor for index, tensor in enumerate(tensors)}, orphan="drop")
         return str(plane.home), plane.namespace, name
 
-    def fetch(self, where: tuple[str, ...]) -> list[Any]:
+    def fetch(self, where: tuple[str, ...]) -> list[Tensor]:
         """Views of them; each holds its lease. Raises NotFound when the maker died."""
         home, namespace, name = where
         found = connect(home=home, namespace=namespace).get_group(name)

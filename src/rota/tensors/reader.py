@@ -7,14 +7,21 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 
 from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput, RotaError
 from rota.spec.resources import counted
 from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_of
-from rota.tensors.core import HEADER_BYTES, STEP_MAX, check_count
+from rota.tensors.core import (
+    HEADER_BYTES,
+    STEP_MAX,
+    Fields,
+    Json,
+    Tensor,
+    check_count,
+)
 from rota.tensors.devices.client import Place
 from rota.tensors.errors import failpoint
 from rota.tensors.leases import Held
@@ -30,7 +37,11 @@ _POLL_SHORT_FOR_S: Final = 0.05
 _RECHECK_S: Final = 1.0
 _SELECT: Final = {"version": "v", "step": "s", "min_step": "m", "min_version": "w"}
 
-Parts = list[tuple[dict[str, Any], Any]]  # of one version: the tensors and the meta of each writer, by rank
+Parts = list[tuple[dict[str, Tensor], Json]]  # of one version: the tensors and the meta of each writer, by rank
+
+
+Key: TypeAlias = "str | tuple[str, str, bool] | tuple[str, str, bool, str]"
+"""Of a cached answer: the name alone, or (name, as_, sealed), and "group" for a group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +51,11 @@ class Entry:
     word: int
     version: int
     step: int
-    value: Any
+    value: Tensor
     used: bool = True
 
 
-class Snapshot(dict[str, Any]):
+class Snapshot(dict[str, Tensor]):
     """Name -> tensor, all of one moment.
 
     For a group: ``step``, ``epoch``, ``id`` of that step, and ``meta``, the JSON value its publisher gave (for a step
@@ -55,14 +66,14 @@ class Snapshot(dict[str, Any]):
     __slots__ = ("epoch", "id", "meta", "parts", "step", "versions")
 
     def __init__(
-        self, tensors: Mapping[str, Any], *, id: int, step: int, epoch: int, meta: Any, versions: Mapping[str, int],
-        parts: Sequence[tuple[Mapping[str, Any], Any]] = (),
+        self, tensors: Mapping[str, Tensor], *, id: int, step: int, epoch: int, meta: Json, versions: Mapping[str, int],
+        parts: Sequence[tuple[Mapping[str, Tensor], Json]] = (),
     ) -> None:  # fmt: skip
         super().__init__(tensors)
         self.id, self.step, self.epoch, self.meta, self.versions = id, step, epoch, meta, dict(versions)
         self.parts = tuple(parts)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("a Snapshot is memory of this machine; send plane.ref(tensor), or copy the tensors")
 
 
@@ -74,7 +85,7 @@ class Record:
 
     __slots__ = ("id", "lease", "meta", "name", "tensors", "tries")
 
-    def __init__(self, name: str, id: int, tries: int, tensors: dict[str, Any], meta: Any, lease: object) -> None:
+    def __init__(self, name: str, id: int, tries: int, tensors: dict[str, Tensor], meta: Json, lease: object) -> None:
         self.name, self.id, self.tries, self.tensors, self.meta = name, id, tries, tensors, meta
         self.lease: object = lease
 
@@ -87,9 +98,9 @@ class Reader:
         self._check = check
         self.sealed = sealed
         self.words = space.table.words
-        self.cache: dict[Any, Entry] = {}
+        self.cache: dict[Key, Entry] = {}
 
-    def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Any:
+    def get(self, name: str, selector: str, *, wait_s: float, sealed: bool, as_: str) -> Tensor:
         """One tensor of a single name, leased by its views. Raises NotFound, VersionGone, WaitTimeout."""
         (leased,), values = self._read([(name, selector)], wait_s, sealed, as_)
         tensors = _merged(values[0])
@@ -114,7 +125,7 @@ class Reader:
     def get_many(self, names: Sequence[str], *, wait_s: float, sealed: bool, as_: str) -> Snapshot:
         """One tensor a name, all as of one moment; those unchanged since the last call are not mapped again."""
         leased, values = self._read([(name, "") for name in names], wait_s, sealed, as_)
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
         for name, one, found in zip(names, leased, map(_merged, values), strict=True):
             tensors |= {name: found[name]} if set(found) == {name} else {f"{name}/{key}": t for key, t in found.items()}
             if set(found) == {name} and one.version == one.current:
@@ -123,7 +134,7 @@ class Reader:
         versions = {name: one.version for name, one in zip(names, leased, strict=True)}
         return Snapshot(tensors, id=newest[0], step=newest[1], epoch=newest[2], meta=None, versions=versions)
 
-    def find_cached(self, key: Any) -> Entry | None:
+    def find_cached(self, key: Key) -> Entry | None:
         """The cached answer if it still is the newest."""
         entry = self.cache.get(key)
         if entry is None or self.words[entry.word] != entry.version:
@@ -145,7 +156,7 @@ class Reader:
             if name is None or key == name or (isinstance(key, tuple) and key[0] == name):
                 self.cache.pop(key, None)
 
-    def _remember(self, key: Any, leased: Leased, value: Any) -> None:
+    def _remember(self, key: Key, leased: Leased, value: Tensor) -> None:
         if len(self.cache) >= CACHE_MAX:
             self.age(linger=True)
         if len(self.cache) < CACHE_MAX:
@@ -224,7 +235,7 @@ class Reader:
         return held
 
     def _views(self, leased: Leased, held: list[Held], as_: str) -> Parts:
-        parts: list[tuple[int, dict[str, Any], Any]] = []
+        parts: list[tuple[int, dict[str, Tensor], Json]] = []
         for block, each in zip(leased.blocks, held, strict=True):
             raw = memoryview(each.holder)
             header = Header.unpack(raw[each.base : each.base + HEADER_BYTES], block.seg, settled=False)
@@ -255,7 +266,7 @@ class Reader:
 
     def _on_device(
         self, header: Header, device: str, place: Place, layouts: list[Layout], held: Held, as_: str, *, sealed: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         name, devices = header.name, self._space.devices
         if devices is None:
             hint = "connect(device='memfd')" if device == "memfd" else "connect(device='cuda:0')"
@@ -317,11 +328,11 @@ def chosen(group: str, of: Snapshot, part: int | tuple[int, int] | None, names: 
     )  # fmt: skip
 
 
-def _merged(parts: Parts) -> dict[str, Any]:
+def _merged(parts: Parts) -> dict[str, Tensor]:
     return {name: tensor for tensors, _ in parts for name, tensor in tensors.items()}
 
 
-def _manifest(raw: bytes, block: Block) -> dict[str, Any]:
+def _manifest(raw: bytes, block: Block) -> Fields:
     """The description before the tensors: JSON and nothing else, since no content of shared memory is executed."""
     try:
         return json.loads(raw)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal, TypeAlias, TypedDict
 
 from rota.runtime.clock import blocking_sleep
 from rota.runtime.process import write_private
+from rota.runtime.redis.client import Argument
 from rota.tensors import errors
-from rota.tensors.core import HEADER_BYTES, blocks_in_slab, describe
+from rota.tensors.core import HEADER_BYTES, Fields, blocks_in_slab, describe
 from rota.tensors.errors import making_files
 from rota.tensors.locks import FORK_MARK, PIN_MARK, clients_in, is_alive, read_file
 from rota.tensors.registry import RedisMachine
@@ -24,6 +25,17 @@ _SETTLE_S: Final = 0.01
 _VERSION_GAP: Final = 1 << 20
 _COMMANDS_MAX: Final = 500
 _NOTES: Final = "notes.json"
+
+
+Words: TypeAlias = "list[tuple[Argument, ...]]"
+"""Commands of Redis, one a tuple."""
+
+
+class Notes(TypedDict):
+    """What no header says: epoch by fenced label, version by holder of a pin."""
+
+    fences: dict[str, int]
+    pins: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +87,15 @@ def scan(segments: Segments, *, dry_run: bool) -> Iterator[Found]:
                     yield Found(seg, index * block, -block, None)
 
 
-def read_notes(folder: Path) -> dict[str, dict[str, Any]]:
-    """What no header says: ``fences`` (label -> epoch) and ``pins`` (holder -> version)."""
+def read_notes(folder: Path) -> Notes:
+    """What was noted in the folder of a namespace; nothing without a file that can be read."""
     try:
         return json.loads((folder / _NOTES).read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {"fences": {}, "pins": {}}
 
 
-def write_note(space: Space, kind: str, key: str, value: int | None) -> None:
+def write_note(space: Space, kind: Literal["fences", "pins"], key: str, value: int | None) -> None:
     """Change one note (None: strike it); the caller holds the recovery lock."""
     notes = read_notes(space.folder)
     if value is None:
@@ -146,8 +158,8 @@ class _Plan:
         self.slots_max = len(space.table.words) // 2 - 1
         self._found: dict[int, Found] = {}
         self._blocks: list[Found] = []
-        self._versions: dict[int, dict[str, Any]] = {}
-        self._names: dict[str, dict[str, Any]] = {}
+        self._versions: dict[int, Fields] = {}
+        self._names: dict[str, Fields] = {}
         self._parts: dict[str, dict[str, int]] = defaultdict(dict)
         self._leases: dict[str, list[int]] = {}
 
@@ -235,9 +247,9 @@ class _Plan:
             if fields["v"]:
                 yield fields["slot"], fields["v"]
 
-    def commands(self, prefix: str) -> list[tuple[Any, ...]]:
+    def commands(self, prefix: str) -> Words:
         """The commands that write all of it."""
-        out: list[tuple[Any, ...]] = []
+        out: Words = []
         for version, fields in self._versions.items():
             out.append(("HSET", f"{prefix}v:{version}", *_flat(fields)))
             if fields["st"] == "p":
@@ -266,10 +278,10 @@ class _Plan:
             out.append(("RPUSH", f"{prefix}slotfree", *free))
         return out + self._memory(prefix)
 
-    def _memory(self, prefix: str) -> list[tuple[Any, ...]]:
+    def _memory(self, prefix: str) -> Words:
         taken = {(fields["seg"], fields["off"]): int(fields["blk"]) for fields in self._versions.values()}
         segs: dict[str, int] = defaultdict(int)
-        out: list[tuple[Any, ...]] = []
+        out: Words = []
         for each in self._blocks:
             if (each.seg, each.offset) in taken:
                 segs[each.seg] += 1
@@ -290,7 +302,7 @@ class _Plan:
         out.append(("HSET", f"{prefix}bytes", "files", total, "used", sum(taken.values())))
         return out
 
-    def _name(self, header: Header, *, current: int = 0, kept: list[int] | None = None) -> dict[str, Any]:
+    def _name(self, header: Header, *, current: int = 0, kept: list[int] | None = None) -> Fields:
         kind = "g" if header.group else "t"
         fresh = {"v": 0, "e": 0, "s": 0, "slot": header.slot, "kind": kind, "hist": "", "pend": 0, "label": ""}
         fields = self._names.setdefault(header.name, fresh)
@@ -322,5 +334,5 @@ class _Plan:
         }  # fmt: skip
 
 
-def _flat(fields: dict[str, Any]) -> list[Any]:
+def _flat(fields: Mapping[str, Argument]) -> list[Argument]:
     return [word for item in fields.items() for word in item]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 from rota.runtime.clock import Clock
 from rota.runtime.redis.client import Address, Argument, Exchange, RedisClient, ReplyError, Script
 from rota.tensors import errors
-from rota.tensors.core import SLOTS_MAX
+from rota.tensors.core import SLOTS_MAX, Json
 
 _FOLDER = Path(__file__).parent / "scripts"
 STATES = {"p": "pending", "q": "prepared", "r": "ready", "d": "doomed"}
@@ -19,6 +19,12 @@ local run = redis.call('HGET', KEYS[1], 'run')
 if run and run ~= '' and run ~= ARGV[1] then redis.call('HDEL', KEYS[1], 'epoch') end
 """
 SCRIPTS = {path.stem: Script.load(_FOLDER, path.stem) for path in _FOLDER.glob("*.lua") if path.stem != "prelude"}
+
+
+Reply: TypeAlias = Any
+"""What a script answers: bytes, integers, None, and lists of these."""
+Dump: TypeAlias = Any
+"""Everything a namespace holds, by key: hashes and sorted sets as dicts, lists, sets, strings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +152,7 @@ class Refused(Exception):
 class Machine(Protocol):
     """One namespace of a registry: the Redis scripts, or the model of them (tests/proof) in memory."""
 
-    def run(self, name: str, *args: Argument) -> Any:
+    def run(self, name: str, *args: Argument) -> Reply:
         """Run one script with its arguments behind epoch and wall clock. Raises Refused."""
         ...
 
@@ -179,7 +185,7 @@ class RedisMachine:
         exchange([("EVAL", _DISTRUST, 1, self.prefix + "cfg", run_id)])
         self.run_id = run_id
 
-    def run(self, name: str, *args: Argument) -> Any:
+    def run(self, name: str, *args: Argument) -> Reply:
         """Run one script. Raises Refused, or RegistryUnavailable when the server cannot be reached."""
         now_ms = int(self._clock.wall_s() * 1000)
         try:
@@ -319,8 +325,8 @@ class Registry:
                 break
         return rows
 
-    def dump(self) -> dict[str, Any]:
-        """Everything the namespace holds, by key: hashes and sorted sets as dicts, lists, sets, strings."""
+    def dump(self) -> dict[str, Dump]:
+        """Everything the namespace holds, by key."""
         return {_text(key): _shaped(_text(kind), row) for key, kind, row in self.machine.run("dump")}
 
     def members(self, key: str) -> set[str]:
@@ -374,11 +380,11 @@ def refusal(refused: Refused, name: str, *, epoch: int = 0, step: int | None = N
             raise errors.TensorError(f"{name}: the registry refused: {refused}", name=name) from refused
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _leased(row: Sequence[Any]) -> Leased:
+def _leased(row: Sequence[Reply]) -> Leased:
     blocks = tuple(
         Block(version=int(row[i]), seg=_text(row[i + 1]), offset=int(row[i + 2]), bytes=int(row[i + 3]))
         for i in range(5, len(row), 4)
@@ -387,7 +393,7 @@ def _leased(row: Sequence[Any]) -> Leased:
     return Leased(version=version, slot=slot, epoch=epoch, step=step, current=current, blocks=blocks)
 
 
-def _row(row: Sequence[Any]) -> Row:
+def _row(row: Sequence[Reply]) -> Row:
     words = ["" if word is None else _text(word) for word in row]
     return Row(**{name: read(word) for (name, read), word in zip(_COLUMNS.items(), words, strict=True)})
 
@@ -400,7 +406,7 @@ def _is_one(word: str) -> bool:
     return word == "1"
 
 
-_COLUMNS: Final[dict[str, Callable[[str], Any]]] = {
+_COLUMNS: Final[dict[str, Callable[[str], Json]]] = {
     "name": str, "version": _whole, "slot": _whole, "kind": str, "kept": lambda word: tuple(map(int, word.split())),
     "pending": _whole, "label": str, "epoch": _whole, "step": _whole, "state": lambda word: STATES[word or "p"],
     "refs": _whole, "owner": str, "block": _whole, "payload": _whole, "desc": str, "at_ms": _whole,
@@ -408,7 +414,7 @@ _COLUMNS: Final[dict[str, Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
-def _shaped(kind: str, row: Sequence[Any]) -> Any:
+def _shaped(kind: str, row: Sequence[Reply]) -> Dump:
     words = [_text(word) for word in row]
     match kind:
         case "hash" | "zset":

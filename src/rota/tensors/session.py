@@ -9,14 +9,14 @@ import shutil
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rota.runtime import environ, process
 from rota.runtime.clock import Clock
 from rota.runtime.random import Chance
 from rota.runtime.redis import server as redis_server
 from rota.spec.errors import BadInput, RegistryUnavailable, TensorError
-from rota.tensors.core import EPOCH_MAX, check_label, count_of
+from rota.tensors.core import EPOCH_MAX, Fields, check_label, count_of
 from rota.tensors.devices.client import Devices
 from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
@@ -386,7 +386,7 @@ class Session:
         if self.space.devices is not None:
             self.space.devices.close_unused()
 
-    def _identity(self, client: str) -> dict[str, Any]:
+    def _identity(self, client: str) -> Fields:
         own = process.own_id()
         namespace = str(Path("/proc/self/ns/pid").readlink())
         facts = {"client": client, "pid": own.pid, "start_time": own.start_time, "boot": process.boot_id()}
@@ -435,7 +435,7 @@ def _after_in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
 
 
-def _line(identity: dict[str, Any]) -> str:
+def _line(identity: Fields) -> str:
     """An identity as one line for the registry."""
     return " ".join(f"{key}={value}" for key, value in identity.items())
 

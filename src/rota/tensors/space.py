@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import RegistryUnavailable, nearest
 from rota.tensors import errors
-from rota.tensors.core import check_seconds
+from rota.tensors.core import Fields, check_seconds
 from rota.tensors.devices.client import Devices
 from rota.tensors.errors import failpoint
 from rota.tensors.generation import GenerationTable
@@ -43,7 +43,7 @@ class Space:
     leases: Leases
     file: ClientFile
     rejoin: Callable[[], None]
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: Fields = field(default_factory=dict)
     forked: bool = False
     closed: bool = False
     devices: Devices | None = None

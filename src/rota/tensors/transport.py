@@ -7,12 +7,13 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock
 from rota.tensors import errors
 from rota.tensors.api.store import Plane
+from rota.tensors.core import Json, Tensor
 from rota.tensors.reader import Snapshot
 
 _TURN_S: Final = 0.05
@@ -22,10 +23,10 @@ _TURN_S: Final = 0.05
 class Pulled:
     """A whole step of a group as it came from another node."""
 
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
     step: int
     epoch: int = 0
-    meta: Any = None
+    meta: Json = None
 
 
 def pull(

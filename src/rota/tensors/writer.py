@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -20,8 +20,15 @@ from rota.runtime.node import cores_allowed
 from rota.runtime.random import Chance
 from rota.spec.errors import BadInput, RotaError
 from rota.tensors import core, errors
-from rota.tensors.arrays import Layout, Source
-from rota.tensors.core import WORLD_MAX, check_count, describe, payload_bytes
+from rota.tensors.arrays import Bytes, Layout, Source
+from rota.tensors.core import (
+    WORLD_MAX,
+    Json,
+    Tensor,
+    check_count,
+    describe,
+    payload_bytes,
+)
 from rota.tensors.devices.client import PLACE_BYTES, Place
 from rota.tensors.errors import failpoint
 from rota.tensors.locks import clients_in, read_file
@@ -126,7 +133,7 @@ class Writer:
         self._groups: dict[str, deque[int]] = {}
 
     def publish(
-        self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Any, device: str = ""
+        self, name: str, kind: str, sources: dict[str, Source], order: Order, life: Life, meta: Json, device: str = ""
     ) -> Version:
         """Publish tensors as one version of ``name``: (1) lay out, (2) reserve, (3) copy, (4) commit.
 
@@ -224,7 +231,7 @@ class Writer:
             raise
         return pending
 
-    def copy(self, pending: Pending, data: Sequence[Any]) -> None:
+    def copy(self, pending: Pending, data: Sequence[Tensor]) -> None:
         """Copy the tensors' bytes to their places."""
         failpoint("copying")
         if pending.place is not None and self._space.devices is not None and self._space.devices.driver.host:
@@ -299,7 +306,7 @@ class Writer:
         with contextlib.suppress(errors.TensorError, Refused):
             self._space.retry(lambda: self._space.registry.abort(self._space.client, pending.reserved.version))
 
-    def view_on_device(self, pending: Pending, lease: Any, as_: str = "torch") -> dict[str, Any]:
+    def view_on_device(self, pending: Pending, lease: object, as_: str = "torch") -> dict[str, Tensor]:
         """The tensors of a version on a device, as its writer sees them; ``bytes``: as plain numpy bytes."""
         devices, place, layouts = self._space.devices, pending.place, pending.draft.tensors
         assert devices is not None
@@ -352,7 +359,7 @@ class Writer:
     def _is_mapped(self, pending: Pending) -> bool:
         return pending.ask.count > 1 or self._space.segments.is_open(pending.reserved.seg)
 
-    def _write(self, pending: Pending, at: int, data: bytes | np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _write(self, pending: Pending, at: int, data: bytes | Bytes) -> None:
         """Copy into the block: through the mapping when there is one, else by pwrite, which is faster on new pages."""
         segments, offset = self._space.segments, pending.reserved.offset + at
         size = len(data)
@@ -372,7 +379,7 @@ class Writer:
 
 
 def lay_out(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, life: Life, meta: Any, device: str = ""
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], order: Order, life: Life, meta: Json, device: str = ""
 ) -> Draft:
     """Places of tensors (name, dtype, shape) in one block, and the manifest that describes them.
 
@@ -399,7 +406,6 @@ def lay_out(
     return Draft(layouts, manifest, front, payload, total, _json(describe(rows, device)), device)
 
 
-Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 THREADS: Final = "ROTA_TENSORS_COPY_THREADS"
 _THREADS_DEFAULT_MAX: Final = 4
 _THREADS_MAX: Final = 64

@@ -12,11 +12,11 @@ import importlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Final, Literal, TypedDict
+from typing import IO, Final, Literal, Protocol, TypedDict
 
 from rota.runtime.clock import Clock, SystemClock, blocking_sleep
 from rota.spec.errors import BadInput, Fenced, NotReachable, StoreUnavailable, TimedOut
@@ -345,6 +345,14 @@ DEFAULT_BYTES_MAX: Final = 20 * 2**30
 _PART: Final = ".part"
 
 
+class FileSystem(Protocol):
+    """What the cache needs of a file system of fsspec."""
+
+    def open(self, path: str, mode: str) -> IO[bytes]:
+        """A file to read."""
+        ...
+
+
 class DataCache:
     """Files of one node under ``folder``, addressed by source and version; at most ``bytes_max`` bytes are kept.
 
@@ -375,7 +383,7 @@ class DataCache:
         wanted = self._folder / f"{source}-{hashlib.sha256(mark.encode()).hexdigest()[:16]}"
         with self._locked(source):
             if not wanted.exists():
-                self._download(lambda: files.open(path, "rb"), wanted, size)
+                self._download(files, path, wanted, size)
             os.utime(wanted)
         self._evict(keep=wanted)
         return wanted
@@ -387,14 +395,14 @@ class DataCache:
             raise NotReachable(f"{uri}: {error}, and this node has no copy") from error
         return copies[-1]
 
-    def _download(self, opened: Callable[[], IO[bytes]], wanted: Path, size: int) -> None:
+    def _download(self, files: FileSystem, path: str, wanted: Path, size: int) -> None:
         part = wanted.with_suffix(_PART)  # of a dead process, if it exists: written anew
-        with opened() as source, part.open("wb") as target:
+        with files.open(path, "rb") as source, part.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
             os.fsync(target.fileno())
         if size and part.stat().st_size != size:
-            raise NotReachable(f"{wanted.name}: {part.stat().st_size} of {size} bytes came", hint="fetch it again")
+            raise NotReachable(f"{path}: {part.stat().st_size} of {size} bytes came", hint="fetch it again")
         part.replace(wanted)
 
     def _contents(self) -> list[Path]:

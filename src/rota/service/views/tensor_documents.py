@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rota.runtime import environ
@@ -49,11 +49,15 @@ def tensor_gc(*, namespace: str, dry_run: bool, every: bool = False) -> dict[str
     return _ask("TensorGc", namespace, lambda plane: (_gc_all if every else Plane.gc)(plane, dry_run=dry_run), **none)
 
 
-def _gc_all(plane: Plane, *, dry_run: bool) -> dict[str, Any]:
+def _gc_all(plane: Plane, *, dry_run: bool) -> inspect.GcDocument:
     spaces = sorted(path.parent.name for path in plane.folder.parent.glob("*/gen"))
     done = [connect(namespace=space).gc(dry_run=dry_run) for space in spaces]
-    sums = {key: sum(one[key] for one in done) for key in ("swept", "trimmed_bytes")}
-    return {**sums, "dropped": [each for one in done for each in one["dropped"]], "dry_run": dry_run}
+    return {
+        "swept": sum(one["swept"] for one in done),
+        "trimmed_bytes": sum(one["trimmed_bytes"] for one in done),
+        "dropped": [each for one in done for each in one["dropped"]],
+        "dry_run": dry_run,
+    }
 
 
 def tensor_fsck(*, namespace: str, repair: bool) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def tensor_door(*, namespace: str) -> tuple[Bridge, dict[str, Any]]:
     return door, {"api": API, "kind": "TensorDoor", **facts}
 
 
-def _ask(kind: str, namespace: str, ask: Callable[[Plane], dict[str, Any]], **none: Any) -> dict[str, Any]:
+def _ask(kind: str, namespace: str, ask: Callable[[Plane], Mapping[str, object]], **none: Any) -> dict[str, Any]:
     """A document of the plane; ``none``, with a ``text`` where a list says too little, when no registry runs."""
     plane = _join(namespace)
     return {"api": API, "kind": kind, **(none if plane is None else ask(plane))}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from rota.runtime import environ
 from rota.runtime.clock import Clock, SystemClock
@@ -20,7 +21,7 @@ from rota.spec.errors import BadInput
 from rota.tensors import core, errors, inspect
 from rota.tensors.api.streams import Channel, TensorEvent, Watch
 from rota.tensors.arrays import Source, address_of, dtype_name, source_of, view_of
-from rota.tensors.core import check_count, check_only
+from rota.tensors.core import Json, Tensor, check_count, check_only
 from rota.tensors.inspect import Location
 from rota.tensors.locks import PIN_MARK
 from rota.tensors.reader import Snapshot, chosen, selector_of
@@ -28,6 +29,11 @@ from rota.tensors.registry import Refused, Row
 from rota.tensors.session import Session, end_keepers, remove_root, shm_root
 from rota.tensors.writer import Life, Order, Pending, Version, lay_out
 
+if TYPE_CHECKING:
+    import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 DEFAULT_NAMESPACE: Final = "default"
 NAMESPACE: Final = "ROTA_TENSORS_NAMESPACE"
 SEALED: Final = "ROTA_TENSORS_SEALED"
@@ -109,7 +115,7 @@ class TensorRef:
     version: int
     holder: str = ""
 
-    def get(self) -> Any:
+    def get(self) -> Tensor:
         """The tensor of exactly this version. Raises VersionGone when it is gone."""
         return connect(namespace=self.namespace).get(self.name, version=self.version)
 
@@ -138,6 +144,17 @@ class Pin:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _in_thread(method: Callable[_P, _R]) -> Callable[_P, Coroutine[object, object, _R]]:
+    """The method without blocking the event loop."""
+
+    @functools.wraps(method)
+    async def call(*args: _P.args, **named: _P.kwargs) -> _R:
+        return await asyncio.to_thread(method, *args, **named)
+
+    call.__doc__ = f"``{method.__name__}`` without blocking the event loop."
+    return call
 
 
 class Plane:
@@ -174,7 +191,7 @@ class Plane:
     def put(
         self,
         name: str,
-        tensor: Any,
+        tensor: Tensor,
         *,
         step: int | None = None,
         orphan: str = "keep",
@@ -208,7 +225,7 @@ class Plane:
         self,
         name: str,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: object,
         *,
         step: int | None = None,
         orphan: str = "keep",
@@ -217,7 +234,7 @@ class Plane:
         evictable: bool = False,
         device: str | None = None,
         as_: str = "torch",
-    ) -> Iterator[Any]:
+    ) -> Iterator[Tensor]:
         """Write a tensor in place: yields uninitialised shared memory, published at the end, given up on an exception.
 
         Afterwards the tensor is a leased view like any reader's. Costs the same for any size when memory is warm.
@@ -238,12 +255,12 @@ class Plane:
     def publish_group(
         self,
         group: str,
-        tensors: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
         *,
         step: int | None = None,
         part: tuple[int, int] = (0, 1),
         retain: int = 1,
-        meta: Any = None,
+        meta: Json = None,
         orphan: str = "keep",
         device: str | None = None,
         lag_max: int | None = None,
@@ -281,7 +298,7 @@ class Plane:
         sealed: bool | None = None,
         as_: str | None = None,
         source: str = "node",
-    ) -> Any:
+    ) -> Tensor:
         """The current tensor of a name (or an exact ``version``), the same bytes without a copy.
 
         The bytes stay valid as long as any view of them lives. Waits up to ``wait_s`` for the name, or for a version or
@@ -290,8 +307,9 @@ class Plane:
         if device is not None or source != "node":
             check_only("source", source, "node", _FETCH)
             check_only("device", device or "cpu", "cpu", "without it the tensor is read where it lies; .to() copies it")
-            how: Any = {"min_version": min_version, "min_step": min_step, "version": version, "sealed": sealed}
-            found = self.get(name, wait_s=wait_s, as_=as_, **how)
+            found = self.get(
+                name, wait_s=wait_s, min_version=min_version, min_step=min_step, version=version, sealed=sealed, as_=as_
+            )
             return found.cpu() if device and as_ in (None, "torch") else found
         entry = self._cache.get(name)
         if (
@@ -419,7 +437,7 @@ class Plane:
         """Refuse publishers of ``label`` (and of labels below it) whose epoch is lower; the fence now in force."""
         return self._session.fence(core.check_label(label), core.check_count("epoch", epoch, 0, core.EPOCH_MAX))
 
-    def ref(self, tensor: Any, *, holder: str | None = None) -> TensorRef:
+    def ref(self, tensor: Tensor, *, holder: str | None = None) -> TensorRef:
         """A small, picklable reference to the version a view belongs to; valid while a process leases it.
 
         With ``holder``, a label, a pin of it does, whatever happens to processes: until ``TensorRef.close()`` or the
@@ -431,17 +449,17 @@ class Plane:
         pinned = "" if holder is None else self._pin(name, holder, f"v{version}").holder
         return TensorRef(namespace=self._space.namespace, name=name, version=version, holder=pinned)
 
-    def version_of(self, tensor: Any) -> tuple[str, int] | None:
+    def version_of(self, tensor: Tensor) -> tuple[str, int] | None:
         """Name and version whose bytes a view shows, or None for a tensor of other memory."""
         address, devices = address_of(tensor), self._space.devices
         return self._space.leases.find(address) or (devices.find(address) if devices else None)
 
-    def record_stream(self, tensor: Any, stream: Any) -> None:
+    def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Note that another stream works on a view of a device: its memory is not used again before that is done."""
         if (found := self.version_of(tensor)) is not None and self._space.devices is not None:
             self._space.devices.record_stream(found[1], stream)
 
-    def find_place(self, tensor: Any) -> tuple[Path, int] | None:
+    def find_place(self, tensor: Tensor) -> tuple[Path, int] | None:
         """File and offset of a view's first byte, for who maps it without this library; None for other memory, empty
         tensors and sealed views (they have a mapping of their own)."""
         return self._space.segments.find(address_of(tensor))
@@ -456,21 +474,10 @@ class Plane:
         """Events of names with a prefix, in order: iterate it, or give a callback; ``after`` resumes behind an id."""
         return self._space.retry(lambda: Watch(self._space, self._session.machine, prefix, after, callback))
 
-    async def aput(self, name: str, tensor: Any, **how: Any) -> Version:
-        """``put`` without blocking the event loop."""
-        return await asyncio.to_thread(self.put, name, tensor, **how)
-
-    async def aget(self, name: str, **how: Any) -> Any:
-        """``get`` without blocking the event loop."""
-        return await asyncio.to_thread(self.get, name, **how)
-
-    async def apublish_group(self, group: str, tensors: Mapping[str, Any], **how: Any) -> Version:
-        """``publish_group`` without blocking the event loop."""
-        return await asyncio.to_thread(self.publish_group, group, tensors, **how)
-
-    async def aget_group(self, group: str, **how: Any) -> Snapshot:
-        """``get_group`` without blocking the event loop."""
-        return await asyncio.to_thread(self.get_group, group, **how)
+    aput = _in_thread(put)
+    aget = _in_thread(get)
+    apublish_group = _in_thread(publish_group)
+    aget_group = _in_thread(get_group)
 
     def locate(self, name: str) -> list[Location]:
         """Where the bytes of a name's current version lie, part by part: memory, file or device. It leases nothing: the
@@ -484,37 +491,37 @@ class Plane:
             raise self._space.not_found(name)
         return row
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> inspect.Stats:
         """Bytes, leases and counts of the namespace and of this process."""
         return self._space.retry(lambda: inspect.stats(self._space))
 
-    def fsck(self, *, repair: bool = False) -> dict[str, Any]:
+    def fsck(self, *, repair: bool = False) -> inspect.FsckDocument:
         """Check invariants I1 to I7: the document of ``rota tensors fsck``."""
         return inspect.fsck(self._session, repair=repair)
 
-    def gc(self, *, dry_run: bool = False) -> dict[str, Any]:
+    def gc(self, *, dry_run: bool = False) -> inspect.GcDocument:
         """Sweep the dead and give all free memory back: the document of ``rota tensors gc``."""
         return inspect.gc(self._session, dry_run=dry_run)
 
-    def recover(self, *, dry_run: bool = False) -> dict[str, Any]:
+    def recover(self, *, dry_run: bool = False) -> dict[str, object]:
         """Rebuild the registry from headers and client files: the document of ``rota tensors recover``."""
         done = asdict(self._session.recover(dry_run=dry_run))
         return done | {"seconds": round(done["seconds"], 4)}
 
-    def list_document(self, prefix: str = "") -> dict[str, Any]:
+    def list_document(self, prefix: str = "") -> inspect.TensorList:
         """The document of ``rota tensors ls``."""
         return self._space.retry(lambda: inspect.tensor_list(self._space, prefix))
 
-    def stat_document(self, name: str) -> dict[str, Any]:
+    def stat_document(self, name: str) -> inspect.TensorDocument:
         """The document of ``rota tensors stat``: a name, its versions, who holds them. Raises NotFound."""
         row = self.info(name)
         return self._space.retry(lambda: inspect.tensor(self._space, row))
 
-    def top(self, n_max: int = 20) -> dict[str, Any]:
+    def top(self, n_max: int = 20) -> inspect.TopDocument:
         """The document of ``rota tensors top``: names by the bytes that all their versions take."""
         return self._space.retry(lambda: inspect.top(self._space, n_max))
 
-    def doctor(self) -> dict[str, Any]:
+    def doctor(self) -> inspect.DoctorDocument:
         """The document of ``rota tensors doctor``: findings with level and remedy."""
         return self._space.retry(lambda: inspect.doctor(self._session))
 
@@ -573,11 +580,11 @@ class Plane:
             return ""
         raise BadInput(f"device={device!r}: cpu, or nothing for the device of connect(device=...)")
 
-    def _source(self, value: Any, uuid: str) -> Source:
+    def _source(self, value: Tensor, uuid: str) -> Source:
         devices = self._space.devices
         return source_of(value, device=bool(uuid) and devices is not None and not devices.driver.host)
 
-    def _view_pending(self, pending: Pending, as_: str) -> Any:
+    def _view_pending(self, pending: Pending, as_: str) -> Tensor:
         """A leased view of a version that only its writer may see."""
         space, wanted = self._space, [(pending.name, f"v{pending.reserved.version}")]
         held = space.retry(lambda: self._reader.lease(wanted, sealed=False))[1][0][0]

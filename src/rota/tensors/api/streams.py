@@ -12,13 +12,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rota.runtime.clock import blocking_sleep
 from rota.spec.errors import BadInput, RegistryUnavailable
 from rota.tensors import errors
 from rota.tensors.arrays import source_of
-from rota.tensors.core import check_count, check_name
+from rota.tensors.core import Json, Tensor, check_count, check_name
 from rota.tensors.reader import Record
 from rota.tensors.registry import RedisMachine, Refused, refusal
 from rota.tensors.session import Session
@@ -52,7 +52,7 @@ class Channel:
         self._items_max, self._full, self._fenced = items_max, full, not (order.label and order.epoch)
         self.dropped: Counter[str] = Counter()
 
-    def put(self, tensors: Mapping[str, Any], meta: Any = None, *, timeout_s: float = 0.0) -> int:
+    def put(self, tensors: Mapping[str, Tensor], meta: Json = None, *, timeout_s: float = 0.0) -> int:
         """Append a record, waiting ``timeout_s`` for room; its number. Raises BackPressure, else as ``Plane.put``."""
         if len(json.dumps(meta)) > META_BYTES_MAX:
             raise BadInput(f"meta of a record takes over {META_BYTES_MAX} bytes; put it into a tensor")

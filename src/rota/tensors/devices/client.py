@@ -19,17 +19,22 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from rota.runtime import environ, process
 from rota.runtime.clock import Clock, blocking_sleep
 from rota.spec.errors import BadInput
 from rota.tensors import errors
 from rota.tensors.arrays import Layout, view_in, view_of
+from rota.tensors.core import Fields, Tensor
 from rota.tensors.devices.cuda import Cuda
-from rota.tensors.devices.memfd import FakeCuda, Memfd
+from rota.tensors.devices.memfd import DriverObject, FakeCuda, Memfd
 from rota.tensors.locks import is_alive
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Driver(Protocol):
@@ -67,27 +72,27 @@ class Driver(Protocol):
         """Unmap what ``open`` mapped."""
         ...
 
-    def memory(self, address: int, size: int) -> Any:
+    def memory(self, address: int, size: int) -> DriverObject:
         """A range as an object to build tensors on; what is set as its ``lease`` lives as long as they do."""
         ...
 
-    def flat(self, memory: Any, device: int) -> Any:
+    def flat(self, memory: DriverObject, device: int) -> torch.Tensor:
         """A torch uint8 tensor over ``memory``."""
         ...
 
-    def stream(self, device: int) -> Any:
+    def stream(self, device: int) -> DriverObject:
         """The stream that this thread's work goes to."""
         ...
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: DriverObject) -> DriverObject:
         """An event: all work given to the stream so far."""
         ...
 
-    def is_done(self, event: Any) -> bool:
+    def is_done(self, event: DriverObject) -> bool:
         """True when that work is done."""
         ...
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: DriverObject) -> None:
         """Block until that work is done."""
         ...
 
@@ -151,7 +156,7 @@ class _Use:
     start: int
     end: int
     slab: str
-    streams: list[Any] = field(default_factory=list[Any])
+    streams: list[DriverObject] = field(default_factory=list[DriverObject])
 
 
 # a process opens a slab once for all its namespaces
@@ -170,9 +175,9 @@ class Devices:
         self._clients, self._home, self._url, self._namespace = folder / "c", home, url, folder.name
         self._clock = clock
         self._uses: dict[int, _Use] = {}
-        self._leaving: list[tuple[tuple[int, int, int], str, list[Any]]] = []
+        self._leaving: list[tuple[tuple[int, int, int], str, list[DriverObject]]] = []
         self._lock = threading.RLock()
-        self._sockets: dict[str, Any] = {}
+        self._sockets: dict[str, BufferedRWPair] = {}
 
     def use(self, device: str) -> None:
         """Let puts go to another device of the same driver from now on. Raises WrongDevice, BadInput."""
@@ -194,9 +199,9 @@ class Devices:
         return Place(keeper=reply["keeper"], slab=reply["slab"], offset=reply["offset"], bytes=reply["bytes"])
 
     def view(
-        self, name: str, version: int, uuid: str, place: Place, layouts: Sequence[Layout], lease: Any, *,
+        self, name: str, version: int, uuid: str, place: Place, layouts: Sequence[Layout], lease: object, *,
         as_: str = "torch", sealed: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Tensors over a version's memory; the last of them ends ``lease``. ``sealed``: host memory mapped read-only.
 
         Raises OwnerLost, WrongDevice, UnsupportedTensor.
@@ -233,7 +238,7 @@ class Devices:
                     return use.name, version
         return None
 
-    def record_stream(self, version: int, stream: Any) -> None:
+    def record_stream(self, version: int, stream: DriverObject) -> None:
         """Another stream works on a version: it is not released before that work is done."""
         with self._lock:
             if version in self._uses:
@@ -276,7 +281,7 @@ class Devices:
                         closed += 1
         return closed
 
-    def ask(self, uuid: str, words: dict[str, Any], *, start: bool = True) -> dict[str, Any]:
+    def ask(self, uuid: str, words: Fields, *, start: bool = True) -> Fields:
         """One question to a device's keeper, started if need be; empty when there is none and none is to start."""
         with self._lock:
             for attempt in range(_ASK_TRIES):
@@ -341,11 +346,11 @@ class Devices:
                 return fds[0].to_bytes(8, "little")
         raise errors.IpcUnavailable(f"the keeper of {uuid} sends no descriptor of {slab}", hint=f"see {self.log(uuid)}")
 
-    def _note(self, use: _Use, stream: Any) -> None:
+    def _note(self, use: _Use, stream: DriverObject) -> None:
         if stream not in use.streams:
             use.streams.append(stream)
 
-    def _connect(self, uuid: str, *, start: bool) -> Any:
+    def _connect(self, uuid: str, *, start: bool) -> BufferedRWPair | None:
         found = self._dial(uuid)
         if found is not None or not start:
             return found
@@ -366,7 +371,7 @@ class Devices:
         what = process.Spawn(command=(sys.executable, "-m", "rota.tensors.keeper", *words), env=env, log=self.log(uuid))
         process.spawn(what, name="keeper")
 
-    def _dial(self, uuid: str) -> Any:
+    def _dial(self, uuid: str) -> BufferedRWPair | None:
         try:
             with self._reach(uuid) as dial:
                 return dial.makefile("rwb")

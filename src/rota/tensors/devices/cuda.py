@@ -11,10 +11,13 @@ import ctypes
 import importlib
 import os
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rota.tensors import errors
 from rota.tensors.core import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
+
+if TYPE_CHECKING:
+    import torch
 
 _OUT_OF_MEMORY: Final = 2
 _LAZY_PEER_ACCESS: Final = 1
@@ -36,7 +39,7 @@ class DeviceMemory:
     """A range of device memory as torch and others read it; ``lease`` is kept alive by every tensor built on it."""
 
     def __init__(self, address: int, size: int) -> None:
-        self.lease: Any = None
+        self.lease: object = None
         self.__cuda_array_interface__ = {
             "shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3, "stream": None,
         }  # fmt: skip
@@ -112,27 +115,27 @@ class Cuda:
         """A range with the array interface of CUDA."""
         return DeviceMemory(address, size)
 
-    def flat(self, memory: DeviceMemory, device: int) -> Any:
+    def flat(self, memory: DeviceMemory, device: int) -> torch.Tensor:
         """A torch tensor on the device, the same bytes."""
         torch = importlib.import_module("torch")
         return torch.as_tensor(memory, device=f"cuda:{device}")
 
-    def stream(self, device: int) -> Any:
+    def stream(self, device: int) -> torch.cuda.Stream:
         """Torch's current stream of this thread."""
         torch = importlib.import_module("torch")
         return torch.cuda.current_stream(device)
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """A torch event behind the work so far."""
         event = importlib.import_module("torch").cuda.Event()
         event.record(stream)
         return event
 
-    def is_done(self, event: Any) -> bool:
+    def is_done(self, event: torch.cuda.Event) -> bool:
         """True when the device has passed the event."""
         return event.query()
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Wait until the device has passed the event."""
         event.synchronize()
 
@@ -156,7 +159,7 @@ class Cuda:
             self._contexts[ordinal] = context
         self._call("cuCtxSetCurrent", self._contexts[ordinal])
 
-    def _call(self, name: str, *args: Any) -> None:
+    def _call(self, name: str, *args: object) -> None:
         code = getattr(self._library, name)(*args)
         if code == _OUT_OF_MEMORY:
             raise errors.OutOfMemory(f"{name}: the device has no memory left")
@@ -173,7 +176,7 @@ class Cuda:
 
 
 _POINTER: Final = ctypes.c_void_p
-_SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
+_SIGNATURES: Final[dict[str, tuple[type, ...]]] = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGetCount": (_POINTER,),
     "cuDeviceGet": (_POINTER, ctypes.c_int),

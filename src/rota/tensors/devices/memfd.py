@@ -21,7 +21,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from rota.runtime import environ
 from rota.runtime.clock import SystemClock, blocking_sleep
@@ -29,13 +29,18 @@ from rota.runtime.random import SystemChance
 from rota.tensors import errors
 from rota.tensors.core import DEVICE_HANDLE_BYTES, DEVICE_SLAB_BYTES
 
+if TYPE_CHECKING:
+    import torch
+
+DriverObject: TypeAlias = Any
+"""What a driver hands out: memory to build tensors on, a stream, an event."""
 _HANDLE_BYTES = 8
 
 
 class ReadOnly(mmap.mmap):
     """A mapping that cannot be written; what is set as its ``lease`` lives as long as views of it do."""
 
-    lease: Any = None
+    lease: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +109,7 @@ class Memfd:
         """Breach ``close-under-view`` while a tensor of this process shows it."""
         self.unmap(self.need(address, owned=False))
 
-    def memory(self, address: int, size: int) -> Any:
+    def memory(self, address: int, size: int) -> DriverObject:
         """A ctypes array over the range."""
         found, at = self.find(address, size)
         return (ctypes.c_ubyte * size).from_buffer(found.map, at)
@@ -115,24 +120,24 @@ class Memfd:
         start = at // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         return ReadOnly(found.fd, at - start + size, mmap.MAP_SHARED, mmap.PROT_READ, offset=start), at - start
 
-    def flat(self, memory: Any, device: int) -> Any:
+    def flat(self, memory: DriverObject, device: int) -> torch.Tensor:
         """A torch uint8 tensor on the CPU."""
         del device
         return importlib.import_module("torch").frombuffer(memory, dtype=importlib.import_module("torch").uint8)
 
-    def stream(self, device: int) -> Any:
+    def stream(self, device: int) -> DriverObject:
         """The processor itself."""
         del device
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: DriverObject) -> DriverObject:
         """What was done is done."""
         return stream
 
-    def is_done(self, event: Any) -> bool:
+    def is_done(self, event: DriverObject) -> bool:
         """Always."""
         return event is None
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: DriverObject) -> None:
         """Nothing to wait for."""
 
     def reuse(self, address: int, size: int) -> None:

@@ -204,7 +204,7 @@ def explain_document(path: Path, *, model: Path | None, hardware: str, degrees: 
     plan, raw = load_plan(path)
     question = _question(plan, raw.get("question"), model, hardware)
     found: SearchResult | None = search(question) if raw.get("question") else None
-    document = explain(plan, question, found=found)
+    document: dict[str, object] = {**explain(plan, question, found=found)}
     if degrees:
         best: Scored = score(plan, question)
         pins = parse_degrees(degrees)

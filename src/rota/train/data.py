@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Final, Literal, Protocol, TypedDict
 
@@ -268,10 +268,7 @@ class ShardTable:
         if lease is None or not lease.offset <= offset <= lease.end:
             return None
         self.counted += offset - lease.offset
-        moved = Lease(
-            number=number, epoch=lease.epoch, begin=lease.begin, end=lease.end, offset=offset, worker=lease.worker,
-            worker_epoch=lease.worker_epoch, deadline_s=now_s + self.spec.lease_s,
-        )  # fmt: skip
+        moved = replace(lease, offset=offset, deadline_s=now_s + self.spec.lease_s)
         if offset == lease.end:
             del self.leases[number]
         else:

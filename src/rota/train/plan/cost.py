@@ -75,7 +75,11 @@ class LayerTime:
 
 
 def gemm_s(device: DeviceSpec, dtype: str, m: float, n: float, k: float, *, batch: float = 1.0) -> float:
-    """``batch`` products of ``m x k`` with ``k x n``."""
+    """Seconds of ``batch`` products of ``m x k`` with ``k x n``: the longer of arithmetic and traffic, plus the launch.
+
+    Arithmetic is ``2 m n k`` operations each at the share of peak that ``DeviceSpec.efficiency`` gives for all of them;
+    traffic reads both factors and writes the product once, ``(m k + k n + m n)`` numbers (roofline, Williams 2009).
+    """
     flops = 2.0 * m * n * k
     peak = device.peak_tflops[dtype] * 1e12
     compute_s = batch * flops / (peak * device.efficiency(flops * batch))
@@ -84,14 +88,21 @@ def gemm_s(device: DeviceSpec, dtype: str, m: float, n: float, k: float, *, batc
 
 
 def _stream_s(device: DeviceSpec, size_bytes: float) -> float:
-    """An element-wise kernel that moves ``size_bytes``."""
+    """Seconds of an element-wise kernel that moves ``size_bytes`` at the share of bandwidth that such kernels reach."""
     return size_bytes / (device.memory_gb_s * 1e9 * device.memory_efficiency) + device.launch_us * 1e-6
 
 
 def layer_time(
     model: ModelShape, layer: Layer, micro_batch: int, hardware: Hardware, dtype: str, *, cp: int = 1
 ) -> LayerTime:
-    """One transformer layer: attention, MLP, norms, residuals and the collectives of its tensor and context groups."""
+    """One transformer layer: attention, MLP, norms, residuals and the collectives of its tensor and context groups.
+
+    The products are query-key-value ``T x (h + 2k)/t x h``, output ``T x h x h/t`` and, for each expert that a token
+    visits, the MLP's ``T x f/t x h`` (twice when gated) and ``T x h x f/t`` (Shoeybi et al., "Megatron-LM", 2019,
+    section 3). Two norms and two residuals work on ``T h`` numbers, split with ``sp``. A tensor group sums ``T h``
+    numbers twice in each pass; with ``sp`` the same bytes go as reduce-scatter and all-gather (Korthikanti et al.
+    2022).
+    """
     device, t = hardware.device, layer.tp
     tokens, h = micro_batch * model.seq / cp, model.hidden
     kv = model.key_heads * model.head_dim
@@ -126,7 +137,10 @@ def _ring_s(cp: int, size_bytes: float, block_s: float, link: Link) -> tuple[flo
 
 
 def layer_flops(model: ModelShape, micro_batch: int) -> float:
-    """Floating-point operations of the products of one layer's forward pass."""
+    """Floating-point operations of the products of one layer's forward pass: ``2 T h (2h + 2k + m f) + 4 T s h``.
+
+    ``m`` is the number of matrices of all MLPs that a token visits (Narayanan et al., SC21, appendix).
+    """
     tokens, h, kv = float(micro_batch * model.seq), model.hidden, model.key_heads * model.head_dim
     wide = (3 if model.gated else 2) * model.inner * (model.top_k if model.experts else 1)
     return 2 * tokens * h * (2 * h + 2 * kv + wide) + 4 * tokens * model.seq * h
@@ -225,7 +239,7 @@ def _order_of(plan: ParallelPlan) -> Kind:
 
 
 def head_s(model: ModelShape, tp: int, micro_batch: int, hardware: Hardware, dtype: str, *, cp: int = 1) -> float:
-    """The product with the vocabulary and the loss over it, both split over the tensor ranks."""
+    """Seconds of the product ``T x V/t x h`` with the vocabulary ``V`` and of the loss over ``T V/t`` logits."""
     tokens, vocab = micro_batch * model.seq / cp, model.vocab / tp
     loss_s = _stream_s(hardware.device, tokens * vocab * LOSS_BYTES)
     return gemm_s(hardware.device, dtype, tokens, vocab, model.hidden) + loss_s
@@ -293,10 +307,10 @@ class StateTime:
 def state_time(kind: StatePlacement, hardware: Hardware, held: float, layers: int) -> StateTime:
     """Of a rank that holds ``held`` parameters in ``layers`` layers; more of either is never faster.
 
-    Adam reads and writes master, moments, gradient and parameter once. The link to the host is hidden by nothing, and
-    host memory is taken to be as fast. With the optimizer there, gradients go down and weights come up once a step;
-    with all of the state there, weights come up each time that they are gathered, and gradients go down with every
-    micro-batch.
+    Adam (Kingma and Ba 2015) reads and writes master, moments, gradient and parameter once. The link to the host is
+    hidden by nothing, and host memory is taken to be as fast. With the optimizer there, gradients go down and weights
+    come up once a step; with all of the state there, weights come up each time that they are gathered, and gradients go
+    down with every micro-batch.
     """
     stepped, costs = held / (kind.ranks if kind.zero else 1), state_bytes(kind.dtype)
     size = stepped * 2 * costs.total
@@ -316,9 +330,10 @@ def state_time(kind: StatePlacement, hardware: Hardware, held: float, layers: in
 def _exchange_s(kind: StatePlacement, hardware: Hardware, held: float, pieces: int) -> tuple[float, float]:
     """Gradients and parameters that data and context ranks exchange, over the slowest level that they span.
 
-    ZeRO 0 and 1 reduce gradients once a step, 1 sends what each rank stepped; 2 scatters gradients each micro-batch and
-    gathers parameters once; 3 gathers parameters in both passes of each micro-batch and scatters gradients. Under 2 and
-    3 each layer is a collective of its own, and the embedding with the head one more.
+    After Rajbhandari et al., "ZeRO" (2020), section 7: ZeRO 0 and 1 reduce gradients once a step, 1 sends what each
+    rank stepped; 2 scatters gradients each micro-batch and gathers parameters once; 3 gathers parameters in both passes
+    of each micro-batch and scatters gradients. Under 2 and 3 each layer is a collective of its own, and the embedding
+    with the head one more.
     """
     ranks, link, micro = kind.ranks, hardware.link_of(kind.ranks, kind.tp), kind.micro_batches
     gradients, params = held * NUMBER_BYTES[kind.dtype.reduce], held * NUMBER_BYTES[kind.dtype.param]

@@ -57,7 +57,12 @@ def state_bytes(dtype: Dtype) -> StateBytes:
 
 
 def activation_bytes_per_layer(model: ModelShape, layer: Layer, micro_batch: int) -> float:
-    """Activation bytes that one layer keeps for its backward pass, for one micro-batch on one tensor rank."""
+    """Activation bytes that one layer keeps for its backward pass, for one micro-batch on one tensor rank.
+
+    Korthikanti et al. (2022), Table 2: ``s b h (10 + 24/t + 5 a s/(h t))``, with ``sp`` ``s b h (34/t + 5 a s/(h t))``.
+    Selective recompute and flash attention keep no ``5 a s/(h t)``; full recompute keeps the 16-bit input, ``2 s b h``,
+    over ``t`` with ``sp``. A measured ``kept_mib`` for one sequence takes the place of these.
+    """
     s, b, h, t = model.seq, micro_batch, model.hidden, layer.tp
     if layer.recompute == "full":
         return 2.0 * s * b * h / (t if layer.sp else 1)
@@ -123,7 +128,10 @@ def ends_bytes(plan: ParallelPlan, model: ModelShape, rank: int) -> float:
 
 
 def layer_bytes(model: ModelShape, layer: Layer, mesh: Mesh, dtype: Dtype) -> float:
-    """Bytes of state that a layer adds to a rank; ``activation_bytes_per_layer`` come on top."""
+    """Bytes of state that a layer adds to a rank; ``activation_bytes_per_layer`` come on top.
+
+    ``layer_params(t)`` times the bytes of each class by the share of it that the rank has, plus the copy that computes.
+    """
     costs, shares = state_bytes(dtype), _shares(layer, mesh)
     copy = NUMBER_BYTES[dtype.param] if _copied(layer, mesh, dtype) else 0
     each = costs.param * shares[0] + costs.grad * shares[1] + costs.optimizer * shares[2] + copy
@@ -210,7 +218,10 @@ def _shares(layer: Layer, mesh: Mesh) -> tuple[float, float, float]:
 
 
 def host_bytes(plan: ParallelPlan, model: ModelShape) -> float:
-    """Host memory behind the fullest rank: all state that is offloaded, and a copy of the weights beside moments."""
+    """Host bytes behind the fullest rank: all state that is offloaded, or moments with a copy of the weights.
+
+    ZeRO-Offload (Ren et al. 2021) keeps both there: ``4 + 8`` bytes a parameter, over the data ranks with ZeRO 1.
+    """
     kind, costs = plan.layers[0], state_bytes(plan.dtype)
     if kind.offload == "none":
         return 0.0

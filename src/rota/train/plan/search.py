@@ -356,7 +356,11 @@ def found_to_json(found: SearchResult, question: SearchRequest) -> SearchDocumen
 
 
 def predicted(scored: Scored, question: SearchRequest) -> Predicted:
-    """Time, throughput, share of peak and memory of a plan, with the parts that add up."""
+    """Time, throughput, share of peak and memory of a plan, with the parts that add up.
+
+    Of ``T`` tokens a step the model needs ``72 T L h^2 (1 + s/(6 h)) + 6 T h V`` operations in both passes, nothing
+    repeated (Narayanan et al., SC21, section 5.1, without its recompute); ``mfu_pct`` is their share of the peak.
+    """
     model, total_s = question.model, scored.step.total_s
     tokens = question.batch * model.seq
     flops = 6.0 * tokens * model.layers * 12 * model.hidden**2 * (1 + model.seq / (6 * model.hidden))

@@ -9,7 +9,7 @@ import socket
 import socketserver
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypedDict, cast
 
@@ -36,6 +36,7 @@ from rota.train.ps.clocks import (
 )
 from rota.train.ps.table import SGD, Dense, Floats, Ids, RowOptimizer, State, Table, TableSpec
 
+OPS: Final = "join, leave, turn, offer, pull, push, stats, export"
 LOOK_S: Final = 0.25
 """How often a wait looks for workers that are gone."""
 HELLO_S: Final = 10.0
@@ -282,47 +283,30 @@ class PsServer:
             self._tcp = None
 
     def answer(self, head: Json, arrays: Arrays) -> Answer:
-        """One request as it came over the wire."""
-        act = _ASKED.get(str(head.get("op")))
-        if act is None:
-            raise BadInput(f"op {head.get('op')!r}: unknown", hint=f"one of {', '.join(_ASKED)}")
-        return act(self, head, arrays)
-
-
-def _push(server: PsServer, head: Json, arrays: Arrays) -> Answer:
-    return {"clock": server.push(head["worker"], head["epoch"], head["clock"], arrays)}, {}
-
-
-def _turn(server: PsServer, head: Json, arrays: Arrays) -> Answer:
-    clock = server.turn(head["worker"], head["epoch"], head["clock"], head["timeout_s"])
-    return {"clock": clock}, {"dense": server.pull_dense()} if head["dense"] else {}
-
-
-def _offer(server: PsServer, head: Json, arrays: Arrays) -> Answer:
-    server.offer_dense(arrays["dense"])
-    return {}, {}
-
-
-def _leave(server: PsServer, head: Json, arrays: Arrays) -> Answer:
-    server.leave(head["worker"], head["epoch"])
-    return {}, {}
-
-
-def _export(server: PsServer, head: Json, arrays: Arrays) -> Answer:
-    kept = server.snapshot()["tables"][head["table"]]
-    return {}, {"ids": kept["ids"], "rows": kept["w"]}
-
-
-_ASKED: Final[dict[str, Callable[[PsServer, Json, Arrays], Answer]]] = {
-    "join": lambda server, head, arrays: ({"clock": server.join(head["worker"], head["epoch"])}, {}),
-    "leave": _leave,
-    "turn": _turn,
-    "offer": _offer,
-    "pull": lambda server, head, arrays: ({}, {"rows": server.pull(head["table"], arrays["ids"])}),
-    "push": _push,
-    "stats": lambda server, head, arrays: (cast("Json", server.stats()), {}),
-    "export": _export,
-}
+        """One request as it came over the wire. Raises BadInput for an unknown ``op``, and as its method."""
+        match head.get("op"):
+            case "join":
+                return {"clock": self.join(head["worker"], head["epoch"])}, {}
+            case "leave":
+                self.leave(head["worker"], head["epoch"])
+                return {}, {}
+            case "turn":
+                clock = self.turn(head["worker"], head["epoch"], head["clock"], head["timeout_s"])
+                return {"clock": clock}, {"dense": self.pull_dense()} if head["dense"] else {}
+            case "offer":
+                self.offer_dense(arrays["dense"])
+                return {}, {}
+            case "pull":
+                return {}, {"rows": self.pull(head["table"], arrays["ids"])}
+            case "push":
+                return {"clock": self.push(head["worker"], head["epoch"], head["clock"], arrays)}, {}
+            case "stats":
+                return cast("Json", self.stats()), {}
+            case "export":
+                kept = self.snapshot()["tables"][head["table"]]
+                return {}, {"ids": kept["ids"], "rows": kept["w"]}
+            case other:
+                raise BadInput(f"op {other!r}: unknown", hint=f"one of {OPS}")
 
 
 class _Tcp(socketserver.ThreadingTCPServer):
